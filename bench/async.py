@@ -44,7 +44,7 @@ from podium.runs.schedules import declaration_of
 from podium.runtime import Worker, concat, endpoint, shard
 from podium.trainer.checks.preflight import load_schedule
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.recovery import Losses
+from podium.trainer.restart_limit import Losses
 from podium.trainer.rollout_queue import RolloutQueue
 
 MEDIAN, SIGMA, LONGEST = 1200, 0.9, 16_000  # tokens of a completion

@@ -37,8 +37,8 @@ from bench.workload import StepLoad
 from podium.rewards import Grade
 from podium.telemetry import CallFinished, Event, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, Summary
-from podium.trainer.opening import Run
 from podium.trainer.prompts import Prompt
+from podium.trainer.run_setup import Run
 
 WARMUPS = 3
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -22,7 +22,7 @@ from podium.errors import LostTooOften, PodiumError
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Handle
 from podium.trainer.generators import Generators
-from podium.trainer.recovery import Losses
+from podium.trainer.restart_limit import Losses
 from podium.workers import WeightSync
 from tests.integration.processes import wait_for
 

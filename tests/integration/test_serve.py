@@ -21,9 +21,9 @@ from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.chat_format import ChatFormat
+from podium.rollout.service.connection_owner import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.gateway import gateway
-from podium.rollout.service.peers import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.rollout.service.server import listen
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled

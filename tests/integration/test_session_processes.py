@@ -15,9 +15,9 @@ import pytest
 from podium.errors import PodiumError
 from podium.processes import children_of
 from podium.rollout.environments import Client
-from podium.rollout.environments.child import DistantClient
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.processes import SessionProcesses
+from podium.rollout.environments.session_process import DistantClient
 from podium.runtime import Cluster
 from podium.telemetry import metrics
 from podium.trainer import PPOConfig

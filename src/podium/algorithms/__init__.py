@@ -37,16 +37,16 @@ if TYPE_CHECKING:
         partial_metrics as partial_metrics,
         value_moments as value_moments,
     )
-    from podium.algorithms.named import (
-        check_functions as check_functions,
-        resolve_advantage as resolve_advantage,
-        resolve_loss as resolve_loss,
-    )
     from podium.algorithms.records import (
         AdvantageInputs as AdvantageInputs,
         AdvantageOutputs as AdvantageOutputs,
         LossInputs as LossInputs,
         TokenLoss as TokenLoss,
+    )
+    from podium.algorithms.registry import (
+        check_functions as check_functions,
+        resolve_advantage as resolve_advantage,
+        resolve_loss as resolve_loss,
     )
     from podium.algorithms.token_rows import discounted_sums as discounted_sums, whiten as whiten
     from podium.algorithms.turns import Turns as Turns, find_turns as find_turns

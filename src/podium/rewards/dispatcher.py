@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
 from podium.processes import Channel, Frame, FrameError, Supervisor, describe_exit, make_frame, supervise
-from podium.rewards.child import REPLACE, Result, encode, grade_items
-from podium.rewards.lists import takes_lists
+from podium.rewards.grading_process import REPLACE, Result, encode, grade_items
 from podium.rewards.resolve import ItemReward, RewardFn, item_reward, resolve_reward
+from podium.rewards.trl import takes_lists
 
 __all__ = ["MOST_RESULT_BYTES", "Settings", "main"]
 

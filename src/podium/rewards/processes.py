@@ -26,9 +26,9 @@ from podium.processes import (
     find_secrets,
     make_frame,
 )
-from podium.rewards.child import Result, decode
 from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.dispatcher import Settings
+from podium.rewards.grading_process import Result, decode
 from podium.rewards.resolve import RewardFn
 
 __all__ = ["GradingProcesses", "Pending"]

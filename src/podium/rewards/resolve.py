@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.functions import load_function
-from podium.rewards.lists import ListReward, of_one, takes_lists
+from podium.rewards.trl import ListReward, of_one, takes_lists
 
 __all__ = ["NAMED_REWARDS", "READS_ANSWER", "ItemReward", "RewardFn", "item_reward", "resolve_reward"]
 
@@ -15,7 +15,7 @@ ItemReward = Callable[[str, Any], float | Mapping[str, float]]  # Any: a row may
 """``reward(completion, row)`` takes the completion's text and the row, which has "prompt" and "answer" beside the
 columns of the data. It returns a finite number, or a mapping of named finite numbers that has "score"."""
 RewardFn = ItemReward | ListReward
-"""A reward of Podium's form, or of TRL's: ``reward(completions, **columns)``, see podium.rewards.lists."""
+"""A reward of Podium's form, or of TRL's: ``reward(completions, **columns)``, see podium.rewards.trl."""
 
 NAMED_REWARDS: Final[Mapping[str, str]] = {
     "exact": "podium.rewards.text:exact",

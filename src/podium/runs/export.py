@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 from podium.config import build_config, read_values
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
-from podium.runs.comparison import RunRecord
 from podium.runs.config import InferenceConfig
 from podium.runs.files import STATE_FILE, remove, step_of
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
+from podium.runs.record import RunRecord
 from podium.telemetry.formatting import percent
 
 if TYPE_CHECKING:

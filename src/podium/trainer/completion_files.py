@@ -22,7 +22,7 @@ from podium.rewards import Grade
 from podium.runs.files import step_name
 from podium.runtime import Call
 from podium.trainer.completions import ScoredBatch
-from podium.trainer.conversations import Conversation, conversations
+from podium.trainer.conversation_texts import Conversation, conversations
 from podium.trainer.prompts import Prompt
 from podium.trainer.token_texts import TokenTexts
 

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Final, Self
 from podium.data import Batch
 from podium.errors import PlacementError, PodiumError, WorkerStartError
 from podium.telemetry import Note, Recovered, emit
-from podium.trainer.recovery import RunLost
+from podium.trainer.restart_limit import RunLost
 from podium.trainer.rollout_queue import RolloutQueue
 
 if TYPE_CHECKING:
     from podium.rollout.sampling import SamplingParams
     from podium.runtime import Call, Handle
-    from podium.trainer.recovery import Losses
+    from podium.trainer.restart_limit import Losses
     from podium.workers import Estimator, Generator, WeightSync
 
 __all__ = ["Generators", "parts_of"]

@@ -35,8 +35,8 @@ from podium.trainer.checks.preflight import check_answers, check_columns, check_
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.opening import Run
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
+from podium.trainer.run_setup import Run
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer

@@ -1,7 +1,7 @@
 """A model that answers the OpenAI API during a block: see :mod:`podium.rollout.service`.
 
 one rank       client ─▶ its service
-several        client ─▶ front ─▶ the service of a rank
+several        client ─▶ load balancer ─▶ the service of a rank
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from podium.errors import PodiumError
 from podium.models import load_tokenizer
 from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.service import check_serving, serve_front
+from podium.rollout.service import check_serving, serve_load_balancer
 from podium.rollout.tasks.writer import chat_template
 from podium.runs.config import InferenceConfig
 from podium.runtime import Cluster, Handle
@@ -80,5 +80,5 @@ def served(
             yield ServedModel(url, generator, chats)
             return
         urls = generator.serve(config.data, sampling, model=model, token=token)
-        with serve_front(urls, token=token, host=host, port=port) as front:
-            yield ServedModel(front.url, generator, chats)
+        with serve_load_balancer(urls, token=token, host=host, port=port) as balancer:
+            yield ServedModel(balancer.url, generator, chats)

@@ -43,14 +43,14 @@ from podium.telemetry import (
     flush,
     metrics as names,
 )
+from podium.trainer.checkpointing import load_checkpoint, write_model
 from podium.trainer.checks.preflight import check_given, check_settings, names_of_given, with_stop_tokens
 from podium.trainer.evaluate import score_held_out
-from podium.trainer.opening import Run, RunOptions, count_steps, open_run, read_held_out
 from podium.trainer.prompts import Prompt
-from podium.trainer.recovery import RunLost
+from podium.trainer.restart_limit import RunLost
 from podium.trainer.roles import RoleWorkers
 from podium.trainer.run_data import RunData
-from podium.trainer.saving import load_checkpoint, write_model
+from podium.trainer.run_setup import Run, RunOptions, count_steps, open_run, read_held_out
 from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, named_stage
 
 __all__ = ["Trainer"]
@@ -151,7 +151,7 @@ class Trainer(ABC, Generic[C, E, R]):
             self.config = given  # a second call begins as this one did
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[E] | None = None) -> Run[E]:
-        """Open all that the run has. See :func:`podium.trainer.opening.open_run` for the arguments."""
+        """Open all that the run has. See :func:`podium.trainer.run_setup.open_run` for the arguments."""
         self.config = resolve_resume(self.config)
         check_settings(self.config, reward=self.options.reward is None)  # before a function that it names is loaded
         run = open_run(self.recipe, self.config, self.options, self.read_data, stack, lasting, before)

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from podium.rollout.service.chat_format import ChatFormat
-    from podium.rollout.service.remote import RemoteTokens
+    from podium.rollout.service.generator_client import RemoteTokens
     from podium.rollout.service.sessions import Row
-    from podium.rollout.service.tokens import TokenSource
+    from podium.rollout.service.token_source import TokenSource
     from podium.workers.generator import Generator
 
 __all__ = ["Rollout"]
@@ -96,7 +96,7 @@ class Rollout(Worker):
                 self._remote.connect(urls, positions)
                 return
             try:
-                from podium.rollout.service.remote import RemoteTokens
+                from podium.rollout.service.generator_client import RemoteTokens
             except ImportError as error:
                 raise ConfigError(f"asking a generator elsewhere needs {error.name}, which is not installed") from None
             self._remote = RemoteTokens(urls, token)

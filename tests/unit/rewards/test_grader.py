@@ -17,7 +17,7 @@ import pytest
 
 from podium.errors import ConfigError, RewardError
 from podium.rewards import Grade, Grader, RewardConfig
-from podium.rewards.child import judge
+from podium.rewards.grading_process import judge
 from podium.telemetry import Event, Note, subscribe
 from tests.unit.rewards.deeds import Row, alive_with, family_of, misbehave, own_pid, returns
 from tests.waits import LONG_S, wait_until

@@ -23,7 +23,7 @@ import pytest
 from podium.errors import ConfigError, RewardError
 from podium.processes import HEADER, make_frame
 from podium.rewards import Grade, Grader, RewardConfig
-from podium.rewards.child import Result, decode, encode
+from podium.rewards.grading_process import Result, decode, encode
 from tests.unit.rewards.deeds import Row, alive_with, family_of, has_variable, misbehave
 from tests.waits import LONG_S, wait_until
 

@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from bench.sessions import Echo
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service import remote
+from podium.rollout.service import generator_client
 from podium.rollout.service.app import make_app
 from podium.rollout.service.server import Server
 from podium.rollout.service.sessions import Sampled
-from tests.unit.rollout.test_remote import service_of
+from tests.unit.rollout.test_generator_client import service_of
 
 SET_FLAGS, UP = 0x8914, 0x1  # SIOCSIFFLAGS and IFF_UP of netdevice(7)
 
@@ -49,14 +49,14 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def main() -> None:
-    remote.SILENT_S = 2
+    generator_client.SILENT_S = 2
     switch_loopback(on=True)
     source = Drawing()
     with (
         Server(make_app(service_of(source), "token")) as silent,
         Server(make_app(service_of(Echo([5])), "token")) as other,
     ):
-        tokens = remote.RemoteTokens([silent.url, other.url], "token")
+        tokens = generator_client.RemoteTokens([silent.url, other.url], "token")
 
         async def draw() -> Sequence[int]:
             async for found in tokens.stream([1, 2], SamplingParams(max_new_tokens=2), 7):

@@ -17,7 +17,7 @@ from podium.runs.evaluation import Evaluation
 from podium.runtime import endpoint
 from podium.telemetry import CheckpointSaved, Event, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.saving import load_checkpoint
+from podium.trainer.checkpointing import load_checkpoint
 from podium.workers import Policy
 from tests.integration.training import tiny
 from tests.warm_python import run_python

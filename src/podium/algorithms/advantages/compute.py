@@ -6,8 +6,8 @@ from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import advantage_declaration
-from podium.algorithms.named import resolve_advantage
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
+from podium.algorithms.registry import resolve_advantage
 from podium.errors import DataError
 
 __all__ = ["compute_advantages"]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.kl import bounded_exp, kl_estimate
-from podium.algorithms.named import resolve_loss
 from podium.algorithms.records import LossInputs, TokenLoss
+from podium.algorithms.registry import resolve_loss
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError
 from podium.telemetry.metrics import (

@@ -19,7 +19,7 @@ from typing import Any
 import ray as typed
 from ray._private import ray_constants
 
-from podium.backends.ray.tidy import Tidier
+from podium.backends.ray.cleanup import Tidier
 from podium.errors import ConfigError
 from podium.processes import children_of
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from podium.errors import PodiumError
 from podium.processes import START_LIMIT_S, ForkServer, FrameError, command, describe_exit, make_frame, read_frame
-from podium.rollout.environments.child import ENDING, KINDS, Facts
 from podium.rollout.environments.client import Reply
 from podium.rollout.environments.contract import Outcome
 from podium.rollout.environments.runner import Ending
+from podium.rollout.environments.session_process import ENDING, KINDS, Facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +61,7 @@ class SessionProcesses:
             if self._server is not None and self._server.alive():
                 return
             self.close()
-            server = self._server = ForkServer(command("podium.rollout.environments.child"))
+            server = self._server = ForkServer(command("podium.rollout.environments.session_process"))
             connection = server.channel.connection
             try:
                 server.channel.send(0, pickle.dumps(self._config))

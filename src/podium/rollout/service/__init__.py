@@ -1,6 +1,6 @@
 """A model that answers over HTTP, and records what it sampled: the OpenAI API, and ids in and out.
 
-app ──▶ service ──▶ tokens        HTTP ─▶ requests of conversations, texts and ids ─▶ what draws ids
+app ──▶ service ──▶ token_source  HTTP ─▶ requests of conversations, texts and ids ─▶ what draws ids
           │  └────▶ chat_format   messages ─▶ ids ─▶ messages
           └───────▶ sessions      calls ─▶ rows that train
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from podium.rollout.service.server import Server
     from podium.rollout.tasks.config import DataConfig
 
-__all__ = ["check_installed", "check_serving", "serve_engine", "serve_front"]
+__all__ = ["check_installed", "check_serving", "serve_engine", "serve_load_balancer"]
 
 _LONGEST: Final = 32768  # tokens, of a model that names no limit
 
@@ -46,12 +46,12 @@ def check_serving(host: str, port: int, token: str) -> None:
     listen(host, port).close()
 
 
-def serve_front(urls: Sequence[str], *, token: str, host: str = "127.0.0.1", port: int = 0) -> Server:
+def serve_load_balancer(urls: Sequence[str], *, token: str, host: str = "127.0.0.1", port: int = 0) -> Server:
     """Serve, until the server is closed, what the services at ``urls`` answer to requests with their ``token``."""
-    from podium.rollout.service.front import make_front
+    from podium.rollout.service.load_balancer import make_load_balancer
     from podium.rollout.service.server import Server
 
-    return Server(make_front(urls, token), host, port)
+    return Server(make_load_balancer(urls, token), host, port)
 
 
 def serve_engine(

@@ -34,7 +34,7 @@ from podium.rollout.service.wire import ChatRequest, CompletionRequest, Generate
 
 if TYPE_CHECKING:
     from podium.rollout.service.service import Answer, Asked, Service
-    from podium.rollout.service.tokens import Scored
+    from podium.rollout.service.token_source import Scored
 
 __all__ = ["make_app"]
 

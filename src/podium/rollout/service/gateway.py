@@ -66,7 +66,7 @@ class _Opened:
             import uvicorn
 
             from podium.rollout.service.app import make_app
-            from podium.rollout.service.peers import OwnUserProtocol
+            from podium.rollout.service.connection_owner import OwnUserProtocol
         except ImportError as error:
             raise ConfigError(
                 f"an agent asked for the address of the model, and that needs {error.name}, which is not installed: "

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import uvicorn
 
 from podium.errors import PodiumError
-from podium.rollout.service.peers import protocol_at
+from podium.rollout.service.connection_owner import protocol_at
 
 __all__ = ["Server", "listen"]
 

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
 from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.concurrency import merged
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session, tools_key
 from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
-from podium.rollout.service.together import merged
 from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import ChatRequest, Refusal
 from podium.rollout.tasks.examples import message_text
 
 if TYPE_CHECKING:
     from podium.rollout.service.chat_format import ChatFormat
-    from podium.rollout.service.tokens import Scored, TokenSource
+    from podium.rollout.service.token_source import Scored, TokenSource
 
 __all__ = ["Answer", "Asked", "Delta", "Service"]
 

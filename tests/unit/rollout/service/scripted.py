@@ -15,7 +15,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.tokens import Scored
+from podium.rollout.service.token_source import Scored
 from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer

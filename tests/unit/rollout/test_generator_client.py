@@ -24,15 +24,15 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from podium.rollout.service import remote
+from podium.rollout.service import generator_client
 from podium.rollout.service.app import make_app
-from podium.rollout.service.remote import RemoteTokens
+from podium.rollout.service.generator_client import RemoteTokens
 from podium.rollout.service.server import Server
 from tests.waits import LONG_S
 
 
 class Dying(Echo):
-    """A source that draws until its patience is long over, by the clock of ``remote``, and then fails."""
+    """A source that draws until its patience is long over, by the clock of ``generator_client``, and then fails."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         super().__init__(ids)
@@ -66,7 +66,7 @@ def test_patience_is_for_the_time_without_a_generator_and_not_for_drawing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = Dying([1])
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: source.now_s))
+    monkeypatch.setattr(generator_client, "time", SimpleNamespace(monotonic=lambda: source.now_s))
     with (
         Server(make_app(service_of(source), "token")) as dying,
         Server(make_app(service_of(Echo([5])), "token")) as other,

@@ -10,7 +10,7 @@ import pytest
 
 from podium.errors import ConfigError, RewardError
 from podium.rewards import Grader, RewardConfig
-from podium.rewards.lists import of_one, takes_lists
+from podium.rewards.trl import of_one, takes_lists
 from podium.telemetry import Event, Note, subscribe
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]

@@ -1,10 +1,10 @@
 """One address for several services of the same model.
 
-    client ─▶ front ─┬▶ service of rank 0     the session's own, or else the one with the fewest tokens in flight
-                     └▶ service of rank 1
+    client ─▶ load balancer ─┬▶ service of rank 0   the session's own, or else the one with the fewest tokens in flight
+                             └▶ service of rank 1
 
 A request with the token and to a path of the API is passed on as it came, and its answer as it comes. The service
-checks all of it again. The front has no tokenizer, so it estimates how many tokens a request holds.
+checks all of it again. The load balancer has no tokenizer, so it estimates how many tokens a request holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from podium.rollout.service.metrics import added
 from podium.rollout.service.routes import PATHS, routed
 from podium.rollout.service.wire import Refusal
 
-__all__ = ["make_front"]
+__all__ = ["make_load_balancer"]
 
 _REMEMBERED: Final = 1 << 16  # sessions whose service is known
 _PASSED_ON: Final = ("content-type", "retry-after", "www-authenticate")
@@ -43,17 +43,17 @@ class _Rank:
     taken: int = 0
 
 
-def make_front(urls: Sequence[str], token: str) -> Starlette:
+def make_load_balancer(urls: Sequence[str], token: str) -> Starlette:
     """Return an application that hands requests with the bearer ``token`` to the services at ``urls``.
 
     Raises:
         ConfigError: ``token`` is empty.
     """
-    front = _Front(urls)
-    return routed(dict.fromkeys(PATHS, front.pass_on) | {"/metrics": front.metrics}, token, front.running)
+    balancer = _LoadBalancer(urls)
+    return routed(dict.fromkeys(PATHS, balancer.pass_on) | {"/metrics": balancer.metrics}, token, balancer.running)
 
 
-class _Front:
+class _LoadBalancer:
     def __init__(self, urls: Sequence[str]) -> None:
         self._ranks = [_Rank(httpx2.URL(url)) for url in urls]
         self._of: OrderedDict[str, _Rank] = OrderedDict()

@@ -33,6 +33,7 @@ from podium.runtime import Cluster, backend_class, connect
 from podium.telemetry import Event, Note, WorkerLost, emit, subscribe
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.background_imports import LATER, importing
+from podium.trainer.checkpointing import Saver
 from podium.trainer.checks.preflight import (
     check_answers,
     check_lengths,
@@ -43,10 +44,9 @@ from podium.trainer.checks.preflight import (
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import Prompt, load_held_out
-from podium.trainer.recovery import Losses
+from podium.trainer.restart_limit import Losses
 from podium.trainer.roles import Roles, RoleWorkers, started_roles
 from podium.trainer.run_data import RunData
-from podium.trainer.saving import Saver
 from podium.trainer.schedules import Schedule
 from podium.trainer.sessions import Sessions
 from podium.trainer.signals import StopRequest, listen_for_stop

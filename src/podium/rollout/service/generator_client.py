@@ -27,7 +27,7 @@ from podium.rollout.service.sessions import Sampled
 if TYPE_CHECKING:
     from podium.rollout.engines.requests import Tokens
     from podium.rollout.sampling import SamplingParams
-    from podium.rollout.service.tokens import Scored
+    from podium.rollout.service.token_source import Scored
 
 __all__ = ["SILENT_S", "RemoteTokens"]
 
@@ -46,7 +46,7 @@ class _Generator:
 
 
 class RemoteTokens:
-    """A :class:`~.tokens.TokenSource` over generators that answer ``/inference/v1/generate``.
+    """A :class:`~.token_source.TokenSource` over generators that answer ``/inference/v1/generate``.
 
     Args:
         urls: Their addresses.

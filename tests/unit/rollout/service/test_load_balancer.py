@@ -1,4 +1,4 @@
-"""What a front and a service take from the network, and what they leave outside."""
+"""What a load balancer and a service take from the network, and what they leave outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service import exchange, serve_front
+from podium.rollout.service import exchange, serve_load_balancer
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
 from tests.waits import LONG_S, wait_until
 
@@ -20,17 +20,17 @@ pytest.importorskip("uvicorn")
 
 
 @contextlib.contextmanager
-def served(*answers: str, front: bool = True) -> Iterator[tuple[str, Any]]:
-    """Serve what ``answers`` say. Gives the address, which is the front's if there is one, and the service."""
+def served(*answers: str, balanced: bool = True) -> Iterator[tuple[str, Any]]:
+    """Serve what ``answers`` say. Gives the address, which is the load balancer's if there is one, and the service."""
     from podium.rollout.service.app import make_app
     from podium.rollout.service.server import Server
 
     service, _, _ = scripted(*answers)
     with Server(make_app(service, TOKEN)) as server:
-        if not front:
+        if not balanced:
             yield server.url, service
             return
-        with serve_front([server.url], token=TOKEN) as before:
+        with serve_load_balancer([server.url], token=TOKEN) as before:
             yield before.url, service
 
 
@@ -94,7 +94,7 @@ def raw(url: str, head: str, body: bytes = b"", token: str = "") -> int:
 
 @pytest.mark.parametrize("token", ["", TOKEN])
 @pytest.mark.parametrize("target", ["%2F@127.0.0.1:{}/", "@127.0.0.1:{}/", "//127.0.0.1:{}/", "http://127.0.0.1:{}/"])
-def test_no_path_makes_the_front_ask_another_server(target: str, token: str) -> None:
+def test_no_path_makes_the_load_balancer_ask_another_server(target: str, token: str) -> None:
     with served() as (url, _), stranger() as (port, paths):
         status = raw(url, f"GET {target.format(port)} HTTP/1.1", token=token)
     assert (status, paths) == (404, [])
@@ -115,8 +115,8 @@ def test_a_session_reaches_its_service_under_its_name(session: str) -> None:
 
 
 def test_services_get_as_many_tokens_and_not_as_many_requests() -> None:
-    with holding(2) as (urls, taken, go), serve_front(urls, token=TOKEN) as front:
-        url, asking = f"{front.url}/v1/chat/completions", list[threading.Thread]()
+    with holding(2) as (urls, taken, go), serve_load_balancer(urls, token=TOKEN) as balancer:
+        url, asking = f"{balancer.url}/v1/chat/completions", list[threading.Thread]()
         for limit in (1000, 10, 20, 30):
             body = {"messages": [USER], "max_tokens": limit}
             asking.append(threading.Thread(target=posted, args=(url, body)))
@@ -128,22 +128,22 @@ def test_services_get_as_many_tokens_and_not_as_many_requests() -> None:
     assert taken == [[1000], [10, 20, 30]]
 
 
-@pytest.mark.parametrize("front", [False, True])
+@pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/sessions/a/v1/completions", "/inference/v1/generate"])
-def test_without_the_token_a_body_is_not_waited_for(path: str, front: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_token_a_body_is_not_waited_for(path: str, balanced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_READING_S", 1e6)  # the body never comes, and who waits for it never answers
-    with served(front=front) as (url, _):
+    with served(balanced=balanced) as (url, _):
         assert raw(url, f"POST {path} HTTP/1.1\r\nContent-Length: 1000", b"{") == 401
 
 
-@pytest.mark.parametrize("front", [False, True])
-def test_a_body_that_does_not_come_is_given_up(front: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_body_that_does_not_come_is_given_up(balanced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_READING_S", 0.2)
-    with served(front=front) as (url, _):
+    with served(balanced=balanced) as (url, _):
         assert raw(url, "POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 1000", b"{", TOKEN) == 408
 
 
-def test_a_front_answers_as_its_services_do() -> None:
+def test_a_load_balancer_answers_as_its_services_do() -> None:
     with served("A.<|im_end|>") as (url, _):
         assert raw(url, "GET /health HTTP/1.1") == 200
         assert raw(url, "GET /v1/models HTTP/1.1") == 401
