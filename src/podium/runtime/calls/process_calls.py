@@ -1,12 +1,10 @@
 """The calls to one set of running processes: requests, replies, and the causes of failures."""
 
-import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from textwrap import indent
 from typing import Any
@@ -25,6 +23,7 @@ from podium.errors import (
 )
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.call import Call, Here, Watch, refuse_in_a_fork
+from podium.runtime.calls.in_flight import InFlight, return_number, take_number
 from podium.runtime.calls.relay import Relay, travelled
 from podium.runtime.calls.siblings import find_waiting_siblings
 from podium.runtime.calls.stacks import collective_of, outside_stack
@@ -41,7 +40,7 @@ WAITS_FOR_ITSELF = (
 
 SETTLE_S = 0.2  # after which the ranks are asked whether one of them is the cause of a broken collective
 STATUS_S = 1.0
-STALL_S, REPORT_S = 60.0, 2.0
+REPORT_S = 2.0
 LOADING_S = 0.5  # before the processes of a start are asked how far they are
 SHOWN = 5  # calls that wait behind another one
 COLLECTIVES_LATER_S = 5.0  # for a deadline to find the ranks in their collectives, and to say who waits for whom
@@ -49,47 +48,11 @@ LONGEST_S = 365 * 86400.0  # that torch is told to wait
 NAP_S = 0.005  # between two offers to deliver replies for the backend
 
 _log = logging.getLogger("podium")
-_new_numbers = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)  # two controllers may call one process
-_free_numbers: list[int] = []
 
 
 def limit_of(timeout_s: float) -> float:
     """Seconds after which a collective fails in a call with this deadline: later than the deadline, and not much."""
     return min(timeout_s, LONGEST_S) + COLLECTIVES_LATER_S
-
-
-def _take_number() -> int:
-    """The processes' name for a call. A number is used again once no process can hear of its call any more, since a
-    backend may keep something for each number that it ever saw: Ray keeps 4 kB for every name of a task."""
-    try:
-        return _free_numbers.pop()
-    except IndexError:
-        return next(_new_numbers)
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class InFlight:
-    """A call on its way."""
-
-    call: Call[Any]
-    target: str  # name of the worker; "" for a method of the worker process itself
-    method: str
-    split: Split
-    collect: Collect[Any, Any]
-    wanted: Sequence[int]  # the ranks whose results count, in the order in which to join them
-    open: set[int]  # the ranks that have not replied
-    number: int = field(default_factory=_take_number)
-    call_id: int = field(default_factory=itertools.count().__next__)  # telemetry's name, which is never used again
-    submitted_ns: int = field(default_factory=time.monotonic_ns)
-    replies: dict[int, Reply] = field(default_factory=dict[int, Reply])  # good ones, by rank
-    held: PodiumError | None = None  # an error that waits for its cause to arrive
-    expired: bool = False  # the deadline has passed, and the ranks are being asked for their stacks
-    cancelled: bool = False  # the ranks were told to drop the call
-    breaking: bool = False  # a rank that raised is destroying its process groups
-    watched: bool = False  # a thread looks whether a rank waits in a collective for one that raised
-    next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
-    reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
-    asked: set[int] = field(default_factory=set[int])  # the ranks that have yet to say how far they are with loading
 
 
 class ProcessCalls:
@@ -149,8 +112,8 @@ class ProcessCalls:
         WorkerDied, EndpointError or CallCancelled if the group has lost a rank, is broken or is closed."""
         if self._sender == threading.get_ident() and not concurrent:
             raise ConfigError(f"{call.label}: {WAITS_FOR_ITSELF}")
-        if self._unsettled and not concurrent:
-            self._wait_for_settlement(call, method)
+        if self._unsettled:
+            self._wait_for_settlement(call, method, concurrent)
         if self._process not in (Here.pid, 0) or not self.usable:
             self._refuse(call.label)
         try:
@@ -206,13 +169,13 @@ class ProcessCalls:
         """Have the collectives of the next call end with it."""
         self.collectives_s = timeout_s
         left = {rank for rank in range(len(handles)) if rank not in self.lost}
-        number, values = _take_number(), self._backend.pack({"timeout_s": limit_of(timeout_s)}, len(left))
+        number, values = take_number(), self._backend.pack({"timeout_s": limit_of(timeout_s)}, len(left))
         request = Request(number, "", "limit_collectives", values, None, False)
 
         def heard(rank: int, reply: Reply) -> None:
             left.discard(rank)
             if not left:
-                _free_numbers.append(number)
+                return_number(number)
 
         for rank in sorted(left):
             handles[rank].invoke(request, partial(heard, rank))
@@ -280,7 +243,7 @@ class ProcessCalls:
         if self._in_flight.pop(flight.call_id, None) is None:
             return
         if not flight.cancelled:  # a rank that was told to drop the call may hear of that only now
-            _free_numbers.append(flight.number)
+            return_number(flight.number)
         if flight.held is not None:
             flight.call.fail(flight.held)
         elif len(flight.replies) == len(flight.split.ranks):
@@ -395,11 +358,17 @@ class ProcessCalls:
         flight.breaking = True
         self._break(flight, rank, f"{why} free them")
 
-    def _wait_for_settlement(self, call: Call[Any], method: str) -> None:
-        """Wait until no rank can be in a collective of a call that failed on another rank: it would meet the others
-        there with the tensors of ``call``. Raises DeadlineExceeded."""
-        self._wait_until(lambda: not self._unsettled, call.deadline - time.monotonic())
-        for flight in list(self._unsettled):
+    def _wait_for_settlement(self, call: Call[Any], method: str, concurrent: bool) -> None:
+        """Wait until the ranks have heard of calls that passed their deadline or were cancelled. Unless ``call`` is
+        concurrent, wait as well until no rank can be in a collective of a call that failed on another rank: it would
+        meet the others there with the tensors of ``call``. Raises DeadlineExceeded."""
+
+        def is_settled() -> bool:
+            flights = list(self._unsettled)
+            return not any(flight.expired or flight.cancelled or not concurrent for flight in flights)
+
+        self._wait_until(is_settled, call.deadline - time.monotonic())
+        for flight in () if concurrent else list(self._unsettled):
             running = tuple(sorted(flight.open))
             raise DeadlineExceeded(
                 f"{call.label} passed its deadline of {call.timeout_s:g} s before it was sent: ranks {list(running)} "
@@ -460,14 +429,14 @@ class ProcessCalls:
         role = flight.split.shared["name"]
 
         def heard(rank: int, number: int, reply: Reply) -> None:
-            _free_numbers.append(number)
+            return_number(number)
             flight.asked.discard(rank)
             if reply.status == "ok" and (progress := self._backend.unpack(reply.payload)) and not flight.call.done():
                 telemetry.emit(telemetry.WorkerLoading(role, rank, *progress))
 
         for rank in sorted(flight.open - flight.asked - self.lost.keys()):
             flight.asked.add(rank)
-            number = _take_number()
+            number = take_number()
             request = Request(number, "", "loading", self._backend.pack({}, 1), None, True, True)
             self.handles[rank].invoke(request, partial(heard, rank, number))
 
@@ -557,7 +526,7 @@ class ProcessCalls:
         """Send a request to the worker process itself."""
         if rank < len(self.handles) and rank not in self.lost:
             packed = self._backend.pack(values, 1)
-            self.handles[rank].invoke(Request(_take_number(), "", method, packed, None, True, concurrent), done)
+            self.handles[rank].invoke(Request(take_number(), "", method, packed, None, True, concurrent), done)
 
     def _ask_all(
         self, ranks: Sequence[int], method: str, timeout_s: float, *, concurrent: bool = True
