@@ -1,0 +1,59 @@
+"""A call on its way, and the numbers by which processes know calls."""
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from podium.errors import PodiumError
+from podium.runtime.calls.call import Call
+from podium.runtime.collect import Collect
+from podium.runtime.dispatch import Split
+from podium.runtime.messages import Reply
+
+__all__ = ["InFlight", "return_number", "take_number"]
+
+STALL_S = 60.0
+_new_numbers = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)  # two controllers may call one process
+_free_numbers: list[int] = []
+
+
+def take_number() -> int:
+    """The processes' name for a call. A number is used again once no process can hear of its call any more, since a
+    backend may keep something for each number that it ever saw: Ray keeps 4 kB for every name of a task."""
+    try:
+        return _free_numbers.pop()
+    except IndexError:
+        return next(_new_numbers)
+
+
+def return_number(number: int) -> None:
+    """Give back the number of a call of which no process can hear any more."""
+    _free_numbers.append(number)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class InFlight:
+    """A call on its way."""
+
+    call: Call[Any]
+    target: str  # name of the worker; "" for a method of the worker process itself
+    method: str
+    split: Split
+    collect: Collect[Any, Any]
+    wanted: Sequence[int]  # the ranks whose results count, in the order in which to join them
+    open: set[int]  # the ranks that have not replied
+    number: int = field(default_factory=take_number)
+    call_id: int = field(default_factory=itertools.count().__next__)  # telemetry's name, which is never used again
+    submitted_ns: int = field(default_factory=time.monotonic_ns)
+    replies: dict[int, Reply] = field(default_factory=dict[int, Reply])  # good ones, by rank
+    held: PodiumError | None = None  # an error that waits for its cause to arrive
+    expired: bool = False  # the deadline has passed, and the ranks are being asked for their stacks
+    cancelled: bool = False  # the ranks were told to drop the call
+    breaking: bool = False  # a rank that raised is destroying its process groups
+    watched: bool = False  # a thread looks whether a rank waits in a collective for one that raised
+    next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
+    reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
+    asked: set[int] = field(default_factory=set[int])  # the ranks that have yet to say how far they are with loading
