@@ -110,3 +110,23 @@ def test_the_rewards_of_the_pages_know_an_answer_that_is_a_number() -> None:
     """Data may hold text or a number as the answer; a comparison with a number would score 0 without an error."""
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         assert not re.search(r'== (row|example)\["(answer|solution)"\]', page.read_text()), page
+
+
+def test_the_map_of_contributing_is_the_house() -> None:
+    """It names every package and module of src/podium, floor by floor, and every plugin."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    diagram = re.search(r"```\nsrc/podium/(.*?)plugins/(.*?)```", text, flags=re.DOTALL)
+    assert diagram is not None
+    names = [name.removesuffix("/").removesuffix(".py") for name in re.findall(r"^  (\w\S*)", diagram[1], re.MULTILINE)]
+    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    floors = {name: number for number, layer in enumerate(layers) for name in layer.split(" | ")}
+    assert sorted(names) == sorted(floors)
+    assert [floors[name] for name in names] == sorted(floors.values())
+    assert set(re.findall(r"podium-\w+", diagram[2])) == {path.parent.name for path in ROOT.glob("plugins/*/README.md")}
+    rooms = re.findall(r"^    (\w+)/", diagram[1], re.MULTILINE)
+    folders = [
+        path.parent.name
+        for name in ("trainer", "rollout")
+        for path in (ROOT / "src/podium" / name).glob("*/__init__.py")
+    ]
+    assert sorted(rooms) == sorted(folders)
