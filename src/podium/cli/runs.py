@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
-    from podium.runs.record import RunRecord
+    from podium.runs.records import RunRecord
 
 __all__ = ["run_runs"]
 
@@ -33,7 +33,7 @@ def run_runs(arguments: Sequence[str]) -> int:
     parser = _parser("podium runs", "List runs, or show one.", epilog=_EPILOG)
     parser.add_argument("paths", nargs="*", default=["runs"], help="runs, or directories of runs (default: runs)")
     paths = [Path(path) for path in parser.parse_args(arguments).paths]
-    from podium.runs.record import find_runs
+    from podium.runs.records import find_runs
 
     runs = [run for path in paths for run in find_runs(path)]
     if len(runs) == 1 and runs[0].path == paths[0]:
@@ -114,7 +114,7 @@ def _compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
     from podium.runs.comparison import differing, groups_of, plot_runs
-    from podium.runs.record import find_runs
+    from podium.runs.records import find_runs
     from podium.telemetry import metrics
 
     runs = [run for path in options.paths for run in find_runs(Path(path))]
@@ -144,7 +144,7 @@ def _clean(arguments: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
     from podium.runs.files import lock_directory, remove
-    from podium.runs.record import RunRecord, find_runs
+    from podium.runs.records import RunRecord, find_runs
 
     named = [RunRecord(Path(path)) for path in options.paths]
     for run in named:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from podium.runs.record import RunRecord
+from podium.runs.records import RunRecord
 
 __all__ = ["differing", "groups_of", "plot_runs"]
 

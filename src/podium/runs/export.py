@@ -17,7 +17,7 @@ from podium.models.config import ModelConfig
 from podium.runs.config import InferenceConfig
 from podium.runs.files import STATE_FILE, remove, step_of
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
-from podium.runs.record import RunRecord
+from podium.runs.records import RunRecord
 from podium.telemetry.formatting import percent
 
 if TYPE_CHECKING:
