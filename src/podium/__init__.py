@@ -12,8 +12,8 @@ from podium.lazy import lazy_exports
 
 if sys.platform == "win32":
     raise ImportError(
-        "Podium does not run on Windows, because its workers and graders need processes and sockets of Linux: run it "
-        "in WSL (wsl --install), and install podium in the Linux that it starts"
+        "Podium does not run on Windows, because its workers and graders need Linux processes and sockets: install "
+        "WSL (wsl --install), and install podium inside WSL"
     )
 
 if TYPE_CHECKING:

@@ -220,7 +220,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):  # no other key is one of a section
                 if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} appears twice", problem_mark=key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -267,7 +267,9 @@ def _check_plain(value: object) -> None:
     for _ in range(_DEEPEST):
         for text in level:
             if isinstance(text, str) and _NO_TEXT.search(text):
-                raise ValueError(f"{text[:60]!r} holds a character that is no text: NUL, or half of a surrogate pair")
+                raise ValueError(
+                    f"{text[:60]!r} contains a character that is not text: NUL, or half of a surrogate pair"
+                )
         items = (cast("Mapping[Any, Any]", node).items() if isinstance(node, Mapping) else () for node in level)
         lists = (cast("list[Any]", node) if isinstance(node, list) else () for node in level)
         level = list(islice(chain(chain.from_iterable(chain.from_iterable(items)), *lists), _LARGEST + 1))

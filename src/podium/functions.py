@@ -83,8 +83,8 @@ def _import(name: str, attribute: str, subject: str) -> ModuleType:
         near = {path.stem for path in Path.cwd().glob("*.py")}.union(sys.modules) - {name, error.name}
         file = Path(*name.split(".")).with_suffix(".py")
         raise ConfigError(
-            f"{subject}: there is no module {error.name!r} on sys.path{nearest(name, sorted(near))}; "
-            f"a file goes by its path: {file}:{attribute}"
+            f"{subject}: there is no module {error.name!r} on sys.path{nearest(name, sorted(near))}; name a file by "
+            f"its path: {file}:{attribute}"
         ) from None
 
 

@@ -191,7 +191,7 @@ def test_an_environment_that_blocks_the_others_is_named_while_it_does(
     notes: list[str] = []
 
     def see(event: object) -> None:
-        if isinstance(event, Note) and "blocks all sessions" in event.text:
+        if isinstance(event, Note) and "has blocked all sessions" in event.text:
             notes.append(event.text)
             (tmp_path / "named").touch()
 
@@ -424,7 +424,9 @@ def test_a_dry_run_shows_the_tasks(world: str, tmp_path: Path) -> None:
     own = {"train": "", "eval": ""} if world == "Guess" else {}
     said = describe_data(PPOTrainer(config_of(world, tmp_path, data=own), cluster="inline").read_data)
     assert re.search(r"training     \d+ tasks\nepochs       2 steps x 4 tasks = 8 of .*\nheld-out     4 tasks\n", said)
-    assert "number 0     the task; the environment makes of it what the model reads:\n             {'prompt'" in said
+    assert (
+        "number 0     the task, from which the environment makes what the model reads:\n             {'prompt'" in said
+    )
 
 
 def test_a_model_without_a_chat_template_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
@@ -519,7 +521,7 @@ def test_settings_without_a_use_in_sessions_are_said_once(tmp_path: Path) -> Non
         (
             "unknown_names",
             {},
-            r"a plain function that lives a session names its first parameters task and client; yours",
+            r"a plain function that runs a session must name its first parameters task and client; yours",
         ),
         ("alone", {}, r"a session is play\(task, client, \*\*options\); yours takes \(task: 'Task'\) -> 'float'$"),
     ],

@@ -133,7 +133,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([f"{run}@best", *to], "no step of these was evaluated"),
         ([f"{run}@worst", *to], "expected RUN@STEP with a number, RUN@best or RUN@latest"),
         ([f"{tmp_path}/nothing", *to], "no run and no checkpoint at "),
-        ([run, *to], "a base with random weights (model.config): write the whole with --merge"),
+        ([run, *to], "the base of the adapters has random weights (model.config): write the merged model with --merge"),
         ([run, "--merge", "--to", run], f"{run} is there already"),
         ([run, "--merge", "--push", "no/such/name"], "--push no/such/name: Repo id must be"),
     ]:
@@ -225,7 +225,7 @@ def test_two_evaluations_are_compared(finished_grpo: Path, tmp_path: Path, capsy
         ([str(tmp_path)], "no run at "),
         ([f"{run}@0", f"{run}@7"], "expected RUN@STEP, and "),
         ([f"{run}@0", f"{run}@7"], "run evaluated 0, 2, 3"),
-        (["a", "b", "c"], "two evaluations are compared"),
+        (["a", "b", "c"], "expected two evaluations"),
     ]:
         assert main(["changes", *words]) == 2
         assert wrong in capsys.readouterr().err

@@ -126,7 +126,7 @@ def room_for(pair: Handle[Busy], mib: int) -> bool:
 
 
 def test_what_finds_no_room_says_how_much_and_what_to_do(pair: Handle[Busy]) -> None:
-    remedy = "Free some disk.*object_store_memory"
+    remedy = "Free disk space.*object_store_memory"
     with pytest.raises(SerializationError, match=f"pair.echo: an argument of 400 MiB.*{remedy}"):
         pair.echo(np.zeros(400 * MIB, np.uint8))
     with pytest.raises(EndpointError, match=f"the result.*{remedy}") as caught:

@@ -415,7 +415,7 @@ def test_a_detached_group_outlives_its_script(cluster: Cluster, head: Head, tmp_
     kept = cluster.attach(name)
     assert list(kept.group.pids) == pids
     assert kept.ping(1) == [1, 1]
-    with pytest.raises(ConfigError, match=r"another controller's.*cluster\.stop"):
+    with pytest.raises(ConfigError, match=r"belongs to another controller.*cluster\.stop"):
         kept.group.restart()
     task: Any = ray.remote(num_cpus=0)(attach_and_ask)
     assert ray.get(task.remote(name)) == [2, 2], "from inside a Ray task too"

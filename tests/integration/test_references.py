@@ -91,7 +91,7 @@ def test_a_full_store_fails_the_call_and_names_the_holders(backend: str) -> None
 
 
 def test_what_does_not_fit_goes_to_disk_if_there_is_some(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"spill_dir=.*no such directory"):
+    with pytest.raises(ConfigError, match=r"spill_dir=.*this directory does not exist"):
         podium.connect("local", spill_dir=tmp_path / "missing")
     with podium.connect("local", store_bytes=5 * MIB, spill_dir=tmp_path) as cluster:
         keeper = cluster.start(Keeper.bind(), name="keeper", distributed=False)

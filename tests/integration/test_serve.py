@@ -188,7 +188,7 @@ def test_texts_ids_and_models(served: Served) -> None:
         ),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, 400, "tool 0 is no function"),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": AT_NONE}, 400, "tool_choice names 'fly', which is not"),
-        ({"messages": [USER], "tools": TOOLS, "tool_choice": "required"}, 400, "a model is not forced here"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": "required"}, 400, "this service cannot force a tool call"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "half of a surrogate pair"),
         (b" " * (17 << 20), 413, "larger than 16 MiB"),
     ],
@@ -281,7 +281,7 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_transformers(served: Ser
     alone = served.client.completions.create(model="tiny", prompt="to be", max_tokens=0, logprobs=0, echo=True)
     assert (alone.choices[0].text, alone.usage.completion_tokens) == ("to be", 0)
     status, answer = served.post("/v1/completions", {"prompt": "x", "max_tokens": 0})
-    assert (status, "max_tokens = 0 draws nothing" in answer["error"]["message"]) == (400, True)
+    assert (status, "max_tokens = 0 generates nothing" in answer["error"]["message"]) == (400, True)
 
 
 class Scripted:

@@ -206,7 +206,7 @@ def test_what_fails_before_the_first_step_leaves_the_name_free(tmp_path: Path) -
         ({"data": {"prompt_column": "question"}}, DataError, "no column 'question'"),
         ({"data": {"max_prompt_tokens": 2}}, DataError, "each of the .* prompts is longer"),
         ({"sampling": {"max_new_tokens": 64}}, ConfigError, "more than the model's 32 positions"),
-        ({"model": {"tokenizer": "./absent"}}, ConfigError, "there is no such directory"),
+        ({"model": {"tokenizer": "./absent"}}, ConfigError, "this directory does not exist"),
         ({"engine": {"name": "nativ"}}, ConfigError, "did you mean 'native'"),
         ({"algorithm": {"advantage": "absent.py:mine"}}, ConfigError, "no file"),
         ({"placement": {"ranks": 2}}, ConfigError, "use the backend local"),

@@ -196,7 +196,7 @@ def test_who_waits_at_the_gate_hears_that_a_sync_failed(cluster: Cluster) -> Non
             time.sleep(0.01)
         with pytest.raises(EndpointError, match="the third bucket is lost"):
             sync.sync(1)
-        with pytest.raises(EndpointError, match=r"version 1 came only in part \(EndpointError.* sync again"):
+        with pytest.raises(EndpointError, match=r"version 1 arrived only in part \(EndpointError.* sync again"):
             drawing.result()
         sync.sync(1)
         check(policy, generator, 1)
@@ -237,7 +237,7 @@ def test_weights_that_are_updated_while_they_are_read_are_not_drawn_from(cluster
             generator.go_on()
             with pytest.raises(DataError, match="updated while its weights were sent as version 2"):
                 syncing.result()
-        with pytest.raises(EndpointError, match="came only in part"):
+        with pytest.raises(EndpointError, match="arrived only in part"):
             generator.generate(PROMPTS, LONG)
         sync.sync(2)
         check(policy, generator, 2)

@@ -163,7 +163,7 @@ def test_a_generator_that_dies_during_a_loan_ends_it(group: Group, lost: type[Bo
     assert policy.lent_count() == [0]
     assert [held for _, held in other.holds()] == [False]
     if lost is Mortal:
-        with pytest.raises(EndpointError, match="version 1 came only in part"):
+        with pytest.raises(EndpointError, match="version 1 arrived only in part"):
             other.generate(PROMPTS, SAMPLING)
     sync.sync(1, [other])
     check(policy, other, 1)

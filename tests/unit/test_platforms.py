@@ -156,4 +156,4 @@ def test_windows_is_refused_by_name() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: Podium does not run on Windows")
-    assert "run it in WSL" in done.stderr
+    assert "install podium inside WSL" in done.stderr

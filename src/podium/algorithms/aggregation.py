@@ -74,7 +74,7 @@ def loss_weights(
         return counted_N / (whole_B * rows)[row_N]
     if constant is None or not constant > 0:
         raise ConfigError(
-            f"algorithm.aggregation = {mode!r} divides by a constant, and got {constant!r}: give loss_weights a "
+            f"algorithm.aggregation = {mode!r} divides by a constant, which is {constant!r}: pass loss_weights a "
             "positive constant, such as sampling.max_new_tokens"
         )
     return counted_N / (torch.as_tensor(constant, dtype=counted_N.dtype, device=counted_N.device) * rows)

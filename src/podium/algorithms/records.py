@@ -151,8 +151,12 @@ class _Column:
             return inputs.columns[self.name]
         if self.name == "old_logprobs":
             return inputs.logprobs_N.detach()
-        remedy = "; set algorithm.kl_in to 'loss' (kl_coef 0 only measures)" if self.name == "ref_logprobs" else ""
-        raise DataError(f"the loss reads {self.name}_N, and this batch has no column {self.name!r}{remedy}")
+        remedy = (
+            "; set algorithm.kl_in to 'loss' (with kl_coef 0 the KL is only measured)"
+            if self.name == "ref_logprobs"
+            else ""
+        )
+        raise DataError(f"the loss reads {self.name}_N, but this batch has no column {self.name!r}{remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)

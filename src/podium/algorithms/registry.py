@@ -53,7 +53,8 @@ def check_functions(config: AlgorithmConfig) -> None:
     if "ref_logprobs" in declared[0].columns and not config.needs_reference:
         raise ConfigError(
             f"algorithm.advantage = {config.advantage!r} reads ref_logprobs with algorithm.kl_in = 'none', which "
-            "keeps no reference policy: set kl_in to 'loss', and kl_coef to 0 if the KL is not to count"
+            "keeps no reference policy: set kl_in to 'loss'; with kl_coef 0 the KL is measured and not added to the "
+            "loss"
         )
     if config.advantage not in ADVANTAGES:
         _check_arguments(resolve_advantage(config.advantage), f"algorithm.advantage = {config.advantage!r}")
@@ -70,8 +71,8 @@ def check_functions(config: AlgorithmConfig) -> None:
         hint = f"did you mean algorithm.options.{near[0]}?" if near else f"the options are {', '.join(names)}"
         if not sections:
             hint = (
-                "neither declares options; a function of your own declares a class of them, which is decorated "
-                'with @section("algorithm.options"), by @Declaration(options=CLASS)'
+                "neither declares options. To give your own function options, decorate a class with "
+                '@section("algorithm.options"), and the function with @Declaration(options=CLASS)'
             )
         raise ConfigError(
             f"unknown key algorithm.options.{name} (value {value!r}) with algorithm.advantage = "
@@ -90,6 +91,6 @@ def _check_arguments(function: Callable[..., Any], subject: str) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise ConfigError(
-            f"{subject}: the function is called with two positional arguments, (inputs, config), and its signature "
+            f"{subject}: the function is called with two positional arguments, (inputs, config), but its signature "
             f"is {signature}: {error}"
         ) from None

@@ -66,7 +66,7 @@ def machine(all_devices: Sequence[str], nodes: int = 1) -> list[Node]:
         ConfigError: ``nodes`` is below 1.
     """
     if nodes < 1:
-        raise ConfigError(f"connect(nodes={nodes}): a backend has at least one node")
+        raise ConfigError(f"connect(nodes={nodes}): expected at least one node")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = len(all_devices)
     parts: list[Node] = []

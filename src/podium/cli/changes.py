@@ -27,7 +27,7 @@ def run_changes(arguments: Sequence[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
     if len(options.names) > 2:
-        raise ConfigError("two evaluations are compared: give RUN, or RUN@STEP twice")
+        raise ConfigError("expected two evaluations: give RUN, or RUN@STEP twice")
     from podium.runs.changes import find_evaluations, without_completions
 
     for number, (name, (first, second)) in enumerate(find_evaluations(options.names).items()):
@@ -54,7 +54,7 @@ def _show(first: Path, second: Path, count: int) -> None:
     for name, changes in (("broke", comparison.broke), ("mended", comparison.mended)):
         sys.stdout.write(f"{name:<9} {len(changes)}\n")
     if comparison.apart:
-        why = "only one of the two has them: other data, or sessions that failed"
+        why = "only one of the two evaluations has these prompts: the data differ, or sessions failed"
         sys.stdout.write(f"left out  {comparison.apart}  ({why})\n")
     for name, changes in (("broke", comparison.broke), ("mended", comparison.mended)):
         for change in changes[:count]:

@@ -29,7 +29,7 @@ def run_export(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", metavar="DIR", help="write it into this directory, which must be empty or new")
     parser.add_argument("--merge", action="store_true", help="merge adapters into the weights of their base")
     parser.add_argument("--push", metavar="NAME", help="upload it to this repository of the Hugging Face hub")
-    parser.add_argument("--private", action="store_true", help="make a repository that --push creates private")
+    parser.add_argument("--private", action="store_true", help="create the repository of --push as a private one")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options, overrides = parser.parse_known_args(arguments)
     if not (options.to or options.push):
@@ -85,7 +85,7 @@ def _push(folder: str, name: str, *, private: bool) -> str:
         repository = api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.model_info(repository.repo_id).private:
             raise ConfigError(
-                f"--push {name}: the repository is there already, and is public: make it private in its settings, or "
+                f"--push {name}: the repository exists already and is public: make it private in its settings, or "
                 "choose another name"
             )
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload from podium export")

@@ -53,7 +53,7 @@ def run_sample(arguments: Sequence[str]) -> int:
     """Print a model's completions of prompts. Returns the exit status."""
     parser = _parser("sample", "Print completions of prompts. Each prompt is completed on its own.")
     parser.add_argument(
-        "--prompt", metavar="TEXT", help="complete this prompt and end; without it, prompts are read from stdin"
+        "--prompt", metavar="TEXT", help="complete this prompt and exit; without --prompt, prompts are read from stdin"
     )
     options, overrides, backend = parse_with_backend(parser, arguments, default="inline")
     from podium.trainer import open_sampler

@@ -29,8 +29,8 @@ def run_serve(arguments: Sequence[str]) -> int:
         prog="podium serve",
         usage="podium serve MODEL [--SECTION.KEY VALUE ...] [options]",
         description="Answer the OpenAI API with a model: chat with tools, completions, token ids in and out.",
-        epilog=f"Clients send a token as their API key: that of the environment variable {_TOKEN}, or a new one, which "
-        "is printed. --placement.ranks N answers with N worker processes.",
+        epilog=f"Clients send a token as their API key. The token is the value of the environment variable {_TOKEN}, "
+        "or a new token, which podium serve prints. --placement.ranks N answers with N worker processes.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -41,14 +41,16 @@ def run_serve(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
     parser.add_argument("--name", metavar="NAME", help="the name of the model for clients (default: the last of MODEL)")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
-    parser.add_argument("--port", type=int, default=0, help="the port (default: one that is free)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen at (default: loopback, for this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="the port (default: a free port)")
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
     if backend.name not in ("local", "inline"):
         raise ConfigError(f"--backend {backend.name}: podium serve runs on this machine; leave --backend out")
     environment_token, name = os.environ.get(_TOKEN), options.name or Path(options.model).name or options.model
     if environment_token is not None and not environment_token.strip():
-        raise ConfigError(f"{_TOKEN} is empty: give it a token, or unset it to get a new one")
+        raise ConfigError(f"{_TOKEN} is empty: set it to a token, or unset it to get a new token")
     token = environment_token or secrets.token_urlsafe(32)
     check_serving(options.host, options.port, token)
     with contextlib.ExitStack() as stack:
@@ -64,7 +66,7 @@ def run_serve(arguments: Sequence[str]) -> int:
         _tell(name, model.url, options.host, token if environment_token is None else f"${_TOKEN}")
         if not model.chats:
             sys.stderr.write(
-                "It has no chat template, so that /v1/completions answers and /v1/chat/completions does not: give a "
+                "The model has no chat template: /v1/completions works, and /v1/chat/completions does not. Give a "
                 "Jinja file with --data.chat_template.\n"
             )
         try:
@@ -83,8 +85,8 @@ def _tell(name: str, url: str, host: str, key: str) -> None:
     sys.stdout.flush()
     if not _is_loopback(host):
         sys.stderr.write(
-            f"It listens at {host}: other machines reach it too. What they send is not encrypted, and who has the "
-            "token may ask.\n"
+            f"The service listens at {host}: other machines can reach it. Requests are not encrypted, and anyone "
+            "with the token may send them.\n"
         )
 
 

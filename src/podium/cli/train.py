@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="podium train",
         usage="podium train {grpo,ppo,sft} [--config FILE] [--SECTION.KEY VALUE ...] [options]",
-        description="Train a model. Any setting of the configuration can be given as --SECTION.KEY, and then wins.",
+        description="Train a model. --SECTION.KEY sets any key of the configuration and overrides the file.",
         epilog=textwrap.dedent(
             """\
             examples:
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="resume the run in this directory, with its settings; auto: that of run.name, if it is there",
+        help="resume the run in this directory with its own settings; auto resumes the run of run.name if it exists",
     )
     parser.add_argument("--dry-run", action="store_true", help="print settings, plan and the first data; start nothing")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")

@@ -23,13 +23,14 @@ def run_view(arguments: Sequence[str]) -> int:
     """Serve the page until Ctrl-C, or write it. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="podium view",
-        description="Show runs in a browser, from their own files: curves, completions with their tokens, the timeline "
-        "and failures. A run that goes on is followed. The page is served on loopback, and asks no other place.",
+        description="Show runs in a browser, from their own files: curves, completions with their tokens, the "
+        "timeline and failures. The page follows a run that is still training. The server listens on "
+        "loopback only, and the page loads nothing from elsewhere.",
         epilog="On another machine, first forward the port: ssh -L PORT:127.0.0.1:PORT MACHINE.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, such as runs/NAME, or a directory of runs")
-    parser.add_argument("--export", metavar="FILE", type=Path, help="write one HTML file with the runs, and end")
-    parser.add_argument("--port", type=int, default=0, help="the port on 127.0.0.1 (default: one that is free)")
+    parser.add_argument("--export", metavar="FILE", type=Path, help="write one HTML file with the runs, and exit")
+    parser.add_argument("--port", type=int, default=0, help="the port on 127.0.0.1 (default: a free port)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
     parsed = parser.parse_args(arguments)
 
@@ -70,7 +71,7 @@ def _list_directories(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     directories = list(dict.fromkeys(run.resolve() for path in paths for run in _runs(path)))
     if len(directories) > _MOST_RUNS:
         raise ConfigError(
-            f"these are {len(directories)} runs, and a page shows {_MOST_RUNS} at most: name those to be shown"
+            f"{len(directories)} runs were named, but a page shows {_MOST_RUNS} at most: name the runs to show"
         )
     names = {path: path.name for path in directories}
     for depth in range(2, 64):
@@ -86,7 +87,7 @@ def _list_directories(paths: Sequence[Path]) -> list[tuple[Path, str]]:
 def _runs(path: Path) -> Iterator[Path]:
     """The run at ``path``, or those directly below. Raises ConfigError for none."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such directory; give the directory of a run")
+        raise ConfigError(f"{path}: this directory does not exist; give the directory of a run")
     below = [] if is_run(path) else sorted(folder for folder in path.iterdir() if is_run(folder))
     yield from below or [path]
 

@@ -78,8 +78,8 @@ class Jagged(Rows):
         """The tensor ``[N, …]``. Raises DataError if it is a reference."""
         if isinstance(self.data, TensorRef):
             raise DataError(
-                f"the values of this Jagged are elsewhere: {self.data}; pass it to a worker, which finds tensors, or "
-                "bring it here by fetch()"
+                f"the values of this Jagged are not in this process: {self.data}; pass the Jagged to a worker, which "
+                "receives tensors, or fetch them by fetch()"
             )
         return self.data
 

@@ -198,8 +198,8 @@ class TensorRef(Rows):
 
     def _elsewhere(self, what: str) -> DataError:
         return DataError(
-            f"{what} of a reference: its {self.nbytes} bytes are elsewhere: {self!r}; pass it to a "
-            "worker, which finds a tensor, or bring it here by .get(), or batch.fetch()"
+            f"{what} of a reference: its {self.nbytes} bytes are not in this process: {self!r}; pass the reference "
+            "to a worker, which receives a tensor, or fetch the tensor by .get() or batch.fetch()"
         )
 
     def _calculate(self, *others: object) -> NoReturn:
@@ -214,8 +214,9 @@ class TensorRef(Rows):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:
         raise DataError(
-            f"torch's {getattr(function, '__name__', 'function')}() of a reference, whose bytes are elsewhere; pass it "
-            "to a worker, which finds a tensor, or bring it here by .get(), or batch.fetch()"
+            f"torch's {getattr(function, '__name__', 'function')}() of a reference, whose bytes are not in this "
+            "process; pass the reference to a worker, which receives a tensor, or fetch the tensor by .get() or "
+            "batch.fetch()"
         )
 
     def __copy__(self) -> TensorRef:
@@ -277,7 +278,7 @@ def row_numbers(index: RowIndex, rows: int) -> Tensor:
     if numbers.dim() != 1 or numbers.dtype == torch.bool or numbers.is_floating_point():
         name = str(numbers.dtype).removeprefix("torch.")
         raise DataError(
-            f"rows are taken by their numbers, int64 [K], not by {name}{list(numbers.shape)}; of a mask: "
+            f"rows are taken by their numbers, int64 [K], not by {name}{list(numbers.shape)}; for a mask: "
             "take(mask.nonzero()[:, 0])"
         )
     least, most = int(numbers.min()), int(numbers.max())

@@ -71,8 +71,8 @@ class Block(ABC):
         memory = self.lend() if readonly and not checked else self.open()
         if not self.is_intact(memory):
             raise DataError(
-                f"the tensors made by {self.info.label} have changed since: what is shared by reference was written "
-                "to, by a worker that declares readonly=True or by whoever made them"
+                f"the tensors made by {self.info.label} have changed while they were shared by reference: a worker "
+                "that declares readonly=True, or their maker, wrote to them"
             )
         return memory
 
@@ -223,8 +223,8 @@ def filled(memory: Bytes, buffers: Sequence[Bytes], offsets: Sequence[int]) -> B
 def refuse_pickle() -> NoReturn:
     """Raise TypeError, which says how a reference is saved: a pickle made outside a call would lose its bytes."""
     raise TypeError(
-        "a reference travels as an argument or a result of a call; to save it, .get() gives a tensor and "
-        "batch.fetch() a batch of them"
+        "a reference can be sent as an argument or a result of a call, but not saved; save the tensor of .get(), or "
+        "the batch of batch.fetch()"
     )
 
 

@@ -92,7 +92,9 @@ def write_adapters(model: nn.Module, config: ModelConfig, to: Path) -> None:
         CheckpointError: The directory cannot be written.
     """
     if config.config:
-        raise ConfigError("the adapters are of a base with random weights (model.config): write the whole with --merge")
+        raise ConfigError(
+            "the base of the adapters has random weights (model.config): write the merged model with --merge"
+        )
     name_base(model, config)
     try:
         cast(Any, model).save_pretrained(str(to), save_embedding_layers=False)

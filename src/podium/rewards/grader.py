@@ -148,8 +148,8 @@ class Grader:
             if self._processes.takes_lists:
                 emit(
                     Note(
-                        f"the reward {self.name} has the form of TRL's and is called with lists of one completion, so "
-                        "that it compares none with others"
+                        f"the reward {self.name} has TRL's signature. Podium calls it with lists of one completion, "
+                        "so it cannot compare completions"
                     )
                 )
         return self._processes

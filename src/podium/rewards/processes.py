@@ -120,8 +120,8 @@ class GradingProcesses:
             if not isinstance(error, TimeoutError):
                 raise
             raise RewardError(
-                f"importing the reward {label} took over {START_LIMIT_S:.0f} s; move what it waits for into the "
-                "function, or make it available beforehand"
+                f"importing the reward {label} took over {START_LIMIT_S:.0f} s; move slow work, such as a download, "
+                "from the import into the function, or do it before the run"
             ) from None
 
     def alive(self) -> bool:
@@ -143,7 +143,7 @@ class GradingProcesses:
                     except Exception as error:  # pickling runs code of any class
                         raise RewardError(
                             f"{pending.name(number)} cannot be sent to a grading process with its row: "
-                            f"{type(error).__name__}: {error}; rows hold plain values"
+                            f"{type(error).__name__}: {error}; a row must hold plain values"
                         ) from error
                     frames.append(make_frame(number, data))
                 self._pending.update(dict.fromkeys(numbers, pending))
@@ -182,7 +182,7 @@ class GradingProcesses:
                     if (pending := self._pending.pop(number, None)) is not None:
                         pending.settle(number, self._outcome(pending, number, decode(body)))
         except FrameError:
-            error = RewardError(f"the process that loaded the reward {self._label} sent what is not a result")
+            error = RewardError(f"the process that loaded the reward {self._label} sent something other than a result")
         self._error = error or self._explain_end()
         self._launched.channel.close()
         self._settle_all(self._error)
@@ -241,8 +241,8 @@ class GradingProcesses:
         self._launched.kill_descendants()  # the reward's import may have ended the dispatcher as if all were well
         cause = "closed its socket" if status is None else f"ended ({describe_exit(status)})"
         return RewardError(
-            f"the process that grades with the reward {self._label} {cause}; what it wrote to stderr says more. If it "
-            "was killed for memory, set reward.processes or reward.memory_gib lower"
+            f"the process that grades with the reward {self._label} {cause}; see what the process wrote to stderr. "
+            "If it ran out of memory, set reward.processes or reward.memory_gib lower"
         )
 
     def stop(self, limit_s: float = 10.0) -> None:
@@ -258,6 +258,6 @@ def _pickle(function: RewardFn, label: str) -> bytes:
         return cloudpickle.dumps(function)
     except Exception as error:  # pickling runs code of any class: whatever it raises is our user's to see
         raise RewardError(
-            f"the reward {label} cannot be sent to a grading process: {type(error).__name__}: {error}; let it load "
-            "what it needs itself, or name it as module:function"
+            f"the reward {label} cannot be sent to a grading process: {type(error).__name__}: {error}; load what the "
+            "reward needs inside the function, or name the reward as module:function"
         ) from error

@@ -76,8 +76,8 @@ def _only(scores: object) -> float:
         raise ValueError(f"returned {len(values)} scores for a list of one completion: expected one")
     if values[0] is None:
         raise ValueError(
-            "returned None, by which a reward of TRL's passes a completion on to others: here it is the only one, so "
-            "return a number"
+            "returned None. In TRL, None leaves a completion to the other rewards; a run of Podium has one reward, "
+            "so return a number"
         )
     return values[0]
 

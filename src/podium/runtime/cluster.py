@@ -175,8 +175,8 @@ class Cluster:
         map_tensors(value, note)
         if not tensors:
             raise ConfigError(
-                f"put(): {type(value).__name__} has no tensors, such as those of a Batch, dict, list or tuple, to "
-                "store; pass it to the calls as it is"
+                f"put(): {type(value).__name__} holds no tensors; put() stores a tensor, or a Batch, dict, list or "
+                "tuple of tensors. Pass other values to calls directly"
             )
 
         with self._names:
@@ -381,8 +381,8 @@ class Cluster:
         for worker_name in {*bounds, name or next(iter(bounds))}:
             if not isinstance(worker_name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", worker_name):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
-                    f"name={worker_name!r}: a name has at most 100 letters, digits, '_', '-' and '.', because log "
-                    "files have it too"
+                    f"name={worker_name!r}: a name has at most 100 letters, digits, '_', '-' and '.', because it "
+                    "becomes part of the names of log files"
                 )
             if worker_name in taken:
                 raise ConfigError(f"a group named {worker_name!r} runs already; pass another name=")
@@ -518,7 +518,9 @@ def _check_seconds(**given: object) -> None:
 
 def _processes_of(into: Any, pool: ResourcePool | None, how: StartOptions, backend: Backend) -> ProcessSet:
     if pool is not None or how.env or how.options or how.detached:
-        raise ConfigError("start(into=group): the processes run already, so pool, env, options and detached are theirs")
+        raise ConfigError(
+            "start(into=group): the group's processes run already; leave out pool, env, options and detached"
+        )
     if not isinstance(into, WorkerHandle):
         raise ConfigError(f"start(into=...): expected a handle that start() returned, not {type(into).__name__}")
     if into.group.processes.backend is not backend:

@@ -204,7 +204,9 @@ def _reduce_ref(ref: TensorRef, blocks: list[Block] | None, places: dict[int, in
         carried: Any = block
         if type(block) is not PlainBlock:
             if blocks is None:
-                raise TypeError("its tensors are in a store, and this backend carries none: .get() them first")
+                raise TypeError(
+                    "its tensors are in a store, and this backend cannot send references: call .get() first"
+                )
             carried = places.setdefault(id(block), len(blocks))
             if carried == len(blocks):
                 blocks.append(block)

@@ -179,7 +179,7 @@ class PerRank:
         self.values = list(values)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("per_rank([...]) is an argument itself, not a part of one")
+        raise TypeError("per_rank([...]) must be a whole argument, not a part of one")
 
 
 def per_rank(values: Sequence[T]) -> T:

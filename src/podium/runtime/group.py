@@ -210,7 +210,7 @@ class WorkerGroup(Generic[W]):
         return self.submit(spec, (), values, wanted.timeout_s)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a group stays with the script that started it; pass the handle")
+        raise TypeError("a group cannot leave the script that started it; pass the handle")
 
     def _send(self, waiting: _Waiting) -> None:
         """Replace calls among the arguments by their results, and send. An error of such a call fails this one."""
@@ -263,11 +263,11 @@ class FarGroup:
         return f"{self.name}[{self.world_size}]"
 
     def __getattr__(self, name: str) -> NoReturn:
-        what = "stays with the script that started the group" if hasattr(WorkerGroup, name) else "is unknown"
+        what = "is only available in the script that started the group" if hasattr(WorkerGroup, name) else "is unknown"
         raise AttributeError(f"{self.name}.group.{name} {what}; a worker has .on(...), .name and .world_size here")
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a group stays with the script that started it; pass the handle")
+        raise TypeError("a group cannot leave the script that started it; pass the handle")
 
     def on(self, ranks: Ranks) -> Any:
         """As :meth:`WorkerGroup.on`."""
@@ -318,7 +318,7 @@ class WorkerHandle:
         endpoints = sorted(endpoints_of(self.group.cls)) if "group" in vars(self) else []
         if hasattr(WorkerGroup, name):
             raise AttributeError(
-                f"{self.group.name}.{name}: what concerns the group is at {self.group.name}.group.{name}"
+                f"{self.group.name}.{name}: this attribute belongs to the group; use {self.group.name}.group.{name}"
             )
         cls = self.group.cls.__name__
         hint = nearest(name, endpoints)
@@ -376,7 +376,7 @@ class Replicas(Sequence[H], Generic[H]):
         return len(self._handles)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("replicas stay with the script that started them; pass list(replicas)")
+        raise TypeError("replicas cannot leave the script that started them; pass list(replicas)")
 
     @property
     def alive(self) -> list[int]:

@@ -183,7 +183,7 @@ class Inventory:
     def refuse_others(self, pool: ResourcePool) -> None:
         """Raise a ConfigError if ``pool`` is of another cluster."""
         if any(reservation not in self._reservations for reservation in pool.reservations if not reservation.released):
-            raise ConfigError(f"{pool} is of another cluster, which alone can use and release it")
+            raise ConfigError(f"{pool} belongs to another cluster; only that cluster can use and release it")
 
     def stopped(self, token: Any) -> None:
         """Give back the reservation of a detached group that was stopped, whoever reserved it."""

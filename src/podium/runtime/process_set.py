@@ -129,7 +129,7 @@ class ProcessSet:
             ConfigError: The processes are another controller's.
         """
         if self._attached:
-            raise ConfigError(f"group {self.name} is another controller's: no worker can be added to it")
+            raise ConfigError(f"group {self.name} belongs to another controller: no worker can be added to it")
         nodes = [slot.node for slot in self.pool]
         visible = self.backend.capabilities.processes
         contexts = [
@@ -172,7 +172,9 @@ class ProcessSet:
         if not self.backend.capabilities.processes:
             raise ConfigError(f"{self.name}: this backend has no processes to kill and restart; use 'local', on Linux")
         if self._attached:
-            raise ConfigError(f"group {self.name} is another controller's; stop it with cluster.stop({self.name!r})")
+            raise ConfigError(
+                f"group {self.name} belongs to another controller; stop it with cluster.stop({self.name!r})"
+            )
         refuse_in_a_fork(self.watch.process, f"{self.name}.restart()")
         self._end(f"group {', '.join(self.workers)} was restarted while this call was in flight", 0.0)
         timeout_s = self.options.start_timeout_s

@@ -484,7 +484,7 @@ class EngineContract:
         engine.submit(request(0, prompt))
         ((failed,),) = drained(engine).values()
         assert isinstance(failed, Failed), "read the weights within `with self.gate:`, which refuses parts of weights"
-        with pytest.raises(GenerationError, match=r"version 1 came only in part \(cut\)"):
+        with pytest.raises(GenerationError, match=r"version 1 arrived only in part \(cut\)"):
             engine.generate([prompt], PARAMS, [0])
         engine.refresh(1, model.state_dict())
         (completion,) = engine.generate([prompt], PARAMS, [0])

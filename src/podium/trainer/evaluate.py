@@ -63,7 +63,7 @@ def score_held_out(
         except NoRowsError as error:
             if not step:  # the first evaluation finds what never works
                 raise
-            emit(Note(f"{error}\nAll of this evaluation count as not correct, and the run goes on"))
+            emit(Note(f"{error}\nAll items of this evaluation count as not correct, and the run continues"))
             return Evaluation(step=step, correct=0, items=len(prompts), reward_mean=0.0)
         scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
         scored = grade_sessions(scored, grader, config.reward.correct_at, reward_model)

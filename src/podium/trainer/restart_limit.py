@@ -50,7 +50,7 @@ class Losses:
             raise LostTooOften(
                 f"the run lost workers {len(found)} times within an hour, and run.max_restarts = {self._most}:\n"
                 + "\n".join(lines)
-                + "\nThe latest error follows from the last of them: "
+                + "\nThe last of these losses caused this error: "
                 + str(error)
             ) from error
         return f"lost {cause} (loss {len(found)} of at most {self._most} within an hour)"

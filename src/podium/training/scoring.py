@@ -41,8 +41,8 @@ def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
     if len(ids) != int(sizes_N.sum()) or bool((sizes_K == 0).any()):
         raise DataError(
             f"{int((sizes_K == 0).sum())} of {len(sizes_K)} tokens with loss have no kept set, and the {len(ids)} "
-            f"{fields.KEPT_IDS} stand for {int(sizes_N.sum())}: only a token that was sampled has a set, so set no "
-            f"{fields.LOSS_MASK} where none was, and change both columns together"
+            f"{fields.KEPT_IDS} stand for {int(sizes_N.sum())}: only sampled tokens have a kept set. Set no "
+            f"{fields.LOSS_MASK} for other tokens, and change both columns together"
         )
     token_S = torch.repeat_interleave(torch.arange(len(sizes_K), device=sizes_N.device), sizes_K)
     within_S = torch.arange(len(token_S), device=sizes_N.device) - (sizes_K.cumsum(0) - sizes_K)[token_S]

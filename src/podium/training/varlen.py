@@ -178,7 +178,7 @@ def _local_size(*, local_size: int | None = None, use_vmap: bool = False, **_: A
     Transformers makes masks for windows and for chunks, and only windows come to :func:`_attend` by keyword too.
     """
     if use_vmap:
-        raise ConfigError("the model makes a mask of its own, which attention over packed rows lacks")
+        raise ConfigError("the model makes its own attention mask, which attention over packed rows does not support")
     return local_size
 
 

@@ -98,7 +98,9 @@ class Rollout(Worker):
             try:
                 from podium.rollout.service.generator_client import RemoteTokens
             except ImportError as error:
-                raise ConfigError(f"asking a generator elsewhere needs {error.name}, which is not installed") from None
+                raise ConfigError(
+                    f"a request to a generator in another process needs {error.name}, which is not installed"
+                ) from None
             self._remote = RemoteTokens(urls, token)
             self._remote.positions = positions
 

@@ -167,7 +167,7 @@ def test_options_are_typed_beside_the_function_and_shared_by_estimator_and_loss(
     ]:
         with pytest.raises(ConfigError, match=message):
             check_functions(replace(config, options=options))
-    with pytest.raises(ConfigError, match=r"options.cov_share .* neither declares options; .*@Declaration\(options="):
+    with pytest.raises(ConfigError, match=r"options.cov_share .* neither declares options\. .*@Declaration\(options="):
         check_functions(AlgorithmConfig(options={"cov_share": 0.5}))
 
 
@@ -249,7 +249,7 @@ def test_a_wrong_name_is_told_with_the_key_and_the_nearest() -> None:
         ("unmasked", "not 0 outside mask_N"),
         ("infinite", "not finite, first in row 1"),
         ("listed", "returned advantages_N as list; expected a tensor"),
-        ("without_returns", "returned no returns_N, which the critic is to learn"),
+        ("without_returns", "returned no returns_N, which are the critic's targets"),
     ],
 )
 def test_wrong_results_are_refused_by_name(name: str, message: str, module: str) -> None:

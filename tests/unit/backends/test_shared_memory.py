@@ -264,7 +264,7 @@ def test_nothing_is_read_from_a_closed_pool() -> None:
     pool = SegmentPool()
     lease = take(pool, MIB)
     pool.close()
-    with pytest.raises(RefLostError, match="what was kept went with its cluster"):
+    with pytest.raises(RefLostError, match="what was kept was freed when its cluster was closed"):
         lease.open(MIB, "what was kept")
 
 

@@ -289,7 +289,7 @@ def test_a_message_that_loses_descriptors_loses_all_and_says_why(
         (_, wire), received = Receiver(no_release).receive(pair[1], wait=True)
     inbound = receive_parcel(wire, received, Releases(pair[1]), SegmentPool())
     assert segment_descriptors() == before
-    with pytest.raises(StoreFullError, match=r"an argument came without .* open .*ulimit -n"):
+    with pytest.raises(StoreFullError, match=r"an argument arrived without .* open .*ulimit -n"):
         inbound.read("an argument")
     answers = [Receiver(no_release).receive(pair[0], wait=True)[0] for _ in leases]
     told = sorted(key for answer in answers for key in released(answer))

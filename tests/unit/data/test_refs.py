@@ -92,7 +92,7 @@ def test_rows_of_a_jagged_by_reference() -> None:
     joined = Jagged.concat([far.slice(0, 3), whole.slice(3, 9)])
     assert isinstance(joined.data, TensorRef)
     assert torch.equal(joined.fetch().values, whole.values)
-    with pytest.raises(DataError, match=r"values of this Jagged are elsewhere.*fetch\(\)"):
+    with pytest.raises(DataError, match=r"values of this Jagged are not in this process.*fetch\(\)"):
         _ = far.values
 
 
@@ -107,11 +107,11 @@ def test_misuse_is_named() -> None:
         TensorRef.concat([ref, TensorRef.of(torch.ones(5))])
     with pytest.raises(DataError, match="by rows"):
         ref[::2]
-    with pytest.raises(DataError, match=r"\.sum of a reference: its 40 bytes are elsewhere"):
+    with pytest.raises(DataError, match=r"\.sum of a reference: its 40 bytes are not in this process"):
         ref.sum()
     with pytest.raises(AttributeError, match="no 'summ'"):
         ref.summ()
-    with pytest.raises(TypeError, match=r"\.get\(\) gives a tensor"):
+    with pytest.raises(TypeError, match=r"not saved; save the tensor of \.get\(\)"):
         pickle.dumps(ref)
     with pytest.raises(DataError, match=r"column 'x' is TensorRef.*fetch\('x'\)"):
         Batch({"x": ref}).dense("x")
@@ -126,7 +126,7 @@ CALCULATIONS: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("calculate", CALCULATIONS)
 def test_calculating_with_a_reference_says_what_to_do(calculate: Callable[[Any], Any]) -> None:
-    with pytest.raises(DataError, match=r"of a reference.* elsewhere.*\.get\(\)"):
+    with pytest.raises(DataError, match=r"of a reference.* not in this process.*\.get\(\)"):
         calculate(TensorRef.of(torch.ones(5)))
 
 

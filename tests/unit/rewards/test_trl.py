@@ -70,7 +70,7 @@ def test_a_grader_runs_it_and_says_so_once() -> None:
     finally:
         unsubscribe()
     assert len(notes) == 1
-    assert "called with lists of one completion" in notes[0]
+    assert "calls it with lists of one completion" in notes[0]
 
 
 def test_one_in_a_file_goes_by_its_name(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_needs_the_trainer_of_trl_is_refused_at_the_start(reward: Callable[
     ("reward", "message"),
     [
         (plain, "needs the column 'solution', and the row has prompt, answer"),
-        (lambda completions, **kwargs: [None], "returned None, by which"),
+        (lambda completions, **kwargs: [None], "returned None. In TRL, None leaves a completion"),
         (lambda completions, **kwargs: [], "returned 0 scores for a list of one completion"),
         (lambda completions, **kwargs: [1.0, 2.0], "returned 2 scores for a list of one completion"),
         (lambda completions, **kwargs: 1.0, "returned 1.0 for a list of one completion: expected a list of one number"),

@@ -126,4 +126,4 @@ def test_a_library_that_cannot_be_imported_is_no_secret(monkeypatch: pytest.Monk
         assert chat_format(Writer(tokenizer, DataConfig()), tokenizer).library is None
     finally:
         unsubscribe()
-    assert notes == ["the library renderers is installed, and cannot be used: No module named 'httpx'"]
+    assert notes == ["the library renderers is installed, but cannot be used: No module named 'httpx'"]

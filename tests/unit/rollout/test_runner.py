@@ -211,7 +211,7 @@ def test_a_session_that_does_not_hear_that_its_time_is_over_has_failed(
     finally:
         unsubscribe()
     assert episode.failure == "time limit"
-    assert len([note for note in notes if "is left behind" in note]) == (how != "returns")
+    assert len([note for note in notes if "abandons the session" in note]) == (how != "returns")
 
 
 def hang() -> None:
@@ -334,7 +334,7 @@ async def rewards_the_first(task: Task, client: Client) -> float:
     client.reward(1.0, second)
     judge.reward(4.0, other)
     for wrong in (other, Reply({"role": "assistant"}, "stop")):
-        with pytest.raises(ValueError, match="not an answer of this"):
+        with pytest.raises(ValueError, match="does not come from this client"):
             client.reward(1.0, wrong)
     return 0.0
 

@@ -163,7 +163,7 @@ for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         pass
 os._exit(0)
 """
-    assert answer(box, "run_code", {"code": code}) == "error: its process answered with something else than a result"
+    assert answer(box, "run_code", {"code": code}) == "error: its process sent something other than a result"
     assert not caught.exists()
     assert answer(box, "run_code", {"code": "import os; print(1); os.system('echo 2')"}) == "done"
     assert answer(box, "run_code", {"code": "x"}) == "error: NameError: name 'x' is not defined"

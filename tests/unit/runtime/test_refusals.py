@@ -68,7 +68,7 @@ def test_slots_may_be_whole_numbers_of_any_kind(cluster: Cluster) -> None:
         ({"env": {"A": 1}}, r"env=.'A': 1"),
         ({"env": {"A=B": "1"}}, "env=.'A=B'"),
         ({"env": {"A": "\0"}}, "env=.'A'"),
-        ({"name": "n" * 101}, "up to 100 letters"),
+        ({"name": "n" * 101}, "at most 100 letters"),
         ({"name": 5}, "name=5"),
         ({"meshes": {"default": 1}}, "expected a mesh, as in"),
     ],
@@ -99,7 +99,7 @@ def test_what_belongs_to_another_cluster(cluster: Cluster, echo: Handle[Echo]) -
     pool = cluster.pool(1, cpus=1)
     with podium.connect("inline") as other:
         for use in (lambda: other.release(pool), lambda: other.start(Echo.bind(), pool)):
-            with pytest.raises(ConfigError, match="of another cluster"):
+            with pytest.raises(ConfigError, match="belongs to another cluster"):
                 use()
         with pytest.raises(ConfigError, match="of another cluster"):
             other.start(Echo.bind(), into=echo)

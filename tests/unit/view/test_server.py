@@ -189,11 +189,11 @@ def test_a_directory_of_runs_is_all_of_them_by_names_that_differ(
         (tmp_path / "many" / str(number)).mkdir(parents=True)
         (tmp_path / "many" / str(number) / "config.yaml").touch()
     assert main(["view", str(tmp_path / "many")]) == 2
-    assert "these are 33 runs" in capsys.readouterr().err
+    assert "33 runs were named" in capsys.readouterr().err
 
 
 def test_wrong_directories_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(tmp_path / "none")]) == 2
-    assert "there is no such directory" in capsys.readouterr().err
+    assert "this directory does not exist" in capsys.readouterr().err
     assert main(["view", str(tmp_path)]) == 2
     assert "no run is here" in capsys.readouterr().err

@@ -245,7 +245,7 @@ def test_what_arrives_damaged_is_named_and_not_drawn_from(make: Any, monkeypatch
         with pytest.raises(DataError, match=r"version 2 arrived damaged: the checksums of model\.layers\.0\.self_attn"):
             pair.sync.sync(2)
     assert pair.sync.is_stale(1)
-    with pytest.raises(EndpointError, match=r"version 2 came only in part.* sync again") as caught:
+    with pytest.raises(EndpointError, match=r"version 2 arrived only in part.* sync again") as caught:
         pair.generator.generate(PROMPTS, SAMPLING)
     assert isinstance(caught.value.__cause__, GenerationError)
     pair.sync.sync(2)
@@ -273,9 +273,9 @@ def test_a_bucket_that_never_came_is_named() -> None:
         tensors, sums = policy.weight_bucket(index, BUCKET)
         if index != 3:
             assert generator.receive_weights(1, index, tensors, sums) == []
-    with pytest.raises(DataError, match=rf"version 1 are not whole: rows of .* such as \['{buckets[3][0].name}"):
+    with pytest.raises(DataError, match=rf"version 1 are incomplete: rows of .* such as \['{buckets[3][0].name}"):
         generator.finish_weight_sync(1)
-    with pytest.raises(DataError, match="not whole"):
+    with pytest.raises(DataError, match="are incomplete"):
         generator.finish_weight_sync(2)
     assert generator.weights_version() is None
     for index in range(len(buckets)):  # the next version begins anew, and needs no second announcement
@@ -300,7 +300,7 @@ def test_a_policy_that_is_updated_between_two_buckets_is_noticed(cluster: Cluste
     sync = StreamedSync(policy, [generator], bucket_bytes=BUCKET, delta=delta)
     with pytest.raises(DataError, match="updated while its weights were sent as version 1"):
         sync.sync(1)
-    with pytest.raises(EndpointError, match=r"version 1 came only in part.* sync again"):
+    with pytest.raises(EndpointError, match=r"version 1 arrived only in part.* sync again"):
         generator.generate(PROMPTS, SAMPLING)
     sync.sync(1)
     assert not sync.is_stale(1)

@@ -25,7 +25,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
     if not isinstance(outputs, AdvantageOutputs):
         raise DataError(f"{who} returned {type(outputs).__name__}; expected AdvantageOutputs")
     if outputs.returns_N is None and advantage_declaration(config.advantage).needs_values:
-        raise DataError(f"{who} returned no returns_N, which the critic is to learn")
+        raise DataError(f"{who} returned no returns_N, which are the critic's targets")
     columns: dict[str, object] = {"advantages_N": outputs.advantages_N, "returns_N": outputs.returns_N}
     for name, values_N in columns.items():
         if values_N is None and name == "returns_N":
@@ -41,9 +41,13 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
             )
         if not bool(values_N.isfinite().all()):
             row = int(inputs.row_N[~values_N.isfinite()][0])
-            raise DataError(f"{who} returned {name} that are not finite, first in row {row}: look at that row's reward")
+            raise DataError(
+                f"{who} returned {name} with values that are not finite, first in row {row}: check the "
+                "reward of that row"
+            )
         if bool((values_N[~inputs.mask_N] != 0).any()):
             raise DataError(
-                f"{who} returned {name} that are not 0 outside mask_N; inputs.spread(values_B) sees to that"
+                f"{who} returned {name} with values that are not 0 outside mask_N; inputs.spread(values_B) makes a "
+                "tensor that is 0 there"
             )
     return outputs

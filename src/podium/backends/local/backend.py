@@ -88,7 +88,7 @@ class LocalBackend(Backend):
         if isinstance(preload, str):
             raise ConfigError(f"connect('local', preload={preload!r}): a sequence of module names, as in [{preload!r}]")
         if spill_dir is not None and not Path(spill_dir).is_dir():
-            raise ConfigError(f"connect('local', spill_dir={str(spill_dir)!r}): there is no such directory")
+            raise ConfigError(f"connect('local', spill_dir={str(spill_dir)!r}): this directory does not exist")
         self.accelerators = accelerators()
         self._nodes = machine(self.accelerators, nodes)
         raise_descriptor_limit()

@@ -306,12 +306,12 @@ class Lease:
 
 def _map(segment: Segment, nbytes: int, flags: int, protection: int, what: str) -> mmap.mmap:
     if segment.fd < 0:
-        raise RefLostError(f"{what} went with its cluster, which is closed: fetch it inside the 'with' block")
+        raise RefLostError(f"{what} was freed when its cluster was closed: fetch it inside the 'with' block")
     try:
         return mmap.mmap(segment.fd, nbytes, flags, protection)
     except OSError as error:
         raise StoreFullError(
-            f"{what} of {nbytes} bytes cannot be mapped here: {error}; hold fewer at a time"
+            f"{what} of {nbytes} bytes cannot be mapped into this process: {error}; hold fewer references at a time"
         ) from error
 
 

@@ -161,9 +161,9 @@ class Inbound:
             if self._data is None:
                 limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 raise StoreFullError(
-                    f"{where} came without its shared memory: this process has all the {limit} files open that it may, "
-                    "and a reference takes one, and its tensor another; raise the limit (ulimit -n) or hold fewer at a "
-                    "time"
+                    f"{where} arrived without its shared memory, because this process has reached its limit of "
+                    f"{limit} open files. A reference takes one file, and its tensor another; raise the limit "
+                    "(ulimit -n) or hold fewer references at a time"
                 )
             return decode(self._data, self._buffers, where, openers)
         view = memoryview(cast(Any, self._lease.open(self._lease.segment.nbytes)))

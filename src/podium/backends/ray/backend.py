@@ -209,8 +209,8 @@ class RayBackend(Backend):
             late, waited = ", ".join(process.label for process in process_by_ref.values()), time.monotonic() - began
             if waited >= timeout_s:
                 raise WorkerStartError(
-                    f"Ray did not start {late} within {timeout_s:g} s. Its workers have a niceness of 15: where "
-                    "others keep the machine busy, start Ray with RAY_worker_niceness=0",
+                    f"Ray did not start {late} within {timeout_s:g} s. Ray's workers have a niceness of 15: if other "
+                    "processes keep the machine busy, start Ray with RAY_worker_niceness=0",
                     rank=processes[0].rank,
                 )
             if waited >= say:
@@ -234,8 +234,8 @@ def _check(options: Mapping[str, Any], where: str) -> None:
     for name in REFUSED:
         if name in options:
             raise ConfigError(
-                f"{where}: {name} cannot be set: a call is delivered at most once, and a worker that died is made "
-                "again by group.restart()"
+                f"{where}: {name} cannot be set: a call is delivered at most once, and group.restart() replaces a "
+                "worker that died"
             )
     try:
         _Actor.options(**options)

@@ -39,14 +39,15 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",
 }
 AUTHENTICATION = (
-    "; if it wants a token (Ray logs InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray does not by itself"
+    "; if the cluster requires a token (Ray logs InvalidAuthToken), set RAY_AUTH_MODE=token, because Ray does not "
+    "set it"
 )
 AGENT = re.compile(rb"ray::\w+Agent|/agent\.py|/agent/main\.py")  # in a command line, before and after it is renamed
 CLIENT_STARTS = 3
 CLIENT_FAILED = ("Starting Ray client server failed", "Proxy failed to Connect")
 CLIENT_LOG = (
-    "; the log that Ray names is in its session's directory on the head node, /tmp/ray/session_latest/logs unless it "
-    "has --temp-dir. If it speaks of epoll_wait, start the head with GRPC_ENABLE_FORK_SUPPORT=0"
+    "; the log that Ray names is on the head node, in /tmp/ray/session_latest/logs or below the head's --temp-dir. "
+    "If the log mentions epoll_wait, start the head with GRPC_ENABLE_FORK_SUPPORT=0"
 )
 
 _users = [0, 0]  # open backends, and whether Ray was connected by somebody else

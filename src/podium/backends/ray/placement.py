@@ -99,7 +99,7 @@ class Inventory:
         if not group.wait(READY_S):
             ray.util.remove_placement_group(group)
             raise PlacementError(
-                f"Ray did not reserve {wants} on {nodes} within {READY_S:g} s: somebody else was first"
+                f"Ray did not reserve {wants} on {nodes} within {READY_S:g} s: other work took the resources first"
             )
         devices = tuple(self._deal(self._devices(group, nodes, wants), places))
         amounts = tuple(zip(ids, map(_amounts, wants), strict=True))
@@ -144,7 +144,7 @@ class Inventory:
     def node_id(self, name: str) -> str:
         """Ray's id of a node."""
         if name not in self._ids:
-            raise PlacementError(f"node {name} has left the cluster; there are {sorted(self._ids)}")
+            raise PlacementError(f"node {name} has left the cluster; its nodes are {sorted(self._ids)}")
         return self._ids[name]
 
     def _read_taken_amounts(self, alive: Mapping[str, Any]) -> dict[str, dict[str, Amounts]]:

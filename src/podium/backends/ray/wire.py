@@ -145,8 +145,9 @@ def _pages(place: int, nbytes: int, owner: object) -> Any:
 def no_room(what: str) -> SerializationError:
     """What to say, and to do, where Ray raises one of FULL."""
     return SerializationError(
-        f"{what}: Ray's object store has no room for it, and the disk it spills to is full. Free some disk, or give "
-        "the store more memory: connect('ray', init={'object_store_memory': BYTES}) or ray start --object-store-memory"
+        f"{what}: Ray's object store has no room for it, and the disk it spills to is full. Free disk space, or give "
+        "the store more memory: connect('ray', init={'object_store_memory': BYTES}) or ray start "
+        "--object-store-memory"
     )
 
 
@@ -165,8 +166,8 @@ class _RayBlock(Block):
             return _join(ray.get(self.reference), self.info.nbytes)
         except ObjectLostError as error:
             raise RefLostError(
-                f"the tensors made by {self.info.label} are gone: {str(error).partition(chr(10))[0]} What a worker "
-                "keeps ends with it; make it again"
+                f"the tensors made by {self.info.label} are gone: {str(error).partition(chr(10))[0]} A worker's "
+                "tensors end with the worker; make them again"
             ) from error
 
     def prefetch(self) -> None:

@@ -81,6 +81,6 @@ class WeightGate:
         try:
             yield
         except BaseException as error:
-            self.refuse(f"the weights of version {version} came only in part ({error}); sync again")
+            self.refuse(f"the weights of version {version} arrived only in part ({error}); sync again")
             raise
         self.open(version)

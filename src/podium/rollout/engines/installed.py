@@ -64,7 +64,7 @@ def engine_class(name: str) -> type[Engine]:
         where = lines[-1] if lines else ""
         kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"{subject} cannot be loaded: {where}{kind}{error}; mend that, or use engine.name=auto"
+            f"{subject} cannot be loaded: {where}{kind}{error}; repair its package, or use engine.name=auto"
         ) from error
     if not (inspect.isclass(engine_class) and issubclass(engine_class, Engine)):
         raise ConfigError(f"{subject} is no engine: expected a subclass of podium.rollout.engines.Engine")

@@ -140,7 +140,12 @@ class Journal:
                 self._refused = True
                 for kept in (self._lengths, self._prompts, self._done):
                     kept.clear()
-                _logger.warning("%s cannot be written (%s): after a loss, completions are drawn anew", self.path, error)
+                _logger.warning(
+                    "%s cannot be written (%s): if a worker is lost, its completions are generated "
+                    "again from the start",
+                    self.path,
+                    error,
+                )
 
     def finished(self, seeds: Iterable[int]) -> None:
         """Note that these completions are whole and leave this process."""

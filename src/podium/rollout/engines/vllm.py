@@ -124,8 +124,8 @@ class VllmEngine(ModelEngine):
             for request in self.waiting.take(self.config.max_sequences - len(self._drawing)):
                 if 0 < request.params.temperature < COLDEST or request.params.temperature > HOTTEST:
                     error = ConfigError(
-                        f"sampling.temperature is {request.params.temperature}; the engine vllm takes 0, and "
-                        f"{COLDEST:g} to {HOTTEST:g}"
+                        f"sampling.temperature is {request.params.temperature}; the engine vllm takes 0, or a "
+                        f"temperature from {COLDEST:g} to {HOTTEST:g}"
                     )
                     events.append(Failed(request.id, error))
                 else:

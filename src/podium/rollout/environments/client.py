@@ -161,9 +161,11 @@ class Client:
                 agent or of another session.
         """
         if not self._session.calls:
-            raise ValueError(f"reward({value!r}) before the model has answered")
+            raise ValueError(f"reward({value!r}) was called before the model had answered")
         if reply is not None and reply.session != self._session.id:
-            raise ValueError("the reply is not an answer of this client's chat(): each agent rewards its own")
+            raise ValueError(
+                "the reply does not come from this client's chat(): an agent can only reward its own replies"
+            )
         call = self._session.calls[-1].number if reply is None else reply.call
         self._rewards[call] = self._rewards.get(call, 0.0) + _finite(value)
 
@@ -175,7 +177,7 @@ class Client:
         """
         if agent_name(name) not in self._agents:
             if len(self._agents) >= MOST_AGENTS:
-                raise ValueError(f"{MOST_AGENTS} agents are the most that one client has")
+                raise ValueError(f"{MOST_AGENTS} agents are the limit of one client")
             seed = hash_seed(self.seed, name)
             session = self._service.open_session(f"{self._session.id}.{name}", seed)
             self._agents[name] = Client(self._service, session, self._address, self.api_key, seed, loop=self._loop)

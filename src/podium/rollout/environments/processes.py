@@ -73,7 +73,7 @@ class SessionProcesses:
             except ConnectionError:
                 reason = "its process ended"
             except FrameError:
-                reason = "it sent what is no answer"
+                reason = "it sent something other than an answer"
             if reason:
                 self.close()
                 server.channel.close()

@@ -191,12 +191,12 @@ def _check_options(
         ]
         if is_maker and not options:
             raise ConfigError(
-                f"{subject} is taken for a function that makes an environment, and cannot be called without arguments: "
-                f"{error}; a plain function that lives a session names its first parameters task and client; yours "
-                f"takes {signature}"
+                f"{subject} is treated as a function that makes an environment, but cannot be called without "
+                f"arguments: {error}; a plain function that runs a session must name its first parameters task and "
+                f"client; yours takes {signature}"
             ) from None
         raise ConfigError(
-            f"{subject}: environment.options do not fit: {error}; {takes}, and each environment has "
+            f"{subject}: environment.options do not fit: {error}; {takes}, and every environment also takes "
             f"{', '.join(limits)}{''.join(near[:1])}"
         ) from None
 

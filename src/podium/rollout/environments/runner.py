@@ -192,8 +192,8 @@ async def _end(lived: asyncio.Future[Ending]) -> None:
     if not lived.done():
         emit(
             Note(
-                f"a session goes on {_GRACE_S:g} s after it was cancelled, and is left behind: nothing that it says is "
-                "trained. Sessions in processes (environment.options.processes) can be killed"
+                f"a session still runs {_GRACE_S:g} s after it was cancelled. Podium abandons the session and does "
+                "not train on it. Only sessions in processes (environment.options.processes) can be killed"
             )
         )
 
@@ -313,9 +313,9 @@ def _watch_loop() -> Iterator[None]:
                 stack = "".join(traceback.format_stack(frame, limit=8)) if frame else ""
                 emit(
                     Note(
-                        f"an environment blocks all sessions of its process for more than {_STALL_S:g} s: write it as "
-                        "a plain function, which gets a thread, run what blocks by tool(..., process=True), or live "
-                        "sessions in processes by environment.options.processes\n" + stack
+                        f"an environment has blocked all sessions of its process for more than {_STALL_S:g} s: write "
+                        "it as a plain function, which runs in a thread, run blocking code by tool(..., "
+                        "process=True), or run sessions in processes by environment.options.processes\n" + stack
                     )
                 )
                 has_warned = True

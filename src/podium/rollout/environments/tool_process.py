@@ -58,7 +58,7 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any]) ->
         await in_thread(launched.end)
         launched.channel.close()
     if "result" not in answer:
-        raise FailedInProcess(answer.get("error", "its process answered with something else than a result"))
+        raise FailedInProcess(answer.get("error", "its process sent something other than a result"))
     return answer["result"]
 
 

@@ -42,7 +42,7 @@ def check_serving(host: str, port: int, token: str) -> None:
     from podium.rollout.service.server import listen
 
     if not token:
-        raise ConfigError("the token of a service is empty, so that whoever knows none would be let in")
+        raise ConfigError("the token of a service is empty, which would let everybody in: give a token")
     listen(host, port).close()
 
 

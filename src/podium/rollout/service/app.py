@@ -88,7 +88,7 @@ class _Api:
         asked_for = parse(CompletionRequest, body)
         self._check_model(asked_for.model)
         if self.service.rules is not None:
-            raise Refusal(400, "/v1/completions is recorded in no session: use /v1/chat/completions in training")
+            raise Refusal(400, "/v1/completions is not recorded for training: use /v1/chat/completions in training")
         if asked_for.echo and asked_for.max_tokens == 0:
             return await self._echo(request, asked_for)
         questions = [
@@ -134,9 +134,11 @@ class _Api:
     async def generate(self, request: Request) -> Response:
         asked_for = parse(GenerateRequest, as_json(await read_body(request)))
         if asked_for.stream:
-            raise Refusal(400, "stream: /inference/v1/generate answers as a whole", "stream")
+            raise Refusal(400, "stream: /inference/v1/generate does not stream; leave stream out", "stream")
         if self.service.rules is not None:
-            raise Refusal(400, "/inference/v1/generate is recorded in no session: use /v1/chat/completions in training")
+            raise Refusal(
+                400, "/inference/v1/generate is not recorded for training: use /v1/chat/completions in training"
+            )
         params = asked_for.sampling_params
         question = self.service.ask(asked_for.token_ids, params, params.max_tokens, stop=params.stop_token_ids)
         answers = await while_there(
@@ -290,7 +292,9 @@ class _Api:
 
     def _check_model(self, name: str) -> None:
         if name not in ("", self.service.model):
-            raise Refusal(404, f"the model {name!r} is not here; this service has {self.service.model!r}", "model")
+            raise Refusal(
+                404, f"the model {name!r} is not served here; this service has {self.service.model!r}", "model"
+            )
 
 
 def _events(chunks: AsyncGenerator[Mapping[str, Any]]) -> Response:

@@ -147,7 +147,9 @@ class EngineClient:
             )
         if len(ids) * self.engine.vocabulary > _MOST_LOGITS:
             most = _MOST_LOGITS // self.engine.vocabulary
-            raise ConfigError(f"the log-probabilities of {len(ids)} tokens are too many at a time; {most} are the most")
+            raise ConfigError(
+                f"the log-probabilities of {len(ids)} tokens are too many for one request; {most} are the limit"
+            )
         self.engine.check("the prompt", ids, SamplingParams(max_new_tokens=1))
         device = next(model.parameters()).device
         with self._scoring, self.engine.gate, torch.inference_mode():

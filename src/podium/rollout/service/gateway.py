@@ -42,7 +42,9 @@ async def gateway(service: Service, token: str) -> AsyncIterator[Callable[[], st
     def address() -> str:
         with lock:
             if opened.over:
-                raise GenerationError("the address of the model was asked for after the sessions of the call were over")
+                raise GenerationError(
+                    "an environment requested the address of the model after the sessions of its call had ended"
+                )
             if not opened.url:
                 opened.start(service, token, loop)
             return opened.url
@@ -69,8 +71,8 @@ class _Opened:
             from podium.rollout.service.connection_owner import OwnUserProtocol
         except ImportError as error:
             raise ConfigError(
-                f"an agent asked for the address of the model, and that needs {error.name}, which is not installed: "
-                "pip install 'podium[serve]'"
+                f"an agent requested the address of the model, which needs {error.name}, which is not installed: pip "
+                "install 'podium[serve]'"
             ) from None
 
         class Server(uvicorn.Server):

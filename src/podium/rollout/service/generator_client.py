@@ -106,7 +106,7 @@ class RemoteTokens:
         until_s, size, reason = time.monotonic() + self._patience_s, len(prompt) + params.max_new_tokens, ""
         while time.monotonic() < until_s:
             if client.is_closed:
-                raise GenerationError("the connections were closed while a session still asked")
+                raise GenerationError("the connections were closed while a session still waited for an answer")
             generator = self._choose(session)
             if generator is None:
                 self._waiting += 1
@@ -143,7 +143,7 @@ class RemoteTokens:
 
     async def score(self, ids: Sequence[int]) -> Scored:
         """Raise ConfigError: generators elsewhere are asked for tokens alone."""
-        raise ConfigError("no log-probabilities of prompts are had in a run; podium serve gives them")
+        raise ConfigError("a run does not give log-probabilities of prompts; podium serve does")
 
     @asynccontextmanager
     async def connected(self) -> AsyncGenerator[None]:

@@ -96,7 +96,7 @@ def _renderers(tokenizer: Any) -> Iterator[LibraryBridge]:
         from renderers import base, configs
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "renderers":
-            emit(Note(f"the library renderers is installed, and cannot be used: {error}"))
+            emit(Note(f"the library renderers is installed, but cannot be used: {error}"))
         return
     classes: list[Any] = [
         cls for cls in vars(configs).values() if isinstance(cls, type) and issubclass(cls, configs.BaseRendererConfig)

@@ -44,7 +44,7 @@ def routed(
         ConfigError: ``token`` is empty.
     """
     if not token:
-        raise ConfigError("the token of a service is empty, so that whoever knows none would be let in")
+        raise ConfigError("the token of a service is empty, which would let everybody in: give a token")
     routes = [
         Route(prefix + path, _guard(handlers[path], "" if path == _OPEN else token), methods=[method])
         for path, method in _METHODS.items()

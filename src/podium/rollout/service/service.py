@@ -188,7 +188,7 @@ class Service:
         if session := self.sessions.get(name):
             return session
         what = f"the session {name!r} is not open" if name else "the request names no session"
-        raise Refusal(404, f"{what}: what is said there would not be trained; use the base_url that the run gave", "")
+        raise Refusal(404, f"{what}, so the answer would not be trained on; use the base_url that the run gave", "")
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -326,7 +326,9 @@ class Service:
             Refusal: The session is over.
         """
         if asked.session is not None and asked.session.over:
-            raise Refusal(404, f"the session {asked.name!r} is over, and the answer came too late to be trained")
+            raise Refusal(
+                404, f"the session {asked.name!r} ended before this answer came, so the answer is not trained on"
+            )
         answers = [self._answer(asked, sample) for sample in drawn]
         if asked.session is None:
             return answers

@@ -118,7 +118,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             raise ValueError(f"the content of message {index} is neither a text nor a list of texts")
         calls = message.get("tool_calls")
         if not (calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))):
-            raise ValueError(f"the tool_calls of message {index} are no calls of functions with name and arguments")
+            raise ValueError(f"the tool_calls of message {index} are not function calls with name and arguments")
     return messages
 
 
@@ -161,7 +161,9 @@ class ChatRequest(_Request):
         wanted = wanted.get("name") if isinstance(wanted, dict) else None
         if wanted is not None and wanted not in names:
             raise ValueError(f"tool_choice names {str(wanted)[:80]!r}, which is not among the tools {names}")
-        raise ValueError(f"tool_choice = {str(self.tool_choice)[:80]}: a model is not forced here; use auto or none")
+        raise ValueError(
+            f"tool_choice = {str(self.tool_choice)[:80]}: this service cannot force a tool call; use auto or none"
+        )
 
 
 class CompletionRequest(_Request):
@@ -175,14 +177,14 @@ class CompletionRequest(_Request):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
-            raise ValueError("max_tokens = 0 draws nothing: that is for echo with logprobs")
+            raise ValueError("max_tokens = 0 generates nothing: use it only with echo and logprobs")
         if self.echo and self.stream:
-            raise ValueError("echo comes as a whole: leave stream out")
+            raise ValueError("echo does not stream: leave stream out")
         alone = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         several = 1 if alone else len(self.prompt)
         if several * self.n > _MOST_COMPLETIONS:
             raise ValueError(
-                f"{several} prompts with n = {self.n}: {_MOST_COMPLETIONS} completions are the most at a time"
+                f"{several} prompts with n = {self.n}: {_MOST_COMPLETIONS} completions are the limit of one request"
             )
         return self
 

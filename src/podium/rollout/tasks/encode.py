@@ -173,7 +173,7 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     for index, example in enumerate(examples):
         _check_answer(index, example)
     if empty := sum(not _says_something(example) for example in examples):
-        emit(Note(f"{empty} of {len(examples)} answers are empty: there the model learns to say nothing"))
+        emit(Note(f"{empty} of {len(examples)} answers are empty: the model learns to say nothing after these prompts"))
 
     def encode() -> dict[str, Tensor]:
         rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples)

@@ -150,8 +150,8 @@ def _generate_examples(
     if held_out and 0 < len(examples) < wanted:
         emit(
             Note(
-                f"{spec} is small: {len(examples)} different held-out problems were found where {wanted} were asked "
-                "for; widen data.options or raise data.holdout"
+                f"{spec} has few different problems: {len(examples)} held-out problems were found, and {wanted} are "
+                "needed; widen data.options or raise data.holdout"
             )
         )
     return list(examples.values())
@@ -219,7 +219,7 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
     elif _ends_with_answer(prompt):
         *before, last = prompt
         if not before:
-            raise DataError(f"{place}: column {prompt_column!r} holds no message before the assistant's, which answers")
+            raise DataError(f"{place}: column {prompt_column!r} holds no message before the assistant's answer")
         answer = message_text(last) if answer is None else answer
         example = _example(before, answer, row, turns=[last], whole=True)
     else:
@@ -240,7 +240,7 @@ def _check_columns(place: str, columns: tuple[str, str | None], prompt: object, 
         raise DataError(
             f"{place}: column {columns[0]!r} ends with the assistant's turn, and column {columns[1]!r} has an answer "
             "too, so that the model would speak twice: take the last message out of the prompt, or set "
-            "data.answer_column to null, so that it is the answer"
+            "data.answer_column to null, which makes that message the answer"
         )
 
 
@@ -305,7 +305,7 @@ def _check_messages(place: str, column: str | None, messages: object) -> None:
             continue
         raise DataError(
             f"{place}: message {number} of column {column!r} has the content {str(content)[:60]!r} "
-            f"({type(content).__name__}); expected text, parts of the type text, or tool_calls beside no content"
+            f"({type(content).__name__}); expected text, parts of the type text, or tool_calls without content"
         )
 
 

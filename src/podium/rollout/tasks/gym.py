@@ -101,8 +101,8 @@ class _Series:
             each_ms = self._spent_s / (len(self._drawn) + 1) * 1e3
             emit(
                 Note(
-                    f"{self._spec} takes {each_ms:.0f} ms a problem to generate, and {len(self._drawn) + 1} are there; "
-                    "data.train_items and eval.items ask for fewer"
+                    f"{self._spec} takes {each_ms:.0f} ms to generate a problem, and has made "
+                    f"{len(self._drawn) + 1}; lower data.train_items or eval.items to need fewer"
                 )
             )
         return row

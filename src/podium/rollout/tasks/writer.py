@@ -242,7 +242,7 @@ class Writer:
             raise ConfigError(
                 f"the chat template cannot write {str(messages)[:120]}: {str(error) or type(error).__name__}; set "
                 "data.chat_template to another, or to none for plain text"
-                + ("; it may not know system prompts" if system else "")
+                + ("; the template may not support system prompts" if system else "")
             ) from error
 
     def _conversation(self, example: Example, prompt: str | Messages, ids: list[int]) -> tuple[list[int], list[bool]]:
@@ -409,7 +409,7 @@ def _template_options(
     for name in config.chat_template_kwargs:
         key = f"data.chat_template_kwargs.{name}"
         if template is None:
-            raise ConfigError(f"{key}: there is no chat template that would read it")
+            raise ConfigError(f"{key}: this run has no chat template to read this argument")
         if name in taken or name == "messages":
             raise ConfigError(f"{key}: Podium sets this argument of the chat template itself")
         if not re.search(rf"\b{re.escape(name)}\b", template):

@@ -90,7 +90,8 @@ class Call(Generic[T]):
         """
         if not self.wait(timeout_s):
             raise TimeoutError(
-                f"{self.label} has no result after {timeout_s} s of waiting; it goes on: ask again, or cancel()"
+                f"{self.label} has no result after {timeout_s} s of waiting. The call still runs: wait again, or "
+                "cancel()"
             )
         return self._outcome()
 
@@ -150,7 +151,7 @@ class Call(Generic[T]):
         return self._outcome()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Call stays in the controller; another call takes its result by call.arg()")
+        raise TypeError("a Call cannot leave the controller; pass its result to another call by call.arg()")
 
     def __repr__(self) -> str:
         state = "running" if not self._ended else "failed" if self._error else "done"
@@ -256,7 +257,9 @@ class CallArgument:
         self.call = call
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("call.arg() is an argument itself, not a part of one: pass it on its own, or call.result()")
+        raise TypeError(
+            "call.arg() must be a whole argument, not a part of one: pass it on its own, or pass call.result()"
+        )
 
 
 def _copy_of(error: BaseException) -> BaseException:
@@ -306,6 +309,4 @@ class Watch:
                 try:
                     ticks.pop()(time.monotonic())
                 except Exception:
-                    logging.getLogger("podium").exception(
-                        "a check of the deadlines of calls failed; the next one follows"
-                    )
+                    logging.getLogger("podium").exception("checking the deadlines of calls failed; the checks go on")

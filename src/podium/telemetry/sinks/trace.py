@@ -198,7 +198,7 @@ class TraceSink(Sink):
         self._file.flush()
         self._nbytes += len(text)
         if self._nbytes >= self._limit_bytes and not self._full:
-            self._end(f"the trace ends here: {self._limit_bytes} bytes are its limit")
+            self._end(f"the trace ends here, at its limit of {self._limit_bytes} bytes")
             self._full = True
             logging.getLogger("podium.telemetry").warning(
                 "%s reached its limit of %d bytes and ends; the run goes on", self.path, self._limit_bytes

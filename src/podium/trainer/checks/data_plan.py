@@ -89,7 +89,7 @@ def _span(lengths: Sequence[int]) -> str:
 def _first(data: RunData[Any]) -> Iterator[str]:
     examples, tokenizer = _examples(data), data.tokenizer
     if isinstance(examples, Tasks):
-        yield "number 0     the task; the environment makes of it what the model reads:"
+        yield "number 0     the task, from which the environment makes what the model reads:"
         yield textwrap.indent(visible(str(examples.examples[0].row), _SHOWN_CHARACTERS), _INDENT, lambda line: True)
         return
     ids = [*examples.token_ids[0]]

@@ -101,7 +101,7 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
         paths["critic.path"] = config.critic.path
     for key, path in paths.items():
         if path.startswith(("/", "./", "../", "~")) and not os.path.exists(path):
-            raise ConfigError(f"{key} = {path!r}: there is no such directory")
+            raise ConfigError(f"{key} = {path!r}: this directory does not exist")
         if path and key != "model.tokenizer":
             read_stored_tensors(path, key)
 
@@ -173,8 +173,8 @@ def _refuse_code(run: Path, key: str, name: str, place: str) -> None:
     is_own = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
     if place != name and (is_own or file in ("built-in", "frozen")):
         raise ConfigError(
-            f"{key} = {name!r} is a function of Python's own library, which runs as no part of a run that is "
-            f"there already: give another one with --{key}"
+            f"{key} = {name!r} is a function of Python's own library, which Podium does not call for an existing "
+            f"run: give another function with --{key}"
         )
     if file and path.is_relative_to(run.resolve()):
         _refuse(key, name, file)
@@ -182,8 +182,8 @@ def _refuse_code(run: Path, key: str, name: str, place: str) -> None:
 
 def _refuse(key: str, name: str, file: str) -> NoReturn:
     raise ConfigError(
-        f"{key} = {name!r} is code in the directory of the run itself, and nothing there is run as code: read {file}, "
-        f"move it elsewhere, and give its new place with --{key}"
+        f"{key} = {name!r} is code in the directory of the run itself, and Podium runs no code from there: read "
+        f"{file}, move it elsewhere, and give its new path with --{key}"
     )
 
 
@@ -274,8 +274,8 @@ def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, longest: i
     if most is not None and longest + max_new_tokens > most:
         room = most - max_new_tokens
         longer = longest_text(model) != most
-        why = ", beyond which longrope rotates the whole text anew, also what was generated before" if longer else ""
-        shorter = f", or data.max_prompt_tokens to {room} (data.overlong says what becomes of longer ones)"
+        why = ", beyond which longrope changes the rotation of all tokens, generated ones included" if longer else ""
+        shorter = f", or data.max_prompt_tokens to {room} (data.overlong decides what happens to longer prompts)"
         raise ConfigError(
             f"the longest {what} prompt has {longest} tokens, which with sampling.max_new_tokens = {max_new_tokens} is "
             f"more than the model's {most} positions{why}: lower sampling.max_new_tokens"
@@ -311,7 +311,7 @@ def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
         raise ConfigError(
             f"{beyond} of the {len(lengths)} training examples are longer than the model's {most} positions; the "
             f"longest has {max(lengths)} tokens, its answer included: take them out of the data, shorten their "
-            "answers, or lower data.max_prompt_tokens (data.overlong says what becomes of longer prompts)"
+            "answers, or lower data.max_prompt_tokens (data.overlong decides what happens to longer prompts)"
         )
 
 
@@ -332,7 +332,12 @@ def check_answers(examples: Iterable[Example], reward: RewardConfig) -> None:
         except ValueError as error:
             raise DataError(f"reward.name = {reward.name!r}, prompt {str(example.prompt)[:60]!r}: {error}") from None
     if empty:
-        emit(Note(f"{empty} of {count} answers are empty: the reward {reward.name!r} compares with nothing there"))
+        emit(
+            Note(
+                f"{empty} of {count} answers are empty: the reward {reward.name!r} has nothing to compare their "
+                "completions with"
+            )
+        )
 
 
 def check_columns(examples: Iterable[Example], columns: Iterable[str], advantage: str) -> None:
@@ -412,8 +417,8 @@ def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: 
         what = ", ".join(f"{name} ({before[name]})" for name in missing)
         remedy = ", or name a reward with reward.name" if missing == [_REWARD] else ""
         raise ConfigError(
-            f"this run was given its own {what} from Python, which its config.yaml cannot hold: resume it from the "
-            f"script that gave it, with run.resume{remedy}"
+            f"this run was given its own {what} from Python, which its config.yaml cannot hold: resume the run from "
+            f"the script that gave it, with run.resume{remedy}"
         )
 
 

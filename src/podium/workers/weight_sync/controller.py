@@ -185,8 +185,8 @@ class StreamedSync(WeightSync):
             manifest, wrong = self._stream(generators, version, {})
         if self._policy.weight_manifest() != manifest:
             raise DataError(
-                f"the policy was updated while its weights were sent as version {version}, so that the generators hold "
-                "some of each; sync again, and let no update begin before sync() returns"
+                f"the policy was updated while its weights were sent as version {version}, so the generators hold a "
+                "mixture of two versions; sync again, and start no update before sync() returns"
             )
         if wrong:
             raise DataError(f"the weights of version {version} arrived damaged: the checksums of {_few(wrong)} differ")
@@ -287,8 +287,8 @@ def _is_behind(held: Iterable[int | None], version: int) -> bool:
     )
     if latest > version:
         raise ConfigError(
-            f"sync({version}): a generator has the weights of version {latest}; versions only go forward, so that a "
-            "token's version says which weights drew it"
+            f"sync({version}): a generator has the weights of version {latest}; versions must rise, because a "
+            "token's version names the weights that generated it"
         )
     return any(generator_version != version for generator_version in versions)
 

@@ -81,7 +81,7 @@ class WeightReceiver(Worker):
 
     @endpoint(concurrent=True)
     def weights_version(self) -> int | None:
-        """Return the version of the weights that were last synced; None where none were, or came only in part."""
+        """Return the version of the weights that were last synced; None where none were, or arrived only in part."""
         return self._synced
 
     @property
@@ -119,8 +119,8 @@ class WeightReceiver(Worker):
         policy = self._policy
         if policy is None:
             raise ConfigError(
-                "generator.refresh() reads a colocated policy, and none is in this worker process; send its weights by "
-                "a podium.workers.StreamedSync"
+                "generator.refresh() reads a colocated policy, and this worker process has none; send the weights "
+                "by a podium.workers.StreamedSync"
             )
         if self._synced is not None and self._synced >= version:
             return self._synced
@@ -140,7 +140,9 @@ class WeightReceiver(Worker):
                 parameters, which nobody overwrites.
         """
         if self._policy is not None:
-            raise ConfigError("this generator reads a colocated policy: call refresh(version), weights are not sent")
+            raise ConfigError(
+                "this generator reads a colocated policy: call refresh(version) instead of sending weights"
+            )
         self._ready_engine().check_weights({info.name: info.shape for info in weights})
         with self._lock:
             self._rows = {info.name: info.rows for info in weights}
@@ -200,7 +202,7 @@ class WeightReceiver(Worker):
         """
         opened, self._opened = self._opened, None
         if opened is None:
-            raise DataError(f"no weights of version {version} are open here; sync them again")
+            raise DataError(f"no weights of version {version} are being received here; sync again")
         engine, (tensors, sums), wrong = self._begin(version), opened, list[str]()
         self._sums.clear()  # they are of what is overwritten now
         try:
@@ -228,8 +230,8 @@ class WeightReceiver(Worker):
             missing = [name for name, rows in self._missing.items() if rows]
             if self._arriving != version or missing:
                 raise DataError(
-                    f"the weights of version {version} are not whole: rows of {len(missing)} tensors have not come, "
-                    f"such as {missing[:3]}; sync them again"
+                    f"the weights of version {version} are incomplete: rows of {len(missing)} tensors have not "
+                    f"arrived, such as {missing[:3]}; sync them again"
                 )
             engine.loaded()
             engine.gate.open(version)
@@ -244,7 +246,7 @@ class WeightReceiver(Worker):
         with self._lock:
             if self._arriving is not None:
                 version, self._arriving = self._arriving, None
-                engine.gate.refuse(f"the weights of version {version} came only in part ({reason}); sync again")
+                engine.gate.refuse(f"the weights of version {version} arrived only in part ({reason}); sync again")
 
     def _begin(self, version: int) -> Engine:
         """Let no token be drawn while the weights of ``version`` come. Return the engine."""

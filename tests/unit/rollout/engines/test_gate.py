@@ -120,7 +120,7 @@ def test_what_came_in_part_is_drawn_from_no_more(make_model: MakeModel, prompts:
 
     with pytest.raises(OSError, match="the line broke"):
         broken(6)
-    with pytest.raises(GenerationError, match=r"version 6 came only in part \(the line broke\); sync again"):
+    with pytest.raises(GenerationError, match=r"version 6 arrived only in part \(the line broke\); sync again"):
         engine.generate(prompts, params, range(10))
     assert engine.version == 0
     engine.refresh(6, model.state_dict())

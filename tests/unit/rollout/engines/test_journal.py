@@ -88,7 +88,7 @@ def test_a_disk_that_refuses_ends_the_journal_and_nothing_else(
         journal.add(1, drawn(0, 3))
         journal.flush()
     (record,) = caplog.records
-    assert "after a loss, completions are drawn anew" in record.message
+    assert "if a worker is lost, its completions are generated again from the start" in record.message
 
 
 @pytest.mark.parametrize("name", ["native", "transformers"])

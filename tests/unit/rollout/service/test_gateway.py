@@ -32,7 +32,7 @@ def test_it_answers_during_its_block_alone() -> None:
 
     url, status, address = asyncio.run(talk())
     assert (status, refuses(url)) == (200, True)
-    with pytest.raises(GenerationError, match="after the sessions of the call were over"):
+    with pytest.raises(GenerationError, match="after the sessions of its call had ended"):
         address()
 
 
@@ -57,4 +57,4 @@ def test_a_thread_that_outlives_the_block_opens_nothing() -> None:
 
     asyncio.run(live())
     (found,) = said
-    assert "were over" in found
+    assert "had ended" in found

@@ -297,7 +297,11 @@ def test_a_template_whose_answers_are_opened_otherwise_than_they_are_learned_is_
     [
         (QWEN, {"enable_thinkin": False}, r"data\.chat_template_kwargs\.enable_thinkin: the chat template reads no"),
         (QWEN, {"tokenize": True}, r"data\.chat_template_kwargs\.tokenize: Podium sets this argument"),
-        (None, {"enable_thinking": False}, r"data\.chat_template_kwargs\.enable_thinking: there is no chat template"),
+        (
+            None,
+            {"enable_thinking": False},
+            r"data\.chat_template_kwargs\.enable_thinking: this run has no chat template",
+        ),
     ],
 )
 def test_a_variable_that_no_template_reads_is_refused(template: str | None, given: dict[str, Any], said: str) -> None:

@@ -105,7 +105,7 @@ def test_templates_that_do_not_fit_are_explained() -> None:
     conversation = example([{"role": "user", "content": "hm"}])
     with pytest.raises(ConfigError, match=r"conversations, and there is no chat template.*data\.chat_template"):
         encode_prompts([conversation], byte_tokenizer(), DataConfig())
-    with pytest.raises(ConfigError, match=r"no system; .*may not know system prompts"):
+    with pytest.raises(ConfigError, match=r"no system; .*may not support system prompts"):
         encode_prompts([conversation], byte_tokenizer(NO_SYSTEM), DataConfig(system_prompt="Be brief."))
 
 
@@ -214,9 +214,9 @@ def test_empty_answers_are_told() -> None:
     tokenizer = byte_tokenizer()
     rows = [example("a", ""), example("b", "c")]
     (note,) = notes_of(lambda: encode_pairs(rows, tokenizer, DataConfig()))
-    assert note == "1 of 2 answers are empty: there the model learns to say nothing"
+    assert note == "1 of 2 answers are empty: the model learns to say nothing after these prompts"
     (note,) = notes_of(lambda: check_answers(rows, RewardConfig()))
-    assert note == "1 of 2 answers are empty: the reward 'exact' compares with nothing there"
+    assert note == "1 of 2 answers are empty: the reward 'exact' has nothing to compare their completions with"
 
 
 # -- what a tokenizer cannot read ------------------------------------------------------------------------------------

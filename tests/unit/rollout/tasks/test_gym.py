@@ -69,7 +69,7 @@ def test_a_task_that_is_too_small_says_so() -> None:
     assert 100 < len(train) + len(test) <= 200, "81 sums and 81 differences of digits without zero, 100 of each with it"
     assert not prompts(train) & prompts(test)
     (note,) = [event.text for event in heard if isinstance(event, Note)]
-    assert f"chain_sum is small: {len(test)} different held-out problems were found where 500 were asked" in note
+    assert f"chain_sum has few different problems: {len(test)} held-out problems were found, and 500 are needed" in note
     with pytest.raises(DataError, match="no held-out examples"):
         load(DataConfig(train=config.train, options=tiny, holdout=0.0), "test", limit=500)
 

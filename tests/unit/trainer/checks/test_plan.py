@@ -179,7 +179,7 @@ CORES = len(os.sched_getaffinity(0))
         (
             {"model": {"path": "./absent", "config": {}}},
             "local",
-            r"model\.path = .*: there is no such dir",
+            r"model\.path = .*: this directory does not exist",
         ),
         ({"algorithm": {"advantage": "absent.py:mine"}}, "local", r"algorithm\.advantage = .*no file .*absent\.py"),
     ],

@@ -119,7 +119,9 @@ def test_generation_beyond_a_turn_of_rotary_factors_is_refused() -> None:
     model = ModelConfig(config=LONGROPE, tokenizer="chars:0123")
     assert longest_text(model) == 64
     check_lengths(model, 10, "training", 6)
-    with pytest.raises(ConfigError, match=r"16 positions, beyond which longrope rotates the whole text anew.*lower"):
+    with pytest.raises(
+        ConfigError, match=r"16 positions, beyond which longrope changes the rotation of all tokens.*lower"
+    ):
         check_lengths(model, 10, "training", 7)
 
 

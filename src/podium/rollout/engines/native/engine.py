@@ -70,7 +70,7 @@ class NativeEngine(ModelEngine):
         if gib is not None and least > gib * 2**30:
             raise ConfigError(
                 f"engine.cache_gib={gib} is too little for {subject}: {ROW_QUANTUM} sequences of its length take "
-                f"{least / 2**30:.2f} GiB; raise it or lower sampling.max_new_tokens"
+                f"{least / 2**30:.2f} GiB; raise engine.cache_gib or lower sampling.max_new_tokens"
             )
 
     @torch.inference_mode()  # the lanes' state was made in it
