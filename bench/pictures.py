@@ -32,7 +32,8 @@ from rich.style import Style
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from podium.runs.report import plot_curve, read_curve
+from podium.runs.records import RunRecord
+from podium.runs.report import build_curve, plot_curve
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -60,7 +61,7 @@ def main() -> None:
     command = "make smoke" if (folder / "copy.jsonl").exists() else "make quickstart"
     PICTURES.mkdir(exist_ok=True)
     draw_terminal((folder / "transcript.bin").read_bytes(), command, PICTURES / "terminal.svg")
-    curve = read_curve(folder / "grpo" / "metrics.jsonl")
+    curve = build_curve(RunRecord(folder / "grpo").rows)
     assert curve is not None, "the run has no steps"
     with matplotlib.rc_context({"svg.hashsalt": "podium", "svg.fonttype": "path"}):
         plot_curve(curve, PICTURES / "curve.svg", "GRPO")

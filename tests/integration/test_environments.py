@@ -222,7 +222,7 @@ def test_the_name_of_a_run_that_has_computed_nothing_is_free(finished_sessions: 
     assert "hopeless" not in (run / "config.yaml").read_text()
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     assert len(lines) == len((finished_sessions / "runs" / "run" / "ledger.jsonl").read_text().splitlines())
-    with pytest.raises(ConfigError, match="a finished run"):
+    with pytest.raises(ConfigError, match="finished at step"):
         train(config_of("twice", tmp_path))
 
 

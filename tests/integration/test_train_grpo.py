@@ -242,7 +242,7 @@ class Unwilling(Policy):
 
 def test_a_run_is_not_overwritten(finished_grpo: Path, tmp_path: Path) -> None:
     folder = copy_folder(finished_grpo, tmp_path / "copy")
-    with pytest.raises(ConfigError, match="holds a finished run: resume it"):
+    with pytest.raises(ConfigError, match=r"holds a run \(finished at step \d+\): resume it"):
         train(grpo_config(folder))
 
 

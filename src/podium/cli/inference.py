@@ -15,6 +15,7 @@ from podium.config import build_config, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig
 from podium.runs.named_files import find_current_values, is_needed, remarks
+from podium.runs.records import is_run
 
 __all__ = ["connect", "inference_config", "open_config", "run_eval", "run_sample"]
 
@@ -172,7 +173,7 @@ def connect(backend: Backend) -> podium.Cluster:
 def _refuse_early(model: str, path: str | None, overrides: Sequence[str]) -> None:
     """Refuse wrong settings and wrong places of a model that is no run's, which needs no import of torch."""
     folder = Path(model)
-    if "@" in model or any((folder / "config.yaml").is_file() for folder in (folder, *list(folder.parents)[:2])):
+    if "@" in model or any(is_run(folder) for folder in (folder, *list(folder.parents)[:2])):
         return
     _check_model(model)
     values = read_values(InferenceConfig, path, overrides)

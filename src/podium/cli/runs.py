@@ -76,15 +76,12 @@ def _show(run: RunRecord) -> None:
 
 def _describe_run(run: RunRecord) -> str:
     """A run in a line: its state, its accuracy, and the states of its prompts."""
-    from podium.runs.ledger import read_ledger
-
-    facts = [f"{run.state} at step {run.step}"]
+    facts = [run.progress]
     if run.accuracy is not None:
         facts.append(f"accuracy {run.accuracy:.1%}")
-    if (run.path / "ledger.jsonl").exists():
-        states = read_ledger(run.path / "ledger.jsonl")
-        facts += [f"{count} prompts {name.replace('_', ' ')}" for name, count in states.counts().items()]
-        facts += [f"({count} dropped: {reason})" for reason, count in states.reasons.items()]
+    prompts = run.prompts
+    facts += [f"{count} prompts {name.replace('_', ' ')}" for name, count in prompts.counts().items()]
+    facts += [f"({count} dropped: {reason})" for reason, count in prompts.reasons.items()]
     return ", ".join(facts)
 
 
@@ -92,10 +89,10 @@ def _draw(run: RunRecord) -> None:
     """The learning curve, with characters where plotext is installed."""
     from importlib.util import find_spec
 
-    from podium.runs.report import draw_curve, read_curve
+    from podium.runs.report import build_curve, draw_curve
     from podium.telemetry.sinks.console import terminal
 
-    curve = read_curve(run.path / "metrics.jsonl")
+    curve = build_curve(run.rows)
     if curve is None or len(curve.steps) < 2:
         return
     if find_spec("plotext") is None:
@@ -144,12 +141,11 @@ def _clean(arguments: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
     from podium.runs.files import lock_directory, remove
-    from podium.runs.records import RunRecord, find_runs
+    from podium.runs.records import RunRecord, check_run, find_runs
 
     named = [RunRecord(Path(path)) for path in options.paths]
     for run in named:
-        if not (run.path / "config.yaml").exists():
-            raise ConfigError(f"{run.path} is no run: it has no config.yaml")
+        check_run(run.path)
         if not run.is_own:
             raise ConfigError(
                 f"{run.path} is no run, or holds others, although it has a config.yaml: name the runs in it"

@@ -17,6 +17,7 @@ from podium.errors import ConfigError
 from podium.lazy import uncollected
 from podium.runs.config import RECIPES, PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
+from podium.runs.records import CONFIG, check_run
 from podium.runtime.connecting import backend_class
 from podium.telemetry import Note, Waiting, emit, flush
 from podium.trainer.preload import PRELOAD
@@ -134,11 +135,8 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
     if resume is not None:
         if path is not None:
             raise ConfigError("--resume uses the run's own settings: leave out --config; give single settings")
-        path = str(Path(resume) / "config.yaml")
-        if not os.path.isfile(path):
-            raise ConfigError(
-                f"no run at {resume}: it has no config.yaml; give the directory of a run, such as runs/NAME"
-            )
+        check_run(Path(resume))
+        path = str(Path(resume) / CONFIG)
         supervised = "examples" in read_values(cls, path).get("batch", {})
         if supervised != (recipe == "sft"):
             right = "sft" if supervised else "grpo"

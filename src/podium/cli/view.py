@@ -1,7 +1,6 @@
 """``podium view`` shows runs in a browser, or writes them to one HTML file."""
 
 import argparse
-import os
 import sys
 import threading
 import webbrowser
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from podium.errors import ConfigError
+from podium.runs.files import write_atomically
 from podium.telemetry.formatting import visible
-from podium.view.run import Run, is_run
+from podium.view.run import Run, is_shown
 
 __all__ = ["run_view"]
 
@@ -57,12 +57,7 @@ def _export(runs: Sequence[Run], path: Path) -> None:
     from podium.view.export import export_page
 
     text = export_page(runs).encode("utf-8", "replace")
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_bytes(text)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_atomically(path, text)
     sys.stdout.write(f"{visible(str(path))}: {len(text) / 2**20:.1f} MiB\n")
 
 
@@ -88,7 +83,7 @@ def _runs(path: Path) -> Iterator[Path]:
     """The run at ``path``, or those directly below. Raises ConfigError for none."""
     if not path.is_dir():
         raise ConfigError(f"{path}: this directory does not exist; give the directory of a run")
-    below = [] if is_run(path) else sorted(folder for folder in path.iterdir() if is_run(folder))
+    below = [] if is_shown(path) else sorted(folder for folder in path.iterdir() if is_shown(folder))
     yield from below or [path]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from podium.errors import ConfigError
-from podium.runs.directory import read_rows
 from podium.runs.files import SET, step_of
+from podium.runs.records import RunRecord, check_run
 
 __all__ = ["Change", "Changes", "compare_evaluations", "find_evaluations", "without_completions"]
 
@@ -57,7 +57,10 @@ def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
     if len(names) == 1:
         files_by_set = {name: files for name, files in _evaluations(Path(names[0])).items() if len(files) > 1}
         if not files_by_set:
-            raise ConfigError(f"{names[0]} has fewer than two evaluations, and two are compared: set eval.every")
+            progress = RunRecord(Path(names[0])).progress
+            raise ConfigError(
+                f"{names[0]} ({progress}) has fewer than two evaluations, and two are compared: set eval.every"
+            )
         return {name: (files[0], files[-1]) for name, files in files_by_set.items()}
     first, second = (_evaluation(name) for name in names)
     both = {name: (first[name], second[name]) for name in first if name in second}
@@ -70,7 +73,7 @@ def without_completions(run: Path, name: str, last: Path) -> list[int]:
     """Return the steps of the run's evaluations of the set ``name`` that are later than the file ``last``, the last one
     of this set: they have a row of metrics.jsonl and no file, as where all sessions failed."""
     metric, last_step = f"accuracy/{name}" if name else "accuracy", step_of(last.stem) or 0
-    rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "eval" and metric in row]
+    rows = [row for row in RunRecord(run).rows if row["kind"] == "eval" and metric in row]
     return [row["step"] for row in rows if row["step"] > last_step]
 
 
@@ -99,8 +102,7 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
 
 def _evaluations(run: Path) -> dict[str, list[Path]]:
     """The files of the run's evaluations in the order of their steps, by the name of the set."""
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"no run at {run}: give the directory of a run, such as runs/NAME, or RUN@STEP")
+    check_run(run)
     folder, files_by_set = run / "evaluations", dict[str, list[Path]]()
     files = (path for path in folder.rglob("step-*.parquet") if step_of(path.stem) is not None)
     for path in sorted(files, key=lambda path: (path.parent, step_of(path.stem))):

@@ -28,15 +28,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from podium.errors import CheckpointError
 from podium.runs.evaluation import Evaluation
 from podium.runs.files import STATE_FILE, remove, step_name, step_of, sync_folder, sync_tree
 from podium.telemetry import CheckpointSaved, Sample, emit
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Checkpoints", "StoredCheckpoints", "TrainerState"]
 

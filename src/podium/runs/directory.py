@@ -24,7 +24,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -41,10 +41,11 @@ from podium.runs.checkpoints import Checkpoints
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import SET, free_name, lock_directory, remove, step_of, write_atomically
 from podium.runs.named_files import PLACES
+from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, check_run, is_run
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 
-__all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "scores_by_set"]
+__all__ = ["RunDirectory", "Summary", "library_versions"]
 
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 CONTROLLER_LOG: Final = "controller.log"
@@ -103,10 +104,10 @@ class RunDirectory:
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path)
-        self.config_path = self.path / "config.yaml"
-        self.metrics_path = self.path / "metrics.jsonl"
-        self.ledger_path = self.path / "ledger.jsonl"
-        self.summary_path = self.path / "summary.json"
+        self.config_path = self.path / CONFIG
+        self.metrics_path = self.path / METRICS
+        self.ledger_path = self.path / LEDGER
+        self.summary_path = self.path / SUMMARY
         self.curve_path = self.path / "curve.png"
         self.completions = self.path / "completions"
         self.evaluations = self.path / "evaluations"
@@ -131,31 +132,24 @@ class RunDirectory:
     def _check(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; a run needs a directory: choose another path")
-        is_run = self.config_path.exists()
-        if resume and not is_run:
-            raise ConfigError(f"no run to resume at {self.path}: it has no config.yaml; give the directory of a run")
         if resume:
+            check_run(self.path)
             for file in (self.config_path, self.metrics_path, self.summary_path, *self.logs.glob("*")):
                 if file.is_symlink() or not (file.is_file() or file.is_dir() or not file.exists()):
                     raise ConfigError(f"{file} is a link, or no regular file: remove it to resume")
             return
-        if is_run:
+        if is_run(self.path):
             lock_directory(self.path).close()  # of a run that goes on, the process is named
-        if is_run and self._has_results():
-            state = "a finished run" if self.summary_path.exists() else "an unfinished run"
-            raise ConfigError(
-                f"{self.path} holds {state}: resume it (--resume {self.path}), or choose another run.name"
-            )
+            if (run := RunRecord(self.path)).has_results:
+                raise ConfigError(
+                    f"{self.path} holds a run ({run.progress}): resume it (--resume {self.path}), or choose another "
+                    "run.name"
+                )
         # A start that failed leaves files with these names, and a config.yaml if it failed after the start.
         entries = sorted(entry.name for entry in self.path.glob("*"))
         foreign = [name for name in entries if not _OURS.fullmatch(name)]
         if foreign:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
-
-    def _has_results(self) -> bool:
-        """Whether a run here has come so far that something would be lost with it."""
-        kept = ("summary.json", "checkpoints/step-*", "completions/*.parquet", "evaluations/**/*.parquet")
-        return any(any(self.path.glob(name)) for name in kept) or any(read_rows(self.metrics_path))
 
     def log(self, text: str) -> None:
         """Write a line to logs/controller.log while :meth:`controller_log` is open."""
@@ -261,20 +255,19 @@ class RunDirectory:
             ConfigError: The run has ended after a later step than ``step``, and its results would be lost. Or its
                 summary cannot be read.
         """
-        try:
-            ended = int(json.loads(self.summary_path.read_bytes())["steps"]) if self.summary_path.exists() else 0
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-            raise ConfigError(f"{self.summary_path} is not the summary of a run: move it away to resume") from None
-        if ended > (step or 0):
+        record = RunRecord(self.path)
+        if record.end is None and self.summary_path.exists():
+            raise ConfigError(f"{self.summary_path} is not the summary of a run: move it away to resume")
+        if (record.end or 0) > (step or 0):
             state = "no checkpoint is left" if step is None else f"its latest checkpoint is of step {step}"
             raise ConfigError(
-                f"{self.path} ended after step {ended}, and {state}: resuming there would delete the metrics and "
+                f"{self.path} ended after step {record.end}, and {state}: resuming there would delete the metrics and "
                 f"completions of later steps. Choose another run.name, or first move {self.summary_path} away if they "
                 "may be deleted"
             )
         step = -1 if step is None else step
         if self.metrics_path.exists():
-            kept = itertools.takewhile(lambda row: row.get("step", 0) <= step, read_rows(self.metrics_path))
+            kept = itertools.takewhile(lambda row: row["step"] <= step, record.rows)
             write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
         for file in (*self.completions.glob("step-*.parquet"), *self.evaluations.rglob("step-*.parquet")):
             if (step_of(file.stem) or 0) > step:
@@ -298,29 +291,6 @@ class RunDirectory:
         """The logs in which a worker has written something."""
         logs = (file for file in self.logs.glob("*") if file.name != CONTROLLER_LOG)
         return (file for file in logs if file.is_file() and file.stat().st_size)
-
-
-def scores_by_set(metrics_path: Path, names: Sequence[str], done: int) -> dict[str, dict[str, float | None]]:
-    """What the evaluation sets ``names`` scored before the first step and after step ``done``, for the summary."""
-    rows = {row["step"]: row for row in read_rows(metrics_path) if row["kind"] == "eval"}
-    before, after = rows.get(0, {}), rows.get(done if done else -1, {})
-    return {
-        name: {
-            "accuracy_before": before.get(f"accuracy/{name}"),
-            "accuracy_after": after.get(f"accuracy/{name}"),
-            "items": after.get(f"items/{name}", before.get(f"items/{name}")),
-        }
-        for name in names
-    }
-
-
-def read_rows(metrics_path: Path) -> Iterator[dict[str, Any]]:
-    """Give the rows of a metrics.jsonl in order; none if there is no such file."""
-    for line in metrics_path.read_bytes().splitlines() if metrics_path.exists() else ():
-        with suppress(ValueError, RecursionError):  # the half line that a killed run left
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
-                yield row
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,19 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from podium.config import build_config, read_values
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
+from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import InferenceConfig
+from podium.runs.evaluation import Evaluation
 from podium.runs.files import STATE_FILE, remove, step_of
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
-from podium.runs.records import RunRecord
+from podium.runs.records import CONFIG, RunRecord, is_run
 from podium.telemetry.formatting import percent
-
-if TYPE_CHECKING:
-    from podium.runs.evaluation import Evaluation
 
 __all__ = ["StoredModel", "export_model", "find_model", "open_model"]
 
@@ -49,7 +48,7 @@ class StoredModel:
     @property
     def values(self) -> dict[str, Any]:
         """The run's configuration, as it was written."""
-        return read_values(InferenceConfig, self.run / "config.yaml", self.overrides)
+        return read_values(InferenceConfig, self.run / CONFIG, self.overrides)
 
     @property
     def config(self) -> InferenceConfig:
@@ -97,14 +96,10 @@ def find_model(name: str, *, final: bool = True) -> StoredModel | None:
     if (path / STATE_FILE).is_file():
         path = path.resolve()  # `latest` is a link
         return StoredModel(run=path.parent.parent, checkpoint=path)
-    if not (run / "config.yaml").is_file():
+    if not is_run(run):
         return None
     if final and not which and (run / "model").is_dir() and not _is_old(RunRecord(run)):
         return StoredModel(run=run, checkpoint=None)
-    from podium.runs.checkpoints import (
-        StoredCheckpoints,  # only here: a wrong key is answered without transformers
-    )
-
     stored = StoredCheckpoints(run / "checkpoints")
     checkpoints = f"{run} has {', '.join(path.name for path in stored.all()) or 'no checkpoint yet'}"
     if which.isdecimal():
@@ -186,7 +181,7 @@ def _parts(name: str) -> tuple[Path, str]:
 
 def _is_old(run: RunRecord) -> bool:
     """Whether the final model is of an earlier end of the run, which was resumed and has not written a model since."""
-    return run.went_on or not run.summary.get("model_path", True)
+    return run.is_past_end(run.step) or not run.summary.get("model_path", True)
 
 
 def _is_model(policy: Path) -> bool:
@@ -246,8 +241,6 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
 
 def _figures(found: StoredModel) -> tuple[Evaluation | None, Evaluation | None, int]:
     """The first evaluation, the last one, and the step of the model."""
-    from podium.runs.checkpoints import StoredCheckpoints, TrainerState
-
     checkpoint = found.checkpoint
     if checkpoint is None:
         checkpoint = StoredCheckpoints(found.run / "checkpoints").latest()
@@ -256,8 +249,8 @@ def _figures(found: StoredModel) -> tuple[Evaluation | None, Evaluation | None, 
     except CheckpointError:
         state = TrainerState()
     step = state.step
-    if found.checkpoint is None and (found.run / "summary.json").is_file():
-        step = int(json.loads((found.run / "summary.json").read_bytes())["steps"])
+    if found.checkpoint is None and (end := RunRecord(found.run).end) is not None:
+        step = end
     return (state.first, state.last, step) if step == state.step else (None, None, step)
 
 

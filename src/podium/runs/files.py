@@ -6,20 +6,26 @@ import itertools
 import os
 import re
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final
 
 from podium.errors import ConfigError
 
 __all__ = ["STATE_FILE", "free_name", "lock_directory", "remove", "step_name", "step_of", "sync_folder", "sync_tree"]
-__all__ += ["SET", "is_locked", "write_atomically"]
+__all__ += ["LOCK", "SET", "is_locked", "write_atomically"]
 
 STATE_FILE: Final = "trainer.json"
 """The file in a checkpoint that holds the state of the controller."""
 
+LOCK: Final = ".lock"
+"""The file by which a process holds a run's directory."""
+
 SET: Final = "set="
 """What precedes the name of an evaluation set in the name of the directory of its completions."""
 
+_ATTEMPTS: Final = 60_000  # a millisecond apart: is_locked() holds the lock for an instant
 _STEP: Final = re.compile(r"step-(\d+)")
 
 
@@ -81,15 +87,12 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a process holds the directory by :func:`lock_directory`."""
+def is_locked(file: IO[bytes]) -> bool:
+    """Whether a process holds the directory whose ``.lock`` is ``file`` by :func:`lock_directory`."""
     try:
-        with (path / ".lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # there is no such file, or its file system cannot lock
-        pass
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)  # else the file system cannot lock
     return False
 
 
@@ -99,9 +102,16 @@ def lock_directory(path: Path) -> IO[str]:
     Raises:
         ConfigError: Another process holds the directory. The message names that process.
     """
-    file = (path / ".lock").open("a+", encoding="utf-8")
+    file = (path / LOCK).open("a+", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases the lock however the process ends
+        for _ in range(_ATTEMPTS):
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however the process ends
+                break
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # fails beside another writer, not beside is_locked()
+            time.sleep(0.001)
+        else:
+            raise BlockingIOError
     except BlockingIOError:
         with file:
             file.seek(0)

@@ -28,6 +28,7 @@ from threading import Lock
 from typing import Any, Final
 
 from podium.errors import CheckpointError, PodiumError
+from podium.runs.reading import RunFiles
 
 __all__ = ["Ledger", "States", "read_ledger"]
 
@@ -191,7 +192,9 @@ def read_ledger(path: Path) -> States:
 
     Raises:
         CheckpointError: The file is no ledger.
+        DataError: It is a link, or no regular file.
     """
-    states, data = States(), path.read_bytes()
+    with RunFiles(path.parent).open(path.name) as file:
+        states, data = States(), file.read()
     states.read(data[: data.rfind(b"\n") + 1], path)
     return states

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from podium.config import build_config, config_to_dict, config_to_yaml
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
+from podium.runs.reading import RunFiles
 
 __all__ = ["PLACES", "align_values", "as_given", "find_again", "find_current_values", "is_needed", "record", "remarks"]
 
@@ -294,8 +295,8 @@ def _difference(before: int | None, now: int | None) -> str:
 def _read(run: Path) -> Mapping[str, _Place]:
     """The entries of places.json by their absolute paths; none where it cannot be read."""
     try:
-        content: dict[str, dict[str, Any]] = json.loads((run / PLACES).read_bytes())
+        content: dict[str, dict[str, Any]] = json.loads(RunFiles(run).read_small(PLACES))
         places = {str(path): _Place(**entry) for path, entry in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, DataError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
     return {path: entry for path, entry in places.items() if entry.is_plain()}

@@ -1,16 +1,16 @@
 """Where the directory of a run is, from its configuration alone."""
 
 import datetime
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from podium.config import config_to_dict, load_config
 from podium.errors import ConfigError
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import free_name
 from podium.runs.named_files import align_values, find_again
+from podium.runs.records import CONFIG, flatten, is_run
 
 __all__ = ["resolve_resume", "run_path"]
 
@@ -53,11 +53,12 @@ def resolve_resume(config: C) -> C:
         raise ConfigError("run.resume = 'auto' resumes the run of run.name, if it is there: set run.name")
     config = replace(config, run=replace(config.run, resume=""))
     path = run_path(config, "")
-    file = path / "config.yaml"
-    if not file.exists():
+    if not is_run(path):
         return config
+    file = path / CONFIG
     values = config_to_dict(load_config(type(config), file))
-    expected, recorded = _flat(align_values(config_to_dict(config), values, path)), _flat(values)
+    expected = dict(flatten(align_values(config_to_dict(config), values, path)))
+    recorded = dict(flatten(values))
     others = [
         f"{key} = {expected.get(key)!r}, and the run has {recorded.get(key)!r}"
         for key in sorted(expected.keys() | recorded.keys())
@@ -69,13 +70,3 @@ def resolve_resume(config: C) -> C:
             f"{file}, or choose another run.name for a new run"
         )
     return replace(config, run=replace(config.run, resume=str(path)))
-
-
-def _flat(values: Any, key: str = "") -> dict[str, Any]:
-    """Nested values by the dotted paths of their keys."""
-    if not isinstance(values, Mapping) or not values:
-        return {key: values}
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{key}.{name}" if key else str(name))
-    return flat

@@ -1,59 +1,84 @@
-"""What a run's directory says about it: its state, its settings, and what it has reached.
+"""The one reader of a run's directory: its state, step, settings, summary, rows and prompts are read and decided here.
 
-Nothing here starts anything, and torch is not imported.
+`podium runs`, `view`, `changes`, `export`, the report and a resume therefore say the same of a run. Links in the
+directory are not followed, and a damaged file counts as a missing one. Nothing here starts anything, and torch is not
+imported.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
-import yaml
-
-from podium.errors import ConfigError
-from podium.runs.directory import read_rows
-from podium.runs.files import is_locked, step_of
+from podium.errors import ConfigError, DataError
+from podium.runs.files import LOCK, is_locked, step_of
+from podium.runs.ledger import States, read_ledger
 from podium.runs.named_files import PLACES, as_given
+from podium.runs.reading import RunFiles
 
-__all__ = ["RunRecord", "find_runs"]
+__all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "RunRecord"]
+__all__ += ["check_run", "find_runs", "flatten", "is_run", "parse_rows"]
+
+CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
+_DEEPEST: Final = 8  # sections in sections: YAML of a stranger can hold itself
+_MOST_SETTINGS: Final = 10_000
+
+RunState = Literal["running", "finished", "stopped", "unfinished"]
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's directory, as it is read."""
+    """The run in the directory ``path``, whose files are read when they are first needed, and once."""
 
     path: Path
 
     @cached_property
+    def files(self) -> RunFiles:
+        return RunFiles(self.path)
+
+    @cached_property
     def summary(self) -> Mapping[str, Any]:
         """summary.json; empty where there is none that can be read."""
-        file = self.path / "summary.json"
         try:
-            summary = json.loads(file.read_bytes()) if file.exists() else {}
-        except (ValueError, RecursionError):
+            summary = json.loads(self.files.read_small(SUMMARY))
+        except (OSError, DataError, ValueError, RecursionError):
             return {}
         return summary if isinstance(summary, dict) else {}
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
-        return list(read_rows(self.path / "metrics.jsonl"))
+        try:
+            with closing(self.files.open(METRICS)) as file:
+                return list(parse_rows(file.read()))
+        except (FileNotFoundError, DataError):
+            return []
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The values of config.yaml by the dotted paths of their keys, with paths as the user wrote them.
+        """The values of config.yaml by the dotted paths of their keys, with paths as the user wrote them."""
+        import yaml
 
-        Empty where it cannot be read.
-        """
         try:
-            values = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            values = yaml.safe_load(self.files.read_small(CONFIG))
+            values = as_given(values, self.path) if isinstance(values, Mapping) else values
+        except (OSError, DataError, ValueError, yaml.YAMLError, RecursionError):
             return {}
-        return dict(_flat(as_given(values, self.path) if isinstance(values, Mapping) else values))
+        return dict(islice(flatten(values), _MOST_SETTINGS))
+
+    @property
+    def prompts(self) -> States:
+        """The states of the run's prompts, by its ledger. Raises CheckpointError where the ledger is damaged."""
+        with suppress(FileNotFoundError):
+            return read_ledger(self.path / LEDGER)
+        return States()
 
     def result(self, name: str) -> Path | None:
         """The ``model_path`` or the ``best_checkpoint`` of the summary, also if the run has moved; None if unset."""
@@ -63,25 +88,42 @@ class RunRecord:
         return local if local.exists() else Path(value)
 
     @property
-    def state(self) -> str:
-        """ "running", "finished", "stopped" by somebody, or "unfinished": it was killed or has failed."""
+    def state(self) -> RunState:
+        return self.state_after(self.step)
+
+    def state_after(self, step: int) -> RunState:
+        """The state of the run, the last row of which is of ``step``.
+
+        Running: a process writes to the directory. Stopped: somebody ended the run early, and it was saved.
+        Unfinished: it was killed or has failed.
+        """
         if self.is_held():
             return "running"
-        if not self.summary or self.went_on:
+        if not self.summary or self.is_past_end(step):
             return "unfinished"
         return "finished" if self.summary.get("finished") else "stopped"
 
     @property
-    def went_on(self) -> bool:
-        """Whether there are steps after the end that summary.json tells of: the run was resumed, and was killed."""
+    def progress(self) -> str:
+        """The state and the step, such as "unfinished at step 3"."""
+        return f"{self.state} at step {self.step}"
+
+    @property
+    def end(self) -> int | None:
+        """The step after which the run ended, by its summary; None where no summary says so."""
         steps = self.summary.get("steps")
-        return isinstance(steps, int) and max([self.step, *self.checkpoints]) > steps
+        return steps if isinstance(steps, int) else None
+
+    def is_past_end(self, step: int) -> bool:
+        """Whether ``step`` or a checkpoint is later than the summary's end: the run was resumed, and was killed."""
+        return self.end is not None and max([step, *self.checkpoints]) > self.end
 
     @property
     def checkpoints(self) -> list[int]:
         """The steps of the checkpoints."""
-        steps = (step_of(path.name) for path in (self.path / "checkpoints").glob("step-*"))
-        return [step for step in steps if step is not None]
+        with suppress(DataError):
+            return [step for name in self.files.names("checkpoints") if (step := step_of(name)) is not None]
+        return []
 
     @property
     def is_empty(self) -> bool:
@@ -89,16 +131,24 @@ class RunRecord:
         return self.step == 0 and not self.summary and not self.checkpoints
 
     @property
+    def has_results(self) -> bool:
+        """Whether the run has come so far that something would be lost with it, be it an evaluation before step 1."""
+        kept = (SUMMARY, "checkpoints/step-*", "completions/*.parquet", "evaluations/**/*.parquet")
+        return any(any(self.path.glob(name)) for name in kept) or bool(self.rows)
+
+    @property
     def is_own(self) -> bool:
         """Whether all in the directory is this run's. A directory with a config.yaml may be anybody's, or hold runs."""
-        made = any((self.path / name).exists() for name in (".lock", PLACES, "metrics.jsonl"))
-        return made and not any(self.path.glob("*/config.yaml"))
+        made = not {LOCK, PLACES, METRICS}.isdisjoint(self.files.names())
+        return made and not any(self.path.glob(f"*/{CONFIG}"))
 
     def is_held(self) -> bool:
         """Whether a process writes to the run."""
-        return is_locked(self.path)
+        with suppress(OSError, DataError), closing(self.files.open(LOCK)) as file:
+            return is_locked(file)
+        return False
 
-    @property
+    @cached_property
     def step(self) -> int:
         """The last step of which there is a row."""
         return max((row["step"] for row in self.rows), default=0)
@@ -107,6 +157,19 @@ class RunRecord:
     def accuracy(self) -> float | None:
         """The held-out accuracy that was measured last."""
         return next((row.get("accuracy") for row in reversed(self.rows) if row["kind"] == "eval"), None)
+
+    def scores_by_set(self, names: Sequence[str], done: int) -> dict[str, dict[str, float | None]]:
+        """What the evaluation sets ``names`` scored before the first step and after step ``done``, for the summary."""
+        rows = {row["step"]: row for row in self.rows if row["kind"] == "eval"}
+        before, after = rows.get(0, {}), rows.get(done if done else -1, {})
+        return {
+            name: {
+                "accuracy_before": before.get(f"accuracy/{name}"),
+                "accuracy_after": after.get(f"accuracy/{name}"),
+                "items": after.get(f"items/{name}", before.get(f"items/{name}")),
+            }
+            for name in names
+        }
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric of steps."""
@@ -123,23 +186,42 @@ class RunRecord:
     @property
     def modified(self) -> float:
         """When something was last written: the time of metrics.jsonl, or of the directory."""
-        file = self.path / "metrics.jsonl"
-        return (file if file.exists() else self.path).stat().st_mtime
+        return (self.files.signature(METRICS)[1] or self.path.stat().st_mtime_ns) / 1e9
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is the directory of a run."""
+    return os.path.isfile(path / CONFIG)  # Path.is_file() raises an error for a name that is too long
+
+
+def check_run(path: Path) -> None:
+    """Raise ConfigError if ``path`` is no directory of a run."""
+    if not is_run(path):
+        raise ConfigError(f"no run at {path}: it has no {CONFIG}; give the directory of a run, such as runs/NAME")
 
 
 def find_runs(path: Path) -> Iterator[RunRecord]:
     """Give the run at ``path``, or those directly below. Raises ConfigError if there are none."""
     folders = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
-    runs = [folder for folder in folders if (folder / "config.yaml").exists()]
+    runs = [folder for folder in folders if is_run(folder)]
     if not runs:
         raise ConfigError(f"{path}: no run is here; give the directory of a run, or one of runs (run.dir)")
     yield from map(RunRecord, runs)
 
 
-def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def parse_rows(lines: bytes) -> Iterator[dict[str, Any]]:
+    """Give the rows in lines of metrics.jsonl, in order. The half line that a killed run left is no row."""
+    for line in lines.splitlines():
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
+                yield row
+
+
+def flatten(values: Any, *keys: str) -> Iterator[tuple[str, Any]]:
     """Nested values by the dotted paths of their keys."""
-    if not isinstance(values, Mapping) or not values:
-        yield key, values
+    if not isinstance(values, Mapping) or not values or len(keys) == _DEEPEST:
+        yield ".".join(keys), values
         return
     for name, value in values.items():
-        yield from _flat(value, f"{key}.{name}" if key else str(name))
+        yield from flatten(value, *keys, str(name))

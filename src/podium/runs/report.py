@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console, Group
@@ -15,12 +15,13 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from podium.runs.directory import RunDirectory, Summary, read_rows
+from podium.runs.directory import RunDirectory, Summary
 from podium.runs.evaluation import Evaluation, gain_interval
+from podium.runs.records import RunRecord
 from podium.telemetry import Note, Sample, emit, metrics
 from podium.telemetry.formatting import duration, percent, plain, visible
 
-__all__ = ["Curve", "draw_curve", "plot_curve", "read_curve", "render", "report", "smooth"]
+__all__ = ["Curve", "build_curve", "draw_curve", "plot_curve", "render", "report", "smooth"]
 
 _CURVES: Final = {
     metrics.ACCURACY: "accuracy on the training prompts",
@@ -60,7 +61,7 @@ def report(
     ``first`` and ``last`` are the run's evaluations, which may be the same one. Returns the picture, if there is one.
     """
     paths: dict[str, Path | str] = {"run": directory.path, "metrics": directory.metrics_path}
-    curve = read_curve(directory.metrics_path)
+    curve = build_curve(RunRecord(directory.path).rows)
     if missing := [name for name in ("matplotlib", "plotext") if find_spec(name) is None]:
         curve = None
         emit(Note(f"the learning curve is not drawn without {missing[0]}: pip install 'podium[plot]'"))
@@ -76,9 +77,8 @@ def report(
     return None if curve is None else directory.curve_path
 
 
-def read_curve(metrics_path: Path) -> Curve | None:
-    """Read the learning curve of a run's metrics.jsonl: accuracy if it is there, else reward, else loss; else None."""
-    rows = list(read_rows(metrics_path))
+def build_curve(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
+    """Return the learning curve in the rows of a run: accuracy if it is there, else reward, else loss; else None."""
     steps = [row for row in rows if row["kind"] == "step"]
     metric = next((name for name in _CURVES if any(row.get(name) is not None for row in steps)), None)
     if metric is None:

@@ -23,11 +23,12 @@ from podium.rollout.tasks import PromptStream
 from podium.rollout.tasks.writer import chat_template
 from podium.runs.checkpoints import TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
-from podium.runs.directory import Summary, scores_by_set
+from podium.runs.directory import Summary
 from podium.runs.evaluation import Evaluation
 from podium.runs.ledger import Ledger
 from podium.runs.named_files import as_given, record
 from podium.runs.paths import resolve_resume
+from podium.runs.records import RunRecord
 from podium.runs.report import report
 from podium.runtime import Cluster
 from podium.telemetry import (
@@ -340,7 +341,7 @@ class Trainer(ABC, Generic[C, E, R]):
             best_checkpoint=str(best) if (best := run.directory.checkpoints.best()) else None,
             prompts=self.ledger.states.counts(),
             dropped=dict(self.ledger.states.reasons),  # of a Counter, asdict() would count the pairs
-            sets=scores_by_set(run.directory.metrics_path, sets, done),
+            sets=RunRecord(run.directory.path).scores_by_set(sets, done),
             finished=finished,
             model_path=str(model) if model else None,
         )

@@ -1,6 +1,7 @@
 """``podium view`` shows runs in a browser, from their own files alone.
 
-    metrics.jsonl ── curves.Curves ─────────┐
+    config.yaml, … ─ runs.RunRecord ────────┐
+    metrics.jsonl ── curves.Curves ─────────┤
     completions/ ─── completions.Completions│   run.Run.answer(path)   ┌── server: JSON on loopback, polled
     trace.json ───── timeline.Timeline ─────┼─▶ "curves", "group/3/7" ─┤
     ledger, logs ─── failures.Failures ─────┘                          └── export: the answers inside one file

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from podium.errors import DataError
-from podium.view.files import RunFiles, number
+from podium.runs.reading import RunFiles
+from podium.view.numbers import number
 
 __all__ = ["Completions"]
 

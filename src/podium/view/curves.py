@@ -1,11 +1,11 @@
 """metrics.jsonl as columns."""
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final
 
-from podium.view.files import GrowingFile, RunFiles, finite, number
+from podium.runs.reading import GrowingFile, RunFiles
+from podium.runs.records import METRICS, parse_rows
+from podium.view.numbers import finite, number
 
 __all__ = ["Curves"]
 
@@ -19,7 +19,7 @@ class Curves:
     """The metrics of a run, read as far as they are written."""
 
     def __init__(self, files: RunFiles) -> None:
-        self._file = GrowingFile(files, "metrics.jsonl")
+        self._file = GrowingFile(files, METRICS)
         self._forget()
 
     def _forget(self) -> None:
@@ -38,13 +38,10 @@ class Curves:
                 self._forget()
             if not lines:
                 return
-            for line in lines.splitlines():
-                with suppress(ValueError, RecursionError):
-                    self._enter(json.loads(line))
+            for row in parse_rows(lines):
+                self._enter(row)
 
-    def _enter(self, row: Any) -> None:
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            return
+    def _enter(self, row: dict[str, Any]) -> None:
         self.phase = row["phase"] if isinstance(row.get("phase"), str) else self.phase
         self.last_step = max(self.last_step, row["step"])
         self.last_time = finite(row.get("time")) or self.last_time

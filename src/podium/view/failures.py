@@ -9,8 +9,9 @@ from contextlib import closing, suppress
 from typing import Any, Final
 
 from podium.errors import DataError
+from podium.runs.reading import GrowingFile, RunFiles
+from podium.runs.records import LEDGER
 from podium.view.curves import Curves
-from podium.view.files import GrowingFile, RunFiles
 from podium.view.timeline import Timeline
 
 __all__ = ["Failures"]
@@ -31,7 +32,7 @@ class Failures:
     def __init__(self, files: RunFiles, curves: Curves) -> None:
         self._files = files
         self._curves = curves
-        self._ledger = GrowingFile(files, "ledger.jsonl")
+        self._ledger = GrowingFile(files, LEDGER)
         self._dropped: Counter[tuple[str, int]] = Counter()
 
     def answer(self, timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -1,29 +1,27 @@
 """One run as the page sees it: a path for each answer."""
 
-import json
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
 from pathlib import Path
 from threading import RLock
-from typing import Any, Final
+from typing import Any
 
 from podium.errors import ConfigError, DataError
+from podium.runs.named_files import PLACES
+from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, is_run
 from podium.telemetry import metrics
 from podium.view.completions import Completions
 from podium.view.curves import Curves
 from podium.view.failures import Failures
-from podium.view.files import RunFiles, number
+from podium.view.numbers import number
 from podium.view.timeline import Timeline, traces
 
-__all__ = ["Run", "is_run"]
-
-_SMALL_FILE: Final = 1 << 16  # config.yaml and summary.json have a few thousand bytes
+__all__ = ["Run", "is_shown"]
 
 
-def is_run(path: Path) -> bool:
-    """Whether ``path`` is the directory of a run that has begun."""
-    return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()
+def is_shown(path: Path) -> bool:
+    """Whether ``path`` is the directory of a run, or has rows that a script of one's own has written."""
+    return is_run(path) or (path / METRICS).is_file()
 
 
 class Run:
@@ -34,16 +32,17 @@ class Run:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        if not is_run(path):
+        if not is_shown(path):
             raise ConfigError(f"{path}: no run is here; give the directory of a run, which holds config.yaml")
         self.name = name
-        self.files = RunFiles(path)
+        self._record = RunRecord(path)
+        self._signature: list[tuple[int, int]] = []
+        self.files = self._record.files
         self._curves = Curves(self.files)
         self._completions = Completions(self.files)
         self._timelines: dict[str, Timeline] = {}
         self._failures = Failures(self.files, self._curves)
         self._lock = RLock()
-        self._config: tuple[tuple[int, int], Any] = ((0, 0), {})
         self._answers: dict[str, Callable[..., Any]] = {
             "about": self._about,
             "curves": self._curves.answer,
@@ -77,12 +76,12 @@ class Run:
                 raise DataError(f"{error.filename or 'a file'} cannot be read: {error.strerror}") from None
 
     def signature(self) -> list[Any]:
-        """What changes when the run goes on: sizes of files and the number of completions."""
+        """What changes when the run goes on or ends: sizes of files, the number of completions, and the lock."""
         size, changed = self.files.signature("completions")
         names = traces(self.files)
         trace = self.files.signature(names[-1])[0] if names else 0
-        parts = [self.files.signature(name)[0] for name in ("metrics.jsonl", "ledger.jsonl", "summary.json")]
-        return [*parts, size, changed, len(names), trace]
+        parts = [self.files.signature(name)[0] for name in (METRICS, LEDGER, SUMMARY)]
+        return [*parts, size, changed, len(names), trace, self._record.is_held()]
 
     def _timeline(self, place: int) -> Timeline:
         names = traces(self.files)
@@ -91,8 +90,8 @@ class Run:
         return self._timelines.setdefault(names[place], Timeline(self.files, names[place]))
 
     def _about(self) -> dict[str, Any]:
-        """The run in a few facts. ``state`` is "finished", "stopped" or "running", which a run is without a summary."""
-        config, summary = self._read_config(), self._summary()
+        """The run in a few facts."""
+        record = self._read_record()
         try:
             self._curves.update()
             complaint = ""
@@ -105,11 +104,11 @@ class Run:
             "path": str(self.files.path),
             "phase": self._curves.phase,
             "step": self._curves.last_step,
-            "steps": _plain(config, "run", "steps"),
-            "model": self._read_settings(_plain(config, "model", "path")),
-            "data": self._read_settings(_plain(config, "data", "train")),
-            "schedule": _plain(config, "run", "schedule"),
-            "state": "running" if not summary else "finished" if summary.get("finished") else "stopped",
+            "steps": _shorten(record.settings.get("run.steps")),
+            "model": _shorten(record.settings.get("model.path")),
+            "data": _shorten(record.settings.get("data.train")),
+            "schedule": _shorten(record.settings.get("run.schedule")),
+            "state": record.state_after(self._curves.last_step),
             "quiet_s": None if last is None else max(0, round(time.time() - last)),
             "before": before,
             "after": after,
@@ -117,39 +116,13 @@ class Run:
             "complaint": complaint,
         }
 
-    def _read_config(self) -> Any:
-        import yaml
-
-        signature, settings = self.files.signature("config.yaml"), {}
-        if signature != self._config[0]:
-            with suppress(yaml.YAMLError, RecursionError, ValueError):
-                settings = yaml.safe_load(self._small("config.yaml"))
-            self._config = signature, settings
-        return self._config[1]
-
-    def _read_settings(self, path: str | float | None) -> Any:
-        """A path of config.yaml, which is absolute there, as the user wrote it."""
-        try:
-            return json.loads(self._small("places.json"))[path]["given"][:500]
-        except (ValueError, RecursionError, LookupError, TypeError):
-            return path
-
-    def _summary(self) -> dict[str, Any]:
-        try:
-            summary = json.loads(self._small("summary.json") or b"{}")
-        except (ValueError, RecursionError):
-            return {}
-        return summary if isinstance(summary, dict) else {}
-
-    def _small(self, name: str) -> bytes:
-        try:
-            with closing(self.files.open(name)) as file:
-                return file.read(_SMALL_FILE)
-        except (OSError, DataError):
-            return b""
+    def _read_record(self) -> RunRecord:
+        """The run as its small files are now: a record keeps what it has read."""
+        signature = [self.files.signature(name) for name in (CONFIG, PLACES, SUMMARY)]
+        if signature != self._signature:
+            self._record, self._signature = RunRecord(self.files.path), signature
+        return self._record
 
 
-def _plain(config: Any, *keys: str) -> str | float | None:
-    for key in keys:
-        config = config.get(key) if isinstance(config, dict) else None
-    return config[:500] if isinstance(config, str) else number(config)
+def _shorten(value: Any) -> str | float | None:
+    return value[:500] if isinstance(value, str) else number(value)

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any, Final
 
 from podium.errors import DataError
-from podium.view.files import GrowingFile, RunFiles, number
+from podium.runs.reading import GrowingFile, RunFiles
+from podium.view.numbers import number
 
 __all__ = ["Timeline", "traces"]
 

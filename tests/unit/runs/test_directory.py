@@ -55,10 +55,12 @@ def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
     run.close()
     with JsonlSink(run.metrics_path) as sink:
         sink.handle(EvalFinished(step=0, accuracy=0.5, items=2, reward_mean=0.5))
-    with pytest.raises(ConfigError, match=r"an unfinished run: resume it \(--resume .*\), or choose another"):
+    with pytest.raises(
+        ConfigError, match=r"holds a run \(unfinished at step 0\): resume it \(--resume .*\), or choose another"
+    ):
         RunDirectory(run.path)
     run.write_summary(Summary(task="copy", seed=0, steps=1, wall_s=1.0))
-    with pytest.raises(ConfigError, match="a finished run"):
+    with pytest.raises(ConfigError, match=r"holds a run \(finished at step 0\)"):
         RunDirectory(run.path)
 
 
@@ -87,7 +89,7 @@ def test_auto_resumes_the_run_that_is_there_with_the_settings_that_it_learns_by(
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no run to resume at .*typo"):
+    with pytest.raises(ConfigError, match=r"no run at .*typo"):
         RunDirectory(tmp_path / "typo", resume=True)
     assert not (tmp_path / "typo").exists()
 

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from podium.runs.directory import RunDirectory, Summary
 from podium.runs.evaluation import Evaluation
-from podium.runs.report import Curve, draw_curve, plot_curve, read_curve, render, report, smooth
+from podium.runs.records import RunRecord
+from podium.runs.report import Curve, build_curve, draw_curve, plot_curve, render, report, smooth
 from podium.telemetry import EvalFinished, Note, PhaseStarted, Sample, StepFinished, emit, metrics, subscribe
 from podium.telemetry.sinks import JsonlSink
 
@@ -69,7 +70,7 @@ def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
         emit(EvalFinished(3, 0.612, 500, 0.5))
     with path.open("a") as file:
         file.write('{"kind": "st')
-    curve = read_curve(path)
+    curve = build_curve(RunRecord(tmp_path).rows)
     assert curve == Curve(
         metric=metrics.ACCURACY,
         steps=[1, 3],
@@ -79,10 +80,10 @@ def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
 
 
 def test_without_steps_there_is_no_curve(tmp_path: Path) -> None:
-    assert read_curve(tmp_path / "metrics.jsonl") is None
+    assert build_curve(RunRecord(tmp_path).rows) is None
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"kind": "step", "phase": None, "step": 1, "time": 0.0, "users/own": 1.0}) + "\n")
-    assert read_curve(path) is None
+    assert build_curve(RunRecord(tmp_path).rows) is None
 
 
 # Drawing

@@ -119,12 +119,12 @@ class App {
     return el("div", { class: "run" }, name, ...facts);
   }
 
-  /** What is known of whether a run goes on. Only its end leaves a summary, so that one without may have been killed. */
+  /** The state of a run, and of one that is running, how long ago it took a step. */
   stateOf(run) {
     if (run.state !== "running") return run.state;
-    if (!this.source.live || run.quiet_s === null) return "no summary yet";
-    const ago = run.quiet_s < 2 ? "just now" : `${duration(run.quiet_s * 1000)} ago`;
-    return `${run.quiet_s < 60 ? "running" : "no summary yet"}, last step ${ago}`;
+    if (!this.source.live) return "running when exported";
+    if (run.quiet_s === null) return "running";
+    return `running, last step ${run.quiet_s < 2 ? "just now" : `${duration(run.quiet_s * 1000)} ago`}`;
   }
 
   toggle(index) {

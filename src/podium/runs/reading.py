@@ -1,18 +1,19 @@
-"""Files of a run that is being watched. Its directory may come from a stranger, and may still grow."""
+"""Opening the files of a run for reading. Its directory may come from a stranger, and may still grow."""
 
 import errno
 import os
 import stat
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from podium.errors import DataError
 
-__all__ = ["GrowingFile", "RunFiles", "finite", "number"]
+__all__ = ["GrowingFile", "RunFiles"]
 
 _LINKS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK)
 _READ_AT_ONCE: Final = 1 << 24
+_SMALL_FILE: Final = 1 << 18  # config.yaml, places.json and summary.json have a few thousand bytes
 
 
 class RunFiles:
@@ -33,6 +34,14 @@ class RunFiles:
             os.close(descriptor)
             raise DataError(f"{'/'.join(parts)} is no regular file")
         return os.fdopen(descriptor, "rb")
+
+    def read_small(self, name: str) -> bytes:
+        """Read a file whole. Raises DataError as :meth:`open`, and for more than 256 KiB, and FileNotFoundError."""
+        with closing(self.open(name)) as file:
+            content = file.read(_SMALL_FILE + 1)
+        if len(content) > _SMALL_FILE:
+            raise DataError(f"{name} has more than {_SMALL_FILE:,} bytes")
+        return content
 
     def names(self, *parts: str) -> list[str]:
         """The names in the folder at ``parts``, in order; none if it is not there. Raises DataError for a link."""
@@ -103,14 +112,3 @@ class GrowingFile:
     def _again(self, inode: int) -> bool:
         before, self._inode, self.offset = self._inode, inode, 0
         return before != -1
-
-
-def finite(value: Any) -> float | None:
-    """``value`` if it is a finite number, else None."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 else None
-
-
-def number(value: Any) -> float | None:
-    """``value`` with six digits, which is what a picture needs, if it is a finite number; else None."""
-    figure = finite(value)
-    return float(f"{figure:.6g}") if isinstance(figure, float) else figure

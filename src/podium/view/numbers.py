@@ -1,0 +1,16 @@
+"""Numbers of files as the page shows them."""
+
+from typing import Any
+
+__all__ = ["finite", "number"]
+
+
+def finite(value: Any) -> float | None:
+    """``value`` if it is a finite number, else None."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 else None
+
+
+def number(value: Any) -> float | None:
+    """``value`` with six digits, which is what a picture needs, if it is a finite number; else None."""
+    figure = finite(value)
+    return float(f"{figure:.6g}") if isinstance(figure, float) else figure

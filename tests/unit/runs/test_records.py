@@ -1,0 +1,109 @@
+"""All readers of a run's directory say the same of it, and a damaged or hostile file breaks none of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.cli import main
+from podium.errors import ConfigError
+from podium.runs.directory import RunDirectory
+from podium.runs.files import lock_directory
+from podium.runs.records import RunRecord
+from podium.view.run import Run
+
+RUN = """
+import sys
+from podium.runs.directory import RunDirectory
+from podium.telemetry import StepFinished
+from podium.telemetry.sinks import JsonlSink
+run = RunDirectory(sys.argv[1])
+run.write_config("run: {steps: 5}")
+sink = JsonlSink(run.metrics_path)
+for step in (1, 2):
+    sink.handle(StepFinished(step=step, metrics={"loss": 1.0}))
+sink.flush()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_was_killed_is_the_same_to_all_readers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    command = [sys.executable, "-c", RUN, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        page = Run(path, "run")
+        try:
+            assert read_everywhere(path, page, capsys) == [("running", 2)] * 3
+            with pytest.raises(ConfigError, match=f"is being written to by process {process.pid}"):
+                RunDirectory(path)
+            running = page.signature()
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert page.signature() != running, "the page asks again"
+    assert read_everywhere(path, page, capsys) == [("unfinished", 2)] * 3
+    with pytest.raises(ConfigError, match=r"holds a run \(unfinished at step 2\): resume it"):
+        RunDirectory(path)
+    RunDirectory(path, resume=True).close()
+
+
+def read_everywhere(path: Path, page: Run, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, int]]:
+    """The state and the step by `podium runs`, by the page of `podium view`, and by `podium changes`."""
+    assert main(["runs", str(path)]) == 0
+    shown = capsys.readouterr().out.removeprefix(f"{path}: ").split(",")[0].split(" at step ")
+    about = page.answer("about")
+    assert main(["changes", str(path)]) == 2
+    said = capsys.readouterr().err.partition(f"{path} (")[2].partition(")")[0].split(" at step ")
+    return [(shown[0], int(shown[1])), (about["state"], about["step"]), (said[0], int(said[1]))]
+
+
+def test_a_run_begins_while_somebody_reads_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".lock").touch()
+    reader, flock, refusals = (tmp_path / ".lock").open("rb"), fcntl.flock, list[BlockingIOError]()
+    flock(reader, fcntl.LOCK_SH)
+
+    def watch(file: Any, flags: int) -> None:
+        try:
+            flock(file, flags)
+        except BlockingIOError as error:
+            refusals.append(error)
+            reader.close()
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", watch)
+    with lock_directory(tmp_path):
+        assert len(refusals) == 1
+        assert RunRecord(tmp_path).state == "running"
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "a: [", "7", '{"steps": "x"}', "[" * 5000, "a: &a {b: *a, c: 1}"])
+def test_a_damaged_file_counts_as_a_missing_one(tmp_path: Path, text: str) -> None:
+    for name in ("config.yaml", "summary.json", "metrics.jsonl", "places.json", "checkpoints"):
+        (tmp_path / name).write_text(text)
+    record = RunRecord(tmp_path)
+    assert (record.state == "unfinished") == (text != '{"steps": "x"}')
+    assert (record.step, record.end, record.checkpoints, record.rows) == (0, None, [], [])
+    assert "run.steps" not in record.settings
+
+
+def test_links_pipes_and_huge_files_are_not_read(tmp_path: Path) -> None:
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    run.mkdir()
+    secret.write_text('{"kind": "step", "step": 7, "steps": 7, "finished": true}\n')
+    for name in ("summary.json", "metrics.jsonl", "config.yaml"):
+        (run / name).symlink_to(secret)
+    os.mkfifo(run / ".lock")
+    record = RunRecord(run)
+    assert (record.state, record.step, record.settings) == ("unfinished", 0, {})
+    (run / "summary.json").unlink()
+    (run / "summary.json").write_text(secret.read_text() + " " * (1 << 18))
+    assert RunRecord(run).summary == {}
