@@ -93,9 +93,9 @@ def section(path: str = "") -> Callable[[type[C]], type[C]]:
 
 
 def prefer(cls: Callable[..., C], **values: Any) -> C:
-    """The default of a field that holds a section: ``values`` in place of the section's own defaults.
+    """Make the default of a field that holds a section, with ``values`` in place of the section's own defaults.
 
-    Keys that the user leaves out keep these values, also where the user gives others of the section.
+    Keys that the user does not set keep these values, even if the user sets other keys of the section.
     """
     return Field(default_factory=functools.partial(cls, **values))
 
@@ -133,7 +133,7 @@ def build_config(
         cls: The section.
         values: Values by name of the key.
         key: Path of the key that holds ``values``, as in "algorithm.options". Errors put it before the names of keys.
-            Text is then no number, because the configuration keeps these values as they were given.
+            With a key, text is not read as a number, because the configuration keeps these values as they were given.
         source: File that the values were read from. Errors name it, except for keys in ``typed``.
         typed: Dotted paths of the values that were given on the command line.
 

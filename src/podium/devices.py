@@ -52,7 +52,7 @@ def choose_device(indices: Sequence[int] = ()) -> torch.device:
     """Return the worker's device: the first accelerator that it owns (``ctx.devices``), else the CPU.
 
     Raises:
-        ConfigError: An index was given, and torch sees no accelerator.
+        ConfigError: The worker owns an accelerator, but torch sees none.
     """
     if not indices:
         return torch.device("cpu")
@@ -114,7 +114,7 @@ def has_bfloat16() -> bool:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Compute matrix products in ``dtype`` during the block. For float32 the block is an ordinary one, at no cost."""
+    """Compute matrix products in ``dtype`` during the block. For float32 the block changes nothing."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)

@@ -116,7 +116,7 @@ class EndpointError(PodiumError):
 
 
 class DeadlineExceeded(PodiumError, TimeoutError):
-    """A call did not finish in time. ``running`` are the ranks that had not answered."""
+    """A call passed its deadline. ``running`` lists the ranks that had not answered."""
 
     def __init__(self, message: str, *, method: str = "", running: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -149,11 +149,11 @@ class ContextFull(PodiumError):
 
 
 class NoRowsError(PodiumError):
-    """The sessions of an environment have given nothing to train or to judge: all failed, or none asked the model."""
+    """The sessions of an environment gave nothing to train on or to evaluate: all failed, or none called the model."""
 
 
 class RewardError(PodiumError):
-    """A reward function raised, ran out of time, or returned what is no finite score."""
+    """A reward function raised, ran out of time, or returned something other than a finite score."""
 
 
 class CheckpointError(PodiumError):
@@ -161,4 +161,6 @@ class CheckpointError(PodiumError):
 
 
 class LostTooOften(PodiumError):
-    """A run has lost workers more often than it goes on after. The message lists the losses, the first one first."""
+    """A run has lost workers more often than ``run.max_restarts`` allows. The message lists the losses, the first one
+    first.
+    """

@@ -28,7 +28,8 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> N
     """Check the form of ``spec`` and import nothing. The arguments are those of :func:`load_function`.
 
     Raises:
-        ConfigError: ``spec`` is neither a known name nor of the form ``place:function``; names the nearest known name.
+        ConfigError: ``spec`` is neither a known name nor of the form ``place:function``. The message names the nearest
+            known name.
     """
     module, _, attribute = spec.rpartition(":")
     if spec in known or (module and all(part.isidentifier() for part in attribute.split("."))):
@@ -50,11 +51,11 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callabl
         spec: A name in ``known``, ``package.module:function``, or ``path/file.py:function``. A relative path starts at
             the working directory. The file may import its neighbors, as a script may.
         key: The configuration's key, for errors.
-        known: Names that need no place. A value is a function, or a string in one of the two other forms.
+        known: Names that need no module or file. A value is a function, or a string in one of the two other forms.
 
     Raises:
-        ConfigError: The name, module, file or function does not exist; names the nearest that does. Or the module
-            raised an exception while it was loaded; names the statement.
+        ConfigError: The name, module, file or function does not exist; the message names the nearest one. Or the module
+            raised an exception while it was loaded; the message names the statement.
     """
     check_function_name(spec, key=key, known=known)
     target = known.get(spec, spec)

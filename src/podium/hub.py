@@ -12,9 +12,9 @@ _TIMEOUT_S: Final = 5.0
 
 
 def look_for_hub(name: str) -> None:
-    """Use only what is on this machine from now on, and say so, if ``name`` is no path and the hub does not answer.
+    """Switch to offline mode, with a warning, if ``name`` is not a path and the hub does not answer.
 
-    The hub is asked once in a process. Processes that are started later know the answer.
+    A process asks the hub once. Processes that it starts later get the answer.
     """
     if not os.path.exists(os.path.expanduser(name)):
         _look()

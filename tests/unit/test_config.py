@@ -245,7 +245,7 @@ def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
     [
         ("a: [1", "is not valid YAML"),
         ("- 1", "holds list, and a configuration is a mapping"),
-        ("optim:\n  lr: 1\n  schedule: cosine\n  lr: 2", r"'lr' is there twice[^$]*line 4, column 3"),
+        ("optim:\n  lr: 1\n  schedule: cosine\n  lr: 2", r"'lr' appears twice[^$]*line 4, column 3"),
     ],
 )
 def test_broken_files(tmp_path: Path, text: str, message: str) -> None:

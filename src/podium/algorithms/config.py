@@ -62,7 +62,7 @@ class AlgorithmConfig:
     """The policy's entropy, times this coefficient, is subtracted from the loss."""
     importance_cap: Annotated[float, Field(gt=1, le=1e9)] | Literal["auto"] | None = "auto"
     """Weights that correct for differences between generator and trainer are capped at this value. null means no such
-    weights, and auto means 2 where run.schedule runs ahead, so that older weights draw completions, and null else."""
+    weights, and auto means 2 where run.schedule lets older weights generate completions, and null otherwise."""
     max_mismatch: float | None = Field(default=0.5, gt=0, le=1e9)
     """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
     many nats on average. null never ends the run."""

@@ -38,7 +38,7 @@ _ATTRIBUTE: Final = "podium_declaration"
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What an advantage estimator or a loss needs besides the usual: a decorator for a function of your own.
+    """Decorator that declares what an advantage estimator or a loss of your own needs beyond its inputs.
 
     >>> @Declaration(needs_groups=True)
     ... def best_of_group(inputs, config): ...
@@ -51,8 +51,7 @@ class Declaration:
         columns: The token columns of :data:`COLUMNS` that the estimator reads.
         data: The columns of the data that the estimator reads in ``inputs.data``.
         minibatch: The loss reads ``inputs.figures``, which this function computes from the tokens of a whole minibatch.
-        imitates: The loss learns from examples and not from rewards. So dropout is on unless ``model.dropout`` says
-            otherwise.
+        imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
     """
 
     options: type | None = None

@@ -40,7 +40,7 @@ class AdvantageInputs:
     >>> inputs.rewards_N.tolist()
     [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
 
-    A row is a completion, or all that one agent said in a session: what it is rewarded for as a whole.
+    A row is a completion, or everything that one agent said in a session. A row has one reward.
 
     Attributes:
         rewards_B: float ``[B]``, the score of each completion.
@@ -48,8 +48,8 @@ class AdvantageInputs:
         mask_N: bool ``[N]``, True on the tokens that the policy chose. Gaps (the answers of a tool) are allowed.
         token_rewards_N: float ``[N]``, rewards besides ``rewards_B``, a KL penalty for example. Those outside the mask
             are ignored.
-        turn_N: int64 ``[N]``, the turn of its row that chose each token, counted in the order of time; what stands
-            outside the mask is ignored. None where each row is a single turn. :func:`find_turns` reads it.
+        turn_N: int64 ``[N]``, the turn of its row that chose each token, counted in the order of time; values outside
+            the mask are ignored. None where each row is a single turn. :func:`find_turns` reads it.
         values_N: float ``[N]``, the critic's value before each token is seen. None without a critic.
         bootstrap_B: float ``[B]``, the critic's value after the last token, for rows that were cut off; 0 for rows
             that ended by themselves. None means 0 for all rows.

@@ -47,7 +47,8 @@ def check_functions(config: AlgorithmConfig) -> None:
 
     Raises:
         ConfigError: A function cannot be found or does not take two positional arguments; an estimator reads the
-            reference policy, and there is none; or an option is unknown, which names the nearest, or out of its range.
+            reference policy, and the configuration has none; or an option is unknown or out of range. The message names
+            the nearest option.
     """
     declared = [advantage_declaration(config.advantage)]
     if "ref_logprobs" in declared[0].columns and not config.needs_reference:

@@ -12,7 +12,7 @@ EPSILON = 1e-6  # added to standard deviations before dividing by them
 
 
 def wide(values: Tensor) -> Tensor:
-    """Return ``values`` in float32 at least: half precisions and integers are widened, float64 stays."""
+    """Return ``values`` in float32 at least: half precision and integers become float32, float64 stays."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 

@@ -21,7 +21,7 @@ __all__ = ["Turns", "find_turns"]
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of a batch, those of a row side by side and in the order of time.
+    """The turns of a batch. The turns of a row are side by side, in the order of time.
 
     Attributes:
         index_M: int64 ``[M]``, the turn of each masked token, 0 to K - 1; ``values_K[turns.index_M]`` is ``[M]``.

@@ -24,7 +24,7 @@ class Log(NamedTuple):
     start: int = 0
 
     def last_lines(self) -> tuple[str, ...]:
-        """The last 20 lines that the process wrote; none if there is no such file here.
+        """Return the last 20 lines that the process wrote; none if this machine has no such file.
 
         Where the interpreter crashed, these are the lines around its message, which precedes a stack of any length with
         the innermost frame first.
@@ -47,9 +47,9 @@ class Files:
 
     Args:
         log_dir: Directory of the logs. Default: one in the private directory.
-        echo: A thread also prints what is added to the logs, each line with its label. Default: unless there is a
-            ``log_dir``.
-        private: The private directory, if it is there already.
+        echo: Whether a thread also prints new lines of the logs, each with its label. Default: True unless ``log_dir``
+            is given.
+        private: The private directory, if it exists already.
     """
 
     def __init__(

@@ -42,10 +42,10 @@ class _Copy:
 class InlineBackend(Backend):
     """Args:
     threads: Give every rank a thread of its own, so that calls are in flight while the controller goes on.
-    nodes: Number of nodes to pretend, to see a layout for several nodes in a debugger.
+    nodes: Number of nodes to simulate, for debugging a layout of several nodes.
     store_bytes: Number of bytes that all ranks together may keep by reference. Default: half of the memory.
-    log_dir, preload, echo: Accepted so that a script for another backend runs here. Output goes where the
-        controller's goes.
+    log_dir, preload, echo: Ignored; accepted so that a script for another backend runs here. Workers' output goes where
+        the controller's goes.
     """
 
     capabilities = Capabilities(processes=False, collectives=False, concurrent=False)

@@ -86,7 +86,7 @@ class Batch(Rows):
         return tuple(self._columns)
 
     def keys(self) -> tuple[str, ...]:
-        """Return :attr:`columns`, by the name that mappings have for it."""
+        """Return :attr:`columns`, under the name that mappings use."""
         return self.columns
 
     @property
@@ -130,7 +130,7 @@ class Batch(Rows):
         return self.merge(Rows.fetch(self.select(*names) if names else self))
 
     def prefetch(self, *names: str) -> Batch:
-        """Begin to bring the columns named, or all of them, to this process. Returns the batch itself."""
+        """Begin to fetch the named columns, or all, into this process. Returns the batch itself."""
         part = self.select(*names) if names else self
         part.map_tensors(lambda tensor: tensor.prefetch() if isinstance(tensor, TensorRef) else tensor)
         return self
@@ -170,7 +170,7 @@ class Batch(Rows):
         return Batch({name: column for name, column in self._columns.items() if name not in names}, self.meta)
 
     def merge(self, other: Batch) -> Batch:
-        """Return the columns and metadata of both. Where both have a name, that of ``other`` is taken."""
+        """Return the columns and metadata of both. Where both have the same name, the one of ``other`` is kept."""
         return Batch({**self._columns, **other._columns}, {**self.meta, **other.meta})
 
     def to(self, device: torch.device | str) -> Batch:

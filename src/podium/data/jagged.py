@@ -23,8 +23,8 @@ def _ints(tensor: Tensor) -> list[int]:
 class Jagged(Rows):
     """B rows of unequal length: ``values [N, …]`` and ``offsets [B + 1]``.
 
-    Row i is ``values[offsets[i] : offsets[i + 1]]``. The values may be a reference, which ``data`` returns. Then rows
-    are cut and joined without touching its bytes, and ``values`` raises an error.
+    Row i is ``values[offsets[i] : offsets[i + 1]]``. The values may be a reference, which ``data`` returns. Rows of a
+    reference are cut and joined without reading its bytes, and ``values`` raises an error.
 
     No method changes it. Slices share memory with the whole.
 

@@ -43,8 +43,9 @@ class Part(NamedTuple):
 class TensorRef(Rows):
     """A reference to a tensor ``[B, …]`` that a worker keeps.
 
-    Endpoints with ``returns="ref"`` make references. A worker that gets one as an argument finds an ordinary tensor,
-    which it may write to without harm to anyone. The memory is freed with the last reference in any process.
+    Endpoints with ``returns="ref"`` make references. A worker that gets a reference as an argument receives an ordinary
+    tensor, and may write to it without changing the original. The memory is freed with the last reference in any
+    process.
 
     >>> ref = TensorRef.of(torch.arange(6).view(3, 2))
     >>> ref.shape, ref.take([2, 0]).get()
@@ -81,7 +82,7 @@ class TensorRef(Rows):
 
     @classmethod
     def concat(cls, parts: Sequence[TensorRef | Tensor], names: Sequence[str] = ()) -> TensorRef:
-        """Return all rows in order. No byte of a reference is touched, and a part without rows may have any dtype.
+        """Return all rows in order. The bytes are not read, and a part without rows may have any dtype.
 
         Raises:
             DataError: There are no parts, or they have different dtypes or row shapes.
@@ -166,7 +167,7 @@ class TensorRef(Rows):
         return asyncio.to_thread(self.get).__await__()
 
     def prefetch(self) -> TensorRef:
-        """Begin to bring the bytes to this process, where that takes time. Returns the reference itself."""
+        """Begin to fetch the bytes into this process, if fetching takes time. Returns the reference itself."""
         for part in self.parts:
             part.block.prefetch()
         return self

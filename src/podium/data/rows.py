@@ -58,7 +58,9 @@ class Rows(ABC):
         return None
 
     def row_groups(self) -> list[int] | None:
-        """Return the group of each row, or None if these rows have none. Rows of a group cost less together."""
+        """Return the group of each row, or None if these rows have none. Rows of a group cost less if they are
+        processed together.
+        """
         return None
 
 

@@ -91,7 +91,7 @@ def fetch(value: Any) -> Any:
 
 
 class InPlace:
-    """Tensors that a worker goes on writing, as the result of an endpoint that returns references.
+    """Tensors that a worker continues to write to, as the result of an endpoint that returns references.
 
     The tensors move into the store's memory and stay the same objects. The result is a list of their references. It is
     None where the store shares no memory with its readers, where blocks are checked (``PODIUM_CHECK_REFS``), or where a

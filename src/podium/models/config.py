@@ -24,7 +24,8 @@ class LoraConfig:
     """The adapters' update is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """This share of the adapters' inputs is set to zero during training. Reinforcement learning with several updates a
-    step refuses it."""
+    step does not allow dropout.
+    """
     targets: tuple[str, ...] = ()
     """The linear layers and embeddings with these names get adapters. A layer that shares its weight with another one
     is refused. An empty list means all linear layers, experts among them, except the output layer."""
@@ -52,8 +53,9 @@ class ModelConfig:
     """Transformers uses this attention implementation. auto means torch's scaled dot product attention (sdpa), or eager
     where the model needs what sdpa lacks, such as a soft cap."""
     dropout: bool | None = None
-    """The model's own dropout and router noise act in updates. null means in training by examples only, since they
-    would move the probability ratios of reinforcement learning. model.lora.dropout acts in any case."""
+    """The model's own dropout and router noise act in updates. null means only in supervised fine-tuning, because noise
+    would change the probability ratios of reinforcement learning. model.lora.dropout acts in both cases.
+    """
     gradient_checkpointing: bool = False
     """The backward pass computes activations again instead of keeping them. A step takes about a third longer and needs
     much less memory."""

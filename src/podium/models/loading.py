@@ -63,7 +63,7 @@ def load_model(
     generator is left as it was.
 
     Args:
-        spared: Patterns of names of tensors that need not fit, beside ``config.allow_tensors``.
+        spared: Patterns of names of tensors that need not fit, in addition to ``config.allow_tensors``.
 
     Raises:
         ConfigError: There is no such model, ``model_type`` or field, the adapters match no layer, or the files' tensors
@@ -85,7 +85,7 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
     On torch's meta device the model has no weights, and none are read.
 
     Raises:
-        ConfigError: There is no such model, it has other than one output, or its files lack tensors.
+        ConfigError: The model does not exist, does not have exactly one output, or its files lack tensors.
     """
     _look_at(path)
     try:
@@ -120,7 +120,7 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's repeated blocks, by the names that transformers gives for such purposes."""
+    """Return the model's repeated blocks, found by the names that transformers declares."""
     names = set(getattr(plain_model(model), "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -131,7 +131,7 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
     Only safetensors files in a directory are checked, as far as their tensors are not quantized.
 
     Raises:
-        ConfigError: As :func:`load_model`, of which the arguments are.
+        ConfigError: As :func:`load_model`, which takes the same arguments.
     """
     with torch.device("meta"):
         if config.config:

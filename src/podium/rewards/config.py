@@ -31,7 +31,7 @@ class RewardConfig:
     correct_at: float = Field(default=1.0, ge=-1e9, le=1e9)
     """A completion counts as correct in the accuracy if its score is at least this value."""
     memory_gib: float | None = Field(default=4.0, gt=0, le=2**20)
-    """A grading process may take this much memory beyond what importing the reward took, and null sets no limit."""
+    """A grading process may take this much memory in addition to what importing the reward took. null sets no limit."""
     env: tuple[str, ...] = ()
     """These variables of the environment reach the reward although their names are those of secrets."""
 
@@ -44,7 +44,7 @@ class Grade:
         score: The finite number that training uses.
         parts: The named parts, with "score", if the reward returned a mapping; else empty.
         correct: Whether the score is at least ``RewardConfig.correct_at``. False if grading failed.
-        error: Why the score is not the reward's own; None if it is.
+        error: Why the reward gave no score, so that ``failure_score`` is used; None if the score is the reward's own.
         timed_out: Whether grading ran over its time limit and was killed.
     """
 

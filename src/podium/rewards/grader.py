@@ -25,7 +25,7 @@ __all__ = ["Grader"]
 
 
 class Grader:
-    """Scores completions with a reward that may spin, crash or leak without harm to the run.
+    """Scores completions. A reward that hangs, crashes or leaks memory does not harm the run.
 
     Processes start at the first item, or at ``start``, and are reused. Any thread may use a grader. The processes, and
     whatever the reward started, end when the grader is closed or collected, and when this process ends in any way.
@@ -54,12 +54,12 @@ class Grader:
         self._closed = False
 
     def start(self) -> None:
-        """Load the reward now, so that a wrong name or a failing import shows before anything else is done.
+        """Load the reward now, so that a wrong name or a failing import raises before the run starts.
 
         Raises:
             ConfigError: The reward does not exist, a library that it needs is missing, or its module
                 raised an exception.
-            RewardError: The function cannot be sent; with the traceback.
+            RewardError: The function cannot be sent. The message has the traceback.
         """
         with self._lock:
             self._start_once()
@@ -116,7 +116,7 @@ class Grader:
         return grades
 
     def drop(self) -> None:
-        """Cancel all that has no grade yet, and keep the processes. Whoever waits for a grade gets CancelledError."""
+        """Cancel all items without a grade, and keep the processes. The futures of these items raise CancelledError."""
         with self._lock:
             if self._processes is not None:
                 self._processes.drop_all()

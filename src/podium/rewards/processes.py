@@ -84,7 +84,7 @@ class GradingProcesses:
     """A dispatcher that has loaded the reward, and the thread that settles pending grades.
 
     Attributes:
-        takes_lists: Whether the reward is of TRL's form, so that it is called with lists of one completion.
+        takes_lists: Whether the reward has TRL's signature and is called with lists of one completion.
 
     Raises:
         ConfigError: The reward's name is wrong, a library that it needs is missing, or its module raised an exception.

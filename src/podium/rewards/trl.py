@@ -23,7 +23,7 @@ _RESERVED: Final = ("prompt", "completion", *_OF_THE_TRAINER)
 
 
 def takes_lists(reward: Callable[..., Any]) -> TypeGuard[ListReward]:
-    """Whether ``reward`` has a parameter named "completions", as rewards of TRL have."""
+    """Return whether ``reward`` has a parameter named "completions", as TRL's rewards do."""
     return "completions" in _parameters(reward)
 
 
@@ -33,8 +33,8 @@ def of_one(reward: ListReward) -> Callable[[str, Mapping[str, Any]], float]:
     The completion is a list of one message where the row's prompt is a list of messages, and text otherwise.
 
     Raises:
-        ConfigError: The reward is a coroutine function, or needs what only TRL's trainer has, such as
-            ``completion_ids``.
+        ConfigError: The reward is a coroutine function, or has a required parameter that only TRL's trainer provides,
+            such as ``completion_ids``.
     """
     parameters = _parameters(reward)
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -42,7 +42,9 @@ class SamplingParams:
     top_k: int = Field(default=0, ge=0, le=10**9)
     """Tokens are drawn from this many most probable tokens. 0 keeps all tokens."""
     stop_token_ids: tuple[TokenId, ...] = ()
-    """A completion ends with the first of these tokens. An empty list means those of the tokenizer and the model."""
+    """A completion ends with the first of these tokens. An empty list means the end tokens of the tokenizer and the
+    model.
+    """
     n: int = Field(default=1, ge=1, le=65536)
     """Each prompt gets this many completions."""
 

@@ -54,7 +54,7 @@ class Backend(ABC):
     A worker process starts in the directory in which the controller is then, and imports from its ``sys.path``. When
     the controller ends, in whatever way, its worker processes and their children end within seconds. Worker processes
     ignore the terminal's Ctrl-C, which is for the controller. What they print appears where the controller's output
-    goes, unless the backend has an option ``log_dir`` that says where else.
+    goes, unless the backend's option ``log_dir`` names another directory.
     """
 
     capabilities: Capabilities
@@ -66,15 +66,16 @@ class Backend(ABC):
 
     @classmethod
     def stand_in(cls) -> tuple[str, str] | None:
-        """Where this backend cannot run on this system: the name of the backend that takes its place, and why. None, as
-        by default, where it can."""
+        """Return the name of the backend that takes this one's place, and the reason, if this one cannot run on this
+        system. By default None: this backend can run.
+        """
         return None
 
     @classmethod  # noqa: B027 - most backends have nothing to prepare
     def prepare(cls, preload: Sequence[str]) -> None:
-        """Begin, without waiting, what the next backend of this class needs if its option ``preload`` is this one.
+        """Begin to prepare, without waiting, for a backend of this class with this option ``preload``.
 
-        It may be called several times, or not at all. What no backend takes over ends with this process.
+        It may be called several times, or not at all. Preparations that no backend takes over end with this process.
         """
 
     @abstractmethod
@@ -88,7 +89,7 @@ class Backend(ABC):
         return None, places
 
     def release(self, token: Any) -> None:  # noqa: B027 - nothing is held by default
-        """Give a reservation back."""
+        """Release a reservation."""
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ConfigError for ``options`` of ``cluster.start`` that worker processes do not have. By default they

@@ -49,7 +49,7 @@ _log = logging.getLogger("podium")
 
 
 class Cluster:
-    """A connected backend. ``with`` or :meth:`close` ends everything that was started through it."""
+    """A connected backend. The end of the ``with`` block, or :meth:`close`, ends all that the cluster started."""
 
     def __init__(self, backend: Backend, name: str = "") -> None:
         self.backend_name = name or type(backend).__name__
@@ -107,16 +107,16 @@ class Cluster:
         Args:
             slots: Number of slots on each node. Every entry gets a node of its own.
             spread: Total number of slots, instead of ``slots``. They go to as few nodes as have room for all of them,
-                in parts as equal as the room allows.
+                divided as equally as the room allows.
             strategy: "spread" takes the nodes with the most room, and with ``spread=N`` as many nodes as there are.
-                "pack" takes the fullest nodes that have room, and as few as possible.
+                "pack" takes as few nodes as possible, the fullest ones that have room.
             labels: Labels that every node has to have, such as ``{"zone": "a"}``.
             cpus: Cores that each slot holds, or a sequence of numbers, one for each slot. A slot without ``cpus``
                 shares the node's cores with the other slots.
-            gpus: Accelerators of each slot likewise, which may be a fraction of one.
+            gpus: Accelerators of each slot, likewise. A slot may have a fraction of an accelerator.
             memory: Bytes of each slot likewise.
             resources: Amounts of other resources likewise, by their names.
-            wait_s: How long to wait while there is no room. Every few seconds the log says what is missing.
+            wait_s: Seconds to wait for room. Every few seconds the log says which resources are missing.
             detached: The slots are for a detached group, and stay reserved until that group is stopped.
 
         Raises:
@@ -148,15 +148,16 @@ class Cluster:
                 time.sleep(min(WAIT_LOOKS_S, until - now))
 
     def release(self, pool: ResourcePool) -> None:
-        """Give a pool's slots back. Raises PlacementError while a group runs on them, or ConfigError if the pool is
-        another cluster's."""
+        """Release the slots of a pool. Raises PlacementError while a group runs on them, or ConfigError if the pool
+        belongs to another cluster.
+        """
         self._inventory.release(pool)
 
     def put(self, value: T) -> T:
-        """Store the tensors of ``value`` once, and return the value with a :class:`podium.TensorRef` in the place of
-        each. Every call that takes the result passes on references, so a batch for three groups is stored once.
+        """Store the tensors of ``value`` once, and return the value with a :class:`podium.TensorRef` in place of each
+        tensor. Calls that take the result send references, so a batch for three groups is stored once.
 
-        What becomes a reference is what does in a result with ``returns="ref"``. The memory is freed with the last
+        The same tensors become references as in a result with ``returns="ref"``. The memory is freed with the last
         reference.
 
         Raises:
@@ -209,7 +210,7 @@ class Cluster:
         Args:
             worker: ``Cls.bind(...)``, or ``colocate(...)`` of several.
             pool: The slots, one a rank. Default: one slot of its own.
-            into: Handle of a group whose processes shall hold this worker too, instead of a pool.
+            into: Handle of a group whose processes also hold this worker, instead of a pool.
             name: Role and name in logs. Default: the class's name in lower case. For ``colocate(...)``, whose workers
                 have names, it names their processes. Default: the workers' names joined by "+".
             meshes: Meshes over the ranks, by name. "default" is ``Mesh(dp=world_size)`` unless given.
@@ -228,7 +229,7 @@ class Cluster:
                 "policy.update" means one of them.
 
         Raises:
-            WorkerStartError: A process or a constructor failed. What had started is ended.
+            WorkerStartError: A process or a constructor failed. Processes that had started are ended.
             ConfigError: ``worker`` is not a bound Podium worker, a mesh does not fit, or the backend cannot do this.
         """
         self._refuse_unless_open("start", detached)
@@ -268,18 +269,20 @@ class Cluster:
 
         Args:
             count: Number of replicas.
-            slots: Number of slots of each replica on each node. This and the next ones are as in :meth:`pool`.
-            name: The first part of the replicas' names.
+            slots: Number of slots of each replica on each node. The arguments from ``slots`` to ``wait_s`` are as in
+                :meth:`pool`.
+            name: Beginning of the replicas' names.
             cpus: Cores of each slot.
             gpus: Accelerators of each slot.
             memory: Bytes of each slot.
             resources: Other resources of each slot.
-            wait_s: How long to wait while there is no room for a replica.
-            seed: Seed of the first replica. The next ones have the numbers that follow.
+            wait_s: Seconds to wait for room for a replica.
+            seed: Seed of the first replica. Each further replica has the next number.
             how: Further arguments of :meth:`start`, for each replica.
 
         Raises:
-            PlacementError, WorkerStartError, ConfigError: A replica could not be started. What had started is ended.
+            PlacementError, WorkerStartError, ConfigError: A replica could not be started. Replicas that had started are
+                ended.
         """
         if not hasattr(count, "__index__") or count < 1:
             raise ConfigError(f"start_replicas(count={count}): a whole number from 1 up")
@@ -303,8 +306,8 @@ class Cluster:
     def attach(self, name: str) -> Any:
         """The handle of a group that another script started with ``detached=True``.
 
-        The group goes on when the handle or this cluster is closed. The name of a group of colocated workers is
-        the ``name`` given to ``start``, or else their names joined by "+", and its handle is a ``Colocated``.
+        The group continues when the handle or this cluster is closed. The name of a group of colocated workers is the
+        ``name`` given to ``start``, or else their names joined by "+", and its handle is a ``Colocated``.
 
         Raises:
             ConfigError: There is no group of this name, it has lost ranks, or this backend has no detached groups.

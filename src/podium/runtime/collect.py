@@ -21,7 +21,7 @@ class Collect(ABC, Generic[Ret, Out]):
     """Joins results. ``Ret`` is what one rank returns, ``Out`` what the caller receives."""
 
     def ranks(self, split: Split) -> Sequence[int]:
-        """The ranks whose results travel to the controller. The others only say that they are done."""
+        """The ranks whose results are sent to the controller. Other ranks only report that they are done."""
         return split.collectors
 
     @abstractmethod
@@ -63,10 +63,10 @@ class concat(Collect[Any, Any]):
     may return several for each, such as the completions of a prompt, if all ranks return as many.
 
     Args:
-        scalars: How single values beside rows in a dict become one, such as ``reduce("mean")`` or ``gather()``. By
-            default all ranks must return the same.
+        scalars: How single values in a dict with rows are joined into one, such as ``reduce("mean")`` or ``gather()``.
+            By default all ranks must return the same.
         any_rows: Whether ranks may return any number of rows, which then come in the order of the ranks. Such rows do
-            not belong to those of the caller one by one, so that nothing is known of their order or their padding.
+            not correspond to the caller's rows, so neither their order nor their padding is known.
     """
 
     def __init__(self, *, scalars: Collect[Any, Any] | None = None, any_rows: bool = False) -> None:

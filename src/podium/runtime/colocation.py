@@ -37,7 +37,8 @@ def colocate(**workers: Bound[Any]) -> Bound[Colocated]: ...
 @overload
 def colocate(kind: type[C], /, **workers: Bound[Any]) -> Bound[C]: ...
 def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bound[Any]:
-    """Several named workers for the same worker processes, where ``self.ctx.colocated["name"]`` is the plain object.
+    """Several named workers for the same worker processes. ``self.ctx.colocated["name"]`` is the plain object of a
+    worker.
 
     They are made in the order given, so a later one may use an earlier one in its constructor.
 
@@ -45,8 +46,8 @@ def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bou
         kind: A subclass of :class:`Colocated` that declares the workers, for a type checker.
 
     Raises:
-        ConfigError: There is no worker, a name is that of a method of :class:`Colocated`, or ``kind`` declares other
-            workers, or handles of other classes.
+        ConfigError: No worker is given, a worker has the name of a method of :class:`Colocated`, or ``kind`` declares
+            other workers or handles of other classes.
     """
     if not workers:
         raise ConfigError(

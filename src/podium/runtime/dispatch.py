@@ -36,8 +36,8 @@ Ranks = int | slice | Sequence[int]
 class Mesh:
     """World ranks as a grid of named axes, the last axis varying fastest.
 
-    ``output`` says at which coordinate of an axis a result comes out. Results of the other axes come out at coordinate
-    0. Results of a pipeline come out at its last stage:
+    ``output`` gives the coordinate of an axis at which results are taken; the default is 0. Results of a pipeline are
+    taken at its last stage:
 
     >>> mesh = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
     >>> mesh.coordinate(5)

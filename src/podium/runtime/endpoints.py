@@ -112,7 +112,7 @@ class Window:
 
 
 class Endpoint(Generic[P, Out]):
-    """An endpoint on the controller's handle. To call it is to wait for the result; :meth:`submit` does not wait."""
+    """An endpoint on the controller's handle. A call waits for the result; :meth:`submit` does not wait."""
 
     def __init__(
         self, group: WorkerGroup[Any], spec: EndpointSpec, timeout_s: float | None = None, window: Window | None = None
@@ -142,7 +142,7 @@ class Endpoint(Generic[P, Out]):
     def at_most(self, calls: int) -> Endpoint[P, Out]:
         """The same endpoint with at most ``calls`` unfinished calls. The next ``submit`` waits for the oldest one.
 
-        At the end of a chain of calls this bounds the whole chain, and the memory that the chain takes.
+        At the end of a chain of calls, this limits the whole chain and the memory that it takes.
 
         >>> train = trainers.update.at_most(4)  # doctest: +SKIP
         >>> for batch in batches:  # doctest: +SKIP
@@ -269,8 +269,9 @@ def endpoint(
             in the event loop if it is async. Other calls run one at a time, in the order submitted.
         returns: "ref" leaves the tensors of the result where they were made. The controller receives the same value
             with a :class:`podium.TensorRef` in the place of each. Default: ``cluster.start(returns=...)``.
-        receives: "ref" passes references as they are, to keep or to return. By default they arrive as tensors.
-        readonly: The method does not write to tensors that it receives by reference, so no store need copy them.
+        receives: "ref" passes references to the method as they are. By default the method receives tensors.
+        readonly: Whether the method leaves tensors that it receives by reference unchanged, so that no store copies
+            them.
 
     Raises:
         ConfigError: The method has positional-only parameters or ``*args``, or an argument here is of a wrong kind.

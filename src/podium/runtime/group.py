@@ -151,7 +151,8 @@ class WorkerGroup(Generic[W]):
         return calls.request(label, "store", self.timeout_s, {}, concurrent=True)
 
     def give_up(self, needed: WorkerGroup[Any]) -> None:
-        """Fail the calls in flight, and refuse later ones until a restart, since ``needed`` has lost a rank.
+        """Fail the calls in flight, and refuse later ones until a restart, because the group ``needed`` has lost a
+        rank.
 
         Whoever waits for a result that is of no use without the other group hears of the loss at once. The calls raise
         the WorkerDied of the lost rank. Endpoints that run go on.
@@ -164,7 +165,7 @@ class WorkerGroup(Generic[W]):
         Calls in flight fail, no call is repeated, and the state of the workers is lost.
 
         Raises:
-            ConfigError: The group is closed or another controller's, or the backend has no processes to kill.
+            ConfigError: The group is closed or belongs to another controller, or the backend has no processes to kill.
             WorkerStartError: A process or a constructor failed. The group is broken until a restart succeeds.
         """
         if self.name not in self.processes.workers:
@@ -304,7 +305,7 @@ def _arrive(ranks: Ranks | None, key: str, *facts: Any) -> Any:
 
 class WorkerHandle:
     """The handle that ``cluster.start`` returns. It has an :class:`Endpoint` for each endpoint of the class, and the
-    :class:`WorkerGroup` as ``group``. A worker that is given a handle calls the endpoints too."""
+    :class:`WorkerGroup` as ``group``. A worker that receives a handle can call the endpoints too."""
 
     def __init__(self, group: WorkerGroup[Any] | FarGroup, ranks: Ranks | None = None) -> None:
         self.group: WorkerGroup[Any] = cast(Any, group)
@@ -357,8 +358,8 @@ else:
 class Replicas(Sequence[H], Generic[H]):
     """The handles of ``cluster.start_replicas``, in order: ``replicas[0].generate(prompts)``.
 
-    The replicas are placed and restarted one by one. Where a replica has lost a process, calls on it raise WorkerDied
-    until ``restart(number)``, and the other replicas work on.
+    Replicas are placed and restarted one by one. If a replica has lost a process, its calls raise WorkerDied until
+    ``restart(number)``. The other replicas continue.
     """
 
     def __init__(self, handles: Sequence[H], release: Callable[[ResourcePool], None]) -> None:

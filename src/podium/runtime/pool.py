@@ -55,7 +55,8 @@ class Slot:
 class ResourcePool:
     """An ordered sequence of slots, node by node.
 
-    ``pool[0:2]``, ``pool.split([1, 3])`` and ``a + b`` make other pools of the same slots, which reserve nothing more.
+    ``pool[0:2]``, ``pool.split([1, 3])`` and ``a + b`` make other pools of the same slots, and reserve no further
+    slots.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:

@@ -21,8 +21,8 @@ class Profile:
         ranks: Ranks that record.
         skip: Number of calls of each endpoint before the first that is recorded.
         count: Number of calls of each endpoint to record.
-        directory: Where each recorded call leaves a Chrome trace, ``ROLE-RANK-METHOD-NUMBER.json``, on the worker's
-            node. The number counts the calls of the endpoint from 0.
+        directory: Directory in which each recorded call writes a Chrome trace, ``ROLE-RANK-METHOD-NUMBER.json``, on the
+            worker's node. The number counts the calls of the endpoint from 0.
         options: Arguments of ``torch.profiler.profile``, such as ``{"with_stack": True}``.
     """
 

@@ -26,13 +26,13 @@ H_co = TypeVar("H_co", covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """A worker's place, fixed for its life.
+    """The facts about a worker, fixed for its life.
 
     Attributes:
-        rank: Place among the processes of the group.
-        world_size: Number of these.
-        local_rank: Place among those on the same node.
-        local_world_size: Number of these.
+        rank: Number of this process among the processes of the group.
+        world_size: Number of processes.
+        local_rank: Number of this process among those on the same node.
+        local_world_size: Number of processes.
         node: Name of the node.
         address: Address at which the group's other processes reach this one.
         devices: Indices of the accelerators that this worker owns, valid in its own process; empty on a CPU.
@@ -41,7 +41,7 @@ class WorkerContext:
         threads: Number of threads for computing, this worker's share of the node's cores.
         rendezvous: URL by which the processes of the group find each other (torch.distributed's ``init_method``); ""
             where the backend has no collectives.
-        meshes: Meshes by name. "default" is always there, and is ``Mesh(dp=world_size)`` unless given.
+        meshes: Meshes by name. "default" always exists; it is ``Mesh(dp=world_size)`` unless given.
         colocated: The other workers in the same worker process, by name, as plain objects.
     """
 

@@ -18,7 +18,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
 
     Raises:
         ConfigError: The estimator cannot be found.
-        DataError: The estimator returned something else than finite ``[N]`` tensors that are 0 outside the mask.
+        DataError: The estimator returned something other than finite ``[N]`` tensors that are 0 outside the mask.
     """
     outputs = cast("object", resolve_advantage(config.advantage)(inputs, config))
     who = f"advantage estimator {config.advantage!r}"

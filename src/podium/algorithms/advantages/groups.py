@@ -31,7 +31,8 @@ class GroupStatistics:
 
 
 def group_statistics(values_B: Tensor, group_B: Tensor) -> GroupStatistics:
-    """Compute the moments of ``values_B`` in each group. Groups have any size, and their rows come in any order.
+    """Compute the moments of ``values_B`` in each group. Groups may have any size, and their rows may come in any
+    order.
 
     >>> stats = group_statistics(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([4, 0, 4]))
     >>> stats.mean_G[stats.index_B].tolist(), stats.flat_G.tolist()

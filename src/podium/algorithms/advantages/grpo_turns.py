@@ -17,8 +17,8 @@ def grpo_turns(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOut
     """``(G_k - mean(G_k)) / std(G)``, the same at all tokens of turn k.
 
     ``G_k = r_k + gamma G_{k+1}`` is what a trajectory still earns from its turn k on. Its mean is over the k-th turns
-    of the group's trajectories, so a turn is compared with what others earned from the same turn on, and neither what
-    was earned before nor the number of turns counts. The standard deviation is over all turns of the group, so that
+    of the group's trajectories, so a turn is compared with what other trajectories earned from the same turn on.
+    Earlier rewards and the number of turns do not count. The standard deviation is over all turns of the group, so that
     turns keep their proportions; ``config.normalize_advantage = False`` leaves the division out. A turn that a single
     trajectory of its group reached, or whose G are all equal, gets 0. With one turn a row this is ``grpo``.
 

@@ -51,7 +51,7 @@ def high_covariance(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Te
 
 @Declaration(options=ClipCovOptions, minibatch=high_covariance)
 def clip_cov(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
-    """``-r A`` with ``r = exp(logprobs - old_logprobs)``, and 0 at the tokens that were drawn, ``[N]``.
+    """``-r A`` with ``r = exp(logprobs - old_logprobs)``, and 0 at the tokens that were left out, ``[N]``.
 
     Clip-Cov: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
     arXiv:2505.22617, section 4.2. Entropy falls with the covariance of log-probabilities and advantages. A small random

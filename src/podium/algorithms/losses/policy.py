@@ -50,8 +50,8 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 
     Raises:
         ConfigError: The loss cannot be found.
-        DataError: A column that the configuration asks for is missing; or the loss returned something else than one
-            number a token with a gradient.
+        DataError: A column that the configuration asks for is missing; or the loss did not return one number a token
+            with a gradient.
     """
     loss = resolve_loss(config.loss)(inputs, config)
     _check(loss, inputs, f"loss {config.loss!r}")
@@ -92,10 +92,10 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 def truncated_weights(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, cap: float) -> Tensor:
     """``min(exp(old - rollout), cap)``, float ``[N]``, without gradient: importance weights.
 
-    Generator and trainer hold the same weights, and yet other kernels, another precision or an older version give other
-    log-probabilities. Multiplied into the loss, these weights make samples of the generator stand for samples of the
-    old policy. The cap bounds their variance at the price of a small bias: Ionides 2008; for token policies Espeholt et
-    al. 2018, "IMPALA", arXiv:1802.01561, section 4.1; between a rollout engine and its trainer Yao et al. 2025, "On the
+    Generator and trainer compute different log-probabilities, because their kernels, precision or version of the
+    weights differ. Multiplied into the loss, these weights make samples of the generator stand for samples of the old
+    policy. The cap bounds their variance at the price of a small bias: Ionides 2008; for token policies Espeholt et al.
+    2018, "IMPALA", arXiv:1802.01561, section 4.1; between a rollout engine and its trainer Yao et al. 2025, "On the
     Rollout-Training Mismatch in Modern RL Systems".
 
     >>> truncated_weights(torch.tensor([-1.0, 0.0]), torch.tensor([-1.0, -3.0]), cap=2.0).tolist()

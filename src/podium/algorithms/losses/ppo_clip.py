@@ -32,7 +32,8 @@ def log_ratio(inputs: LossInputs) -> Tensor:
 
 
 def clipped_surrogate(ratio_N: Tensor, inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
-    """The surrogate for a ratio of tokens or of sequences, and the share of tokens whose gradient a bound took away.
+    """The surrogate for a ratio of tokens or of sequences, and the share of tokens whose gradient is 0 because of a
+    bound.
 
     With ``config.dual_clip = c`` the loss of a token with negative advantage is at most ``-c A``: otherwise the force
     that lowers a token's probability grows with its ratio. Ye et al. 2020, "Mastering Complex Control in MOBA Games",

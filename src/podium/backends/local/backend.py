@@ -62,12 +62,14 @@ class WorkerServer(ForkServer):
 
 class LocalBackend(Backend):
     """Args:
-    preload: Modules that the fork server imports, so that workers have them at once.
+    preload: Modules that the fork server imports, so that workers do not import them again.
     log_dir: Directory for the output of each worker process, ``LABEL.log``. Default: a private directory.
-    echo: Also print that output here, each line with its worker's label. Default: unless there is a ``log_dir``.
-    nodes: Number of nodes that this machine pretends to be, to try a layout for several nodes.
+    echo: Whether to print that output here too, each line with its worker's label. Default: True unless ``log_dir`` is
+        given.
+    nodes: Number of nodes to simulate on this machine, for trying a layout of several nodes.
     store_bytes: Number of bytes that each worker may keep by reference. Default: half of the memory.
-    spill_dir: Directory on disk for references above that limit. Without it they are an error.
+    spill_dir: Directory on disk for references above that limit. Without a directory, references above the limit are an
+        error.
     """
 
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True)

@@ -42,15 +42,15 @@ _log = logging.getLogger("podium")
 class RayBackend(Backend):
     """Args:
     address: "auto", "host:port" or "ray://host:port" of a running cluster. Default: the cluster to which this process
-        is connected already, or else a new one that ends with the script.
+        is already connected, or else a new cluster that ends with the script.
     actor_options: Ray's options for the actor of every worker process; ``start(options=...)`` adds to them.
         ``max_restarts`` and ``max_task_retries`` are refused: a call is delivered at most once.
     preload: Modules that every worker process imports before its workers are made.
     log_dir: Directory for the output of each worker process, ``LABEL.log``, on its node. Default: a private directory.
-    echo: Also print the output of the processes on this machine here, each line with its worker's label. Default:
-        unless there is a ``log_dir``.
+    echo: Whether to print the output of this machine's processes here too, each line with its worker's label. Default:
+        True unless ``log_dir`` is given.
     store_bytes: Number of bytes that each worker may keep by reference in memory. Default: half of the machine's
-        memory. Ray's own store spills to disk long before (``init={"object_store_memory": ...}``).
+        memory. Ray's own store spills to disk earlier; ``init={"object_store_memory": ...}`` sets its size.
     init: Further arguments of ``ray.init``, such as ``num_cpus``, ``object_store_memory`` or ``runtime_env``.
     """
 

@@ -51,19 +51,19 @@ class Engine(ABC):
     """Draws completions from a language model, and takes new weights in place.
 
     A completion depends on its prompt, its sampling parameters, its seed and the weights. It does not depend on the
-    other requests, their order, or the number of ranks. New weights may come while requests are in flight. No token is
-    drawn from weights of two versions, because ``gate`` is closed while they come, and each token carries the version
-    that drew it. An engine's docstring says whether new weights come in between two tokens or between two batches, and
-    what depends on floating-point rounding.
+    other requests, their order, or the number of ranks. New weights may arrive while requests are in flight. ``gate``
+    is closed while they arrive, so no token is drawn from a mixture of versions. Each token carries the version of the
+    weights that drew it. An engine's docstring says whether new weights come in between two tokens or between two
+    batches, and what depends on floating-point rounding.
 
     A subclass has a constructor with the parameters ``config`` and ``model``. It implements ``supports``, ``advance``,
     ``drop`` if it holds requests between two calls of ``advance``, and the methods for new weights. An engine that
     computes with a ``torch`` model inherits the latter from :class:`~podium.rollout.engines.model.ModelEngine`.
 
     Args:
-        config: Which engine generates, and how much it may hold.
+        config: The engine's name, options and limits of memory.
         model: The model whose weights it draws from.
-        refusal: Why nothing can be drawn before the first ``refresh``; "" where the weights are there.
+        refusal: Why nothing can be drawn before the first ``refresh``; "" if the engine has its weights already.
 
     Attributes:
         waiting: The requests that ``advance`` has not begun, in a ``podium.rollout.engines.RequestQueue``. Only
@@ -106,7 +106,7 @@ class Engine(ABC):
 
     @classmethod
     def model_device(cls, config: EngineConfig, device: torch.device) -> torch.device:
-        """Return where the model has to be that the engine is made with, in a process that owns ``device``."""
+        """Return the device of the model with which the engine is made, in a process that owns ``device``."""
         return device
 
     @property
@@ -123,7 +123,7 @@ class Engine(ABC):
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Give the engine requests. Any thread may call this at any time. Those that come together begin together.
+        """Give the engine requests. Any thread may call this at any time. Requests of one call begin together.
 
         Raises:
             ConfigError: A prompt is empty, has an id outside the vocabulary, or is with ``max_new_tokens`` longer than
@@ -170,7 +170,8 @@ class Engine(ABC):
             prompts: P sequences of token ids, none of them empty; lengths may differ.
             params: How to draw.
             seeds: ``P * params.n`` signed integers of 64 bits, prompt-major like the result.
-            journal: Where what is drawn is written about once a second, so that another engine can continue.
+            journal: The journal to which drawn tokens are written about once a second, so that another engine can
+                continue.
             begun: By seed, the tokens that another engine had drawn. Their completions are continued. The next tokens
                 are those that the first engine would have drawn, but for rounding.
 
@@ -201,7 +202,7 @@ class Engine(ABC):
         journal: Journal | None = None,
         begun: Mapping[int, Drawn] | None = None,
     ) -> Future[list[Completion]]:
-        """As :meth:`generate`, in a thread that draws for all such calls. What it raises, the future raises.
+        """Do :meth:`generate` in a thread that all such calls share. The future raises what the call raises.
 
         ``cancel()`` of the future ends the requests.
         """
@@ -386,7 +387,8 @@ class Engine(ABC):
 
     @abstractmethod
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
-        """Do a piece of work for requests in ``waiting`` and those that earlier calls began, and return their events.
+        """Do a piece of work for the requests in ``waiting`` and the requests that earlier calls began. Return their
+        events.
 
         There is at least one such request. A piece of work may be one token of each request, or a whole batch. Each
         request gets one ``Finished`` or ``Failed`` (see :func:`~podium.rollout.engines.requests.conclude`), and before
@@ -404,8 +406,10 @@ class Engine(ABC):
         """End the work on those of ``ids`` that ``advance`` has begun. The base class has reported them as aborted."""
 
     def drawn(self) -> list[tuple[RequestId, Drawn]]:
-        """Return what is drawn so far of the requests that ``advance`` has begun. It is called between two calls of
-        ``advance``. After a loss, completions that an engine does not report are drawn from their first token."""
+        """Return the tokens drawn so far for the requests that ``advance`` has begun. It is called between two calls of
+        ``advance``. If the engine is lost, completions that it did not report are generated again from their first
+        token.
+        """
         return []
 
     # -- new weights ----------------------------------------------------------------------------------------------
@@ -447,11 +451,11 @@ class Engine(ABC):
 
     @abstractmethod
     def loaded(self) -> None:
-        """All of the new weights are there: forget what was derived from the old; the gate is closed."""
+        """Drop everything derived from the old weights: all new weights have arrived. The gate is closed."""
 
     @abstractmethod
     def reread(self) -> None:
-        """Bring the engine's weights to what the model that it was made with holds now; the gate is closed."""
+        """Copy the current weights of the model with which the engine was made. The gate is closed."""
 
     def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
-        """Give back the buffers kept between calls; the next request makes them again."""
+        """Free the buffers kept between calls. The next request allocates them again."""

@@ -31,8 +31,9 @@ class EngineConfig:
     max_sequences: int = Field(default=128, ge=1, le=65536)
     """The engine decodes at most this many completions at the same time."""
     cache_gib: float | None = Field(default=None, gt=0, le=65536)
-    """The cache of keys and values takes at most this many GiB. null means a quarter of the device's free memory. The
-    engine decodes fewer completions at the same time where max_sequences of them do not fit."""
+    """The cache of keys and values takes at most this many GiB. null means a quarter of the device's free memory. If
+    max_sequences completions do not fit, the engine decodes fewer at the same time.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The engine computes in this data type. null means bfloat16 on accelerators, unless parallel.precision is float32,
     and model.dtype on the CPU. Another type than model.dtype needs a copy of the weights."""
@@ -78,8 +79,9 @@ class VllmOptions:
     """Options of the engine vllm."""
 
     enforce_eager: bool | None = None
-    """vLLM runs without CUDA graphs, which start slowly and take memory. null means true on a CPU, which has none, and
-    false elsewhere."""
+    """vLLM runs without CUDA graphs, which start slowly and take memory. null means true on a CPU, which has no CUDA
+    graphs, and false on GPUs.
+    """
     max_model_len: int | None = Field(default=None, ge=1, le=10**9)
     """A prompt and its completion have at most this many tokens together. null means the model's positions, or as many
     as fit into the cache."""

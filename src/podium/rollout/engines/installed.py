@@ -49,7 +49,7 @@ def engine_class(name: str) -> type[Engine]:
     """Load the class of an installed engine.
 
     Raises:
-        ConfigError: A package is not installed, the class does not exist, or it is not a whole engine.
+        ConfigError: A package is not installed, the class does not exist, or it lacks methods of an engine.
     """
     from podium.rollout.engines.base import Engine
 
@@ -79,7 +79,7 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def model_device(config: EngineConfig, device: torch.device) -> torch.device:
-    """Return where the model has to be for :func:`make_engine`, in a process that owns ``device``.
+    """Return the device on which :func:`make_engine` needs the model, in a process that owns ``device``.
 
     Raises:
         ConfigError: As :func:`engine_class`.
@@ -88,7 +88,7 @@ def model_device(config: EngineConfig, device: torch.device) -> torch.device:
 
 
 def generation_config(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Return ``config`` with the data type that null means on ``device``: on accelerators bfloat16, as in training."""
+    """Return ``config`` with its data type filled in: null means bfloat16 on accelerators, as in training."""
     return replace(config, dtype="bfloat16") if config.dtype is None and device.type != "cpu" else config
 
 
@@ -99,7 +99,7 @@ def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
     calls ``refresh(version)`` after each update. Otherwise the engine holds a copy that ``refresh`` fills.
 
     Raises:
-        ConfigError: As :func:`check_engine`; or the engine cannot run this model, which says why.
+        ConfigError: As :func:`check_engine`; or the engine cannot run this model. The message says why.
     """
     check_engine(config)
     config = generation_config(config, next(model.parameters()).device)

@@ -46,15 +46,16 @@ class Request:
     """One completion that a caller asks for.
 
     Attributes:
-        id: Names the request in its events and in ``Engine.abort``. Requests in flight have different ids.
+        id: Name of the request in its events and in ``Engine.abort``. Requests in flight have different ids.
         prompt: Token ids, at least one.
         params: How tokens are drawn. ``params.n`` is ignored, because a request is one completion.
         seed: Signed integer of 64 bits. Equal requests with equal seeds get equal completions.
-        priority: An engine begins requests of a higher priority first, and equal ones in the order in which they came.
+        priority: An engine begins requests of a higher priority first, and requests of equal priority in the order of
+            arrival.
         stream: Whether the engine reports tokens before the completion is finished.
         reuse_completions: Whether an engine may build on keys and values that it computed while it drew an earlier
             completion. These differ from those of a fresh prompt by rounding: log-probabilities agree within 1e-5 in
-            float32. What the engine computed for earlier prompts it may always use, because that changes nothing.
+            float32. An engine may always reuse what it computed for earlier prompts, because the results are the same.
     """
 
     id: RequestId
@@ -136,7 +137,7 @@ class RequestQueue:
     def take(self, count: int, alike: Callable[[Request], object] | None = None) -> list[Request]:
         """Remove and return the first ``count`` requests, or fewer.
 
-        ``alike`` limits them to those for which it returns the same as for the first request.
+        With ``alike``, only requests for which it returns the same value as for the first one are taken.
         """
         if alike is None:
             taken, self._requests = self._requests[:count], self._requests[count:]

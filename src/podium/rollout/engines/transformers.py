@@ -28,15 +28,15 @@ __all__ = ["TransformersEngine"]
 class TransformersEngine(ModelEngine):
     """Generates with ``model.generate``, up to ``config.max_sequences`` completions side by side.
 
-    A batch holds waiting requests of equal sampling parameters, with prompts padded on the left. Models that padding
-    would disturb, such as those with a recurrent state, get prompts of one length at a time. Where prompts of several
-    lengths first come, two short prompts are tried together and alone. The model's own generation settings are not
-    used. In float32 the same seeds give the same ids in any batch, except where
-    a draw falls within rounding of the boundary between two tokens.
+    A batch holds waiting requests of equal sampling parameters, with prompts padded on the left. Models whose results
+    depend on padding, such as those with a recurrent state, get prompts of one length at a time. At the first prompts
+    of several lengths, the engine compares two short prompts together and alone to find out. The model's own generation
+    settings are not used. In float32 the same seeds give the same ids in any batch, except where a draw falls within
+    rounding of the boundary between two tokens.
 
-    New requests and new weights come in between two batches, since ``generate`` keeps keys and values of its own. So a
-    completion is of one version, weights wait for the end of a batch, and a request with ``stream`` gets all of its
-    tokens then.
+    New requests and new weights enter between two batches, because ``generate`` keeps its own keys and values. A
+    completion therefore has one version, new weights wait for the end of a batch, and a request with ``stream`` gets
+    all of its tokens at that end.
 
     Args:
         config: ``max_sequences`` and ``dtype`` are used.

@@ -22,9 +22,10 @@ session_counts: Final[ContextVar[Counter[str] | None]] = ContextVar("session_cou
 
 
 async def in_thread(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Call a function that may block in a thread of its own, which begins at once and hinders no process from ending.
+    """Call a function that may block in a thread of its own. The thread begins at once and does not keep a process from
+    ending.
 
-    Where the caller is cancelled, the thread goes on, and what the function returns is lost.
+    If the caller is cancelled, the thread continues, and the function's result is lost.
     """
     return await asyncio.wrap_future(_begin(partial(contextvars.copy_context().run, function, *arguments, **options)))
 

@@ -25,14 +25,14 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said.
+    """An answer of the model.
 
     Attributes:
         message: The assistant's message, as the OpenAI API has it. Append it to the conversation.
         finish_reason: "stop", "length" where it was cut off, or "tool_calls".
-        session: The name of the session in which it was said, ``client.session_id``.
-        call: The number of the call there, from 0.
-        messages: The conversation that was answered, and the answer at its end.
+        session: The name of the session, ``client.session_id``.
+        call: The number of the call in the session, from 0.
+        messages: The conversation that was answered, followed by the answer.
     """
 
     message: dict[str, Any]
@@ -53,7 +53,7 @@ class Reply:
 
 
 class Client:
-    """One session with the model. Calls of one session may run at the same time, and other threads may ask as well, by
+    """One session with the model. Calls of one session may run at the same time. Other threads may call the model by
     ``asyncio.run(client.chat(...))``.
 
     >>> async def play(task, client):                                    # doctest: +SKIP
@@ -64,9 +64,9 @@ class Client:
     An agent that talks to the OpenAI API is given ``client.base_url``, ``client.api_key`` and ``client.model``.
 
     Attributes:
-        api_key: What such an agent sends as its key.
-        seed: A number of this session, the same when a run is repeated or resumed. Draw what is random from it.
-        counts: The numbers of "tool_calls" and "tool_errors" so far, of which metrics are made.
+        api_key: The API key that such an agent sends.
+        seed: A seed for this session, the same when a run is repeated or resumed. Use it for everything random.
+        counts: The numbers of "tool_calls" and "tool_errors" so far, which metrics report.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class Client:
         return Reply(message, answer.finish_reason, self._session.id, call, [*conversation, message])
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
-        """Reward an answer of the model with ``value``. It adds to what the session earns as a whole.
+        """Reward an answer of the model with ``value``, in addition to the reward of the whole session.
 
         Args:
-            value: The reward. Several of one answer add up.
+            value: The reward. Several rewards of one answer add up.
             reply: The answer, as :meth:`chat` returned it; the latest one by default.
 
         Raises:
@@ -173,7 +173,7 @@ class Client:
         """Return the client of another agent of this session, whose conversation is trained with its own reward.
 
         Raises:
-            ValueError: ``name`` is none, or the session has too many agents.
+            ValueError: ``name`` is not a valid name, or the session has too many agents.
         """
         if agent_name(name) not in self._agents:
             if len(self._agents) >= MOST_AGENTS:

@@ -53,15 +53,16 @@ def _entry_of(name: str) -> EntryPoint:
 
 @section("environment.options")
 class SessionLimits:
-    """Options that every environment has, beside its own."""
+    """Options that every environment has in addition to its own."""
 
     time_limit_s: float = Field(default=600.0, gt=0, le=1e6)
-    """A session lasts at most this many seconds. One that lasts longer ends, and is not trained."""
+    """A session lasts at most this many seconds. A longer session is ended and is not trained on."""
     at_once: int = Field(default=256, ge=1, le=65536)
-    """Each rollout worker lives at most this many sessions at the same time."""
+    """Each rollout worker runs at most this many sessions at the same time."""
     processes: int = Field(default=0, ge=0, le=1024)
-    """Each session lives in a process of its own, at most this many at the same time in each rollout worker. With 0,
-    sessions share the worker's process."""
+    """Each session runs in a process of its own. A rollout worker has at most this many such processes at the same
+    time. With 0, sessions share the worker's process.
+    """
 
     @property
     def side_by_side(self) -> int:
@@ -71,13 +72,15 @@ class SessionLimits:
 
 @section("environment")
 class EnvironmentConfig:
-    """The environment in which the policy acts, where a prompt and its answer are not all."""
+    """The environment in which the policy acts, if a task is more than one prompt and one answer."""
 
     name: str = ""
     """The policy acts in this environment: module:function, path/file.py:function or the name of an installed one. An
     empty name means that each prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """The environment gets these options. time_limit_s, at_once and processes among them are about its sessions."""
+    """The environment gets these options. Every environment also has the options time_limit_s, at_once and processes,
+    which limit its sessions.
+    """
 
     def __post_init__(self) -> None:
         if self.name:

@@ -28,12 +28,13 @@ Reward: TypeAlias = "float | Mapping[str, float] | Outcome | None"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a session earned, where more is to be said than a number.
+    """The result of a session, if it is more than one number.
 
     Attributes:
-        score: The reward of the whole session; None where ``reward.name`` scores the last answer.
-        parts: Its named parts, which are only shown.
-        agents: The rewards of agents that have their own (``client.agent(name)``), by name. Others share ``score``.
+        score: The reward of the whole session; None if ``reward.name`` scores the last answer.
+        parts: Named parts of the reward, which are only shown.
+        agents: The rewards of agents with a reward of their own (``client.agent(name)``), by name. Other agents share
+            ``score``.
     """
 
     score: float | None = None
@@ -45,7 +46,7 @@ class Earned(NamedTuple):
     """What an agent has earned in a session that is over.
 
     Attributes:
-        score: The reward of the whole session; None where ``reward.name`` scores the last answer.
+        score: The reward of the whole session; None if ``reward.name`` scores the last answer.
         parts: Its named parts.
         of_turns: The sum of the rewards of turns.
         full: Whether the session ended because the model's context was full. It is not correct then.
@@ -59,10 +60,10 @@ class Earned(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What an environment answers to the model.
+    """The answer of an environment to the model.
 
     Attributes:
-        say: What is said next; None or "" once the session is over.
+        say: The next message to the model; None or "" once the session is over.
         reward: The reward of this turn. The rewards of all turns add up.
         done: Whether the session is over.
         parts: Named parts of the session's reward, which are only shown. Those of later steps replace earlier ones.
@@ -75,17 +76,17 @@ class Step:
 
 
 class Environment(Protocol):
-    """A world that answers the model. There is an instance for each session; both methods may be ``async``.
+    """An environment that answers the model. Each session has an instance of its own; both methods may be ``async``.
 
     It may also have ``tools``, a list of functions that the model may call while it answers, and ``tasks(split)``,
-    a class method that returns the rows of "train" or "test" where the data have none. An environment of any form may
-    have ``code_options``: the names of those of its options whose values name code or programs.
+    a class method that returns the rows of "train" or "test" if the data have none. An environment of any form may have
+    ``code_options``: the names of the options whose values name code or programs.
     """
 
     def reset(self, task: Task) -> Messages:
-        """Begin a session, and return what is said first."""
+        """Begin a session, and return the first message to the model."""
         ...
 
     def step(self, answer: str) -> Step:
-        """Answer what the model said."""
+        """Answer the model's message."""
         ...

@@ -17,7 +17,7 @@ __all__ = ["mcp_tools"]
 async def mcp_tools(
     server: str, *arguments: str, env: Mapping[str, str] | None = None, time_limit_s: float = 30.0
 ) -> AsyncGenerator[list[Tool]]:
-    """Connect to an MCP server in the block, and give its tools.
+    """Connect to an MCP server for the block, and yield its tools.
 
     >>> async def play(task, client):                                    # doctest: +SKIP
     ...     async with mcp_tools("python", "server.py") as tools:
@@ -25,14 +25,14 @@ async def mcp_tools(
     ...     return float(task["answer"] in reply.text)
 
     Args:
-        server: The address of a server that runs (``http://…`` or ``https://…``), or the command of one that is
-            started here and ends with the block.
+        server: The address of a running server (``http://…`` or ``https://…``), or a command that starts a server,
+            which ends with the block.
         arguments: The command's arguments.
-        env: Environment variables of the command beside a few usual ones.
-        time_limit_s: How long a call of a tool may take.
+        env: Environment variables of the command, in addition to a few usual ones.
+        time_limit_s: Limit of a tool call, in seconds.
 
     Raises:
-        ConfigError: The package is not installed, or there is no such server.
+        ConfigError: The package is not installed, or the server does not answer.
     """
     try:
         from mcp import Client, StdioServerParameters

@@ -44,8 +44,8 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
     """Return the environment that ``config`` names.
 
     Raises:
-        ConfigError: It does not exist, or it is none; an option is unknown to it; its module, or what makes it, raised
-            an exception.
+        ConfigError: The name does not exist or is not an environment; an option is unknown; or its module or factory
+            raised an exception.
     """
     environment = load_environment(config.name)
     subject, options = f"{_KEY} = {config.name!r}", config.own_options
@@ -88,14 +88,14 @@ async def converse(
     *,
     max_turns: int = 10,
 ) -> Reply:
-    """Let the model answer, run the tools that it calls, and so on until it calls none. Returns its last answer, whose
+    """Let the model answer and run the tools that it calls, until an answer calls none. Returns the last answer, whose
     ``messages`` are the whole conversation.
 
     Args:
         client: The session.
-        messages: The conversation so far. It stays as it is.
-        tools: What the model may call: typed functions, or a :class:`Toolbox`.
-        max_turns: The most answers of the model. Tools that the last one calls are not run.
+        messages: The conversation so far, which is not changed.
+        tools: Tools of the model: typed functions, or a :class:`Toolbox`.
+        max_turns: The most answers of the model. Tools that the last answer calls are not run.
     """
     box = _toolbox(tools)
     for turn in itertools.count(1):

@@ -38,19 +38,19 @@ _MOST_SHOWN: Final = 2000  # characters of an error that the model reads
 
 
 class ToolError(Exception):
-    """An error that a tool tells the model, in its own words."""
+    """An error whose text a tool shows to the model."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """What the model may call.
+    """A tool that the model may call.
 
     Attributes:
         name: Its name.
-        description: What it does, in the model's words.
+        description: The description that the model reads.
         parameters: Its arguments, as a JSON schema.
-        run: Takes the arguments and returns the result. It raises whatever it likes.
-        time_limit_s: How long a call may take.
+        run: The function that takes the arguments and returns the result. It may raise any exception.
+        time_limit_s: Limit of a call, in seconds.
     """
 
     name: str
@@ -86,10 +86,11 @@ def tool(
         function: A function or a coroutine function, with annotations. A function that is no coroutine function runs in
             a thread. Its docstring may have a section "Args:" with a line for each parameter.
         name: The name for the model; the function's own by default.
-        time_limit_s: A call that takes longer is answered with an error. Its thread cannot be ended and goes on.
+        time_limit_s: A call that takes longer is answered with an error. The call's thread cannot be ended and
+            continues.
         process: Whether each call gets a process of its own, which is killed at the end with whatever it has started.
-            It costs about 0.2 s a call, and what the function changes is lost.
-        given: Arguments that the model neither sees nor gives, such as the state of a session.
+            Each call then takes about 0.2 s more, and changes that the function makes in memory are lost.
+        given: Arguments that the model neither sees nor sets, such as the state of a session.
 
     Raises:
         ConfigError: A parameter has no annotation, or one that has no JSON schema, or its kind is ``*args`` or
@@ -124,7 +125,7 @@ class Toolbox:
         tools: Functions, and what :func:`tool` returns. No two have the same name.
 
     Raises:
-        ConfigError: Two tools have one name, or a function cannot be a tool.
+        ConfigError: Two tools have the same name, or a function cannot be a tool.
     """
 
     def __init__(self, tools: Iterable[Tool | Callable[..., Any]]) -> None:
@@ -143,14 +144,14 @@ class Toolbox:
         return [known_tool.schema for known_tool in self._tools.values()]
 
     async def answer(self, tool_calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Run what the model called, one after the other, and return the messages that answer it.
+        """Run the called tools one after the other, and return the messages with their results.
 
         In a session, ``client.counts`` gets the number of calls as "tool_calls", and of those that failed as
         "tool_errors". A thread that the session starts itself counts nothing, unless it runs in the session's context
         (``contextvars.copy_context().run``), as those of ``asyncio.to_thread`` do.
 
         Args:
-            tool_calls: As an assistant's message has them.
+            tool_calls: The tool calls of an assistant's message.
         """
         messages: list[dict[str, Any]] = []
         for call in tool_calls:

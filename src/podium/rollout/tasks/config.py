@@ -20,9 +20,10 @@ class DataConfig:
     """Training examples come from this file or glob (.jsonl, .json, .csv, .parquet, .arrow), directory, hub dataset,
     or reasoning_gym:TASK."""
     eval: str | tuple[str, ...] | Mapping[str, str] = ""
-    """Held-out examples come from this place, named as in data.train, or from several: a list of places, or a mapping
-    of names to places. The first one decides eval.stop_at and the best checkpoint. An empty value means the share
-    data.holdout of the training data, or the split data.eval_split of a hub dataset."""
+    """Held-out examples come from this source, named as in data.train, or from several sources: a list of them, or a
+    mapping of names to them. The first source decides eval.stop_at and the best checkpoint. An empty value means the
+    share data.holdout of the training data, or the split data.eval_split of a hub dataset.
+    """
     holdout: float = Field(default=0.1, ge=0, lt=1)
     """This share of the training data is held out for evaluation where there is no other held-out data."""
     train_items: int | None = Field(default=None, ge=1, le=10**12)
@@ -37,7 +38,8 @@ class DataConfig:
     """This template writes the prompt from any columns, as in "Q: {question}\\nA: ". It replaces prompt_column."""
     system_prompt: str = ""
     """This system message precedes each prompt, and each conversation of a session or of podium serve, that does not
-    begin with one of its own."""
+    begin with a system message of its own.
+    """
     chat_template: str = Field(default="auto", min_length=1)
     """Prompts are formatted by the tokenizer's chat template if it has one (auto), as plain text (none), or by this
     Jinja file."""

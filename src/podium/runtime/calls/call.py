@@ -58,7 +58,7 @@ class Call(Generic[T]):
 
     A call ends once: with the joined results of all ranks, or with the first cause of failure. :meth:`result` raises
 
-    - EndpointError: a rank raised. Ranks that fail because of the first one are not reported.
+    - EndpointError: a rank raised. Ranks that fail because of that rank are not reported.
     - WorkerDied: a rank's process ended.
     - DeadlineExceeded: the deadline given at submission passed. The message says which ranks still run what.
     - CallCancelled: :meth:`cancel` was called, or the group was closed or restarted.
@@ -86,7 +86,7 @@ class Call(Generic[T]):
         """Wait for the result. A wait that is shorter than the deadline does not cancel the call.
 
         Raises:
-            TimeoutError: ``timeout_s`` passed. The call goes on.
+            TimeoutError: ``timeout_s`` passed. The call continues.
         """
         if not self.wait(timeout_s):
             raise TimeoutError(
@@ -119,9 +119,9 @@ class Call(Generic[T]):
         return self._ended
 
     def cancel(self) -> bool:
-        """Give the call up. Returns False if it had ended.
+        """Give up the call. Returns False if the call had already ended.
 
-        A queued call is dropped. An async endpoint that runs gets CancelledError. A sync endpoint that runs goes on,
+        A queued call is dropped. An async endpoint that runs gets CancelledError. A sync endpoint that runs continues,
         and its result is dropped.
         """
         tell = self.on_cancel
@@ -134,7 +134,8 @@ class Call(Generic[T]):
     def arg(self) -> T:
         """This call as an argument of another call, typed as its result.
 
-        The other call starts when this one has its result, and fails with this one's error.
+        The other call starts when this call has its result. If this call fails, the other one fails with the same
+        error.
         """
         return cast(T, CallArgument(self))
 
