@@ -251,7 +251,7 @@ def test_a_traceback_is_said_once_whatever_its_message(tmp_path: Path) -> None:
         ("misnamed", "a reward for the agent 'Judge', which is not in the session"),
         ("dotted", "an agent cannot be named 'x.y'"),
         ("texts", "reward = '1.0': expected a number"),
-        ("crowd", "1023 agents are the most"),
+        ("crowd", "1023 agents are the limit"),
     ],
 )
 def test_what_would_be_trained_wrongly_fails_by_name(world: str, reason: str, tmp_path: Path) -> None:

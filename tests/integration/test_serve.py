@@ -173,7 +173,7 @@ def test_texts_ids_and_models(served: Served) -> None:
         ({"messages": [USER], "colour": 1}, 400, "colour: this service knows no such parameter"),
         ({"messages": [USER], "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5: this service does not support"),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"messages": [USER], "model": "other"}, 404, "the model 'other' is not here"),
+        ({"messages": [USER], "model": "other"}, 404, "the model 'other' is not served here"),
         ({"messages": [USER], "max_tokens": 5000}, 400, "the model's context has 512"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "the model's context has 512"),
         ({"messages": [USER], "temperature": 1e-9}, 400, "too small to divide by"),

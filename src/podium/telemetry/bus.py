@@ -40,7 +40,7 @@ class Bus:
         return self._listeners != ()
 
     def emit(self, event: Event) -> None:
-        """Hand ``event`` to every listener, in the order in which they subscribed. Never raises an Exception."""
+        """Pass ``event`` to every listener, in the order in which they subscribed. Never raises an Exception."""
         for listener in self._listeners:
             try:
                 listener(event)
@@ -56,7 +56,9 @@ class Bus:
                 write()
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``callback`` with every event from now on. The function returned ends that and may be called twice."""
+        """Call ``callback`` with every event from now on. Returns a function that unsubscribes, which may be called
+        twice.
+        """
         listener = partial(callback)  # an object of its own, although the same callback may subscribe twice
 
         def unsubscribe() -> None:

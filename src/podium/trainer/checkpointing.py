@@ -58,10 +58,11 @@ class Saver:
     """Writes the checkpoints of one run.
 
     Args:
-        checkpoints: Where they go.
-        config: Which of them are kept.
-        texts: Files that belong into the directory of the policy beside those of its workers, by name.
-        beside: Whether they are written beside the next steps; otherwise a save returns when it is complete.
+        checkpoints: The directory of the checkpoints.
+        config: Which checkpoints are kept.
+        texts: Further files for the policy's directory, by name.
+        beside: Whether checkpoints are written while the next steps run; otherwise a save returns when the checkpoint
+            is complete.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def save(self, state: TrainerState, roles: Roles) -> None:
-        """Copy what the learners hold, and begin to write it with ``state``. First wait for the checkpoint before.
+        """Wait for the previous checkpoint. Then copy the learners' state, and begin to write it with ``state``.
 
         Raises:
-            CheckpointError: The checkpoint before could not be written, or this one where it is not written beside.
+            CheckpointError: The previous checkpoint could not be written; or this one could not, if saves wait.
         """
         self.wait()
         text = json.dumps(asdict(state), indent=1)
@@ -99,8 +100,8 @@ class Saver:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            CheckpointError: It cannot be written. The one before is still the latest.
-            PodiumError: A worker was lost that wrote it, or passed its deadline.
+            CheckpointError: The checkpoint cannot be written. The previous one is still the latest.
+            PodiumError: A worker that wrote the checkpoint was lost, or passed its deadline.
         """
         writing, self._writing = self._writing, None
         if writing is not None:

@@ -1,4 +1,4 @@
-"""The Parquet files that keep a step's completions, with what is known of each token.
+"""The Parquet files that keep a step's completions, with the figures of each token.
 
 The rows of a step are fetched from the workers that hold them some at a time, and written as a chunk of the file.
 
@@ -82,7 +82,7 @@ class CompletionsLog:
 def write_completions(
     folder: Path, scored: ScoredBatch, learned: Batch | None, texts: TokenTexts | None = None
 ) -> None:
-    """Write ``scored`` to the Parquet file of its step in ``folder``, with what is known of each token.
+    """Write ``scored`` to the Parquet file of its step in ``folder``, with the figures of each token.
 
     A file of the same step is replaced.
 

@@ -46,11 +46,11 @@ def score_held_out(
     keep: Path | None = None,
     sessions: Sessions | None = None,
 ) -> Evaluation:
-    """Score one completion of each of ``prompts`` with the weights that the generator has.
+    """Score one completion of each of ``prompts`` with the generator's current weights.
 
-    The completions are drawn at ``config.eval.temperature``, from the whole distribution and always with the same
-    seeds. The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``. With
-    ``sessions`` each prompt is a task that an environment is lived for; a session that fails counts as not correct.
+    Completions are drawn at ``config.eval.temperature``, from the whole distribution, with the same seeds every time.
+    The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``. With
+    ``sessions`` each prompt is the task of an environment's session; a session that fails counts as not correct.
 
     Raises:
         NoRowsError: All sessions of an evaluation before the first step failed.
@@ -89,7 +89,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
     Returns the evaluations by the names of their sets, the first set first. One set without a name has the name "".
 
     Raises:
-        ConfigError: The model, the data or the reward cannot be had, or ``eval.items`` is 0.
+        ConfigError: The model, the data or the reward cannot be loaded, or ``eval.items`` is 0.
     """
     if not config.eval.items:
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
@@ -127,7 +127,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
 
 @contextmanager
 def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable[[str, int], list[str]]]:
-    """Give a function from a prompt and a number, which varies the seed, to ``sampling.n`` completions.
+    """Yield a function that takes a prompt and a number, which varies the seed, and returns ``sampling.n`` completions.
 
     The prompt is written as ``config.data`` says: system prompt, chat template, longest length.
     """

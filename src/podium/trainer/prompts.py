@@ -89,7 +89,7 @@ def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items:
     """Load ``items`` held-out prompts of the first evaluation set, which are the same in every run.
 
     Raises:
-        ConfigError, DataError: There are none that the model could take.
+        ConfigError, DataError: No prompt fits the model.
     """
     return list(encoded(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out"))
 

@@ -23,7 +23,7 @@ class Losses:
     """The workers that a run has lost.
 
     Args:
-        most: The run goes on after this many losses within an hour. Each generator may be lost as often by itself.
+        most: The run goes on after this many losses within an hour. Each generator has the same limit of its own.
     """
 
     def __init__(self, most: int) -> None:
@@ -36,7 +36,7 @@ class Losses:
         Each generator that is restarted alone is counted for itself, under its name ``of``.
 
         Raises:
-            LostTooOften: There were too many. The message lists them, the first one first.
+            LostTooOften: The run has lost too many workers. The message lists the losses, the first one first.
             PodiumError: It is ``error`` itself where the run was not to go on at all.
         """
         now, cause = time.monotonic(), "; ".join(causes)

@@ -1,4 +1,4 @@
-"""What a run reads before it starts a worker."""
+"""The data and settings that a run reads before it starts a worker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class RunData(Generic[E]):
-    """What a run reads before it starts a worker.
+    """The data and settings that a run reads before it starts a worker.
 
     Attributes:
         config: The configuration, whose ``run.steps`` follows from ``run.epochs``.
-        stream: What ``collect`` takes from.
+        stream: The prompts, from which ``collect`` takes.
         held_out: The prompts of each evaluation set by its name, the first set first; None without evaluation.
         tokenizer: The tokenizer.
         template: The chat template where it is not the tokenizer's own.

@@ -86,22 +86,22 @@ class Run(_Lasting[E]):
     """What a run has while it trains, from its opening until it ends or loses a worker.
 
     Attributes:
-        cluster: Where its workers are.
-        stop: Whether somebody asked it to end.
-        data: What it has read.
+        cluster: The cluster of its workers.
+        stop: The request to end the run, if somebody made one.
+        data: The data of the run.
         start: The place of the data's stream before the first step.
-        grader: What grades completions.
-        losses: The workers that it has lost.
+        grader: The grader of completions.
+        losses: The workers that the run has lost.
         config: The configuration, as ``data.config``.
         schedule: The function that arranges the halves of its steps.
         directory: Its directory.
         console: The terminal, where progress is shown.
         checkpoint: The checkpoint from which it goes on, if there is one.
-        threads: Where ``collect`` runs ahead.
-        saver: What writes its checkpoints.
+        threads: The threads in which ``collect`` runs ahead.
+        saver: The writer of its checkpoints.
         roles: Its workers.
-        generators: The generators as one; None where nothing is drawn.
-        sessions: The rollout workers as one; None without an environment.
+        generators: All generators as one object; None if the run draws no completions.
+        sessions: All rollout workers as one object; None without an environment.
     """
 
     config: PPOConfig | SFTConfig
@@ -117,7 +117,7 @@ class Run(_Lasting[E]):
 
     @property
     def declared(self) -> ScheduleDeclaration:
-        """What the schedule declares."""
+        """The declaration of the schedule."""
         return declaration_of(self.schedule)
 
     def refuse_disk(self, reason: str, error: OSError) -> str:
@@ -141,10 +141,10 @@ def open_run(
     Args:
         recipe: The name of the recipe.
         config: The configuration, which was checked. Its ``run.resume`` is the directory to resume, if there is one.
-        options: What the script gave beside it.
+        options: Further arguments that the script gave.
         read_data: Reads the data.
-        stack: Closes what ends where the run loses a worker.
-        lasting: Closes what the run keeps then.
+        stack: Stack that closes the parts that end when the run loses a worker.
+        lasting: Stack that closes the parts that outlast such a loss.
         before: The run as it was before it lost a worker.
     """
     schedule = load_schedule(config.run.schedule)

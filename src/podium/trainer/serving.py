@@ -30,12 +30,12 @@ _LOOK_S: Final = 0.2  # between two looks at whether the workers live
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that answers.
+    """A model that answers over HTTP.
 
     Attributes:
-        url: Where it answers, such as ``http://127.0.0.1:43210``; the OpenAI API is below ``/v1``.
-        generator: Its workers.
-        chats: Whether it has a chat template, so that it answers conversations too.
+        url: Address of the service, such as ``http://127.0.0.1:43210``; the OpenAI API is below ``/v1``.
+        generator: The workers that hold the model.
+        chats: Whether the model has a chat template and therefore answers conversations too.
     """
 
     url: str
@@ -43,7 +43,7 @@ class ServedModel:
     chats: bool
 
     def wait(self) -> None:
-        """Wait as long as it answers. Raises PodiumError when a worker is lost."""
+        """Wait until a worker is lost, and then raise PodiumError."""
         while not (lost := self.generator.group.lost):
             time.sleep(_LOOK_S)
         rank, cause = next(iter(lost.items()))
@@ -61,12 +61,12 @@ def served(
         cluster: Where the generators run. All of its processes must be on this machine.
         model: The name of the model for clients.
         token: The bearer token that clients send.
-        host: The address to listen at. At the loopback, the default, other users of the machine are refused.
-        port: The port; 0 takes one that is free.
+        host: The address to listen at. On loopback, the default, other users of the machine are refused.
+        port: The port; 0 chooses a free port.
 
     Raises:
-        ConfigError: The extra ``serve`` is not installed, the model cannot be had, or ``token`` is empty.
-        PodiumError: Nobody can listen there.
+        ConfigError: The extra ``serve`` is not installed, the model cannot be loaded, or ``token`` is empty.
+        PodiumError: The address or port cannot be used.
     """
     check_serving(host, port, token)
     tokenizer = load_tokenizer(config.model.tokenizer_source)

@@ -27,7 +27,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 class TaskPrompt(Prompt):
-    """A task of an environment. What the model reads is made in its sessions; the text here is for people."""
+    """A task of an environment. Its sessions write what the model reads; ``text`` is for people."""
 
     @cached_property
     def text(self) -> str:
@@ -64,7 +64,7 @@ def load_tasks(
     """Load the tasks of "train" or of "test": those of the data, or of the environment where there are no data.
 
     Raises:
-        ConfigError, DataError: There are none.
+        ConfigError, DataError: Neither the data nor the environment have tasks.
     """
     side: Any = split
     if data.train or (split == "test" and data.eval):

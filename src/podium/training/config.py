@@ -23,10 +23,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def check_dropout(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
-    """Check that no dropout of adapters moves the probability ratios of reinforcement learning.
+    """Check that dropout of adapters does not change the probability ratios of reinforcement learning.
 
     Raises:
-        ConfigError: It would. The message names the keys and the remedy.
+        ConfigError: Dropout would change them. The message names the keys and the remedy.
     """
     if model.lora is not None and model.lora.dropout and algorithm.reinforces and algorithm.updates > 1:
         raise ConfigError(

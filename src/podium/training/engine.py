@@ -65,7 +65,7 @@ class TrainEngine:
 
     Attributes:
         batching: How rows share a forward pass.
-        note: Why it is not as ``parallel.batching`` prefers it; "" where it is.
+        note: Why ``batching`` is not what ``parallel.batching`` prefers; "" if it is.
         shares_prompts: Whether rows with the same prompt have it once in a forward pass.
 
     Raises:
@@ -106,10 +106,11 @@ class TrainEngine:
         self.rest()  # so that roles that are made one after the other do not all stand on the device
 
     def rest(self, *, weights: bool = True) -> None:
-        """Let what ``parallel.offload`` names leave the device. Later calls of this engine bring back what they need.
+        """Move the parts that ``parallel.offload`` names off the device. Later calls of this engine bring back the
+        parts that they need.
 
         Args:
-            weights: Whether the weights may leave, because nobody else reads them.
+            weights: Whether the weights may leave the device, because no other worker reads them.
         """
         if self.config.offload != "none":
             self._state.sleep()
@@ -122,7 +123,7 @@ class TrainEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Have weights and optimizer on the device during the block, and where they were afterwards."""
+        """Keep weights and optimizer on the device during the block, and return them to their place afterwards."""
         asleep = [part for part in (self._weights, self._state) if not part.awake]
         try:
             for part in asleep:

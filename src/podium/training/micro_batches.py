@@ -74,9 +74,9 @@ def plan(
 ) -> list[list[int]]:
     """Choose the rows of each micro-batch, longest first, so that padded rows are of like length.
 
-    A micro-batch holds at most ``max_tokens`` tokens, padding included. A longer row gets one of its own. With
-    ``equal``, the rows of a micro-batch are of one length. With ``turn``, rows of more than so many tokens share none
-    with shorter ones.
+    A micro-batch holds at most ``max_tokens`` tokens, padding included. A longer row gets a micro-batch of its own.
+    With ``equal``, the rows of a micro-batch have one length. Rows of more than ``turn`` tokens share no micro-batch
+    with shorter rows.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     groups: list[list[int]] = []

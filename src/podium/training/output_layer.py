@@ -67,7 +67,7 @@ class TokenScores(NamedTuple):
 
 
 class LogitsTail(NamedTuple):
-    """What a model does to the values of its output layer.
+    """The function that a model applies to the values of its output layer.
 
     Attributes:
         scale: The factor of the values.
@@ -211,14 +211,14 @@ def output_scores(
         hidden_KH: What the layer reads for each token.
         layer: An ``nn.Linear``, or another module from ``[C, H]`` to ``[C, V]``, such as a layer with adapters.
         targets_K: int64 ``[K]``.
-        tail: What the model does to the layer's values.
+        tail: The function that the model applies to the layer's values.
         temperature: The logits are divided by it.
         kept: Distributions are those over these ids, if given.
         entropy: Whether entropies are computed, without gradients unless ``entropy_grad``.
-        forward: Runs the layer, where that is not by its call.
+        forward: The function that runs the layer, if not its own call.
 
     Raises:
-        DataError: There are not as many targets as tokens.
+        DataError: The numbers of targets and tokens differ.
     """
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")

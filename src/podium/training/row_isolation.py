@@ -33,7 +33,7 @@ _MOST_IDS: Final = 1000  # a vocabulary begins with text; ids of images and the 
 def choose_batching(
     model: nn.Module, config: ParallelConfig, device: torch.device, precision: torch.dtype
 ) -> tuple[Batching, str]:
-    """Return how rows share a forward pass of this model, and a sentence where it is not what ``config`` prefers.
+    """Return how rows share a forward pass of this model, and a sentence if that is not what ``config`` prefers.
 
     Raises:
         ConfigError: ``config.batching`` is "packed", and the model mixes packed rows; or the model mixes even rows of
@@ -60,7 +60,7 @@ def may_share_prompts(
 ) -> bool:
     """Return whether rows with the same prompt may share it in a forward pass of this model, which gets ``batching``.
 
-    They may not where a layer would be compiled for each shape anew, or rotates by the length of the row.
+    They may not if a layer would be compiled again for each shape, or rotates by the length of the row.
     """
     turns = rotary_turn(plain_model(model).config) is not None
     if config.batching != "auto" or batching == "equal" or config.compile or turns:
@@ -77,7 +77,7 @@ def interference(
     equal: bool = False,
     share: bool = False,
 ) -> str:
-    """Return why rows that share a forward pass change one another; "" where they do not.
+    """Return why rows that share a forward pass change one another; "" if they do not.
 
     Random state, gradients and mode of the model stay as they were.
 

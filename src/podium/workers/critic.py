@@ -29,9 +29,9 @@ __all__ = ["Critic"]
 class Critic(Learner):
     """Estimates the value of the state before each token.
 
-    The arguments are those of :class:`Learner`. The policy's own model is usual. The head starts at zero, so that all
-    values do, unless the model's directory has a head of one output, as transformers writes for a classification with
-    one label.
+    The arguments are those of :class:`Learner`. The model is usually the policy's own. The head, and so all values,
+    start at zero, unless the model's directory has a head with one output, such as transformers writes for a
+    classification with one label.
     """
 
     def make_model(self) -> nn.Module:

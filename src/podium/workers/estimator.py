@@ -33,9 +33,9 @@ __all__ = ["Estimator"]
 class Estimator(Worker):
     """Computes advantages and metrics of the whole batch of a step. It holds no model.
 
-    Only the first rank is called, with all rows: groups, whitening and a user's own advantage look at the whole batch
-    and cost a few operations a token, less than collectives would. Tensors come by reference and results stay here, so
-    that what passes through the controller grows with rows, not with tokens.
+    Only the first rank is called, with all rows, because groups, whitening and a user's own advantage need the whole
+    batch. They cost a few operations a token, less than collectives would. Tensors arrive by reference and results stay
+    with the worker, so the controller's traffic grows with rows, not with tokens.
 
     Args:
         algorithm: The estimator of advantages and its constants.

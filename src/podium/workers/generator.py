@@ -38,7 +38,7 @@ class _Asked(NamedTuple):
 
 
 class Generator(WeightReceiver):
-    """Draws completions. Its arguments, and the way by which it gets weights, are those of :class:`WeightReceiver`."""
+    """Draws completions. :class:`WeightReceiver` describes the arguments, and how weights arrive."""
 
     _journal: Journal | None = None
     _tokens: EngineClient | None = None
@@ -53,8 +53,8 @@ class Generator(WeightReceiver):
 
         Args:
             prompts: ``prompt_tokens``, ``seed`` int64 ``[B, n]`` (or ``[B]`` when n is 1) and ``group`` int64 ``[B]``.
-                ``meta["journal"]`` is a file for what is drawn meanwhile, and ``meta["begun"]`` the journal of a
-                generator that was lost: its completions are continued.
+                ``meta["journal"]`` is a file to which drawn tokens are written, and ``meta["begun"]`` is the journal of
+                a lost generator, whose completions are continued.
 
         Returns:
             ``B * n`` rows with ``tokens``, ``loss_mask``, ``rollout_logprobs``, ``versions``, ``group`` and
@@ -69,7 +69,7 @@ class Generator(WeightReceiver):
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
     async def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
-        """As :meth:`generate`, beside other calls. The completions of all of them are drawn together.
+        """Do :meth:`generate` while other calls run. The completions of all calls are drawn together.
 
         A ``generate`` of a subclass is called in a thread for each call, several at a time.
         """
@@ -112,14 +112,14 @@ class Generator(WeightReceiver):
             token: The bearer token that clients send.
             host: The address to listen at; by default that at which other workers of the cluster reach this one, which
                 is the loopback where all are on one machine.
-            port: The port; 0 takes one that is free.
+            port: The port; 0 chooses a free port.
 
         Returns:
             The address of each rank, such as ``http://127.0.0.1:43210``.
 
         Raises:
             ConfigError: The extra ``serve`` is not installed.
-            PodiumError: Nobody can listen there.
+            PodiumError: The address or port cannot be used.
         """
         from podium.rollout.service import serve_engine
 

@@ -59,9 +59,8 @@ class Learner(Worker):
 
     A checkpoint is the directory of a model, as transformers loads it, or as peft loads adapters. Its directory
     ``resume`` has what training needs beside the model: optimizer state, step counts and each rank's random state, and
-    of adapters a checksum of their base. All are safetensors files, with a manifest of their checksums, so that no code
-    of whoever wrote them runs. A checkpoint can be read on another number of ranks than it was written on, replicated
-    or sharded.
+    of adapters a checksum of their base. All are safetensors files, with a manifest of their checksums. Reading them
+    runs no code from the checkpoint. A checkpoint can be read on a different number of ranks, replicated or sharded.
 
     Args:
         model: The model to train.
@@ -127,7 +126,9 @@ class Learner(Worker):
 
     @endpoint(collect=nothing())
     def rest(self, weights: bool = True) -> None:
-        """Let what ``parallel.offload`` names leave the device until it is needed. ``weights=False`` spares them."""
+        """Move the parts that ``parallel.offload`` names off the device until they are needed. ``weights=False`` keeps
+        the weights.
+        """
         self.engine.rest(weights=weights)
 
     @endpoint(collect=nothing())
@@ -136,7 +137,7 @@ class Learner(Worker):
 
         Args:
             within: A directory for temporary files, named ``.*.tmp``, which a worker that is killed leaves there.
-                Default, and where there is no such directory: that of the system.
+                Default, also if the directory does not exist: the system's.
         """
         with self.engine.awake():
             rank, ranks, gather = self.ctx.rank, self.ctx.world_size, self.engine.parallel.gather_objects
@@ -178,7 +179,7 @@ class Learner(Worker):
         """Write a checkpoint to resume from into the directory ``path``, and wait for its end.
 
         Raises:
-            CheckpointError: The directory cannot be written, or is not the same one for all ranks.
+            CheckpointError: The directory cannot be written, or ranks have different directories of this name.
         """
         self.copy_state()
         parts = self.engine.parallel.gather_objects(self.write_state(path))
@@ -190,7 +191,7 @@ class Learner(Worker):
         """Read what :meth:`save` wrote. A rank that did not exist then keeps its random state.
 
         Raises:
-            CheckpointError: There is no finished checkpoint, it is damaged, or it is one of another model, or of
+            CheckpointError: The checkpoint is missing, unfinished or damaged, or belongs to another model or to
                 adapters of another base.
         """
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader

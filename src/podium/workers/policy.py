@@ -32,7 +32,7 @@ _LOSS_COLUMNS = (fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS
 
 
 class Policy(Learner):
-    """A causal language model with its optimizer. ``AlgorithmConfig(loss="cross_entropy")`` trains it by examples.
+    """A causal language model with its optimizer. ``AlgorithmConfig(loss="cross_entropy")`` trains it on examples.
 
     The arguments are those of :class:`Learner`.
     """
@@ -73,7 +73,7 @@ class Policy(Learner):
 
     @endpoint(collect=nothing())
     def rest(self, weights: bool = True) -> None:
-        """As :meth:`.Learner.rest`. Weights stay that a generator in the same process reads."""
+        """As :meth:`.Learner.rest`. If a generator in the same process reads the weights, they stay."""
         read = any(worker.reads_policy for worker in self.ctx.colocated.values() if isinstance(worker, WeightReceiver))
         self.engine.rest(weights=weights and not read)
 
@@ -99,7 +99,7 @@ class Policy(Learner):
             Metrics of the whole minibatch, equal on all ranks, by their names in :mod:`podium.telemetry.metrics`.
 
         Raises:
-            DataError: A column is missing, or the loss returned something else than one number a token.
+            DataError: A column is missing, or the loss did not return one number a token.
         """
         batch = self.weighted(batch)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
@@ -164,7 +164,7 @@ class Policy(Learner):
         """Return part of the weights for a :class:`~podium.workers.StreamedSync`, from the first rank; all ranks call.
 
         Args:
-            index: The bucket's place. 0 begins, and all buckets are asked for in order.
+            index: The bucket's number from 0. All buckets must be requested in order.
             bucket_bytes: The size of all buckets.
             known: The checksums of what the generators hold: see :func:`.fill`.
         """
@@ -186,12 +186,12 @@ class Policy(Learner):
 
     @endpoint()
     def weight_site(self) -> Site:
-        """Return where this rank has the weights, and why a generator cannot copy them from there, if it cannot."""
+        """Return the location of this rank's weights, and the reason if a generator cannot copy them from there."""
         return site_of(self.device, self._not_in_place)
 
     @endpoint()
     def lend_weights(self, readers: Sequence[int]) -> Lent:
-        """Lend the weights to processes on the same device, and let go of what was lent before.
+        """Lend the weights to processes on the same device, and end earlier loans.
 
         Args:
             readers: How many processes read the weights of each rank; empty to end all loans.

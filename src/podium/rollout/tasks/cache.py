@@ -40,13 +40,16 @@ def cached(
 ) -> dict[str, Tensor]:
     """Return ``make()``, or what it returned before for the same tokenizer, settings and contents.
 
-    Files are in ``podium/tokens`` below ``HF_HOME``. A file that cannot be read or written is made again or left out.
+    Files are in ``podium/tokens`` below ``HF_HOME``. A file that cannot be read is made again; one that cannot be
+    written is left out.
 
     Args:
         make: Encodes the examples.
         kind: What is encoded.
-        tokenizer: The tokenizer that encodes. One in plain Python cannot be compared, and nothing is kept.
-        settings: What the result depends on beside tokenizer and contents. Its ``repr`` is compared.
+        tokenizer: The tokenizer that encodes. A tokenizer in plain Python cannot be compared, so its results are not
+            kept.
+        settings: Further values on which the result depends, in addition to tokenizer and contents. Its ``repr`` is
+            compared.
         contents: The text of each example, in plain values. Its ``repr`` is compared.
         count: Number of the examples.
     """

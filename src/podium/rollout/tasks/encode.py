@@ -85,9 +85,10 @@ class EncodedPrompts:
     Attributes:
         token_ids: A row of 1 to ``max_prompt_tokens`` ids for each kept prompt.
         kept: The index of each kept prompt's example.
-        dropped: Number of examples that were left out for their length.
+        dropped: Number of examples that were left out because of their length.
         cut: Number of examples whose text was shortened.
-        digest: A short text that other prompts do not have; "" where the same ones are written otherwise tomorrow.
+        digest: A short text that other prompts do not have; "" if the template writes the same prompts differently at
+            another time.
     """
 
     token_ids: TokenRows
@@ -161,7 +162,7 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     says how many.
 
     Raises:
-        ConfigError: As :func:`encode_prompts`, or nothing ends an answer.
+        ConfigError: As :func:`encode_prompts`, or no token ends an answer.
         DataError: As :func:`encode_prompts`; or an answer is missing, vast, or neither text nor messages.
     """
     writer = Writer(tokenizer, config)

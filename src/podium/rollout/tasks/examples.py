@@ -50,13 +50,13 @@ _PATIENCE: Final = 200  # a task is exhausted when this many problems of a side 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One prompt and what is known about it.
+    """One prompt, its answer and its row of the data.
 
     Attributes:
         prompt: Text, or chat messages.
         answer: The answer as text. None means that there is none.
-        row: All columns of the data, and "prompt" and "answer" beside them. A reward gets this row.
-        turns: The answer as messages, where the data have it so. The last one is the assistant's.
+        row: All columns of the data, plus "prompt" and "answer". A reward gets this row.
+        turns: The answer as messages, if the data have it in that form. The last message is the assistant's.
         whole: Whether prompt and turns are one conversation, of which supervised fine-tuning learns every turn of the
             assistant.
     """
@@ -347,7 +347,7 @@ def _with_object(call: Any) -> Any:
 def answer_text(answer: object) -> str | None:
     """Return an answer as text: text itself, a number or date as Python writes it, the text of the last of messages.
 
-    None means that the answer is neither, or that there is none.
+    None means that the answer is of another kind, or missing.
     """
     if answer is None or isinstance(answer, str):
         return answer

@@ -25,7 +25,8 @@ _PATIENCE_S: Final = 10.0  # seconds of generating before a note says what takes
 
 
 def generate_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[PlacedRow]:
-    """Yield problems without end, the same ones for the same seed. Problems repeat as often as the task repeats them.
+    """Yield problems without end. The same seed gives the same problems. Problems repeat as often as the task repeats
+    them.
 
     A process generates each problem once, so that training and held-out sides can be picked from one series. A row has
     the task's question, answer and metadata, and "task_options".

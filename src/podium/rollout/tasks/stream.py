@@ -17,9 +17,9 @@ class PromptStream(Generic[T]):
     Every example comes once an epoch. The examples of one :meth:`take` may belong to two epochs.
 
     Args:
-        examples: What is taken.
+        examples: The examples.
         seed: Determines the order.
-        digest: A short text that other examples do not have. With "" they are known by their number alone.
+        digest: A short text that other examples do not have. With "", only their number is compared.
 
     >>> stream = PromptStream("abc", seed=0)
     >>> sorted(stream.take(3)), len(stream.take(7))
@@ -70,10 +70,10 @@ class PromptStream(Generic[T]):
         return {"seed": self._seed, "items": len(self), "digest": self._digest, **state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state` was taken, in that stream's order.
+        """Continue at the place where :meth:`state` was taken, in that stream's order.
 
         Raises:
-            CheckpointError: That stream had other examples.
+            CheckpointError: The stream of the state had other examples.
         """
         if state["items"] != len(self):
             raise CheckpointError(

@@ -168,16 +168,16 @@ class Writer:
                 yield [*ids, *answer, end], [False] * len(ids) + [True] * (len(answer) + 1)
 
     def check_unknown(self, what: str, texts: Sequence[str], rows: int, total: int) -> None:
-        """Tell of characters that the tokenizer does not know, which ``rows`` of ``total`` texts hold.
+        """Report characters that the tokenizer does not know and that ``rows`` of ``total`` texts hold.
 
         Args:
-            what: What the texts are, in the plural.
-            texts: Some of those that hold them.
-            rows: Number of texts that hold them.
+            what: The name of the texts, in the plural.
+            texts: Some texts that hold unknown characters.
+            rows: Number of texts that hold unknown characters.
             total: Number of all texts.
 
         Raises:
-            DataError: Most of all texts hold nothing else.
+            DataError: Most texts hold nothing but unknown characters.
         """
         if not texts:
             return
@@ -338,8 +338,9 @@ class Writer:
         return encoded.get("input_ids", [])
 
     def is_vast(self, characters: int, tokens: int) -> bool:
-        """Whether a text of so many characters has more than ``tokens`` tokens whatever they are. To encode it would
-        take minutes and gigabytes."""
+        """Whether a text of so many characters has more than ``tokens`` tokens whatever they are. Encoding such a text
+        would take minutes and gigabytes.
+        """
         return characters > _VAST and characters > tokens * self._longest_token
 
     @cached_property

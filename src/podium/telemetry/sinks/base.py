@@ -35,7 +35,7 @@ class Sink(ABC):
     event that arrives after ``close`` is dropped.
 
     Attributes:
-        emitted_ns: The time at which the event that ``handle`` has was emitted, by ``time.monotonic_ns``.
+        emitted_ns: The time, by ``time.monotonic_ns``, at which the event in ``handle`` was emitted.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class Sink(ABC):
 
     @abstractmethod
     def handle(self, event: Event) -> None:
-        """Take one event. An exception unsubscribes the sink, and the run goes on."""
+        """Handle one event. An exception unsubscribes the sink, and the run continues."""
 
     def finish(self) -> None:  # noqa: B027 - not abstract: a sink that holds nothing needs none
-        """Write what is not yet written, and release what is open. Called once."""
+        """Write everything that is not yet written, and close everything that is open. Called once."""
 
     def attach(self) -> Self:
         """Listen to the program's events until ``close``, or until the program exits."""
@@ -84,8 +84,7 @@ class Sink(ABC):
                 self._handling = False
 
     def close(self) -> None:
-        """Stop listening, handle what was emitted before, and finish. A full disk is logged. Calling it again does
-        nothing."""
+        """Stop listening, handle all earlier events, and finish. A full disk is logged. A second call does nothing."""
         with self._lock:
             if self._unsubscribe is not None:
                 self._unsubscribe()

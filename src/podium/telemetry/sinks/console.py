@@ -117,13 +117,13 @@ class ConsoleSink(Sink):
     """Shows a run to the person who started it.
 
     While the sink is attached, log records and warnings are shown through the same console (`LogRouter`), and
-    ``breakpoint()`` takes the bar away before the debugger asks its first question. The next step brings the bar back.
+    ``breakpoint()`` removes the bar before the debugger starts. The next step shows the bar again.
 
     Args:
         console: Console of rich, for tests and notebooks. None means the terminal.
         row_every_s: The least time between two rows. The first and the last step of a phase are always shown, and
             metrics.jsonl has all steps.
-        log: Gets each line that is shown, as plain text, except for notes and log records.
+        log: Function that receives each line that is shown, as plain text, except for notes and log records.
     """
 
     def __init__(

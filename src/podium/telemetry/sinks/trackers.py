@@ -26,8 +26,9 @@ _SUMMARY: Final = "summary/"
 
 
 class TrackerSink(Sink):
-    """Scalars over steps, samples, and at the end a summary. A second phase goes on counting where the first ended,
-    since trackers want one axis."""
+    """Scalars over steps, samples, and at the end a summary. A second phase continues the count of the first, because
+    trackers have a single axis.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class TrackerSink(Sink):
         """Record the figures of a run that ended after `step`, and the picture at the path `curve` unless it is ""."""
 
     def begin(self, first_step: int) -> None:
-        """Get ready for steps from `first_step`. A resumed run may have recorded it before it was killed."""
+        """Prepare for steps from `first_step`. A resumed run may have recorded that step before it was killed."""
 
     def handle(self, event: Event) -> None:
         match event:

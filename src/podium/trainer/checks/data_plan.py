@@ -29,13 +29,13 @@ _INDENT: Final = " " * 13
 
 
 def describe_data(read_data: Callable[[], RunData[Any]]) -> str:
-    """Read the data of a run that was not begun, and return what is worth a look, as text.
+    """Read the data of a run that has not started, and return a summary as text.
 
     Args:
         read_data: The ``read_data`` of a trainer.
 
     Raises:
-        ConfigError, DataError: The run would be refused for its data. The message names the place and the remedy.
+        ConfigError, DataError: The run cannot use the data. The message names the place and the remedy.
     """
     heard: list[str] = []
 

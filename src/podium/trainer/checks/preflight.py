@@ -68,7 +68,7 @@ _REWARD, _REWARD_NAME = "reward", "reward.name"
 
 
 def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> None:
-    """Check that the files, functions and packages that ``config`` names are there.
+    """Check that the files, functions and packages that ``config`` names exist.
 
     A reward that is named by its module is not loaded: the run imports it in a process of its own. ``reward`` is False
     where a script gives a function in its place.
@@ -107,10 +107,11 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
 
 
 def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
-    """Check that the environment is there and takes its options, and that there are tasks for it.
+    """Check that the environment exists, takes its options and has tasks.
 
     Raises:
-        ConfigError: There is no such environment, an option does not fit, or neither it nor the data have tasks.
+        ConfigError: The environment does not exist, an option does not fit, or neither the environment nor the data
+            have tasks.
         DataError: A file of the data is missing.
     """
     found = resolve_environment(environment)
@@ -124,7 +125,7 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
 
 
 def unused_settings(config: InferenceConfig) -> list[str]:
-    """Say which settings of a run have no use, because it trains in sessions of an environment, a sentence for each."""
+    """Return a sentence for each setting that has no effect because the run trains in sessions of an environment."""
     if not config.environment.name or isinstance(config, SFTConfig):
         return []
     plain = DataConfig()
@@ -144,7 +145,7 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
     declares as ``code_options`` are checked like the names of functions, and may also be names of modules.
 
     Raises:
-        ConfigError: A function or a program is there. The message says what to do.
+        ConfigError: A function or a program is in the run's directory. The message says what to do.
     """
     environment = config.environment
     names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
@@ -225,11 +226,11 @@ def _file_of(place: str) -> str:
 
 
 def check_reward(reward: RewardConfig, *, given: bool) -> None:
-    """Check that the reward reads the score of the reward model, where there is one. ``given`` is True where a script
+    """Check that the reward reads the score of the reward model, if the run has one. ``given`` is True where a script
     gives a function in place of ``reward.name``.
 
     Raises:
-        ConfigError: The reward model would be of no use, or is missing.
+        ConfigError: The reward does not use the reward model, or needs one that is missing.
     """
     if reward.path and not given and reward.name in NAMED_REWARDS and reward.name != "model":
         raise ConfigError(
@@ -244,8 +245,8 @@ def load_schedule(name: str) -> Schedule:
     """Return the schedule that ``run.schedule`` names: ``sync``, ``module:function`` or ``path/file.py:function``.
 
     Raises:
-        ConfigError: There is no such function, and the message has the nearest name that exists; or the name is not
-            that of a plain function that can be called with one argument.
+        ConfigError: The function does not exist (the message has the nearest name), or is not a plain function of one
+            argument.
     """
     found = named_schedule(name)
     subject = f"run.schedule = {name!r}: {name.rpartition(':')[2]!r}"
@@ -357,7 +358,7 @@ def check_columns(examples: Iterable[Example], columns: Iterable[str], advantage
 def with_stop_tokens(
     sampling: SamplingParams, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> SamplingParams:
-    """Return ``sampling`` with stop tokens. A note says so where there are none.
+    """Return ``sampling`` with stop tokens. A note says so if no stop token is known.
 
     Where the configuration names none, they are those of the tokenizer, of the model's own generation_config.json, and
     the token with which the chat template ends a turn.
@@ -394,8 +395,8 @@ def with_stop_tokens(
 def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorkers | None) -> dict[str, str]:
     """Return names of the functions and classes that a script gives a run beside its configuration, by role.
 
-    A configuration file cannot hold them, so a resume from it would go on with others and say nothing. Each checkpoint
-    keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced.
+    A configuration file cannot hold them, so a resume from the file alone would silently use other functions. Each
+    checkpoint keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced.
     """
     given = {
         "reward model" if role == _REWARD else role: _name(worker.cls if isinstance(worker, Bound) else worker)
@@ -405,7 +406,7 @@ def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorke
 
 
 def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: str) -> None:
-    """Check that a resumed run is given what a script gave the run ``before``.
+    """Check that a resumed run gets the same functions and classes that a script gave the run ``before``.
 
     Raises:
         ConfigError: A role's class is missing; or the reward function is, and ``reward.name`` is the one from before.
