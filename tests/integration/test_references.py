@@ -163,7 +163,7 @@ def test_a_worker_without_descriptors_fails_the_call_and_goes_on(cluster: Cluste
     held = [keeper.make(1) for _ in range(40)]
     reader = cluster.start(Keeper.bind(), name="reader", distributed=False)
     reader.group.run(lambda worker: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)))
-    with pytest.raises(EndpointError, match=r"an argument of reader\.head .*40 files.*ulimit -n"):
+    with pytest.raises(EndpointError, match=r"an argument of reader\.head .*40 open files.*ulimit -n"):
         reader.head(held)
     assert reader.head(held[:2]) == 1.0
 

@@ -141,9 +141,10 @@ class Policy(Learner):
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def update_logprobs(self, batch: Batch) -> Batch:
-        """Return ``old_logprobs`` as the last update has found them, which had none and the same rows as ``batch``.
+        """Return the ``old_logprobs`` that the last update computed, if its batch had none and the same rows as
+        ``batch``.
 
-        The column is NaN where no such update was made.
+        The column is NaN if there was no such update.
 
         Args:
             batch: ``loss_mask`` and ``group``.
@@ -155,7 +156,7 @@ class Policy(Learner):
 
     @endpoint(collect=first())
     def weight_manifest(self) -> WeightManifest:
-        """Return names and shapes of all weights, and what tells the weights of one moment from those of another."""
+        """Return names and shapes of all weights, and the number of updates, which identifies the weights."""
         memory_key = "" if self._in_place is None else self._in_place.key
         return WeightManifest(self._weights.manifest, self.engine.step_count, memory_key)
 

@@ -23,8 +23,8 @@ __all__ = ["Reference"]
 class Reference(Worker):
     """Log-probabilities under frozen weights.
 
-    Colocated with a policy that trains adapters of the same model, it is that policy with its adapters switched off,
-    and holds no weights of its own.
+    If a colocated policy trains adapters of the same model, the reference is that policy with its adapters switched
+    off, and holds no weights of its own.
 
     Args:
         model: The model, whose adapters are left out.
@@ -49,7 +49,7 @@ class Reference(Worker):
 
     @endpoint(collect=nothing())
     def rest(self) -> None:
-        """As :meth:`.Learner.rest`. A policy that stands for the reference rests by itself."""
+        """As :meth:`.Learner.rest`. A policy that serves as the reference rests by itself."""
         if self._policy is None:
             self.engine.rest()
 

@@ -25,16 +25,17 @@ _NO_TOKEN: Final = -1
 class RewardModel(Worker):
     """Scores completions with a sequence-classification model of transformers that has one output.
 
-    The model reads text by its own tokenizer. Where that has a chat template, prompt and completion are a conversation.
-    Where it has none, the completion follows the prompt as the policy saw it.
+    The model reads text by its own tokenizer. If the tokenizer has a chat template, prompt and completion form a
+    conversation. Otherwise the completion follows the prompt as the policy saw it.
 
     Args:
         path: The model's directory or hub name.
-        system_prompt: The system message of conversations that have none of their own.
+        system_prompt: The system message of conversations without one of their own.
         max_tokens: A forward pass takes at most this many tokens, padding included.
 
     Raises:
-        ConfigError: There is no such model or tokenizer, the model has other than one output, or lacks weights.
+        ConfigError: The model or tokenizer does not exist, or the model does not have exactly one output, or lacks
+            weights.
     """
 
     def __init__(self, path: str, system_prompt: str = "", max_tokens: int = 4096) -> None:

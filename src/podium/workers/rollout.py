@@ -59,10 +59,10 @@ _NOTES: Final = 100  # that wait for the controller
 
 
 class Rollout(Worker):
-    """Lives sessions of an environment with the model that the generator holds.
+    """Runs sessions of an environment with the generator's model.
 
     Args:
-        model: The model, whose tokenizer and longest text count here.
+        model: The model. Its tokenizer and its number of positions are used.
         data: How conversations are written.
         environment: The environment, which is loaded when the worker starts.
     """
@@ -81,7 +81,7 @@ class Rollout(Worker):
 
     @endpoint(concurrent=True)
     def connect(self, urls: Sequence[str], token: str, positions: int | None = None) -> None:
-        """Ask the generators at ``urls`` from now on, unless these processes hold a generator.
+        """Use the generators at ``urls`` from now on, unless these processes hold a generator.
 
         Args:
             urls: Their addresses, as ``Generator.serve`` returns them.
@@ -106,7 +106,7 @@ class Rollout(Worker):
 
     @endpoint(dispatch=shard(args=("tasks",)), collect=concat(any_rows=True), returns="ref", concurrent=True)
     async def live(self, tasks: Batch, sampling: SamplingParams) -> Batch:
-        """Live a session for each task.
+        """Run a session for each task.
 
         Args:
             tasks: ``task``, a Python column of S rows of the data; ``seed`` int64 ``[S]``; ``group`` int64 ``[S]``; and
@@ -117,7 +117,7 @@ class Rollout(Worker):
             B rows of the sessions that did not fail, those of one agent side by side: ``tokens``, ``loss_mask``,
             ``rollout_logprobs``, ``versions``, ``version_range``, ``turn``, ``token_rewards``, ``trajectory``,
             ``session``, ``group``, ``agent``, ``finish_reason``, ``grade`` (a Python column of
-            :class:`.contract.Earned`), and ``text``, what was said last; with top-k or top-p also ``kept_sizes`` and
+            :class:`.contract.Earned`), and ``text``, the last answer; with top-k or top-p also ``kept_sizes`` and
             ``kept_ids``.
         """
         key, numbers = str(tasks.meta["key"]), tasks.dense(fields.SESSION).tolist()
@@ -151,13 +151,16 @@ class Rollout(Worker):
 
     @endpoint(collect=gather(), concurrent=True)
     def report(self, key: str) -> dict[str, Any]:
-        """What became of the sessions of the call of :meth:`live` with this key; a second call gives nothing."""
+        """Return the results of the sessions that the call of :meth:`live` with this key ran. A second call returns
+        nothing.
+        """
         return self._reports.pop(key, {})
 
     @endpoint(collect=gather(), concurrent=True)
     def notes(self) -> list[str]:
-        """What was noted in this process since the last call, where nobody else hears it. It answers while an
-        environment blocks all sessions."""
+        """Return the notes of this process since the last call, which no listener gets. This works while an environment
+        blocks all sessions.
+        """
         return [self._noted.popleft() for _ in range(len(self._noted))]
 
     def _hear(self, event: Event) -> None:

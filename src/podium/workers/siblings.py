@@ -9,10 +9,10 @@ __all__ = ["find_sibling"]
 
 
 def find_sibling(context: WorkerContext, method: str) -> Any | None:
-    """Return the colocated worker that has ``method``; None where none has it.
+    """Return the colocated worker that has ``method``; None if no worker has it.
 
     Raises:
-        ConfigError: Several workers have it.
+        ConfigError: Several workers have the method.
     """
     able = {name: worker for name, worker in context.colocated.items() if hasattr(type(worker), method)}
     if len(able) > 1:

@@ -36,7 +36,7 @@ def check_serving(host: str, port: int, token: str) -> None:
 
     Raises:
         ConfigError: The extra ``serve`` is not installed, or ``token`` is empty.
-        PodiumError: Nobody can listen at ``host`` and ``port``.
+        PodiumError: The address ``host`` and ``port`` cannot be used.
     """
     check_installed()
     from podium.rollout.service.server import listen
@@ -69,7 +69,7 @@ def serve_engine(
 
     Raises:
         ConfigError: The extra ``serve`` is not installed.
-        PodiumError: Nobody can listen at ``host`` and ``port``.
+        PodiumError: The address ``host`` and ``port`` cannot be used.
     """
     check_installed()
     from podium.rollout.service.app import make_app

@@ -40,7 +40,7 @@ __all__ = ["make_app"]
 
 
 def make_app(service: Service, token: str) -> App:
-    """Return the application. Requests without the bearer ``token`` are answered by 401, but for ``/health``.
+    """Return the application. Requests without the bearer ``token`` get the status 401, except for ``/health``.
 
     Raises:
         ConfigError: ``token`` is empty.

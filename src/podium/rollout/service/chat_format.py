@@ -114,7 +114,7 @@ class ChatFormat:
         return [*prompt, *sampled, *added] if whole.endswith(text) else None
 
     def parse(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = ()) -> Reply:
-        """What ``sampled``, after ``prompt``, says."""
+        """Return the content of ``sampled``, which follows ``prompt``."""
         ids = list(sampled)
         while ids and ids[-1] in self._ends:
             ids.pop()

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what all of ``works`` return. Raises the first error, once the others have ended too."""
+    """Return what all of ``works`` return. Raises the first error after all have ended."""
     if len(works) == 1:
         return [await works[0]]
     try:

@@ -92,10 +92,10 @@ def _as_hex(address: tuple[str, int]) -> str:
 
 
 class OwnUserProtocol(H11Protocol):
-    """Answers other users of this machine by 403, whatever they ask. It is for who listens at the loopback."""
+    """Answers every request of other users of this machine by 403. Servers on loopback use it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Look once who has connected."""
+        """Find out once which user has connected."""
         super().connection_made(transport)
         client, server = self.client, self.server
         if client is None or server is None:

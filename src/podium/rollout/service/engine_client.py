@@ -55,7 +55,8 @@ class EngineClient:
     """Draws completions from ``engine`` for the coroutines of any event loop.
 
     Attributes:
-        in_flight: The tokens that the requests in flight may still hold, prompts included; by this, callers balance.
+        in_flight: The tokens that the requests in flight may still hold, prompts included. Callers balance their load
+            by this number.
     """
 
     def __init__(self, engine: Engine) -> None:

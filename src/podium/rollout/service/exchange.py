@@ -27,11 +27,11 @@ _HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body. What comes beyond the largest that is taken is read too, and not kept: a client that still
-    sends would not read the answer.
+    """Return the body. Bytes beyond the largest allowed size are read and dropped, because a client that still sends
+    would not read the answer.
 
     Raises:
-        Refusal: It is too large, or has not come in time.
+        Refusal: The body is too large, or did not arrive in time.
         ClientDisconnect: The client went away.
     """
     parts, count = list[bytes](), 0
@@ -53,7 +53,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def as_json(raw: bytes) -> Any:
-    """Read a body. Raises Refusal for what is no JSON, or has text that is no Unicode."""
+    """Read a body. Raises Refusal if the body is not JSON, or has text that is not Unicode."""
     try:
         body = json.loads(raw)
         if _HALF.search(raw):

@@ -45,12 +45,12 @@ class TokenSource(Protocol):
 
     @property
     def waiting(self) -> int:
-        """The completions of which no token is drawn yet, as far as it is known here."""
+        """The number of completions without a token so far, as far as this process knows."""
         ...
 
     @property
     def version(self) -> int:
-        """The version of the weights, as far as it is known here."""
+        """The version of the weights, as far as this process knows."""
         ...
 
     def stream(
@@ -62,26 +62,28 @@ class TokenSource(Protocol):
         session: str = "",
         tokens: bool = True,
     ) -> AsyncGenerator[Tokens | Sampled]:
-        """Yield the tokens of a completion as they come, and at last all of it. Closing the iterator ends the request.
+        """Yield the tokens of a completion as they are drawn, and the whole completion at the end. Closing the iterator
+        ends the request.
 
         Args:
             prompt: The ids that the model reads.
             params: How to draw; ``n`` is ignored.
             seed: Equal requests with equal seeds get equal completions.
-            session: Requests of one session are drawn at one place, which knows their common beginning.
-            tokens: Whether tokens are wanted before the completion is whole. A source may have none.
+            session: Name of the session. One generator draws all requests of a session, because it has cached their
+                common beginning.
+            tokens: Whether to yield tokens before the completion is finished. A source may yield none.
 
         Raises:
             ConfigError: The prompt does not fit the model.
-            GenerationError: Nothing can be drawn.
+            GenerationError: No token can be drawn.
         """
         ...
 
     async def score(self, ids: Sequence[int]) -> Scored:
-        """Return how probable the model finds a text.
+        """Return the log-probabilities of a text's tokens.
 
         Raises:
-            ConfigError: It cannot be told here, or the ids do not fit the model.
+            ConfigError: This source gives no such log-probabilities, or the ids do not fit the model.
         """
         ...
 

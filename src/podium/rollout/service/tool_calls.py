@@ -56,12 +56,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What sampled ids say.
+    """The content of sampled ids.
 
     Attributes:
         content: The text, without reasoning and tool calls.
-        reasoning: What the model wrote to itself; None where it did not.
-        tool_calls: The tools that it asked for. What is no valid call stays in ``content``.
+        reasoning: The model's reasoning; None if it wrote none.
+        tool_calls: The tool calls of the model. Invalid calls stay in ``content``.
     """
 
     content: str

@@ -54,7 +54,7 @@ class Refusal(Exception):
 
     Args:
         status: The HTTP status.
-        message: What is wrong with it, and what to do.
+        message: What is wrong with the request, and the remedy.
         param: The parameter that is wrong.
         code: A word for programs, such as "context_length_exceeded".
     """
@@ -219,7 +219,7 @@ def parse(cls: type[R], body: Any) -> R:
     """Return the request in ``body``.
 
     Raises:
-        Refusal: It is no such request, or asks for what the service does not have.
+        Refusal: The body is not such a request, or uses a feature that the service lacks.
     """
     if not isinstance(body, Mapping):
         raise Refusal(400, "the body is not a JSON object")

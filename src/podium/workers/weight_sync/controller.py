@@ -32,9 +32,9 @@ IN_PLACE_BUCKETS: Final = 4
 
 
 class WeightSync(ABC):
-    """Brings the policy's weights to the generators. The controller holds it.
+    """Sends the policy's weights to the generators. This object lives in the controller.
 
-    A version is a number that the caller gives to the weights as they are at that moment. A run gives the step.
+    A version is a number that the caller gives to the current weights. A run uses the number of the step.
 
     Args:
         generators: The handles of groups or of replicas.
@@ -48,17 +48,17 @@ class WeightSync(ABC):
         """Check, before anything is trained, that the weights fit the generators' models.
 
         Raises:
-            EndpointError: They do not fit; its cause is a ConfigError that names the tensor.
+            EndpointError: The weights do not fit. The error's cause is a ConfigError that names the tensor.
         """
 
     @abstractmethod
     def sync(self, version: int, generators: Sequence[Handle[WeightReceiver]] | None = None) -> None:
-        """Make the policy's weights, as they are now, those that the next token is drawn from.
+        """Send the policy's current weights, from which the next token is then drawn.
 
-        Only some of the generators get them where ``generators`` are given.
+        With ``generators``, only these generators get the weights.
 
-        Generators that hold ``version`` already are left alone. Generators that were restarted get all weights. If
-        this fails, the generators that had begun to receive draw nothing until the next sync, which sends all weights.
+        Generators that hold ``version`` already are skipped. Generators that were restarted get all weights. If the
+        sync fails, generators that had begun to receive draw nothing until the next sync, which sends all weights.
 
         Raises:
             ConfigError: A generator holds a later version.
@@ -75,7 +75,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drop what is kept between syncs. Idempotent; the workers go on."""
+        """Free everything that is kept between syncs. Idempotent; the workers continue."""
 
     def _read_held_versions(
         self, generators: Sequence[Handle[WeightReceiver]] | None = None
@@ -97,20 +97,20 @@ class ColocatedSync(WeightSync):
         super().__init__([generator])
 
     def init(self) -> None:
-        """Check nothing: the engine is made from the policy's own model."""
+        """Do nothing: the engine is made from the policy's own model, so the weights fit."""
 
     def sync(self, version: int, generators: Sequence[Handle[WeightReceiver]] | None = None) -> None:
         for generator in self._generators if generators is None else generators:
             _is_behind(generator.refresh(version), version)
 
     def close(self) -> None:
-        """Drop nothing: nothing is kept."""
+        """Do nothing, because nothing is kept between syncs."""
 
 
 class StreamedSync(WeightSync):
-    """Every generator copies each tensor from where the policy has it: from the host's memory, or on the device of
-    both. Where that is not possible, the policy stores the weights in buckets, each once and at most two at a time, and
-    the generators copy those.
+    """Every generator copies each tensor from the policy's own memory, on the host or on a shared device. Where that is
+    not possible, the policy stores the weights in buckets, each once and at most two at a time, and the generators copy
+    the buckets.
 
     With ``delta`` only tensors whose checksum has changed since the last sync are sent. The generators check what they
     receive and what they hold; if they disagree, everything is sent. Delta pays where bytes cross a network or much of
@@ -119,8 +119,8 @@ class StreamedSync(WeightSync):
     Args:
         policy: The policy's handle. Its first rank sends; all its ranks take part in gathering shards.
         generators: The receivers: groups, or the handles of replicas.
-        bucket_bytes: The most bytes that are copied to travel at once. A single row of a tensor may be larger.
-        delta: Send only what has changed.
+        bucket_bytes: The most bytes in a bucket. A single row of a tensor may be larger.
+        delta: Whether to send only weights that have changed.
 
     Raises:
         ConfigError: ``bucket_bytes`` is below 1.

@@ -50,17 +50,17 @@ class SourcePolicy(Protocol):
 class WeightReceiver(Worker):
     """A worker with an engine, which is made at its first use.
 
-    Colocated with a policy that is neither sharded nor adapted, the engine reads the policy's own parameters: the next
-    completion sees what an update changed in place. Sharded or adapted weights are gathered into one copy, in place.
-    Without a policy beside it, the engine has a model of its own and is sent weights in buckets. Two buckets may come
-    at once, in threads of their own; they hold different rows.
+    If a colocated policy is neither sharded nor adapted, the engine reads the policy's own parameters, so the next
+    completion uses the updated weights. Sharded or adapted weights are gathered into one copy, in place. Without a
+    colocated policy, the engine has a model of its own and receives weights in buckets. Two buckets may arrive at the
+    same time, in threads of their own; they hold different rows.
 
     Args:
         model: The model. Colocated with a policy, the policy's own model is used, and this one only for copies.
         engine: The engine and its limits.
 
     Raises:
-        ConfigError: The worker owns an accelerator, and torch sees none.
+        ConfigError: The worker owns an accelerator, but torch sees none.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig | None = None) -> None:
@@ -92,9 +92,9 @@ class WeightReceiver(Worker):
 
     @endpoint(collect=nothing())
     def rest(self) -> None:
-        """Give back the engine's cache, and let weights of its own leave the device until they are needed.
+        """Free the engine's cache, and move its own weights off the device until they are needed.
 
-        Where completions are being drawn, all stays.
+        While completions are being drawn, nothing is moved.
         """
         with self._making:
             if self._engine is None or not self._engine.idle:
@@ -111,7 +111,7 @@ class WeightReceiver(Worker):
         """Read the colocated policy's weights as they are now; all ranks call, since shards are gathered from all.
 
         Returns:
-            The version that is here afterwards. A version that is as late as ``version``, or later, stays.
+            The version of the weights afterwards. If the weights have ``version`` or a later one already, they stay.
 
         Raises:
             ConfigError: There is no policy in this worker process.
@@ -159,11 +159,11 @@ class WeightReceiver(Worker):
         Args:
             version: The version of the weights.
             index: The bucket's place among those of :func:`.cut`.
-            tensors: The rows of each piece, or None where the engine's own are said to be right.
+            tensors: The rows of each piece, or None for pieces that have not changed.
             sums: The checksum of each piece, where they are to be checked.
 
         Returns:
-            Names of tensors that arrived damaged, or that the engine does not hold as the sender says.
+            Names of tensors that arrived damaged, or whose unchanged rows differ from the sender's.
         """
         engine = self._begin(version)
         wrong: list[str] = []
@@ -181,7 +181,7 @@ class WeightReceiver(Worker):
 
     @endpoint(concurrent=True)
     def open_weights(self, loans: Sequence[Loan]) -> str:
-        """Open the loan of this rank, and copy nothing yet. Return why that is not possible; "" where it is."""
+        """Open the loan of this rank, without copying. Return why that is not possible; "" if it is."""
         loan = loans[self.ctx.rank]
         try:
             self._opened = open_loan(loan, self._device), loan.sums
@@ -191,7 +191,7 @@ class WeightReceiver(Worker):
 
     @endpoint(concurrent=True)
     def copy_opened(self, version: int) -> list[str]:
-        """Copy all weights from the tensors that :meth:`open_weights` opened, and let go of these. As with
+        """Copy all weights from the tensors that :meth:`open_weights` opened, and close these tensors. As with
         ``receive_weights``, no token is drawn from then on before the sync ends.
 
         Returns:
@@ -223,7 +223,7 @@ class WeightReceiver(Worker):
         """Draw from the weights of ``version``.
 
         Raises:
-            DataError: Rows have not arrived; names their tensors.
+            DataError: Rows have not arrived. The message names their tensors.
         """
         engine = self._ready_engine()
         with self._lock:
@@ -239,8 +239,9 @@ class WeightReceiver(Worker):
 
     @endpoint(collect=nothing(), concurrent=True)
     def abort_weight_sync(self, reason: str) -> None:
-        """End a sync that failed. If it has begun to write, calls that wait for its end get an error, and nothing is
-        drawn before the next sync has finished."""
+        """End a sync that failed. If the sync has begun to write, calls that wait for its end get an error, and no
+        token is drawn before the next sync has finished.
+        """
         self._opened = None
         engine = self._ready_engine()
         with self._lock:
