@@ -36,7 +36,11 @@ def run_view(arguments: Sequence[str]) -> int:
 
     runs = [Run(path, name) for path, name in _list_directories([Path(run) for run in parsed.runs])]
     if parsed.export is not None:
-        _export(runs, parsed.export)
+        from podium.view.export import export_page
+
+        text = export_page(runs).encode("utf-8", "replace")
+        write_atomically(parsed.export, text)
+        sys.stdout.write(f"{visible(str(parsed.export))}: {len(text) / 2**20:.1f} MiB\n")
         return 0
     from podium.view.server import ViewServer
 
@@ -51,14 +55,6 @@ def run_view(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             sys.stdout.write("\n")
     return 0
-
-
-def _export(runs: Sequence[Run], path: Path) -> None:
-    from podium.view.export import export_page
-
-    text = export_page(runs).encode("utf-8", "replace")
-    write_atomically(path, text)
-    sys.stdout.write(f"{visible(str(path))}: {len(text) / 2**20:.1f} MiB\n")
 
 
 def _list_directories(paths: Sequence[Path]) -> list[tuple[Path, str]]:

@@ -41,7 +41,7 @@ from podium.runs.checkpoints import Checkpoints
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import SET, free_name, lock_directory, remove, step_of, write_atomically
 from podium.runs.named_files import PLACES
-from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, check_run, is_run
+from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 
@@ -90,7 +90,7 @@ class Summary:
 
     def figures(self) -> dict[str, float | str | None]:
         """The numbers and texts by name, as trackers take them: ``tokens_per_s/generate``."""
-        return dict(_leaves(asdict(self)))
+        return {key: value for key, value in flatten(asdict(self), "/") if value != {}}
 
 
 class RunDirectory:
@@ -291,14 +291,6 @@ class RunDirectory:
         """The logs in which a worker has written something."""
         logs = (file for file in self.logs.glob("*") if file.name != CONTROLLER_LOG)
         return (file for file in logs if file.is_file() and file.stat().st_size)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _json(value: Any) -> Any:

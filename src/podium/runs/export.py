@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +19,7 @@ from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation
 from podium.runs.files import STATE_FILE, remove, step_of
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
-from podium.runs.records import CONFIG, RunRecord, is_run
+from podium.runs.records import CONFIG, RunRecord, flatten, is_run
 from podium.telemetry.formatting import percent
 
 __all__ = ["StoredModel", "export_model", "find_model", "open_model"]
@@ -214,8 +214,8 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
 
 def _card(found: StoredModel, *, adapters: bool) -> str:
     """Return the text of the model card, from the run's own figures."""
-    values = as_given(found.values, found.run)
-    base = values.get("model", {}).get("path", "")
+    settings = dict(flatten(as_given(found.values, found.run)))
+    base = settings.get("model.path", "")
     first, last, step = _figures(found)
     head = [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
     stored = Path(found.values.get("model", {}).get("path", "")).expanduser()
@@ -234,7 +234,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
                 lines.append(f"| {name} | {figures} | {evaluation.reward_mean:.4f} |")
     lines += ["", "| setting | value |", "|---|---|"]
     for path in ("data.train", *_TOLD):
-        if (value := _at(values, path)) not in (None, ""):
+        if (value := settings.get(path)) not in (None, ""):
             lines.append(f"| `{path}` | `{value}` |")
     return "\n".join(lines) + "\n"
 
@@ -248,14 +248,6 @@ def _figures(found: StoredModel) -> tuple[Evaluation | None, Evaluation | None, 
         state = TrainerState.read(checkpoint / STATE_FILE) if checkpoint is not None else TrainerState()
     except CheckpointError:
         state = TrainerState()
-    step = state.step
-    if found.checkpoint is None and (end := RunRecord(found.run).end) is not None:
-        step = end
+    end = RunRecord(found.run).end if found.checkpoint is None else None
+    step = state.step if end is None else end
     return (state.first, state.last, step) if step == state.step else (None, None, step)
-
-
-def _at(values: Mapping[str, Any], path: str) -> object:
-    value: Any = values
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value

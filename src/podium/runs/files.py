@@ -20,7 +20,6 @@ STATE_FILE: Final = "trainer.json"
 """The file in a checkpoint that holds the state of the controller."""
 
 LOCK: Final = ".lock"
-"""The file by which a process holds a run's directory."""
 
 SET: Final = "set="
 """What precedes the name of an evaluation set in the name of the directory of its completions."""

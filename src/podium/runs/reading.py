@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Final
@@ -108,6 +109,16 @@ class GrowingFile:
         lines = data[: data.rfind(b"\n") + 1]
         self.offset += len(lines)
         return again, lines
+
+    def chunks(self, forget: Callable[[], None]) -> Iterator[bytes]:
+        """Give the next lines until there are none yet. ``forget`` is called where the file began again."""
+        while True:
+            again, lines = self.read()
+            if again:
+                forget()
+            if not lines:
+                return
+            yield lines
 
     def _again(self, inode: int) -> bool:
         before, self._inode, self.offset = self._inode, inode, 0

@@ -27,7 +27,6 @@ __all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "RunRecord"]
 __all__ += ["check_run", "find_runs", "flatten", "is_run", "parse_rows"]
 
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
-_DEEPEST: Final = 8  # sections in sections: YAML of a stranger can hold itself
 _MOST_SETTINGS: Final = 10_000
 
 RunState = Literal["running", "finished", "stopped", "unfinished"]
@@ -68,10 +67,10 @@ class RunRecord:
 
         try:
             values = yaml.safe_load(self.files.read_small(CONFIG))
-            values = as_given(values, self.path) if isinstance(values, Mapping) else values
+            settings = flatten(as_given(values, self.path)) if isinstance(values, dict) else ()
+            return dict(islice(settings, _MOST_SETTINGS))
         except (OSError, DataError, ValueError, yaml.YAMLError, RecursionError):
             return {}
-        return dict(islice(flatten(values), _MOST_SETTINGS))
 
     @property
     def prompts(self) -> States:
@@ -218,10 +217,10 @@ def parse_rows(lines: bytes) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def flatten(values: Any, *keys: str) -> Iterator[tuple[str, Any]]:
-    """Nested values by the dotted paths of their keys."""
-    if not isinstance(values, Mapping) or not values or len(keys) == _DEEPEST:
-        yield ".".join(keys), values
-        return
+def flatten(values: Mapping[Any, Any], joint: str = ".", depth: int = 8) -> Iterator[tuple[str, Any]]:
+    """Nested values by the dotted paths of their keys, to some depth: a stranger's YAML can hold itself."""
     for name, value in values.items():
-        yield from flatten(value, *keys, str(name))
+        if isinstance(value, Mapping) and value and depth:
+            yield from ((f"{name}{joint}{key}", leaf) for key, leaf in flatten(value, joint, depth - 1))
+        else:
+            yield str(name), value

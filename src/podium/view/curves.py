@@ -32,12 +32,7 @@ class Curves:
 
     def update(self) -> None:
         """Read what is new."""
-        while True:
-            again, lines = self._file.read()
-            if again:
-                self._forget()
-            if not lines:
-                return
+        for lines in self._file.chunks(self._forget):
             for row in parse_rows(lines):
                 self._enter(row)
 

@@ -87,12 +87,7 @@ class Failures:
 
     def _read_ledger(self) -> None:
         with suppress(DataError):
-            while True:
-                again, lines = self._ledger.read()
-                if again:
-                    self._dropped.clear()
-                if not lines:
-                    return
+            for lines in self._ledger.chunks(self._dropped.clear):
                 for line in lines.splitlines():
                     if b'"dropped"' in line:
                         self._enter(line)

@@ -52,14 +52,8 @@ class Timeline:
 
     def update(self) -> None:
         """Read what is new."""
-        while True:
-            start = self._file.offset
-            again, lines = self._file.read()
-            if again:
-                self._forget()
-                start = 0
-            if not lines:
-                return
+        for lines in self._file.chunks(self._forget):
+            start = self._file.offset - len(lines)
             for match in _RARE.finditer(lines):
                 self._enter(_parse_line(match[0]), start + match.end())
             self.is_whole = lines.endswith(b"]\n")
