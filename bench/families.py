@@ -29,7 +29,7 @@ from podium.errors import ConfigError, EndpointError, PodiumError
 from podium.models import LoraConfig, ModelConfig, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
-from podium.testing.engines import trained_logprobs
+from podium.testing.engines import compute_trained_logprobs
 from podium.trainer import PRELOAD
 from podium.training import OptimConfig, ParallelConfig
 from podium.workers import Policy
@@ -183,7 +183,7 @@ def _engine(name: str, config: ModelConfig) -> str:
     for temperature in (0.0, 0.7):
         params = SamplingParams(max_new_tokens=16, temperature=temperature)
         for prompt, completion in zip(_PROMPTS, engine.generate(_PROMPTS, params, range(3)), strict=True):
-            expected = trained_logprobs(reference, prompt, completion, temperature or 1.0)
+            expected = compute_trained_logprobs(reference, prompt, completion, temperature or 1.0)
             worst = max(worst, float((completion.logprobs - expected).abs().max()))
     return _figure(worst)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["annotated_names", "signature_of"]
+__all__ = ["list_annotated_names", "signature_of"]
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
@@ -21,7 +21,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def annotated_names(cls: type) -> Iterable[str]:
+def list_annotated_names(cls: type) -> Iterable[str]:
     """Return the names that the body of ``cls`` annotates, without those of its bases."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format, get_annotations

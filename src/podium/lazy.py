@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["lazy_exports", "uncollected"]
+__all__ = ["lazy_exports", "without_collector"]
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -45,7 +45,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Leave the garbage collector out during the block, and have it ignore for good what there is at the end.
 
     Importing torch and transformers makes half a million objects that stay. To look for garbage among them, again and

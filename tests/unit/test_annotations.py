@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from podium.annotations import annotated_names, signature_of
+from podium.annotations import list_annotated_names, signature_of
 
 SOURCE = """
 class Base:
@@ -30,9 +30,9 @@ def defined() -> dict[str, Any]:
 
 def test_names_and_signatures_are_read_although_an_annotation_is_not_defined() -> None:
     names = defined()
-    assert list(annotated_names(names["Derived"])) == ["second", "third"]
-    assert list(annotated_names(names["Base"])) == ["first"]
-    assert list(annotated_names(dict)) == []
+    assert list(list_annotated_names(names["Derived"])) == ["second", "third"]
+    assert list(list_annotated_names(names["Base"])) == ["first"]
+    assert list(list_annotated_names(dict)) == []
     signature = signature_of(names["function"])
     assert list(signature.parameters) == ["one", "two"]
     signature.bind(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import podium
-from podium.lazy import uncollected
+from podium.lazy import without_collector
 
 SOURCE = Path(podium.__file__).parent
 PACKAGES = sorted(
@@ -49,13 +49,13 @@ def test_what_the_contract_suite_sends_to_processes_imports_neither_torch_nor_py
 def test_the_collector_is_out_for_a_block_and_ignores_what_came_of_it() -> None:
     try:
         before = gc.get_freeze_count()
-        with uncollected():
+        with without_collector():
             assert not gc.isenabled()
             kept = [[number] for number in range(1000)]
         assert gc.isenabled()
         assert gc.get_freeze_count() >= before + len(kept)
         gc.disable()  # somebody else's wish
-        with uncollected():
+        with without_collector():
             pass
         assert not gc.isenabled()
     finally:

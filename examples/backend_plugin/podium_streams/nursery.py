@@ -30,7 +30,7 @@ def main(private: str, preload: list[str]) -> None:
             for pid, (_, leash) in processes.items():
                 if leash.fileno() in ready:
                     supervisor.kill(pid)
-            for pid, status in supervisor.ended():
+            for pid, status in supervisor.reap():
                 connection, leash = processes.pop(pid)
                 supervisor.poller.unregister(leash)
                 connection.shutdown(socket.SHUT_RDWR)  # the controller reads to the end, whoever holds it too

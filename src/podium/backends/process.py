@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from podium.errors import ConfigError
-from podium.lazy import uncollected
+from podium.lazy import without_collector
 from podium.processes import import_path, working_directory
 from podium.runtime.messages import Node, ProcessSpec
 
@@ -110,7 +110,7 @@ class Surroundings(NamedTuple):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         keep_freed_memory()
         random.seed()
-        with uncollected():
+        with without_collector():
             for module in self.preload:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(module)

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import podium
 from podium.errors import PodiumError
-from podium.lazy import uncollected
+from podium.lazy import without_collector
 
 __all__ = ["main"]
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         return _no_command(command)
     try:
-        with uncollected():
+        with without_collector():
             module = import_module(f"podium.cli.{COMMANDS[command][0]}")
         status: int = getattr(module, f"run_{command}")(rest)
         return status

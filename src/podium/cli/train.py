@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
-from podium.lazy import uncollected
+from podium.lazy import without_collector
 from podium.runs.config import RECIPES, PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runs.records import CONFIG, check_run
@@ -75,7 +75,7 @@ def _open_view(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> 
         emit(Note(_headline(config, recipe)))
         emit(Waiting("importing torch and transformers"))
         flush()
-        with uncollected():
+        with without_collector():
             return _trainer(config, backend)
 
 

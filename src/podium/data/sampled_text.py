@@ -18,13 +18,13 @@ from podium.data.jagged import Jagged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["completion_texts", "decode_sampled", "sampled_counts", "sampled_tokens", "text_column"]
+__all__ = ["completion_texts", "count_sampled", "decode_sampled", "sampled_tokens", "text_column"]
 
 # A tokenizer's bytes may decode to lone surrogates, which plain UTF-8 cannot encode.
 _CODING = ("utf-8", "surrogatepass")
 
 
-def sampled_counts(mask: Jagged) -> Tensor:
+def count_sampled(mask: Jagged) -> Tensor:
     """Return how many tokens of each row are set in ``mask``, a token column of bool: int64 ``[B]``."""
     return torch.nn.functional.pad(mask.values.cumsum(0), (1, 0))[mask.offsets].diff()
 
@@ -32,7 +32,7 @@ def sampled_counts(mask: Jagged) -> Tensor:
 def sampled_tokens(batch: Batch) -> Jagged:
     """Return the tokens that were sampled, without the prompts."""
     mask = batch.jagged(fields.LOSS_MASK)
-    return Jagged.from_lengths(batch.jagged(fields.TOKENS).values[mask.values], sampled_counts(mask))
+    return Jagged.from_lengths(batch.jagged(fields.TOKENS).values[mask.values], count_sampled(mask))
 
 
 def decode_sampled(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -62,7 +62,7 @@ def serve_forks(supervisor: Supervisor, channel: Channel, run: Callable[..., int
         return run(descriptors, *pickle.loads(arguments))
 
     while (ready := supervisor.wait()) is not None:
-        for pid, status in supervisor.ended():
+        for pid, status in supervisor.reap():
             number = numbers.pop(pid)
             del pids[number]
             with contextlib.suppress(OSError):  # the controller is gone: the loop ends next

@@ -101,7 +101,7 @@ class Supervisor:
                 os.read(self._wake, 4096)
         return ready if os.getppid() == self._controller else None
 
-    def ended(self) -> Iterator[tuple[int, int]]:
+    def reap(self) -> Iterator[tuple[int, int]]:
         """Yield the process id and the wait status of each child that has ended, and kill what those had started."""
         reaped = False
         with contextlib.suppress(ChildProcessError):

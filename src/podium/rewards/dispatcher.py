@@ -135,7 +135,7 @@ class _Dispatcher:
             for child in [child for child in self._children.values() if child.stream.fileno() in ready]:
                 child.stream.queue()
                 self._hear(child)
-            for pid, status in self._supervisor.ended():
+            for pid, status in self._supervisor.reap():
                 if pid in self._children:
                     self._bury(self._children[pid], os.waitstatus_to_exitcode(status))
             self._expire()

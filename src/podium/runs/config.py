@@ -20,7 +20,7 @@ from podium.rollout.engines import EngineConfig
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
-from podium.runs.schedules import SCHEDULES, declaration_of, named_schedule
+from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
 from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import EndingOptim, check_dropout
 
@@ -130,7 +130,7 @@ class RunConfig:
 
         A schedule of the user's own is loaded.
         """
-        declared = declaration_of(named_schedule(self.schedule))
+        declared = declaration_of(find_schedule(self.schedule))
         return self.max_staleness if declared.side_by_side else declared.staleness
 
 

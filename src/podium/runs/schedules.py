@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 from podium.errors import ConfigError
 from podium.functions import load_function
 
-__all__ = ["SCHEDULES", "ScheduleDeclaration", "declaration_of", "named_schedule"]
+__all__ = ["SCHEDULES", "ScheduleDeclaration", "declaration_of", "find_schedule"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,6 +60,6 @@ def declaration_of(schedule: Callable[..., Any]) -> ScheduleDeclaration:
     return getattr(schedule, _ATTRIBUTE, ScheduleDeclaration())
 
 
-def named_schedule(name: str) -> Callable[..., Any]:
+def find_schedule(name: str) -> Callable[..., Any]:
     """Load the function that ``run.schedule`` names. Raises ConfigError as :func:`load_function` does."""
     return load_function(name, key="run.schedule", known=SCHEDULES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints, overload
 
-from podium.annotations import annotated_names
+from podium.annotations import list_annotated_names
 from podium.errors import ConfigError
 from podium.runtime.group import WorkerHandle
 from podium.runtime.worker import Bound
@@ -55,7 +55,7 @@ def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bou
         )
     if taken := sorted(name for name in workers if hasattr(Colocated, name)):
         raise ConfigError(f"colocate(): a worker cannot be named {taken[0]!r}: the mapping of handles has that method")
-    declared = {name for base in kind.__mro__ for name in annotated_names(base)}
+    declared = {name for base in kind.__mro__ for name in list_annotated_names(base)}
     if kind is not Colocated and declared != workers.keys():
         raise ConfigError(
             f"colocate({kind.__name__}, ...): it declares {sorted(declared)}; given are {sorted(workers)}"

@@ -166,9 +166,9 @@ class CallContract:
         assert sleeper.begun(0.1, "coroutine") == ["coroutine"] * 2
         assert sleeper.begun_async(0.1, "task") == ["task"] * 2
         assert sleeper.history() == [["future", "coroutine", "task"]] * 2
-        assert sleeper.group.run(_broken_future, KeyError) == [None, None]
+        assert sleeper.group.run(_break_future, KeyError) == [None, None]
         with pytest.raises(EndpointError, match="KeyError: 'of the future'"):
-            sleeper.group.run(_broken_future)
+            sleeper.group.run(_break_future)
 
     def test_the_first_calls_to_end_can_be_waited_for(self, live: Handle[Sleeper], producer: Handle[_Producer]) -> None:
         slow, at_once = live.wait_for_event.submit(60.0), producer.make.submit(0.0, "at once")
@@ -384,7 +384,7 @@ class CallContract:
             counter.group.run(lambda worker: 1 // 0)
 
 
-def _broken_future(worker: Sleeper, *caught: type[Exception]) -> Any:
+def _break_future(worker: Sleeper, *caught: type[Exception]) -> Any:
     def work() -> None:
         if not caught:
             raise KeyError("of the future")

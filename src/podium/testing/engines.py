@@ -17,7 +17,7 @@ from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.sampling import Completion, SamplingParams
 
-__all__ = ["EngineContract", "EngineTarget", "tiny_model", "trained_logprobs"]
+__all__ = ["EngineContract", "EngineTarget", "compute_trained_logprobs", "tiny_model"]
 
 VOCABULARY = 97
 BLOCKED_S = 60.0
@@ -53,7 +53,7 @@ def tiny_model(seed: int = 0, model_type: str = "qwen3", **fields: Any) -> Any:
     return model
 
 
-def trained_logprobs(model: Any, prompt: Sequence[int], completion: Completion, temperature: float) -> Tensor:
+def compute_trained_logprobs(model: Any, prompt: Sequence[int], completion: Completion, temperature: float) -> Tensor:
     """Log-probabilities of a completion by one forward pass over the whole sequence, as a trainer computes them."""
     sequence = torch.tensor([[*prompt, *completion.token_ids.tolist()]], device=model.device)
     with torch.no_grad():
@@ -103,7 +103,7 @@ class EngineTarget:
         versions = set(completion.versions.tolist())
         assert versions <= set(models), f"tokens are said to be of versions {versions}; the engine had {set(models)}"
         for version, model in models.items():
-            expected = trained_logprobs(model, prompt, completion, params.temperature or 1.0)
+            expected = compute_trained_logprobs(model, prompt, completion, params.temperature or 1.0)
             off = (completion.logprobs - expected).abs()[completion.versions == version]
             assert (off <= self.tolerance).all(), (
                 f"log-probabilities are up to {off.max():.2g} off those of training with weights {version}; return "

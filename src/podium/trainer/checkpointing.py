@@ -17,7 +17,7 @@ from podium.models.manifest import check_manifest, explain, file_sums, write_man
 from podium.runs.checkpoints import Checkpoints, TrainerState
 from podium.runs.config import SaveConfig
 from podium.runs.files import STATE_FILE, remove
-from podium.trainer.schedules.steps import named_stage
+from podium.trainer.schedules.steps import name_stage
 
 if TYPE_CHECKING:
     from podium.runtime import Call, Handle
@@ -118,7 +118,7 @@ class Saver:
         config = self._config
         with (
             self._telling(step),
-            named_stage("save", step),
+            name_stage("save", step),
             self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as folder,
         ):
             _write_learners(folder.absolute(), roles, self._texts)  # a worker has a working directory of its own

@@ -121,10 +121,12 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
     grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
     part_of = [grade.parts if grade else {} for grade in grades]
     completions = [_utf8(text) for text in scored.texts(rows)]
-    said = conversations(batch, scored.tokenizer, texts) if all(name in batch for name in _OF_SESSIONS) else None
+    texts_by_row = (
+        conversations(batch, scored.tokenizer, texts) if all(name in batch for name in _OF_SESSIONS) else None
+    )
     lengths = (
-        [one.lengths for one in said]
-        if said is not None
+        [conversation.lengths for conversation in texts_by_row]
+        if texts_by_row is not None
         else [texts.lengths(row.tolist(), text) for row, text in zip(tokens.unbind(), completions, strict=True)]
     )
     table: Mapping[str, Any] = {
@@ -144,8 +146,8 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
             name: pa.ListArray.from_arrays(tokens.offsets.int().numpy(), values_K.numpy())
             for name, values_K in _token_values(batch).items()
         },
-        **({} if said is None else _session_columns(batch, said)),
-        **{f"reward_{name}": pa.array([own.get(name) for own in part_of], pa.float64()) for name in parts},
+        **({} if texts_by_row is None else _session_columns(batch, texts_by_row)),
+        **{f"reward_{name}": pa.array([row_parts.get(name) for row_parts in part_of], pa.float64()) for name in parts},
     }
     return pa.table(table)
 
@@ -157,11 +159,11 @@ def _session_columns(batch: Batch, said: Sequence[Conversation]) -> dict[str, An
     return {
         "session": pa.array(batch.dense(fields.SESSION).tolist(), pa.int64()),
         "agent": pa.array(batch.python(fields.AGENT), pa.string()),
-        "conversation": pa.array([_utf8(one.text) for one in said], pa.string()),
-        "turn_read": pa.array([[*map(_utf8, one.read)] for one in said], pa.list_(pa.string())),
-        "turn_said": pa.array([[*map(_utf8, one.said)] for one in said], pa.list_(pa.string())),
-        "turn_tokens": pa.array([one.tokens for one in said], pa.list_(pa.int32())),
-        "turn_rewards": pa.array([one.rewards for one in said], pa.list_(pa.float32())),
+        "conversation": pa.array([_utf8(conversation.text) for conversation in said], pa.string()),
+        "turn_read": pa.array([[*map(_utf8, conversation.read)] for conversation in said], pa.list_(pa.string())),
+        "turn_said": pa.array([[*map(_utf8, conversation.said)] for conversation in said], pa.list_(pa.string())),
+        "turn_tokens": pa.array([conversation.tokens for conversation in said], pa.list_(pa.int32())),
+        "turn_rewards": pa.array([conversation.rewards for conversation in said], pa.list_(pa.float32())),
     }
 
 
@@ -176,25 +178,25 @@ def _token_values(batch: Batch) -> dict[str, Tensor]:
     def sampled(name: str) -> Tensor:
         return batch.jagged(name).values[mask_N]
 
-    found = {"token_versions": sampled(fields.VERSIONS).int()}
+    columns = {"token_versions": sampled(fields.VERSIONS).int()}
     if fields.ADVANTAGES in batch:
-        found["token_advantages"] = sampled(fields.ADVANTAGES).bfloat16().float()
+        columns["token_advantages"] = sampled(fields.ADVANTAGES).bfloat16().float()
     if fields.OLD_LOGPROBS in batch and fields.ROLLOUT_LOGPROBS in batch:
         apart_K = sampled(fields.ROLLOUT_LOGPROBS).float() - sampled(fields.OLD_LOGPROBS).float()
         steps_K = (apart_K / _MISMATCH_STEP).round() + 0.0  # no minus zero
-        found["token_mismatch"] = (steps_K * _MISMATCH_STEP).bfloat16().float()
+        columns["token_mismatch"] = (steps_K * _MISMATCH_STEP).bfloat16().float()
     if fields.KEPT_SIZES in batch:
-        found["token_kept"] = sampled(fields.KEPT_SIZES).int()
-    return found
+        columns["token_kept"] = sampled(fields.KEPT_SIZES).int()
+    return columns
 
 
 def _means(batch: Batch, tokens: Jagged) -> Sequence[float | None]:
     """The mean advantage of each row's sampled tokens."""
     if fields.ADVANTAGES not in batch:
         return [None] * len(batch)
-    own = batch.jagged(fields.ADVANTAGES)
-    row_N = torch.repeat_interleave(torch.arange(len(batch)), own.lengths)
-    sums_B = torch.zeros(len(batch)).index_add(0, row_N, own.values.float())
+    advantages = batch.jagged(fields.ADVANTAGES)
+    row_N = torch.repeat_interleave(torch.arange(len(batch)), advantages.lengths)
+    sums_B = torch.zeros(len(batch)).index_add(0, row_N, advantages.values.float())
     return (sums_B / tokens.lengths.clamp(min=1)).tolist()
 
 

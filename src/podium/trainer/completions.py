@@ -67,11 +67,11 @@ class ScoredBatch:
         grades: list[Grade] = []
         examples = [self.prompts[group].example for group in self.groups]
         for rows in self.chunks(_GRADED_TOKENS):
-            texts, given = self.texts(rows), [example.row for example in examples[rows.start : rows.stop]]
+            texts, data_rows = self.texts(rows), [example.row for example in examples[rows.start : rows.stop]]
             if reward_model is not None:
                 scores = self._model_scores(reward_model, rows, texts)
-                given = [{**row, "model_score": score} for row, score in zip(given, scores, strict=True)]
-            grades += grader.grade(texts, given)
+                data_rows = [{**row, "model_score": score} for row, score in zip(data_rows, scores, strict=True)]
+            grades += grader.grade(texts, data_rows)
         rewards_B = torch.tensor([grade.score for grade in grades], dtype=torch.float32)
         columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B}
         for name in sorted({name for grade in grades for name in grade.parts}):
@@ -127,17 +127,17 @@ class ScoredBatch:
         """The oldest and the newest version of the weights that drew each prompt's tokens; [] where it is not known."""
         if fields.VERSION_RANGE not in self.batch:
             return []
-        found: dict[int, tuple[int, int]] = {}
+        ranges: dict[int, tuple[int, int]] = {}
         oldest_B, newest_B = self.batch.dense(fields.VERSION_RANGE).unbind(1)
         for group, oldest, newest in {*zip(self.groups, oldest_B.tolist(), newest_B.tolist(), strict=True)}:
-            low, high = found.get(group, (oldest, newest))
-            found[group] = min(low, oldest), max(high, newest)
-        return [found[group] for group in sorted(found)]
+            low, high = ranges.get(group, (oldest, newest))
+            ranges[group] = min(low, oldest), max(high, newest)
+        return [ranges[group] for group in sorted(ranges)]
 
     def oldest_version(self) -> int | None:
         """The oldest version of the weights that drew a token of these rows; None where it is not known."""
-        drawn = fields.VERSION_RANGE in self.batch and len(self.batch) > 0
-        return int(self.batch.dense(fields.VERSION_RANGE)[:, 0].min()) if drawn else None
+        is_sampled = fields.VERSION_RANGE in self.batch and len(self.batch) > 0
+        return int(self.batch.dense(fields.VERSION_RANGE)[:, 0].min()) if is_sampled else None
 
     @property
     def firsts(self) -> list[int]:
@@ -209,7 +209,11 @@ class ScoredBatch:
         agents, grades, earned = self.batch.python(fields.AGENT), self.grades or (), dict[str, list[float]]()
         for row in self.firsts:
             earned.setdefault(agents[row], []).append(grades[row].score)
-        return {names.AGENT_REWARD_PREFIX + agent: fmean(own) for agent, own in sorted(earned.items()) if agent}
+        return {
+            names.AGENT_REWARD_PREFIX + agent: fmean(agent_rewards)
+            for agent, agent_rewards in sorted(earned.items())
+            if agent
+        }
 
     def samples(self, count: int) -> tuple[Sample, ...]:
         """The first completion of each of the first ``count`` prompts that have one."""

@@ -43,8 +43,8 @@ def conversations(batch: Batch, tokenizer: PreTrainedTokenizerBase, texts: Token
         for name in (fields.TOKENS, fields.TURN, fields.TOKEN_REWARDS)
     )
     return [
-        _conversation(ids, own, earned, tokenizer, texts)
-        for ids, own, earned in zip(tokens, turns, rewards, strict=True)
+        _conversation(ids, row_turns, earned, tokenizer, texts)
+        for ids, row_turns, earned in zip(tokens, turns, rewards, strict=True)
     ]
 
 
@@ -55,21 +55,23 @@ def _conversation(
     tokenizer: PreTrainedTokenizerBase,
     texts: TokenTexts,
 ) -> Conversation:
-    found = Conversation(str(tokenizer.decode(ids, skip_special_tokens=False)))
+    conversation = Conversation(str(tokenizer.decode(ids, skip_special_tokens=False)))
     start, read = 0, ""
     for turn, run in itertools.groupby(turns):
         stop = start + len(list(run))
-        own = ids[start:stop]
+        answer_ids = ids[start:stop]
         if turn < 0:
-            read = str(tokenizer.decode(own, skip_special_tokens=False))
+            read = str(tokenizer.decode(answer_ids, skip_special_tokens=False))
         else:
-            said = str(tokenizer.decode(own, skip_special_tokens=True))
-            lengths = texts.lengths(own, said)
-            found.read.append(read)
-            found.said.append(said)
-            found.tokens.append(len(own))
-            found.rewards.append(sum(rewards[start:stop]))
-            found.lengths = None if lengths is None or found.lengths is None else found.lengths + lengths
+            answer = str(tokenizer.decode(answer_ids, skip_special_tokens=True))
+            lengths = texts.lengths(answer_ids, answer)
+            conversation.read.append(read)
+            conversation.said.append(answer)
+            conversation.tokens.append(len(answer_ids))
+            conversation.rewards.append(sum(rewards[start:stop]))
+            conversation.lengths = (
+                None if lengths is None or conversation.lengths is None else conversation.lengths + lengths
+            )
             read = ""
         start = stop
-    return found
+    return conversation

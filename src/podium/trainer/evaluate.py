@@ -23,8 +23,8 @@ from podium.trainer.checks.preflight import check_answers, check_reward, with_st
 from podium.trainer.completion_files import write_completions
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
-from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
-from podium.trainer.roles import stand_together, started_generator
+from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, prompt_batch
+from podium.trainer.roles import stand_together, start_generator
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, RewardModel
@@ -96,8 +96,8 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
     check_reward(config.reward, given=reward is not None)
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sets: dict[str, list[Prompt]] = {}
-    for name, place in config.data.eval_sets.items():
-        data = replace(config.data, eval=place)
+    for name, source in config.data.eval_sets.items():
+        data = replace(config.data, eval=source)
         if config.environment.name:
             sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
             continue
@@ -105,7 +105,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
         if reward is None:
             check_answers((prompt.example for prompt in sets[name]), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as roles:
+    with Grader(config.reward, reward=reward) as grader, start_generator(cluster, config) as roles:
         sessions = None
         if roles.rollout is not None:
             beside = stand_together(roles.rollout, roles.generator)
@@ -135,10 +135,10 @@ def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     config = replace(config, reward=replace(config.reward, path=""))  # samples are not scored
     config = replace(config, environment=EnvironmentConfig())  # nor do they live in one
-    with started_generator(cluster, config) as roles:
+    with start_generator(cluster, config) as roles:
 
         def sample(prompt: str, number: int = 0) -> list[str]:
-            prompts = encoded([Example(prompt, None, {"prompt": prompt})], tokenizer, config.data, "typed")
+            prompts = encode_rows([Example(prompt, None, {"prompt": prompt})], tokenizer, config.data, "typed")
             seeds = completion_seeds(config.run.seed, number, 1, sampling.n)
             return completion_texts(roles.generator.generate(prompt_batch(prompts, seeds), sampling), tokenizer)
 

@@ -149,13 +149,13 @@ class Generators:
             for number, share in shares.items()
             if len(share) or len(numbers) == 1
         }
-        found = [self._answer(number, shares[number], sampling, asked, continued) for number, asked in sent.items()]
-        return found[0] if len(found) == 1 else Batch.concat(found)
+        batches = [self._answer(number, shares[number], sampling, call, continued) for number, call in sent.items()]
+        return batches[0] if len(batches) == 1 else Batch.concat(batches)
 
     def _ask(self, number: int, prompts: Batch, sampling: SamplingParams, continued: bool) -> _Asked:
         sent_s, processes, journal = time.monotonic(), tuple[int, ...](), ""
         try:
-            with self._asked(number) as handle:
+            with self._collect_answer(number) as handle:
                 processes, journal = handle.group.pids, self._journal(number) if continued else ""
                 call = handle.generate.submit(prompts.with_meta(journal=journal) if journal else prompts, sampling)
         except PodiumError as error:
@@ -163,7 +163,7 @@ class Generators:
         return _Asked(call, processes, journal, sent_s)
 
     @contextmanager
-    def _asked(self, number: int) -> Iterator[Handle[Generator]]:
+    def _collect_answer(self, number: int) -> Iterator[Handle[Generator]]:
         """Give a generator, which nobody begins to restart during the block.
 
         Raises:
@@ -182,8 +182,8 @@ class Generators:
         while True:
             begun = asked.journal or begun
             try:
-                drawn = asked.result()
-                return drawn if self._keeper is None else self._keeper.keep(drawn)
+                batch = asked.result()
+                return batch if self._keeper is None else self._keeper.keep(batch)
             except PodiumError as error:
                 if self._is_restartable(number, asked.processes):
                     number = self._restart_or_leave_out(number, error)
@@ -320,7 +320,7 @@ class Generators:
 
         A future has the part's batch as soon as its last completion is drawn. Its tensors are references.
         """
-        parts = [_Part(step, one, sampling) for one in prompts]
+        parts = [_Part(step, prompt, sampling) for prompt in prompts]
         with self._opening:
             if self._closed:
                 raise PodiumError(f"the completions of step {step} were asked for when the run had ended")
@@ -356,14 +356,14 @@ class Generators:
     def _send(self, number: int, part: _Part) -> None:
         part.sent_s, part.processes = time.monotonic(), ()
         try:
-            with self._asked(number) as handle:
+            with self._collect_answer(number) as handle:
                 part.processes, journal = handle.group.pids, self._journal(number)
                 files = {"journal": journal, "begun": part.journal} if journal else {}
                 draw = handle.generate_beside.within(timeout_s=self._timeout_s or handle.group.timeout_s)
                 call = draw.submit(part.prompts.with_meta(**files), part.sampling)
         except PodiumError as error:
             self._queue.finished(number)
-            self._failed_part(number, part, error)
+            self._find_failed_part(number, part, error)
             return
         part.journal = journal
         call.when_done(lambda: self._todo.put(partial(self._end, number, part, call)))
@@ -372,41 +372,41 @@ class Generators:
         """Take in how a call ended."""
         self._queue.finished(number)
         try:
-            drawn = call.result()
+            batch = call.result()
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for the part
-            self._failed_part(number, part, error)
+            self._find_failed_part(number, part, error)
             return
         if self._keeper is None:
-            self._is_there(part, drawn)
+            self._is_there(part, batch)
         else:
-            self._ended.append((number, part, drawn))
+            self._ended.append((number, part, batch))
 
     def _keep(self) -> None:
         """Copy what was drawn since the last time to other processes, in one call."""
         ended, self._ended = self._ended[:_MOST_KEPT], self._ended[_MOST_KEPT:]
-        whole = Batch.concat([drawn for *_, drawn in ended]) if len(ended) > 1 else ended[0][2]
+        joined = Batch.concat([batch for *_, batch in ended]) if len(ended) > 1 else ended[0][2]
         try:
-            call = next(self._keepers).keep.submit(whole)
+            call = next(self._keepers).keep.submit(joined)
         except PodiumError as error:
             for number, part, _ in ended:
-                self._failed_part(number, part, error)
+                self._find_failed_part(number, part, error)
             return
         call.when_done(lambda: self._todo.put(partial(self._are_kept, ended, call)))
 
     def _are_kept(self, ended: Sequence[tuple[int, _Part, Batch]], call: Call[Batch]) -> None:
         try:
-            whole = call.result()
+            batch = call.result()
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for the parts
-            lost = [one for one in ended if self._is_restartable(one[0], one[1].processes)]
+            lost = [failure for failure in ended if self._is_restartable(failure[0], failure[1].processes)]
             for number, part, _ in lost or ended:
-                self._failed_part(number, part, error)
+                self._find_failed_part(number, part, error)
             if lost:  # those of the other generators are there
-                self._ended += [one for one in ended if one not in lost]
+                self._ended += [failure for failure in ended if failure not in lost]
             return
         start = 0
-        for _, part, drawn in ended:
-            self._is_there(part, whole.slice(start, start + len(drawn)) if len(ended) > 1 else whole)
-            start += len(drawn)
+        for _, part, batch in ended:
+            self._is_there(part, batch.slice(start, start + len(batch)) if len(ended) > 1 else batch)
+            start += len(batch)
 
     def _is_there(self, part: _Part, drawn: Batch) -> None:
         if part in self._in_flight:
@@ -414,7 +414,7 @@ class Generators:
             if not part.drawn.done():
                 part.drawn.set_result(drawn)
 
-    def _failed_part(self, number: int, part: _Part, error: Exception) -> None:
+    def _find_failed_part(self, number: int, part: _Part, error: Exception) -> None:
         """Let a part wait again if its generator was lost, or if the loss of another one interrupted it."""
         again = partial(self._queue.add, part.step, part, first=True)
         if part not in self._in_flight:

@@ -35,7 +35,7 @@ from podium.trainer.checks.preflight import check_answers, check_columns, check_
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
+from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, prompt_batch, row_order
 from podium.trainer.run_setup import Run
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import check_conversations, load_tasks
@@ -132,13 +132,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def collect_parts(self, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Draw and grade the completions in parts of a few prompts. A part is graded while others are drawn."""
         stage = partial(self.clock.stage, step=step, half="collect")
-        drawn: list[Batch] = []
+        batches: list[Batch] = []
         graded: list[Future[ScoredBatch]] = []
-        with self._kept_if_not_graded(drawn, prompts, step):
+        with self._kept_if_not_graded(batches, prompts, step):
             with stage("generate"):
                 for part in as_completed(self.draw(prompts, step)):
-                    drawn.append(part.result())
-                    graded.append(self._graders.submit(self.score, drawn[-1], prompts, step))
+                    batches.append(part.result())
+                    graded.append(self._graders.submit(self.score, batches[-1], prompts, step))
                     for over in graded:
                         if over.done():
                             over.result()  # an error of the reward need not wait for the rest
@@ -257,11 +257,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def draw(self, prompts: Sequence[Prompt], step: int) -> list[Future[Batch]]:
         """As ``generate``, in parts of a few prompts, each of which is there as soon as its last completion is."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
-        whole, (size, _) = (
+        joined, (size, _) = (
             prompt_batch(prompts, seeds),
             parts_of(self.config.engine.max_sequences, self.run.data.sampling.n),
         )
-        parts = [whole.slice(start, min(start + size, len(whole))) for start in range(0, len(whole), size)]
+        parts = [joined.slice(start, min(start + size, len(joined))) for start in range(0, len(joined), size)]
         return self.drawing.draw(step, parts, self.run.data.sampling)
 
     @in_parts
@@ -453,7 +453,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             tasks = load_tasks(data, config.environment, "train", seed)
             check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
             return PromptStream[Prompt](tasks, seed, tasks.digest)
-        prompts = encoded(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
+        prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
         if self.options.reward is None:
             check_answers(prompts.examples, config.reward)
         check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
@@ -500,8 +500,8 @@ def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Join the metrics of a step's optimizer steps: the mean of each, or the largest of maxima and counts."""
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update):
-        found = [update[name] for update in updates if name in update]
-        joined[name] = max(found) if name in _LARGEST else sum(found) / len(found)
+        values = [update[name] for update in updates if name in update]
+        joined[name] = max(values) if name in _LARGEST else sum(values) / len(values)
     return joined
 
 

@@ -21,7 +21,7 @@ from podium.rollout.tasks.examples import message_text
 from podium.telemetry import Note, emit
 from podium.telemetry.formatting import percent
 
-__all__ = ["Prompt", "Prompts", "completion_seeds", "encoded", "load_held_out", "prompt_batch", "row_order"]
+__all__ = ["Prompt", "Prompts", "completion_seeds", "encode_rows", "load_held_out", "prompt_batch", "row_order"]
 
 _EVALUATION = -1
 
@@ -56,7 +56,7 @@ class Prompts(Sequence[Prompt]):
     def __init__(
         self, examples: Sequence[Example], encoded: EncodedPrompts, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.examples = [examples[place] for place in encoded.kept]
+        self.examples = [examples[index] for index in encoded.kept]
         self.token_ids = encoded.token_ids
         self.digest = encoded.digest
         self._tokenizer = tokenizer
@@ -66,7 +66,7 @@ class Prompts(Sequence[Prompt]):
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
+            return [self[index] for index in range(*place.indices(len(self)))]
         return Prompt(self.token_ids.tensor(place).long(), self.examples[place], self._tokenizer.decode)
 
 
@@ -91,20 +91,23 @@ def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items:
     Raises:
         ConfigError, DataError: No prompt fits the model.
     """
-    return list(encoded(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out"))
+    return list(encode_rows(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out"))
 
 
-def encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str) -> Prompts:
+def encode_rows(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str
+) -> Prompts:
     """Encode ``examples``. A note says how many of the ``what`` prompts were too long. Raises as ``encode_prompts``."""
-    found = encode_prompts(examples, tokenizer, config)
-    if found.dropped or found.cut:
+    encoded_prompts = encode_prompts(examples, tokenizer, config)
+    dropped, cut = encoded_prompts.dropped, encoded_prompts.cut
+    if dropped or cut:
         emit(
             Note(
-                f"{what} prompts of more than data.max_prompt_tokens = {config.max_prompt_tokens}: {found.dropped} "
-                f"dropped, {found.cut} cut, of {len(examples)} ({percent((found.dropped + found.cut) / len(examples))})"
+                f"{what} prompts of more than data.max_prompt_tokens = {config.max_prompt_tokens}: {dropped} dropped, "
+                f"{cut} cut, of {len(examples)} ({percent((dropped + cut) / len(examples))})"
             )
         )
-    return Prompts(examples, found, tokenizer)
+    return Prompts(examples, encoded_prompts, tokenizer)
 
 
 def completion_seeds(seed: int, step: int | None, prompts: int, n: int) -> Tensor:

@@ -40,17 +40,17 @@ class Losses:
             PodiumError: It is ``error`` itself where the run was not to go on at all.
         """
         now, cause = time.monotonic(), "; ".join(causes)
-        found = [(at, known) for at, known in self._found.get(of, ()) if now - at < WINDOW_S]
-        found.append((now, cause))
-        self._found[of] = found
+        losses = [(at, cause) for at, cause in self._found.get(of, ()) if now - at < WINDOW_S]
+        losses.append((now, cause))
+        self._found[of] = losses
         if self._most == 0:
             raise error
-        if len(found) > self._most:
-            lines = [f"  {now - at:.0f} s ago: {known}" for at, known in found]
+        if len(losses) > self._most:
+            lines = [f"  {now - at:.0f} s ago: {cause}" for at, cause in losses]
             raise LostTooOften(
-                f"the run lost workers {len(found)} times within an hour, and run.max_restarts = {self._most}:\n"
+                f"the run lost workers {len(losses)} times within an hour, and run.max_restarts = {self._most}:\n"
                 + "\n".join(lines)
                 + "\nThe last of these losses caused this error: "
                 + str(error)
             ) from error
-        return f"lost {cause} (loss {len(found)} of at most {self._most} within an hour)"
+        return f"lost {cause} (loss {len(losses)} of at most {self._most} within an hour)"

@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
-from podium.runs.schedules import declaration_of, named_schedule
+from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
 from podium.telemetry import Note, Waiting, emit
-from podium.trainer.checks.placement import check_placement, reserved, standing, warn_of_bfloat16
+from podium.trainer.checks.placement import check_placement, reserve_places, standing, warn_of_bfloat16
 from podium.training import ParallelConfig
 from podium.workers import (
     ColocatedSync,
@@ -40,7 +40,7 @@ from podium.workers import (
 )
 from podium.workers.learner import Progress
 
-__all__ = ["InferenceRoles", "RoleWorkers", "Roles", "bind_roles", "started_generator", "started_roles"]
+__all__ = ["InferenceRoles", "RoleWorkers", "Roles", "bind_roles", "start_generator", "start_roles"]
 
 _logger = logging.getLogger(__name__)
 
@@ -89,11 +89,11 @@ class Roles:
 
     def lost(self) -> list[str]:
         """Say which worker processes have ended by themselves, and why. Colocated roles are named together."""
-        found: dict[str, None] = {}  # without the same process again
+        losses: dict[str, None] = {}  # without the same process again
         for group in (worker.group for worker in self.workers.values()):
             names = ", ".join(sorted((group.name, *group.shares_processes_with)))
-            found |= {f"rank {rank} of {names} ({cause})": None for rank, cause in group.lost.items()}
-        return list(found)
+            losses |= {f"rank {rank} of {names} ({cause})": None for rank, cause in group.lost.items()}
+        return list(losses)
 
     @property
     def generators_are_apart(self) -> bool:
@@ -103,8 +103,8 @@ class Roles:
     @property
     def workers(self) -> dict[str, Handle[Any]]:
         """The handles of the roles that there are, by the name of their group."""
-        found = {role: handle for role in _ROLES if (handle := getattr(self, role, None)) is not None}
-        return found | {handle.group.name: handle for handle in self.generators}
+        handles = {role: handle for role in _ROLES if (handle := getattr(self, role, None)) is not None}
+        return handles | {handle.group.name: handle for handle in self.generators}
 
     @property
     def asked_generators(self) -> tuple[Handle[Generator], ...]:
@@ -158,13 +158,13 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
     for call in config.run.profile:
         if call.partition(".")[0] not in config.roles:
             raise ConfigError(f"run.profile: {call!r} is not ROLE.ENDPOINT of a role here: {', '.join(config.roles)}")
-    given = {**_ROLES, **(workers or {})}
+    classes = {**_ROLES, **(workers or {})}
     for role in workers or ():
         if role not in config.roles:
             raise ConfigError(f"workers[{role!r}]: this run has no such role; its roles are {', '.join(config.roles)}")
     bound: dict[str, Bound[Any]] = {}
     for role in config.roles:
-        worker = given[role]
+        worker = classes[role]
         if not isinstance(worker, Bound) and not (isinstance(worker, type) and issubclass(worker, Worker)):
             raise ConfigError(f"workers[{role!r}] is {worker!r}: expected a subclass of Worker, or its .bind(...)")
         _check_endpoints(role, worker.cls if isinstance(worker, Bound) else worker, config)
@@ -184,22 +184,22 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
         needed["serve"] = "by which the rollout worker, in other processes, asks it (environment.name)"
     if role == "estimator" and apart:
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
-    if role == "generator" and declaration_of(named_schedule(config.run.schedule)).side_by_side:
+    if role == "generator" and declaration_of(find_schedule(config.run.schedule)).side_by_side:
         needed["generate_beside"] = f"by which run.schedule = {config.run.schedule} draws several parts at a time"
     resting = ("policy", "critic", "reference", *(("generator",) if config.run.staleness == 0 else ()))
     if role in resting and isinstance(config, PPOConfig) and config.parallel.offload != "none":
         needed["rest"] = f"by which parallel.offload = {config.parallel.offload} lets it leave its device while idle"
     for method, why in needed.items():
         if method not in endpoints_of(cls):
-            own = _ROLES[role].__name__
+            class_name = _ROLES[role].__name__
             raise ConfigError(
                 f"workers[{role!r}]: {cls.__name__} has no endpoint {method!r}, {why}. Derive it from "
-                f"podium.workers.{own}, or give it the endpoint as {own}.{method} has it"
+                f"podium.workers.{class_name}, or give it the endpoint as {class_name}.{method} has it"
             )
 
 
 @contextmanager
-def started_roles(
+def start_roles(
     cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None, traces: Path | None = None
 ) -> Iterator[Roles]:
     """Start every role where ``config.placement`` puts it, and end them with the block.
@@ -215,7 +215,7 @@ def started_roles(
     bound = bind_roles(config, workers)
     check_placement(config, cluster.backend_name, cluster.capabilities)
     with ExitStack() as stack:
-        started, generators = stack.enter_context(_started(cluster, config, bound, traces, replicas=True))
+        started, generators = stack.enter_context(_start_workers(cluster, config, bound, traces, replicas=True))
         notes = [handle.note() for handle in started.values() if hasattr(handle, "note")]
         for note in dict.fromkeys(filter(None, notes)):
             emit(Note(note))
@@ -231,15 +231,15 @@ def started_roles(
 
 
 @contextmanager
-def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[InferenceRoles]:
+def start_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[InferenceRoles]:
     """Start a generator with its own model, and the other roles of a run without training; end them with the block."""
     bound = {role: _ROLES[role].bind(**_inference_arguments(role, config)) for role in config.roles}
-    with _started(cluster, config, bound) as (started, (generator,)):
+    with _start_workers(cluster, config, bound) as (started, (generator,)):
         yield InferenceRoles(generator, started.get("reward"), started.get("rollout"))
 
 
 @contextmanager
-def _started(
+def _start_workers(
     cluster: Cluster,
     config: InferenceConfig,
     bound: Mapping[str, Bound[Any]],
@@ -257,11 +257,11 @@ def _started(
     generators: list[Handle[Generator]] = []
     parts: dict[tuple[str, ...], list[Any]] = {}  # by the roles that share processes, a handle of each set of these
     with ExitStack() as stack:
-        pool = stack.enter_context(reserved(cluster, sum(ranks), config.placement))
+        pool = stack.enter_context(reserve_places(cluster, sum(ranks), config.placement))
         places = dict(zip([roles for roles, _ in config.processes], pool.split(ranks), strict=True))
-        emit(Note(standing((roles, place.slots) for roles, place in places.items())))
+        emit(Note(standing((roles, pool.slots) for roles, pool in places.items())))
         names = [role for roles in places for role in roles]
-        workers = sum(len(roles) * len(place) for roles, place in places.items())
+        workers = sum(len(roles) * len(pool) for roles, pool in places.items())
         emit(Waiting(f"loading {config.model.path or 'a new model'} for {', '.join(names)}", 0, workers))
         for roles, place in places.items():
             calls = [call for call in config.run.profile if call.partition(".")[0] in roles]
@@ -318,8 +318,8 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
             return {"algorithm": algorithm}
     model, optim = config.model, config.ending_optim
     if role == "critic" and not sft:
-        own = {"path": config.critic.path, "config": {}} if config.critic.path else {}
-        model, optim = replace(model, lora=None, **own), replace(optim, lr=config.critic.lr)
+        critic_settings = {"path": config.critic.path, "config": {}} if config.critic.path else {}
+        model, optim = replace(model, lora=None, **critic_settings), replace(optim, lr=config.critic.lr)
     return {"model": model, "optim": optim, "parallel": config.parallel, "algorithm": algorithm}
 
 

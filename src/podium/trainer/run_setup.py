@@ -38,14 +38,14 @@ from podium.trainer.checks.preflight import (
     check_answers,
     check_lengths,
     check_tokens,
+    find_unused_settings,
     load_schedule,
-    unused_settings,
 )
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import Prompt, load_held_out
 from podium.trainer.restart_limit import Losses
-from podium.trainer.roles import Roles, RoleWorkers, started_roles
+from podium.trainer.roles import Roles, RoleWorkers, start_roles
 from podium.trainer.run_data import RunData
 from podium.trainer.schedules import Schedule
 from podium.trainer.sessions import Sessions
@@ -166,7 +166,7 @@ def open_run(
     if before is not None:
         kept = before
     else:
-        for remark in (*remarks(config, directory.path), *unused_settings(config)):
+        for remark in (*remarks(config, directory.path), *find_unused_settings(config)):
             emit(Note(remark))
         kept = _open_lasting(options, read_data, lasting, directory, checkpoint)
         config = kept.data.config
@@ -179,7 +179,7 @@ def open_run(
     stack.callback(saver.close)
     stack.callback(kept.grader.drop)
     traces = (directory.path / "profile").absolute()
-    roles = stack.enter_context(started_roles(kept.cluster, config, options.workers, traces))
+    roles = stack.enter_context(start_roles(kept.cluster, config, options.workers, traces))
     generators = _make_generators(config, roles, kept, directory) if roles.generators else None
     if generators is not None:
         stack.enter_context(generators)
@@ -209,8 +209,8 @@ def _check_cluster(options: RunOptions) -> None:
     if isinstance(options.cluster, str):
         backend_class(options.cluster, options.backend_options)
     elif options.backend_options:
-        given = dict(options.backend_options)
-        raise ConfigError(f"backend_options = {given}: {options.cluster!r} is connected already")
+        backend_options = dict(options.backend_options)
+        raise ConfigError(f"backend_options = {backend_options}: {options.cluster!r} is connected already")
 
 
 def _open_lasting(
@@ -258,8 +258,8 @@ def read_held_out(
     ``judged`` says that ``config.reward`` grades them, and no function of the script.
     """
     sets: dict[str, list[Prompt]] = {}
-    for name, place in config.data.eval_sets.items():
-        data = replace(config.data, eval=place)
+    for name, source in config.data.eval_sets.items():
+        data = replace(config.data, eval=source)
         if config.environment.name:
             sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
             continue

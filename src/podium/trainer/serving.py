@@ -20,7 +20,7 @@ from podium.rollout.tasks.writer import chat_template
 from podium.runs.config import InferenceConfig
 from podium.runtime import Cluster, Handle
 from podium.trainer.checks.preflight import with_stop_tokens
-from podium.trainer.roles import started_generator
+from podium.trainer.roles import start_generator
 from podium.workers import Generator
 
 __all__ = ["ServedModel", "served"]
@@ -73,7 +73,7 @@ def served(
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     config = replace(config, reward=replace(config.reward, path=""), environment=EnvironmentConfig())
     chats = chat_template(tokenizer, config.data) is not None
-    with started_generator(cluster, config) as roles:
+    with start_generator(cluster, config) as roles:
         generator = roles.generator
         if generator.group.world_size == 1:
             (url,) = generator.serve(config.data, sampling, model=model, token=token, host=host, port=port)

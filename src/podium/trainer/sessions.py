@@ -108,9 +108,9 @@ class Sessions:
 
     def _connect(self) -> None:
         if self._generators:
-            urls = [url for own in self._urls.values() for url in own]
-            known = [most for own in self._positions.values() for most in own if most]
-            self._workers.connect(urls, self._token, min(known, default=None))
+            urls = [url for generator_urls in self._urls.values() for url in generator_urls]
+            limits = [most for positions in self._positions.values() for most in positions if most]
+            self._workers.connect(urls, self._token, min(limits, default=None))
 
     def live(
         self,
@@ -154,11 +154,11 @@ class Sessions:
                     self._say_notes()
             batch = living.result()
         self._say_notes()
-        reports = [one for one in self._workers.report(key) if one]
+        reports = [report for report in self._workers.report(key) if report]
         if training:
-            self._say_overruled({name for one in reports for name in one["overruled"]})
-        self._say_unknown(sum(one["unknown"] for one in reports), len(batch))
-        report = _joined(reports)
+            self._say_overruled({name for report in reports for name in report["overruled"]})
+        self._say_unknown(sum(report["unknown"] for report in reports), len(batch))
+        report = _join_figures(reports)
         evaluation = f"evaluation after step {step}" if step else "evaluation"
         self._say(report, f"step {step}" if training else evaluation, len(batch))
         self._say_unasked(batch.python(fields.GRADE))
@@ -170,15 +170,15 @@ class Sessions:
         """Count sessions while they live, and give the deadline of their call in seconds. Sessions that find no room in
         the workers wait for those before them, also of other calls: each such wave has its time."""
         limits = self._config.environment.limits
-        own = math.ceil(sessions / self._workers.group.world_size)  # of the rank that has most of them
+        own_sessions = math.ceil(sessions / self._workers.group.world_size)  # of the rank that has most of them
         with self._counting:
-            self._in_progress += own
+            self._in_progress += own_sessions
             waves = math.ceil(self._in_progress / limits.side_by_side)
         try:
             yield waves * max(self._config.run.timeout_s, limits.time_limit_s + _GRACE_S)
         finally:
             with self._counting:
-                self._in_progress -= own
+                self._in_progress -= own_sessions
 
     def _say_notes(self) -> None:
         """Say what the workers note, each text once."""
@@ -228,8 +228,8 @@ class Sessions:
         failed = sum(report.failures.values())
         common = [reason for reason, _ in report.failures.most_common(3)]
         reasons = "; ".join(f"{reason} ({report.failures[reason]})" for reason in common)
-        told = [self._told(reason, report.details.get(reason, "")) for reason in common]
-        text = "\n".join([reasons, *filter(None, told)])
+        sentences = [self._describe_reason(reason, report.details.get(reason, "")) for reason in common]
+        text = "\n".join([reasons, *filter(None, sentences)])
         if not rows:
             raise NoRowsError(f"{when}: {self._nothing(report.sessions, failed)}{text}".rstrip())
         if failed:
@@ -252,7 +252,7 @@ class Sessions:
             f"client.base_url, and what it says there is trained{log}{others}"
         )
 
-    def _told(self, reason: str, details: str) -> str:
+    def _describe_reason(self, reason: str, details: str) -> str:
         """The traceback of a failure, unless one from the same statements was said before, whatever its message was."""
         statements = [line for line in details.splitlines() if line.startswith("  File ")]
         key = "\n".join(statements) or reason
@@ -261,12 +261,12 @@ class Sessions:
         return details.rstrip() if new else ""
 
 
-def _joined(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
+def _join_figures(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
     failures: Counter[str] = Counter()
-    for one in reports:
-        failures.update(one["failures"])
-    total = {name: sum(one[name] for one in reports) for name in _TOTALS}
-    seconds = sorted(second for one in reports for second in one["seconds"])
+    for report in reports:
+        failures.update(report["failures"])
+    total = {name: sum(report[name] for report in reports) for name in _TOTALS}
+    seconds = sorted(second for report in reports for second in report["seconds"])
     count = max(1, total["sessions"])
     figures = {
         names.SESSIONS_FAILED: sum(failures.values()) / count,
@@ -278,7 +278,7 @@ def _joined(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
         names.SESSION_S_MEDIAN: seconds[len(seconds) // 2] if seconds else 0.0,
         names.SESSION_S_MAX: seconds[-1] if seconds else 0.0,
     }
-    details = {reason: said for one in reports for reason, said in one["details"].items()}
+    details = {reason: detail for report in reports for reason, detail in report["details"].items()}
     return SessionReport(total["sessions"], failures, details, figures)
 
 
@@ -297,19 +297,22 @@ def grade_sessions(
     """
     batch = scored.batch
     numbers = batch.dense(fields.TRAJECTORY).tolist()
-    given: list[Earned] = batch.python(fields.GRADE)
-    missing = [row for row in scored.firsts if given[row].score is None]
+    earned_by_row: list[Earned] = batch.python(fields.GRADE)
+    missing = [row for row in scored.firsts if earned_by_row[row].score is None]
     found: dict[int, Grade] = {}
     if missing:
         answers = scored.with_rows(missing).graded(grader, reward_model=reward_model)
         found = dict(zip([numbers[row] for row in missing], answers.grades or (), strict=True))
-    own = [found.get(number) or Grade(score=earned.score or 0.0) for number, earned in zip(numbers, given, strict=True)]
+    row_grades = [
+        found.get(number) or Grade(score=earned.score or 0.0)
+        for number, earned in zip(numbers, earned_by_row, strict=True)
+    ]
     grades: list[Grade] = []
-    for grade, earned in zip(own, given, strict=True):
+    for grade, earned in zip(row_grades, earned_by_row, strict=True):
         score = grade.score + earned.of_turns
         parts = {**earned.parts, **grade.parts}
         grades.append(replace(grade, score=score, parts=parts, correct=score >= correct_at and not earned.full))
-    columns: dict[str, Any] = {fields.REWARDS: torch.tensor([grade.score for grade in own], dtype=torch.float32)}
+    columns: dict[str, Any] = {fields.REWARDS: torch.tensor([grade.score for grade in row_grades], dtype=torch.float32)}
     for name in sorted({name for grade in grades for name in grade.parts}):
         of_name = [grade.parts.get(name, math.nan) for grade in grades]
         columns[fields.PART + name] = torch.tensor(of_name, dtype=torch.float32)

@@ -49,7 +49,7 @@ class Tasks(Sequence[TaskPrompt]):
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
+            return [self[index] for index in range(*place.indices(len(self)))]
         return TaskPrompt(torch.empty(0, dtype=torch.int64), self.examples[place], str)
 
 
@@ -69,16 +69,16 @@ def load_tasks(
     side: Any = split
     if data.train or (split == "test" and data.eval):
         return Tasks(load_examples(data.train, data, side, seed, limit))
-    found = resolve_environment(environment).tasks
-    if found is None:
+    tasks = resolve_environment(environment).tasks
+    if tasks is None:
         raise ConfigError(
             f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "
             "data.train"
         )
-    rows = [dict(row) for row in found(side)][:limit]
+    rows = [dict(row) for row in tasks(side)][:limit]
     if not rows:
         raise ConfigError(f"environment.name = {environment.name!r} has no tasks for {split!r}")
-    return Tasks([Example(_shown(row), _answer(row), row) for row in rows])
+    return Tasks([Example(_show(row), _answer(row), row) for row in rows])
 
 
 def _comparable(value: Any, depth: int = 0) -> Any:
@@ -90,36 +90,36 @@ def _comparable(value: Any, depth: int = 0) -> Any:
         return type(value).__qualname__
     deeper = partial(_comparable, depth=depth + 1)
     if isinstance(value, Mapping):
-        return sorted(([deeper(key), deeper(each)] for key, each in value.items()), key=json.dumps)
+        return sorted(([deeper(key), deeper(entry)] for key, entry in value.items()), key=json.dumps)
     if isinstance(value, list | tuple):
         return [*map(deeper, value)]
     if isinstance(value, set | frozenset):
         return sorted(map(deeper, value), key=json.dumps)
     if callable(plain := getattr(value, "tolist", None)):  # arrays and tensors
         return deeper(plain())
-    said = _ADDRESS.sub("", repr(value))
+    text = _ADDRESS.sub("", repr(value))
     return (
-        [said, deeper(vars(value))] if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__") else said
+        [text, deeper(vars(value))] if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__") else text
     )
 
 
-def _shown(row: Mapping[str, Any]) -> Any:
+def _show(row: Mapping[str, Any]) -> Any:
     """What stands for a task where people read: its prompt, or all of it where that is neither text nor messages."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) or _is_conversation(prompt):
         return prompt
     try:
-        text = json.dumps(row, default=_told, ensure_ascii=False)
+        text = json.dumps(row, default=_describe_task, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # keys of other types, or a row that holds itself
         text = _ADDRESS.sub("", repr(row))
     return text[:2000]
 
 
 def _is_conversation(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(one, Mapping) and "role" in one for one in prompt)
+    return isinstance(prompt, list) and all(isinstance(message, Mapping) and "role" in message for message in prompt)
 
 
-def _told(value: Any) -> Any:
+def _describe_task(value: Any) -> Any:
     """What JSON cannot hold, as it is written in every process."""
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else _ADDRESS.sub("", str(value))
 

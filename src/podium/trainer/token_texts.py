@@ -28,39 +28,39 @@ class TokenTexts:
         [1, 1, 1, 0]
         """
         texts = [self._text(number) for number in ids]
-        return [*map(len, texts)] if "".join(texts) == text else self._aligned(ids, texts, text)
+        return [*map(len, texts)] if "".join(texts) == text else self._align(ids, texts, text)
 
     def _text(self, number: int) -> str:
-        found = self._texts.get(number)
-        if found is None:
-            found = self._texts[number] = self._decode([number])
-        return found
+        token_text = self._texts.get(number)
+        if token_text is None:
+            token_text = self._texts[number] = self._decode([number])
+        return token_text
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _aligned(self, ids: Sequence[int], texts: Sequence[str], text: str) -> list[int] | None:
+    def _align(self, ids: Sequence[int], texts: Sequence[str], text: str) -> list[int] | None:
         """As ``lengths`` where tokens by themselves say something else: parts of characters, words without a space."""
         lengths: list[int] = []
         parts: list[int] = []
-        place = 0
-        for number, own in zip(ids, texts, strict=True):
-            found = None if parts else _at(place, own, text)
-            if found is None:
+        position = 0
+        for number, token_text in zip(ids, texts, strict=True):
+            length = None if parts else _at(position, token_text, text)
+            if length is None:
                 parts.append(number)
                 joint = self._decode(parts)
-                found = 0 if joint.endswith(_NO_CHARACTER) else _at(place, joint, text) or 0
-                if found:
+                length = 0 if joint.endswith(_NO_CHARACTER) else _at(position, joint, text) or 0
+                if length:
                     parts = []
-                elif len(parts) > _MOST_BYTES and place < len(text):
+                elif len(parts) > _MOST_BYTES and position < len(text):
                     return None
-            lengths.append(found)
-            place += found
-        rest = text[place:]
+            lengths.append(length)
+            position += length
+        rest = text[position:]
         if rest and parts and _at(0, rest, self._decode(parts), f" {self._decode(parts)}"):
             lengths[-1] += len(rest)  # the text stops within a token
-            place = len(text)
-        return lengths if place == len(text) else None
+            position = len(text)
+        return lengths if position == len(text) else None
 
 
 def _at(place: int, own: str, *texts: str) -> int | None:

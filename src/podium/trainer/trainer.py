@@ -52,7 +52,7 @@ from podium.trainer.restart_limit import RunLost
 from podium.trainer.roles import RoleWorkers
 from podium.trainer.run_data import RunData
 from podium.trainer.run_setup import Run, RunOptions, count_steps, open_run, read_held_out
-from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, named_stage
+from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, name_stage
 
 __all__ = ["Trainer"]
 
@@ -131,7 +131,7 @@ class Trainer(ABC, Generic[C, E, R]):
         Raises:
             PodiumError: The error that ended the run. What was computed until then is in the run's directory.
         """
-        given, before, lost = self.config, None, ""
+        config_before, before, lost = self.config, None, ""
         try:
             with ExitStack() as lasting:
                 while True:
@@ -149,7 +149,7 @@ class Trainer(ABC, Generic[C, E, R]):
                     resumed = replace(self.config.run, resume=str(before.directory.path))
                     self.config = replace(self.config, run=resumed)
         finally:
-            self.config = given  # a second call begins as this one did
+            self.config = config_before  # a second call begins as this one did
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[E] | None = None) -> Run[E]:
         """Open all that the run has. See :func:`podium.trainer.run_setup.open_run` for the arguments."""
@@ -185,7 +185,7 @@ class Trainer(ABC, Generic[C, E, R]):
             emit(PhaseStarted(self.recipe, self.config.run.steps, first))
             self.steps = Steps(self._calls(run), self.config, run.declared, first, run.threads)
             if self.config.eval.at_start and first == 1:
-                with named_stage("evaluate", 0):
+                with name_stage("evaluate", 0):
                     self.evaluate(0)
             if first <= self.config.run.steps:
                 run.schedule(self.steps)

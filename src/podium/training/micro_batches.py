@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from podium.data import Batch, Jagged, fields
-from podium.data.sampled_text import sampled_counts
+from podium.data.sampled_text import count_sampled
 from podium.errors import DataError
 from podium.training.shared_prompts import SharedPrompts, row_places, share_prompts, starts
 
@@ -143,7 +143,7 @@ def cut(
         values[name] = column.values
     if bool(mask[tokens.offsets[:-1][tokens.lengths > 0]].any()):
         raise DataError(f"{fields.LOSS_MASK} is set at a row's first token, which no earlier token predicts")
-    losses_B = sampled_counts(tokens.like(mask))
+    losses_B = count_sampled(tokens.like(mask))
     lengths = tokens.lengths.tolist()
     live = [row for row, losses in enumerate(losses_B.tolist()) if losses]
     prompts = _prompts(tokens, mask, live) if share and live else None

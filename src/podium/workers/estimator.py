@@ -23,7 +23,7 @@ from podium.algorithms import (
 )
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, Jagged, fields
-from podium.data.sampled_text import sampled_counts
+from podium.data.sampled_text import count_sampled
 from podium.runtime import Worker, concat, endpoint, first, only, shard
 from podium.telemetry import metrics
 
@@ -108,7 +108,7 @@ class Estimator(Worker):
         if outputs.returns_N is not None:
             columns[fields.RETURNS] = mask.like(trajectories.in_rows(outputs.returns_N.float()))
         if fields.TRAJECTORY in batch:
-            columns[fields.TRAJECTORY_TOKENS] = trajectories.sums(sampled_counts(mask))[trajectories.trajectory_B]
+            columns[fields.TRAJECTORY_TOKENS] = trajectories.sums(count_sampled(mask))[trajectories.trajectory_B]
         return Batch(columns)
 
     @endpoint(dispatch=only(0), collect=first(), concurrent=True, readonly=True)
@@ -123,7 +123,7 @@ class Estimator(Worker):
         """
         mask, trajectories = batch.jagged(fields.LOSS_MASK), Trajectories.of(batch)
         rewards_R = batch.dense(fields.REWARDS)[trajectories.first_R]
-        lengths_R = trajectories.sums(sampled_counts(mask).float())
+        lengths_R = trajectories.sums(count_sampled(mask).float())
         if fields.TOKEN_REWARDS in batch:
             rewards_R = rewards_R + trajectories.sums(_row_sums(batch.jagged(fields.TOKEN_REWARDS)))
         figures = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
-from podium.data.sampled_text import sampled_counts
+from podium.data.sampled_text import count_sampled
 from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
 from podium.models.adapter_base import BASE, base_checksum
@@ -262,7 +262,7 @@ class Learner(Worker):
         if fields.LOSS_WEIGHTS in batch:
             return batch
         mask, mode = batch.jagged(fields.LOSS_MASK), self.algorithm.aggregation
-        counts = sampled_counts(mask)
+        counts = count_sampled(mask)
         trajectory_tokens = batch.dense(fields.TRAJECTORY_TOKENS) if fields.TRAJECTORY_TOKENS in batch else counts
         local_sums = torch.stack([counts.sum().double(), (counts.double() / trajectory_tokens.clamp(min=1)).sum()]).to(
             self.device

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from podium.algorithms import LossInputs, TokenLoss, loss_declaration, policy_loss
 from podium.data import Batch, InPlace, Jagged, fields
-from podium.data.sampled_text import sampled_counts
+from podium.data.sampled_text import count_sampled
 from podium.devices import memory_peak_bytes
 from podium.errors import DataError
 from podium.models.buckets import Bucket, WeightManifest, fill
@@ -236,7 +236,7 @@ class Policy(Learner):
         if figures is None:
             return {}
         mask = batch.jagged(fields.LOSS_MASK)
-        chosen_N, lengths_B = mask.values.bool(), sampled_counts(mask)
+        chosen_N, lengths_B = mask.values.bool(), count_sampled(mask)
         scores = self._scores(batch, entropy=True)
         own_columns = {
             **{name: batch.jagged(name).values[chosen_N] for name in (fields.TOKENS, *columns)},

@@ -70,7 +70,7 @@ def supervise(fd: int, tag: str) -> None:
                 if not word:
                     return
                 supervisor.kill(children[word])
-            for pid, status in supervisor.ended():
+            for pid, status in supervisor.reap():
                 name = next(name for name in children if children[name] == pid)
                 connection.send(f"{name} {os.waitstatus_to_exitcode(status)}".encode())
     finally:

@@ -12,7 +12,7 @@ from podium import Worker, endpoint
 from podium.errors import ConfigError, PlacementError
 from podium.telemetry import Note, WorkerStarted, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.roles import bind_roles, started_roles
+from podium.trainer.roles import bind_roles, start_roles
 from tests.integration.training import tiny
 
 
@@ -44,7 +44,7 @@ def test_generators_that_share_processes_with_another_role_are_not_restarted_alo
             "draw": {"roles": ["generator", *others]},
         }
         config = tiny(GRPOConfig, tmp_path, placement={"pools": pools}, algorithm={"kl_in": "loss"})
-        with podium.connect("inline") as cluster, started_roles(cluster, config) as roles:
+        with podium.connect("inline") as cluster, start_roles(cluster, config) as roles:
             assert roles.generators_are_apart is apart
 
 

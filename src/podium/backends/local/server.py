@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from podium.backends.local import child
 from podium.backends.process import keep_freed_memory
-from podium.lazy import uncollected
+from podium.lazy import without_collector
 from podium.processes import Channel, Supervisor, command, serve_forks, supervise
 
 __all__ = ["main"]
@@ -28,7 +28,7 @@ def main(preload: list[str], private: str) -> None:
 
 def _serve(preload: list[str], private: str, supervisor: Supervisor, channel: Channel) -> None:
     keep_freed_memory()
-    with uncollected():
+    with without_collector():
         for name in preload:
             try:
                 importlib.import_module(name)

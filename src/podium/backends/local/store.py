@@ -13,7 +13,7 @@ import numpy as np
 from podium.backends.local.shared_memory import INLINE_LIMIT, Lease, SegmentPool
 from podium.data.store import Block, BlockInfo, Bytes, PlainBlock, TensorStore, filled
 
-__all__ = ["LocalBlock", "LocalStore", "brought"]
+__all__ = ["LocalBlock", "LocalStore", "bring"]
 
 
 class LocalBlock(Block):
@@ -30,7 +30,7 @@ class LocalBlock(Block):
         return self.lease.lend(self.info.nbytes, _read_creator(self.info))
 
 
-def brought(block: Block, segments: SegmentPool) -> LocalBlock:
+def bring(block: Block, segments: SegmentPool) -> LocalBlock:
     """``block`` itself if it is in ``segments``, or a copy there of a block of another cluster's workers."""
     if isinstance(block, LocalBlock) and block.lease.pool is segments:
         return block

@@ -42,7 +42,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from podium.backends.local.shared_memory import INLINE_LIMIT, Key, Lease, SegmentPool
-from podium.backends.local.store import LocalBlock, brought
+from podium.backends.local.store import LocalBlock, bring
 from podium.data.store import ALIGN, Block, filled, lay_out
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
@@ -141,7 +141,7 @@ def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
     """
     blocks: list[Block] = []
     data, buffers = encode(value, where, blocks)
-    carried_blocks = [brought(block, segments) for block in blocks]
+    carried_blocks = [bring(block, segments) for block in blocks]
     return Parcel([data, *[buffer.raw() for buffer in buffers]], segments, where, carried_blocks)
 
 

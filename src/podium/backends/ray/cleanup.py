@@ -68,7 +68,7 @@ class Tidier:
 
 def main(script: int) -> None:
     """Wait until process ``script`` has ended or has closed the pipe. Then do what it has said."""
-    said = b""
+    unread = b""
     processes: list[int] = []  # descriptors, as another process may get the number of one that has ended
     directories: list[Path] = []
     while os.getppid() == script:
@@ -76,9 +76,9 @@ def main(script: int) -> None:
             new = os.read(0, 1 << 16)
             if not new:
                 break
-            *whole, said = (said + new).split(b"\0")
-            directories += [Path(os.fsdecode(one[1:])) for one in whole if one[:1] == b"D"]
-            for pid in [int(one[1:]) for one in whole if one[:1] == b"P"]:
+            *messages, unread = (unread + new).split(b"\0")
+            directories += [Path(os.fsdecode(message[1:])) for message in messages if message[:1] == b"D"]
+            for pid in [int(message[1:]) for message in messages if message[:1] == b"P"]:
                 with contextlib.suppress(OSError, AttributeError):  # it has ended, or this system has no descriptors
                     processes.append(os.pidfd_open(pid))
     for process in processes:

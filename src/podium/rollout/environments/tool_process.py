@@ -118,7 +118,7 @@ def _guard(supervisor: Supervisor, channel: Channel) -> None:
     with channel.connection.dup() as connection:
         supervisor.fork(lambda: _answer(Channel(connection), _call(first[1])))
     while (ready := supervisor.wait()) is not None:
-        for _, status in supervisor.ended():
+        for _, status in supervisor.reap():
             end = describe_exit(os.waitstatus_to_exitcode(status))
             _answer(channel, {"error": f"its process ended ({end})"})
             return

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from podium.errors import PodiumError
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium.rollout.service.metrics import App, Metrics
-from podium.rollout.service.routes import PATHS, routed
+from podium.rollout.service.routes import PATHS, make_routes
 from podium.rollout.service.service import Delta
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.stops import before_stop
@@ -54,7 +54,7 @@ def make_app(service: Service, token: str) -> App:
         "/metrics": api.metrics,
         "/health": api.health,
     }
-    return api.metrics_of.measured(routed(handlers, token), PATHS)
+    return api.metrics_of.measured(make_routes(handlers, token), PATHS)
 
 
 class _Api:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-__all__ = ["all_of", "merged"]
+__all__ = ["all_of", "merge_streams"]
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+async def merge_streams(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """Yield what several streams yield as it comes, with the place of its stream.
 
     Closing it closes all of them, and so does the first error, which it raises.

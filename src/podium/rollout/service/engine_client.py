@@ -25,7 +25,7 @@ from podium.devices import end_idle_threads
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines.requests import Aborted, Event, Failed, Finished, Request, RequestId, Tokens
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.token_source import Scored, sampled_of
+from podium.rollout.service.token_source import Scored, read_sampled
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
@@ -111,7 +111,7 @@ class EngineClient:
                     case Tokens() as event:
                         yield event
                     case Finished(completion=drawn):
-                        yield sampled_of(drawn)
+                        yield read_sampled(drawn)
                         return
                     case Failed(error=error):
                         raise error

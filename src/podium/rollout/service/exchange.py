@@ -80,12 +80,12 @@ async def while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]])
         ClientDisconnect: The client went away.
     """
 
-    async def gone() -> None:
+    async def is_gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     everything = asyncio.ensure_future(all_of(works))
-    watcher = asyncio.ensure_future(gone())
+    watcher = asyncio.ensure_future(is_gone())
     try:
         await asyncio.wait({everything, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not everything.done():

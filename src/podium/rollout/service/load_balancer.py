@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from podium.rollout.service.exchange import Streamed, read_body, session_of, while_there
 from podium.rollout.service.metrics import added
-from podium.rollout.service.routes import PATHS, routed
+from podium.rollout.service.routes import PATHS, make_routes
 from podium.rollout.service.wire import Refusal
 
 __all__ = ["make_load_balancer"]
@@ -50,7 +50,7 @@ def make_load_balancer(urls: Sequence[str], token: str) -> Starlette:
         ConfigError: ``token`` is empty.
     """
     balancer = _LoadBalancer(urls)
-    return routed(dict.fromkeys(PATHS, balancer.pass_on) | {"/metrics": balancer.metrics}, token, balancer.running)
+    return make_routes(dict.fromkeys(PATHS, balancer.pass_on) | {"/metrics": balancer.metrics}, token, balancer.running)
 
 
 class _LoadBalancer:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from podium.errors import ConfigError, PodiumError
 from podium.rollout.service.wire import Refusal
 
-__all__ = ["PATHS", "Handler", "routed"]
+__all__ = ["PATHS", "Handler", "make_routes"]
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -26,7 +26,7 @@ PATHS: Final = (*_METHODS,)
 """The paths outside of sessions."""
 
 
-def routed(
+def make_routes(
     handlers: Mapping[str, Handler],
     token: str,
     running: Callable[[Starlette], AbstractAsyncContextManager[None]] | None = None,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.concurrency import merged
+from podium.rollout.service.concurrency import merge_streams
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session, tools_key
 from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
 from podium.rollout.service.tool_calls import without_begun_end
@@ -344,7 +344,7 @@ class Service:
         count = len(asked.seeds)
         sent, samples = [Delta()] * count, dict[int, Sampled]()
         texts = [self._texts(asked, number, self._certain) for number in range(count)]
-        async with aclosing(merged(texts)) as pieces:
+        async with aclosing(merge_streams(texts)) as pieces:
             async for number, piece in pieces:
                 if isinstance(piece, Sampled):
                     samples[number] = piece
@@ -364,7 +364,7 @@ class Service:
         """
         draws = [(question, number) for question in asked for number in range(len(question.seeds))]
         sent = [Delta()] * len(draws)
-        async with aclosing(merged([self._texts(*which, self._certain_text) for which in draws])) as pieces:
+        async with aclosing(merge_streams([self._texts(*which, self._certain_text) for which in draws])) as pieces:
             async for number, piece in pieces:
                 sample = piece if isinstance(piece, Sampled) else None
                 text = piece if isinstance(piece, Delta) else self._text(draws[number][0], piece)

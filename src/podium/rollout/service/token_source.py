@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from podium.rollout.engines.requests import Tokens
     from podium.rollout.sampling import Completion, SamplingParams
 
-__all__ = ["Scored", "TokenSource", "sampled_of"]
+__all__ = ["Scored", "TokenSource", "read_sampled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class TokenSource(Protocol):
         ...
 
 
-def sampled_of(drawn: Completion) -> Sampled:
+def read_sampled(drawn: Completion) -> Sampled:
     """The engine's completion as plain numbers."""
     kept = None
     if drawn.kept is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["cached"]
+__all__ = ["read_or_compute"]
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _FORM: Final = 2  # of the files; another one makes all earlier files unused
 _FROM: Final = 2000  # examples; fewer are encoded in less time than a tokenizer is compared
 
 
-def cached(
+def read_or_compute(
     make: Callable[[], dict[str, Tensor]],
     kind: str,
     tokenizer: PreTrainedTokenizerBase,

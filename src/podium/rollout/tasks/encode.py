@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks.cache import cached
+from podium.rollout.tasks.cache import read_or_compute
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
 from podium.rollout.tasks.writer import Writer
@@ -146,7 +146,7 @@ def encode_prompts(
         return {**rows.tensors(), **prompts.tensors()}
 
     count = len(examples) if writer.is_lasting else 0
-    stored = cached(encode, "prompts", tokenizer, writer.settings, map(_content, examples), count)
+    stored = read_or_compute(encode, "prompts", tokenizer, writer.settings, map(_content, examples), count)
     _check_unknown(writer, examples, stored)
     dropped, cut = stored["counts"].tolist()
     rows = TokenRows(stored["values"], stored["offsets"])
@@ -185,7 +185,9 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
 
     content = ((_content(example), example.answer, example.turns, example.whole) for example in examples)
-    stored = cached(encode, "pairs", tokenizer, writer.settings, content, len(examples) if writer.is_lasting else 0)
+    stored = read_or_compute(
+        encode, "pairs", tokenizer, writer.settings, content, len(examples) if writer.is_lasting else 0
+    )
     _check_unknown(writer, examples, stored, answers=False)
     _check_unknown(writer, examples, stored, answers=True)
     dropped, cut = stored["counts"].tolist()

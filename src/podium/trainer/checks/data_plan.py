@@ -62,8 +62,8 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
         yield f"training     {count:,} tasks"
     else:
         lengths = examples.token_ids.lengths
-        place = max(range(count), key=lengths.__getitem__)
-        longest = f"; the longest is number {place}" if lengths[place] > min(lengths) else ""
+        index = max(range(count), key=lengths.__getitem__)
+        longest = f"; the longest is number {index}" if lengths[index] > min(lengths) else ""
         yield f"training     {count:,} {what} of {_span(lengths)}{longest}"
     taken = config.run.steps * batch
     epochs = taken / count
@@ -72,8 +72,10 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
     if data.held_out is not None:
-        own = [len(prompt.token_ids) for prompts in data.held_out.values() for prompt in prompts]
-        yield f"held-out     {len(own):,} " + ("tasks" if what == "tasks" else f"prompts of {_span(own)}")
+        prompt_lengths = [len(prompt.token_ids) for prompts in data.held_out.values() for prompt in prompts]
+        yield f"held-out     {len(prompt_lengths):,} " + (
+            "tasks" if what == "tasks" else f"prompts of {_span(prompt_lengths)}"
+        )
 
 
 def _examples(data: RunData[Any]) -> Prompts | EncodedPairs | Tasks:

@@ -19,7 +19,7 @@ from podium.runs.config import InferenceConfig, PlacementConfig, PPOConfig, SFTC
 from podium.runtime import Capabilities, Cluster, Node, ResourcePool, Worker
 from podium.runtime.pool import Slot
 
-__all__ = ["Sharing", "bfloat16_keys", "check_placement", "reserved", "sharing", "standing", "warn_of_bfloat16"]
+__all__ = ["Sharing", "bfloat16_keys", "check_placement", "reserve_places", "sharing", "standing", "warn_of_bfloat16"]
 
 T = TypeVar("T")
 
@@ -86,13 +86,13 @@ def sharing(nodes: Sequence[Node], processes: int) -> Sharing | None:
     total = sum(counts)
     if not 0 < total < processes:
         return None
-    each, more = divmod(processes, total)
-    loads = iter([each + (number < more) for number in range(total)])
+    share, more = divmod(processes, total)
+    loads = iter([share + (number < more) for number in range(total)])
     return Sharing(tuple(tuple(next(loads) for _ in range(count)) for count in counts if count))
 
 
 @contextmanager
-def reserved(cluster: Cluster, processes: int, placement: PlacementConfig) -> Iterator[ResourcePool]:
+def reserve_places(cluster: Cluster, processes: int, placement: PlacementConfig) -> Iterator[ResourcePool]:
     """Give a slot for each worker process during the block: with cores as configured, and an accelerator of its own or
     an equal share of one, where the cluster has any.
 
@@ -122,11 +122,11 @@ def standing(parts: Iterable[tuple[Sequence[str], Sequence[Slot]]]) -> str:
     """Say in one line which roles stand where. ``parts`` are the roles that share processes, and their slots."""
     parts = [*parts]
     named = len({slot.node for _, slots in parts for slot in slots}) > 1
-    said = [
+    sentences = [
         f"{', '.join(roles)}: {len(slots)} process{'es' * (len(slots) != 1)} on {_places(slots, named=named)}"
         for roles, slots in parts
     ]
-    return f"placement  {'; '.join(said)}"
+    return f"placement  {'; '.join(sentences)}"
 
 
 def _places(slots: Sequence[Slot], *, named: bool) -> str:
@@ -134,7 +134,10 @@ def _places(slots: Sequence[Slot], *, named: bool) -> str:
     devices: dict[str, set[int]] = {}
     for slot in slots:
         devices.setdefault(slot.node, set()).update(slot.devices)
-    places = [f"{node} " * named + (f"gpu {_ranges(own)}" if own else "cpu") for node, own in devices.items()]
+    places = [
+        f"{node} " * named + (f"gpu {_ranges(node_devices)}" if node_devices else "cpu")
+        for node, node_devices in devices.items()
+    ]
     loads = {round(1 / slot.resources["gpu"]) for slot in slots if 0 < slot.resources.get("gpu", 0) <= 1}
     most = max(loads, default=1)
     shared = f" (shared by {'up to ' * (len(loads) > 1)}{most})" if most > 1 else ""
@@ -151,12 +154,12 @@ def bfloat16_keys(config: InferenceConfig, roles: Sequence[str]) -> list[str]:
     """Return the keys by which processes with these roles compute in bfloat16 on a CPU, where the default is not to."""
     generates, trains = "generator" in roles, bool(_TRAINING & {*roles})
     parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else None
-    found = {
+    roles_by_device = {
         "model.dtype": config.model.dtype == _BFLOAT16 and (trains or (generates and config.engine.dtype is None)),
         "parallel.precision": trains and parallel is not None and parallel.precision == _BFLOAT16,
         "engine.dtype": generates and config.engine.dtype == _BFLOAT16,
     }
-    return [key for key, asks in found.items() if asks]
+    return [key for key, asks in roles_by_device.items() if asks]
 
 
 def warn_of_bfloat16(config: InferenceConfig, started: Mapping[tuple[str, ...], Sequence[Any]]) -> None:
@@ -179,7 +182,7 @@ def warn_of_bfloat16(config: InferenceConfig, started: Mapping[tuple[str, ...], 
             "%s = bfloat16 on the CPU of %s, which has no instructions for bfloat16 (avx512_bf16, amx_bf16): matrix "
             "products and generation are many times slower than in float32",
             ", ".join(keys),
-            ", ".join(node for node, own in has.items() if not own),
+            ", ".join(node for node, node_devices in has.items() if not node_devices),
         )
 
 

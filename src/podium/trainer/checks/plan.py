@@ -42,8 +42,8 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
         check_placement(config, backend, cls.capabilities, nodes)
     size = critic = model_size(config.model)
     if isinstance(config, PPOConfig) and config.has_critic and config.critic.path:
-        own = replace(config.model, path=config.critic.path, config={}, lora=None)
-        critic = model_size(own, spared=find_replaced_heads(own.path))
+        critic_model = replace(config.model, path=config.critic.path, config={}, lora=None)
+        critic = model_size(critic_model, spared=find_replaced_heads(critic_model.path))
     lines = ["# resolved configuration", config_to_yaml(config).rstrip(), "", "# plan"]
     scorer = _nbytes(config.reward.path) if "reward" in config.roles else 0
     lines += [
@@ -51,16 +51,16 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
         "",
         *_batch(config),
         "",
-        *_memory(config, size, critic, scorer, _accelerated(nodes)),
+        *_memory(config, size, critic, scorer, _is_accelerated(nodes)),
     ]
     return "\n".join(lines)
 
 
 def _placement(config: PPOConfig | SFTConfig, backend: str, nodes: Sequence[Node]) -> Iterator[str]:
-    held = [roles for roles, count in config.processes for _ in range(count)]
-    devices = _devices(nodes, len(held))
-    yield f"backend      {backend}: {len(held)} worker process(es), {_layout(config)}"
-    for number, (roles, device) in enumerate(zip(held, devices, strict=True)):
+    roles_by_process = [roles for roles, count in config.processes for _ in range(count)]
+    devices = _devices(nodes, len(roles_by_process))
+    yield f"backend      {backend}: {len(roles_by_process)} worker process(es), {_layout(config)}"
+    for number, (roles, device) in enumerate(zip(roles_by_process, devices, strict=True)):
         yield f"process {number:<4} {device:<7} {', '.join(roles)}"
     yield f"strategy     {config.parallel.strategy} over {config.placement.ranks_of('policy')} data-parallel rank(s)"
 
@@ -69,10 +69,10 @@ def _devices(nodes: Sequence[Node], processes: int) -> list[str]:
     """The device of each process: "gpu/2" is one that two processes share."""
     if (shares := sharing(nodes, processes)) is not None:
         return shares.in_turns([f"gpu/{round(1 / gpu)}" if gpu < 1 else "gpu" for gpu in shares.gpus])
-    return [("gpu" if _accelerated(nodes) else "cpu") if nodes else "device?"] * processes
+    return [("gpu" if _is_accelerated(nodes) else "cpu") if nodes else "device?"] * processes
 
 
-def _accelerated(nodes: Sequence[Node]) -> bool:
+def _is_accelerated(nodes: Sequence[Node]) -> bool:
     return any(node.resources.get("gpu", 0) >= 1 for node in nodes)
 
 
@@ -179,12 +179,12 @@ def memory_gib(
     if "reward" in roles:
         parts["reward model"] = scorer
     if "generator" in roles:
-        own = config.resolved_engine.dtype or (_BFLOAT16 if accelerated else config.model.dtype)
-        shared = "policy" in roles and shards == 1 and config.model.lora is None and own == config.model.dtype
+        dtype = config.resolved_engine.dtype or (_BFLOAT16 if accelerated else config.model.dtype)
+        shared = "policy" in roles and shards == 1 and config.model.lora is None and dtype == config.model.dtype
         if not shared:
-            parts["generator's own weights"] = size.parameters * _BYTES[own]
+            parts["generator's own weights"] = size.parameters * _BYTES[dtype]
         length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-        cache = config.engine.max_sequences * length * size.layers * 2 * size.key_value_width * _BYTES[own]
+        cache = config.engine.max_sequences * length * size.layers * 2 * size.key_value_width * _BYTES[dtype]
         most = config.engine.cache_gib
         parts["key/value cache"] = cache if most is None else min(cache, most * _GIB)
     return {name: nbytes / _GIB for name, nbytes in parts.items()}
@@ -215,15 +215,15 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
 
     from podium.models.loading import lay_out, with_adapters
 
-    whole = lay_out(model, spared=spared)
-    settings: Any = whole.config.get_text_config()
+    outline = lay_out(model, spared=spared)
+    settings: Any = outline.config.get_text_config()
     heads = getattr(settings, "num_attention_heads", 0)  # some models have states in place of attention
     shared = getattr(settings, "num_key_value_heads", None) or heads
     head_width = getattr(settings, "head_dim", None) or settings.hidden_size // max(1, heads)
-    parameters = trained = sum(p.numel() for p in whole.parameters())
+    parameters = trained = sum(p.numel() for p in outline.parameters())
     if model.lora is not None:
         with torch.device("meta"):
-            adapted = with_adapters(whole, model.lora, model.seed)
+            adapted = with_adapters(outline, model.lora, model.seed)
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     return ModelSize(
         parameters=parameters,

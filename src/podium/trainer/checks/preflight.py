@@ -28,7 +28,7 @@ from podium.rollout.environments.resolve import code_options_of, resolve_environ
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
-from podium.runs.schedules import named_schedule
+from podium.runs.schedules import find_schedule
 from podium.runtime import Bound
 from podium.telemetry import Note, emit
 
@@ -48,10 +48,10 @@ __all__ = [
     "check_reward",
     "check_settings",
     "check_tokens",
+    "find_unused_settings",
     "load_schedule",
     "names_of_given",
     "refuse_code_of",
-    "unused_settings",
     "with_stop_tokens",
 ]
 
@@ -114,17 +114,17 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
             have tasks.
         DataError: A file of the data is missing.
     """
-    found = resolve_environment(environment)
+    resolved = resolve_environment(environment)
     if data.train:
         check_data(data)
-    elif found.tasks is None:
+    elif resolved.tasks is None:
         raise ConfigError(
             f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "
             "data.train"
         )
 
 
-def unused_settings(config: InferenceConfig) -> list[str]:
+def find_unused_settings(config: InferenceConfig) -> list[str]:
     """Return a sentence for each setting that has no effect because the run trains in sessions of an environment."""
     if not config.environment.name or isinstance(config, SFTConfig):
         return []
@@ -162,8 +162,8 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
     options = environment.own_options if environment.name else {}
     for option in code_options_of(environment) if options else ():  # it is loaded after its own place was checked
         for key, text in _texts(options.get(option), f"environment.options.{option}"):
-            place, _, attribute = text.rpartition(":")
-            _refuse_code(run, key, text, place if attribute.isidentifier() and place else text)
+            module, _, attribute = text.rpartition(":")
+            _refuse_code(run, key, text, module if attribute.isidentifier() and module else text)
 
 
 def _refuse_code(run: Path, key: str, name: str, place: str) -> None:
@@ -248,16 +248,16 @@ def load_schedule(name: str) -> Schedule:
         ConfigError: The function does not exist (the message has the nearest name), or is not a plain function of one
             argument.
     """
-    found = named_schedule(name)
+    schedule = find_schedule(name)
     subject = f"run.schedule = {name!r}: {name.rpartition(':')[2]!r}"
     for is_kind, kind in _NO_SCHEDULES.items():
-        if is_kind(found):
+        if is_kind(schedule):
             raise ConfigError(f"{subject} is {kind}; write a plain function")
     try:
-        signature_of(found).bind(None)
+        signature_of(schedule).bind(None)
     except (TypeError, ValueError):  # ValueError: a built-in function without a signature
         raise ConfigError(f"{subject} must take exactly one argument, the steps") from None
-    return found
+    return schedule
 
 
 # -- data, model and functions, once they are loaded -----------------------------------------------------------------
@@ -292,9 +292,9 @@ def check_tokens(model: ModelConfig, what: str, largest: int) -> None:
     """
     from podium.models.loading import vocabulary_size
 
-    if largest >= (known := vocabulary_size(model)):
+    if largest >= (vocabulary := vocabulary_size(model)):
         raise ConfigError(
-            f"the {what} data have the token {largest}, and the model has a vocabulary of {known} tokens: the "
+            f"the {what} data have the token {largest}, and the model has a vocabulary of {vocabulary} tokens: the "
             "tokenizer is not the model's own; set model.tokenizer"
         )
 
@@ -369,27 +369,30 @@ def with_stop_tokens(
 
     from podium.rollout.tasks import end_of_turn
 
-    own = None
+    model_ids = None
     if model.path:
         try:
-            own = GenerationConfig.from_pretrained(model.path).eos_token_id
-            if not all(isinstance(one, int) for one in (own if isinstance(own, list) else [own or 0])):
-                raise TypeError(f"eos_token_id = {own!r}")
+            model_ids = GenerationConfig.from_pretrained(model.path).eos_token_id
+            if not all(
+                isinstance(token_id, int)
+                for token_id in (model_ids if isinstance(model_ids, list) else [model_ids or 0])
+            ):
+                raise TypeError(f"eos_token_id = {model_ids!r}")
         except OSError:  # a model need not have the file
             pass
         except Exception as error:
             raise ConfigError(f"{model.path}: its generation_config.json cannot be read: {error}") from error
-    found: list[int] = []
-    for ids in (tokenizer.eos_token_id, own, end_of_turn(tokenizer, data)):
-        found += [ids] if isinstance(ids, int) else cast("list[int]", ids or [])
-    if not found:
+    stop_ids: list[int] = []
+    for ids in (tokenizer.eos_token_id, model_ids, end_of_turn(tokenizer, data)):
+        stop_ids += [ids] if isinstance(ids, int) else cast("list[int]", ids or [])
+    if not stop_ids:
         emit(
             Note(
                 "the tokenizer has no end-of-sequence token, so every completion has sampling.max_new_tokens = "
                 f"{sampling.max_new_tokens} tokens: set eos_token in the tokenizer, or sampling.stop_token_ids"
             )
         )
-    return replace(sampling, stop_token_ids=tuple(dict.fromkeys(found)))
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
 
 
 def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorkers | None) -> dict[str, str]:
@@ -398,11 +401,11 @@ def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorke
     A configuration file cannot hold them, so a resume from the file alone would silently use other functions. Each
     checkpoint keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced.
     """
-    given = {
+    given_objects = {
         "reward model" if role == _REWARD else role: _name(worker.cls if isinstance(worker, Bound) else worker)
         for role, worker in (workers or {}).items()
     }
-    return given if reward is None else {**given, _REWARD: _name(reward), _REWARD_NAME: reward_name}
+    return given_objects if reward is None else {**given_objects, _REWARD: _name(reward), _REWARD_NAME: reward_name}
 
 
 def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: str) -> None:

@@ -26,11 +26,11 @@ from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.schedules import ScheduleDeclaration
 from podium.telemetry import StageFinished, emit, metrics as names
 
-__all__ = ["Rollout", "StageClock", "StepCalls", "Steps", "named_stage"]
+__all__ = ["Rollout", "StageClock", "StepCalls", "Steps", "name_stage"]
 
 
 @contextmanager
-def named_stage(name: str, step: int) -> Iterator[None]:
+def name_stage(name: str, step: int) -> Iterator[None]:
     """Name the step and the stage in the error of a call that passes its deadline during the block."""
     try:
         yield
@@ -53,7 +53,7 @@ class StageClock:
         """Time the block as stage ``name`` of ``step``; the times of a stage that a step enters twice add up."""
         started_ns = time.monotonic_ns()
         try:
-            with named_stage(name, step):
+            with name_stage(name, step):
                 yield
         finally:
             ended_ns = time.monotonic_ns()
@@ -175,12 +175,12 @@ class Steps:
                 raise self._refusal(f"it was given step {step} and did not learn it; call learn once a step")
             reached = False
             if (step == self.last or _due(step, evaluation.every)) and not self._calls.stop_requested():
-                with named_stage("evaluate", step):
+                with name_stage("evaluate", step):
                     reached = self._calls.evaluate(step)
             self._ends = step == self.last or reached or self._calls.stop_requested()
             overdue = save.minutes > 0 and time.monotonic() - self._saved_s >= 60 * save.minutes
             if self._ends or overdue or _due(step, save.every):
-                with named_stage("save", step):
+                with name_stage("save", step):
                     self._calls.save(step)
                 self._saved_s = time.monotonic()
             self.done = step
@@ -237,8 +237,8 @@ class Steps:
         pending = {*coming}
         while not coming[0].done():
             over, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for one in over:
-                one.result()
+            for future in over:
+                future.result()
         return coming[0].result()
 
     def learn(self, rollout: Rollout) -> None:
@@ -246,8 +246,8 @@ class Steps:
         step = getattr(rollout, "step", None)
         if not isinstance(step, int):
             is_future = isinstance(rollout, Future)
-            found = "Future: call .result()" if is_future else f"value of type {type(rollout).__name__}"
-            raise self._refusal(f"learn takes what collect returned; it got a {found}")
+            description = "Future: call .result()" if is_future else f"value of type {type(rollout).__name__}"
+            raise self._refusal(f"learn takes what collect returned; it got a {description}")
         with self._half("learn", step):
             metrics = self._calls.learn(rollout)
             self._calls.train(step)

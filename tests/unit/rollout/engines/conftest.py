@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from podium.rollout.sampling import Completion
-from podium.testing.engines import VOCABULARY, trained_logprobs
+from podium.testing.engines import VOCABULARY, compute_trained_logprobs
 
-__all__ = ["VOCABULARY", "MakeModel", "same", "trained_logprobs"]
+__all__ = ["VOCABULARY", "MakeModel", "compute_trained_logprobs", "same"]
 
 MakeModel = Callable[..., Any]
 

@@ -15,7 +15,7 @@ from podium.rollout.engines.native import NativeEngine
 from podium.rollout.engines.native.parameters import read_weights
 from podium.rollout.sampling import SamplingParams
 
-from .conftest import MakeModel, trained_logprobs
+from .conftest import MakeModel, compute_trained_logprobs
 
 
 def _storages(model: Any) -> list[int]:
@@ -57,7 +57,7 @@ def test_an_optimizer_made_before_goes_on_and_the_engine_sees_its_steps(make_mod
         engine.refresh(step)
         (completion,) = engine.generate([prompt], params, [step])
         assert set(completion.versions.tolist()) == {step} == {engine.version}
-        assert (completion.logprobs - trained_logprobs(twin, prompt, completion, 1.0)).abs().max() < 1e-5
+        assert (completion.logprobs - compute_trained_logprobs(twin, prompt, completion, 1.0)).abs().max() < 1e-5
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert _storages(model) == [1, 1]
@@ -69,7 +69,7 @@ def test_loading_in_place_keeps_the_views(make_model: MakeModel) -> None:
     model.load_state_dict(other.state_dict())
     assert _storages(model) == [1, 1]
     (completion,) = engine.generate([[1, 2]], SamplingParams(max_new_tokens=10), [3])
-    assert (completion.logprobs - trained_logprobs(other, [1, 2], completion, 1.0)).abs().max() < 1e-5
+    assert (completion.logprobs - compute_trained_logprobs(other, [1, 2], completion, 1.0)).abs().max() < 1e-5
 
 
 def test_refresh_joins_again_what_was_replaced(make_model: MakeModel) -> None:
@@ -80,7 +80,7 @@ def test_refresh_joins_again_what_was_replaced(make_model: MakeModel) -> None:
     engine.refresh(1)
     assert _storages(model) == [1, 1]
     (completion,) = engine.generate([[1, 2]], SamplingParams(max_new_tokens=10), [3])
-    assert (completion.logprobs - trained_logprobs(other, [1, 2], completion, 1.0)).abs().max() < 1e-5
+    assert (completion.logprobs - compute_trained_logprobs(other, [1, 2], completion, 1.0)).abs().max() < 1e-5
 
 
 def test_a_joined_model_saves_and_copies_like_any(make_model: MakeModel, tmp_path: Path) -> None:

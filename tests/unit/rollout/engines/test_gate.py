@@ -16,7 +16,7 @@ from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
 
-from .conftest import MakeModel, trained_logprobs
+from .conftest import MakeModel, compute_trained_logprobs
 
 SAMPLING = {"plain": {}, "top-k": {"top_k": 7, "temperature": 0.7}}
 
@@ -53,7 +53,7 @@ def check(engine: Engine, models: dict[int, Any], prompts: list[list[int]], para
         assert completion.versions.tolist() == sorted(completion.versions.tolist())
         for version, model in models.items():
             own = completion.versions == version
-            expected = trained_logprobs(model, prompt, completion, params.temperature)
+            expected = compute_trained_logprobs(model, prompt, completion, params.temperature)
             assert torch.equal(own, own & ((completion.logprobs - expected).abs() < 1e-5))
         seen |= set(completion.versions.tolist())
         mixed += len(completion.versions.unique()) > 1

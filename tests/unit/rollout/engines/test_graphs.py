@@ -22,7 +22,7 @@ from podium.rollout.sampling import Completion, SamplingParams
 from podium.training.offload import Offload
 
 from . import tape
-from .conftest import MakeModel, trained_logprobs
+from .conftest import MakeModel, compute_trained_logprobs
 
 PARAMS = SamplingParams(max_new_tokens=9, stop_token_ids=(3, 50))
 
@@ -127,7 +127,7 @@ def test_graphs_stay_valid_while_weights_are_written_in_place(make_model: MakeMo
         engine.load(name, 0, tensor)
     engine.refresh(1)
     (completion,) = engine.generate([[1, 2]], PARAMS, [3])
-    assert (completion.logprobs - trained_logprobs(other, [1, 2], completion, 1.0)).abs().max() < 1e-5
+    assert (completion.logprobs - compute_trained_logprobs(other, [1, 2], completion, 1.0)).abs().max() < 1e-5
     assert recordings.count == recorded > 0
 
 
@@ -139,7 +139,7 @@ def test_graphs_are_recorded_anew_where_weights_have_moved(make_model: MakeModel
     model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
     engine.refresh(1)
     (completion,) = engine.generate([[1, 2]], PARAMS, [3])
-    assert (completion.logprobs - trained_logprobs(other, [1, 2], completion, 1.0)).abs().max() < 1e-5
+    assert (completion.logprobs - compute_trained_logprobs(other, [1, 2], completion, 1.0)).abs().max() < 1e-5
     assert recordings.count > before
 
     before = recordings.count

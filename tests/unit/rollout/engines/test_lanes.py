@@ -14,7 +14,7 @@ from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Reques
 from podium.rollout.engines.native import NativeEngine
 from podium.rollout.sampling import Completion, SamplingParams
 
-from .conftest import VOCABULARY, MakeModel, same, trained_logprobs
+from .conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
 
 STOPS = tuple(range(6))
 MIXED = [
@@ -78,7 +78,7 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(make_model: M
         new = 20 if turn == 0 else 1 + 5  # the last token drawn was not fed
         assert engine.prefilled_tokens - before == new
         assert torch.equal(mine.token_ids, theirs.token_ids)
-        expected = trained_logprobs(model, prompt, theirs, 1.0)
+        expected = compute_trained_logprobs(model, prompt, theirs, 1.0)
         assert (mine.logprobs - expected).abs().max() < 1e-5
         prompt = [*prompt, *mine.token_ids.tolist(), *_prompt(5, turn)]
         fresh.release()

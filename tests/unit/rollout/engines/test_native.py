@@ -14,7 +14,7 @@ from podium.rollout.engines.native import NativeEngine, cache, engine
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
 
-from .conftest import VOCABULARY, MakeModel, same, trained_logprobs
+from .conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
 
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
 FAMILIES = [*DENSE, "qwen3_moe"]
@@ -42,7 +42,7 @@ def test_logprobs_agree_with_a_training_forward(
     params = SamplingParams(max_new_tokens=20, n=2, stop_token_ids=STOPS[:2], **SAMPLING[sampling])
     completions = _native(model).generate(prompts, params, range(20))
     for index, completion in enumerate(completions):
-        expected = trained_logprobs(trained, prompts[index // 2], completion, params.temperature or 1.0)
+        expected = compute_trained_logprobs(trained, prompts[index // 2], completion, params.temperature or 1.0)
         assert (completion.logprobs - expected).abs().max() < 1e-5
         assert (completion.kept is not None) == params.filtered
 
@@ -72,7 +72,9 @@ def test_bfloat16_stays_within_its_rounding(make_model: MakeModel, prompts: list
     exact = copy.deepcopy(model).float()
     completions = _native(model).generate(prompts, SamplingParams(max_new_tokens=20, n=4), range(40))
     trained, true = (
-        torch.cat([trained_logprobs(m, prompts[i // 4], completion, 1.0) for i, completion in enumerate(completions)])
+        torch.cat(
+            [compute_trained_logprobs(m, prompts[i // 4], completion, 1.0) for i, completion in enumerate(completions)]
+        )
         for m in (model, exact)
     )
     mine = torch.cat([completion.logprobs for completion in completions])
@@ -186,7 +188,7 @@ def test_on_cuda_logprobs_agree_with_a_training_forward(
     completions = _native(copy.deepcopy(model), max_sequences=20).generate(prompts, params, range(40))
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     for index, completion in enumerate(completions):
-        expected = trained_logprobs(model, prompts[index // 4], completion, 0.7)
+        expected = compute_trained_logprobs(model, prompts[index // 4], completion, 0.7)
         assert (completion.logprobs - expected).abs().max() < 1e-4
 
 
@@ -206,7 +208,7 @@ def test_later_turns_read_no_further_back_than_a_window(make_model: MakeModel, f
         native.submit(Request(id=turn, prompt=prompt, params=SamplingParams(max_new_tokens=14), seed=turn))
         (event,) = native.poll()
         assert isinstance(event, Finished)
-        expected = trained_logprobs(model, prompt, event.completion, 1.0)
+        expected = compute_trained_logprobs(model, prompt, event.completion, 1.0)
         assert (event.completion.logprobs - expected).abs().max() < 1e-5
         prompt = [*prompt, *event.completion.token_ids.tolist(), 11, 12]
     assert native.prefilled_tokens == 24 + 2 * 3

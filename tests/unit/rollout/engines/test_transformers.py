@@ -14,7 +14,7 @@ from podium.rollout.engines.transformers import TransformersEngine
 from podium.rollout.sampling import SamplingParams
 from tests.unit.training.families import make
 
-from .conftest import VOCABULARY, MakeModel, trained_logprobs
+from .conftest import VOCABULARY, MakeModel, compute_trained_logprobs
 
 STOPS = tuple(range(10))
 
@@ -36,7 +36,7 @@ def test_logprobs_agree_with_a_training_forward(
     completions = TransformersEngine(EngineConfig(max_sequences=7), model).generate(prompts, params, range(20))
     assert {completion.finish_reason for completion in completions} >= {"stop"}
     for index, completion in enumerate(completions):
-        expected = trained_logprobs(model, prompts[index // 2], completion, params.temperature or 1.0)
+        expected = compute_trained_logprobs(model, prompts[index // 2], completion, params.temperature or 1.0)
         assert (completion.logprobs - expected).abs().max() < 1e-5
         assert (completion.kept is not None) == params.filtered
 
@@ -66,7 +66,7 @@ def test_logprobs_agree_where_padding_on_the_left_may_change_a_row(
     model = make(family, vocab_size=VOCABULARY, eos_token_id=None)
     params = SamplingParams(max_new_tokens=9)
     for index, completion in enumerate(TransformersEngine(EngineConfig(), model).generate(prompts, params, range(10))):
-        expected = trained_logprobs(model, prompts[index], completion, 1.0)
+        expected = compute_trained_logprobs(model, prompts[index], completion, 1.0)
         assert (completion.logprobs - expected).abs().max() < 1e-5
     said = [record.getMessage() for record in caplog.records if record.name == "podium"]
     one_length = "MiniMaxForCausalLM generates from prompts of one length at a time, because padding changes its logits"
@@ -123,7 +123,7 @@ def test_adapters_go_to_the_transformers_engine(
     assert isinstance(engine, TransformersEngine)
     params = SamplingParams(max_new_tokens=5)
     for index, completion in enumerate(engine.generate(prompts, params, range(10))):
-        expected = trained_logprobs(adapted.eval(), prompts[index], completion, 1.0)
+        expected = compute_trained_logprobs(adapted.eval(), prompts[index], completion, 1.0)
         assert (completion.logprobs - expected).abs().max() < 1e-5
 
 

@@ -17,7 +17,7 @@ from podium.rollout.engines import Aborted, Engine, EngineConfig, Failed, Finish
 from podium.rollout.engines.vllm import VllmEngine
 from podium.rollout.sampling import Completion, SamplingParams
 
-from .conftest import MakeModel, trained_logprobs
+from .conftest import MakeModel, compute_trained_logprobs
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 CONFIG = EngineConfig(name="vllm", cache_gib=0.25, max_sequences=16)
@@ -90,7 +90,7 @@ def engine(engines: dict[str, Any], make_model: MakeModel) -> Engine:
 def check(completions: list[Completion], model: Any, prompts: list[list[int]], params: SamplingParams) -> None:
     """The log-probabilities are those of the model."""
     for index, completion in enumerate(completions):
-        trained = trained_logprobs(model, prompts[index // params.n], completion, params.temperature or 1.0)
+        trained = compute_trained_logprobs(model, prompts[index // params.n], completion, params.temperature or 1.0)
         assert (completion.logprobs - trained).abs().max() < 1e-4
 
 
@@ -213,7 +213,7 @@ class TestWithVllm:
             for version, model in ((11, old), (12, new)):
                 own = completion.versions == version
                 assert own.sum() >= 7
-                trained = trained_logprobs(model, prompts[index], completion, 1.0)
+                trained = compute_trained_logprobs(model, prompts[index], completion, 1.0)
                 assert (completion.logprobs - trained)[own].abs().max() < 1e-4
 
     def test_weights_come_in_parts(self, engine: Any, make_model: MakeModel, prompts: list[list[int]]) -> None:
@@ -251,4 +251,4 @@ class TestWithVllm:
         assert engine._engine.vllm_config.cache_config.kv_cache_memory_bytes == 2**28
         assert engine.model is model
         (completion,) = engine.generate(prompts[:1], SamplingParams(max_new_tokens=20), [0])
-        assert (completion.logprobs - trained_logprobs(model, prompts[0], completion, 1.0)).abs().mean() < 0.05
+        assert (completion.logprobs - compute_trained_logprobs(model, prompts[0], completion, 1.0)).abs().mean() < 0.05

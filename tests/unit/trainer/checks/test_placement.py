@@ -15,8 +15,8 @@ from podium.runtime import Node
 from podium.runtime.pool import Inventory, ResourcePool
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PlacementConfig, PPOTrainer, build_config
-from podium.trainer.checks.placement import bfloat16_keys, reserved, sharing, standing
-from podium.trainer.roles import started_generator
+from podium.trainer.checks.placement import bfloat16_keys, reserve_places, sharing, standing
+from podium.trainer.roles import start_generator
 from tests.integration.training import MODEL, tiny
 from tests.unit.runtime.test_pool import Machines
 
@@ -60,15 +60,15 @@ def test_worker_processes_are_given_the_accelerator_that_they_share(monkeypatch:
     )
     for backend, options, seen in cases:
         with podium.connect(backend, **options) as cluster:
-            with reserved(cluster, 5, PlacementConfig()) as pool:
+            with reserve_places(cluster, 5, PlacementConfig()) as pool:
                 worker = cluster.start(Worker.bind(), pool, distributed=False)
                 assert worker.group.run(sees) == seen
                 worker.group.close()
-            with reserved(cluster, 2, PlacementConfig(cpus=1)) as pool:
+            with reserve_places(cluster, 2, PlacementConfig(cpus=1)) as pool:
                 assert [dict(slot.resources) for slot in pool] == [{"cpu": 1, "gpu": 1}] * 2
                 with (
                     pytest.raises(PlacementError, match=r"placement\.ranks.*0 gpu free"),
-                    reserved(cluster, 3, PlacementConfig()),
+                    reserve_places(cluster, 3, PlacementConfig()),
                 ):
                     pass
 
@@ -91,7 +91,7 @@ def test_a_worker_that_was_promised_an_accelerator_and_finds_none_does_not_start
     line = "placement  policy, estimator: 1 process on gpu 0 (shared by 2); generator: 1 process on gpu 0 (shared by 2)"
     assert line in said
     with podium.connect("inline") as cluster, pytest.raises(WorkerStartError, match="owns device 0"):
-        started_generator(cluster, build_config(InferenceConfig, {"model": MODEL})).__enter__()
+        start_generator(cluster, build_config(InferenceConfig, {"model": MODEL})).__enter__()
 
 
 def test_the_line_names_devices_and_nodes() -> None:
@@ -135,7 +135,7 @@ def test_bfloat16_on_a_processor_without_instructions_for_it_is_one_warning(
     for dtype, warned in (("bfloat16", not has), (None, False)):
         config = build_config(InferenceConfig, {**values, "engine": {"dtype": dtype}})
         caplog.clear()
-        with podium.connect("inline", nodes=2) as cluster, started_generator(cluster, config):
+        with podium.connect("inline", nodes=2) as cluster, start_generator(cluster, config):
             pass
         assert len([text for text in caplog.messages if "engine.dtype = bfloat16 on the CPU of" in text]) == warned
 

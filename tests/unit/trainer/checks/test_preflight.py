@@ -17,7 +17,7 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.checks.preflight import check_given, check_lengths, names_of_given, unused_settings
+from podium.trainer.checks.preflight import check_given, check_lengths, find_unused_settings, names_of_given
 from podium.workers import Policy
 from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, metrics_rows, tiny
@@ -170,8 +170,10 @@ def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluat
 
 def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
     environment, data = EnvironmentConfig(name="world:play"), DataConfig(max_prompt_tokens=7)
-    (said,) = unused_settings(GRPOConfig(environment=environment, data=data))
+    (said,) = find_unused_settings(GRPOConfig(environment=environment, data=data))
     assert said.startswith("data.max_prompt_tokens = 7 has no use with environment.name")
     assert (
-        unused_settings(SFTConfig(environment=environment, data=data)) == unused_settings(GRPOConfig(data=data)) == []
+        find_unused_settings(SFTConfig(environment=environment, data=data))
+        == find_unused_settings(GRPOConfig(data=data))
+        == []
     )
