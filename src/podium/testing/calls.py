@@ -278,8 +278,8 @@ class CallContract:
         call = sleeper.double.submit(1)
         for value, says in (
             (call, r"call\.arg\(\)"),
-            ([call.arg()], "an argument itself"),
-            ({"a": per_rank([1, 2])}, "an argument itself"),
+            ([call.arg()], "must be a whole argument"),
+            ({"a": per_rank([1, 2])}, "must be a whole argument"),
             (sleeper.group, r"pass the handle"),
             (cluster.start_replicas(Counter.bind(), 1, name="stays", distributed=False), r"pass list\(replicas\)"),
         ):

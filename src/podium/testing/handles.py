@@ -114,7 +114,7 @@ class HandleContract:
     def test_the_group_stays_with_the_script(self, cluster: Cluster, agent: Handle[Agent]) -> None:
         need(cluster, "processes")
         for name in ("restart", "close", "run"):
-            refuses(EndpointError, rf"asked\.group\.{name} stays with the script", agent.reach, name)
+            refuses(EndpointError, rf"asked\.group\.{name} is only available in the script", agent.reach, name)
         assert agent.reach("world_size") == [2, 2]
 
     def test_a_worker_that_would_wait_for_itself_is_refused(self, cluster: Cluster) -> None:

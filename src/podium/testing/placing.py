@@ -183,7 +183,7 @@ class PlacingContract:
         assert theirs.add(1) == [3, 3]
         assert theirs.group.run(lambda worker: worker.ctx.rank) == [0, 1]
         for refused in (theirs.group.restart, lambda: cluster.start(Keeper.bind(), into=theirs)):
-            refuses(ConfigError, "another controller's", refused)
+            refuses(ConfigError, "another controller", refused)
         theirs.group.close()
         assert cluster.attach("standing").add(1) == [4, 4]
         lost: list[object] = []
@@ -352,7 +352,7 @@ class PlacingContract:
         keeper = cluster.start(Keeper.bind(), into=counter, name="second_in")
         assert keeper.add_to_neighbor("first_in", 2) == [3, 3]
         assert keeper.group.pids == counter.group.pids
-        refuses(ConfigError, "the processes run already", cluster.start, Keeper.bind(), cluster.pool([2]), into=counter)
+        refuses(ConfigError, "processes run already", cluster.start, Keeper.bind(), cluster.pool([2]), into=counter)
         refuses(ConfigError, "expected a handle", cluster.start, Keeper.bind(), into="first_in")
         refuses(WorkerStartError, "ValueError: not today", cluster.start, Fails.bind(), into=counter, name="third_in")
         assert counter.add(0) == [3, 3], "processes outlive a worker that did not start in them"

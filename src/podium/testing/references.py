@@ -142,7 +142,7 @@ class ReferenceContract:
         assert stash.overwrite(again) == [float(batch(60).dense("x").sum()) + (at + 1) * 120_000 for at in range(2)]
         assert torch.equal(again.get(), batch(60).dense("x"))
         for nothing in ("text", [1, 2], {"a": 1}):
-            refuses(ConfigError, r"put\(\): .* has no tensors", cluster.put, nothing)
+            refuses(ConfigError, r"put\(\): .* holds no tensors", cluster.put, nothing)
 
     def test_a_group_can_return_references_by_default(self, cluster: Cluster) -> None:
         stash = cluster.start(Stash.bind(), cluster.pool([1]), name="by-default", distributed=False, returns="ref")

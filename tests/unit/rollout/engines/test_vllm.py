@@ -179,7 +179,9 @@ class TestWithVllm:
                 assert isinstance(last[id], Finished)
             else:
                 assert isinstance(last[id], Failed)
-                assert f"temperature is {temperature}; the engine vllm takes 0, and 0.01 to 2" in str(last[id].error)
+                assert f"temperature is {temperature}; the engine vllm takes 0, or a temperature from 0.01 to 2" in str(
+                    last[id].error
+                )
 
     def test_weights_come_in_between_two_tokens(
         self, engine: Any, make_model: MakeModel, prompts: list[list[int]]
