@@ -33,7 +33,7 @@ CHECKS = "PODIUM_CHECK_REFS"
 
 
 class BlockInfo(NamedTuple):
-    """What is known of a block wherever it is referred to."""
+    """The facts about a block that travel with its references."""
 
     nbytes: int
     label: str  # who made it, such as "policy.rollout of rank 1 on node-0"
@@ -48,7 +48,8 @@ class Block(ABC):
 
     @abstractmethod
     def open(self) -> Bytes:
-        """Return uint8 ``[nbytes]``, alive as long as it is used. If it is writeable, nobody else sees what is written.
+        """Return uint8 ``[nbytes]``, alive as long as it is used. If the array is writeable, writes are private to this
+        process.
 
         Raises:
             RefLostError: The bytes are gone with the process that owned them.

@@ -31,7 +31,7 @@ def is_refusal(error: OSError) -> bool:
 
 
 def explain(error: OSError) -> str:
-    """Return why a disk refuses, and what to do where that is known."""
+    """Return why a disk refuses, and the remedy if it is known."""
     remedy = _REMEDIES.get(error.errno or 0)
     return f"{error.strerror or error}{f'; {remedy}' if remedy else ''}"
 

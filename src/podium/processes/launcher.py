@@ -84,7 +84,7 @@ class Launched:
             self.kill_descendants()
 
     def kill_descendants(self) -> None:
-        """Kill what the process has started, in whatever session, where it did not do so itself. On Linux only."""
+        """Kill the processes that the process has started, in any session, and has not ended itself. On Linux only."""
         kill_marked(self._mark)
 
 

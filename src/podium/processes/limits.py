@@ -15,7 +15,7 @@ _MOST_DESCRIPTORS: Final = 1 << 16
 
 
 def limit_memory(limit_bytes: int | None) -> None:
-    """Allow this process ``limit_bytes`` above what it has; on Linux only."""
+    """Allow this process ``limit_bytes`` more memory than it has now; on Linux only."""
     if limit_bytes is None:
         return
     with suppress(FileNotFoundError):

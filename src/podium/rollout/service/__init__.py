@@ -25,7 +25,7 @@ _LONGEST: Final = 32768  # tokens, of a model that names no limit
 
 
 def check_installed() -> None:
-    """Raise ConfigError where the extra ``serve`` is not installed."""
+    """Raise ConfigError if the extra ``serve`` is not installed."""
     for name in ("starlette", "uvicorn", "httpx2"):
         if find_spec(name) is None:
             raise ConfigError(f"serving needs {name}, which is not installed: pip install 'podium[serve]'")
@@ -47,7 +47,9 @@ def check_serving(host: str, port: int, token: str) -> None:
 
 
 def serve_load_balancer(urls: Sequence[str], *, token: str, host: str = "127.0.0.1", port: int = 0) -> Server:
-    """Serve, until the server is closed, what the services at ``urls`` answer to requests with their ``token``."""
+    """Serve one address that passes requests to the services at ``urls``, with their ``token``, until the server is
+    closed.
+    """
     from podium.rollout.service.load_balancer import make_load_balancer
     from podium.rollout.service.server import Server
 

@@ -35,8 +35,8 @@ class ChatFormat:
 
     Args:
         writer: Writes conversations by the template.
-        tokenizer: Decodes what was sampled.
-        library: Bridges what the text of the template does not.
+        tokenizer: Decodes sampled tokens.
+        library: Writes the tokens between turns where the template's text cannot.
     """
 
     def __init__(self, writer: Writer, tokenizer: Any, library: LibraryBridge | None = None) -> None:
@@ -53,7 +53,7 @@ class ChatFormat:
         the conversation does not begin with a system message or a developer's.
 
         Raises:
-            ConfigError: The template cannot write it.
+            ConfigError: The template cannot write the conversation.
         """
         return self._writer.encode(self._text(messages, tools, opened=True))
 
@@ -74,13 +74,13 @@ class ChatFormat:
         """The ids of the next prompt, which begin with ``prompt`` and ``sampled`` as they are.
 
         Args:
-            prompt: The ids of the call before.
-            sampled: What it sampled.
+            prompt: The prompt ids of the previous call.
+            sampled: The ids that the previous call sampled.
             said: The messages of that call and its answer.
-            new: The messages that have come since.
+            new: The messages since then.
             tools: The tools of the conversation.
-            ends: The tokens by which the model ends its turn. What another token has ended, such as a stop token of
-                the client, is ended as the template does it.
+            ends: The tokens by which the model ends its turn. A turn that ended otherwise, such as by a stop token of
+                the client, gets the template's end.
 
         Returns:
             The ids; None where the template writes ``said`` otherwise once ``new`` follows.

@@ -25,9 +25,9 @@ async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Yield what several streams yield as it comes, with the place of its stream.
+    """Yield the items of several streams as they arrive, each with the number of its stream.
 
-    Closing it closes all of them, and so does the first error, which it raises.
+    Closing the iterator closes all streams. The first error closes them too, and is raised.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:

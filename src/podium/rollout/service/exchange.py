@@ -74,7 +74,8 @@ def session_of(request: Request, body: Any) -> str:
 
 
 async def while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Wait for all of ``works``. They are cancelled when one fails, and when the client goes away, and have ended then.
+    """Wait for all of ``works``. If one fails or the client goes away, all are cancelled, and have ended when this
+    returns.
 
     Raises:
         ClientDisconnect: The client went away.

@@ -34,7 +34,7 @@ async def gateway(service: Service, token: str) -> AsyncIterator[Callable[[], st
     the block.
 
     Args:
-        service: What answers.
+        service: The service that answers.
         token: The bearer token that clients send.
     """
     opened, lock, loop = _Opened(), threading.Lock(), asyncio.get_running_loop()

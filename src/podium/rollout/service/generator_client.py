@@ -50,9 +50,9 @@ class RemoteTokens:
 
     Args:
         urls: Their addresses.
-        token: What they accept.
-        patience_s: How long a request waits while every generator is lost or full. One that is restarted loads a model
-            first. The time in which a generator draws for the request does not count.
+        token: The bearer token that they accept.
+        patience_s: How long a request waits while every generator is lost or full. A restarted generator loads its
+            model first. The time in which a generator draws for the request does not count.
 
     Attributes:
         positions: As :attr:`.TokenSource.positions`; the least of all generators.
@@ -76,11 +76,11 @@ class RemoteTokens:
 
     @property
     def waiting(self) -> int:
-        """The requests for which no generator is there."""
+        """The number of requests that wait for a generator."""
         return self._waiting
 
     def connect(self, urls: Sequence[str], positions: int | None) -> None:
-        """Ask the generators at ``urls`` from now on. Those that are known already keep their sessions."""
+        """Use the generators at ``urls`` from now on. Generators that were used before keep their sessions."""
         self.positions = positions
         by_url = {generator.url: generator for generator in self._generators}
         self._generators = [by_url.get(url) or _Generator(url) for url in urls]
@@ -142,7 +142,7 @@ class RemoteTokens:
         raise GenerationError(f"no generator answered within {self._patience_s:g} s; the last reason: {reason}")
 
     async def score(self, ids: Sequence[int]) -> Scored:
-        """Raise ConfigError: generators elsewhere are asked for tokens alone."""
+        """Raise ConfigError, because generators in other processes only give tokens."""
         raise ConfigError("a run does not give log-probabilities of prompts; podium serve does")
 
     @asynccontextmanager

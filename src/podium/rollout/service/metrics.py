@@ -21,7 +21,7 @@ class Metrics:
     """Counts requests and tokens.
 
     Attributes:
-        running: Requests that have no whole answer yet.
+        running: Requests without a complete answer so far.
         tokens: Tokens by kind, "prompt" and "completion".
     """
 
@@ -64,7 +64,7 @@ class Metrics:
         counts[bisect_left(_BUCKETS_S, lasted_s)] += 1
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Return all of it; ``gauges`` are more numbers, each with what it says."""
+        """Return all metrics as text; ``gauges`` are further numbers, each with its description."""
         lines = _head("requests_total", "counter", "Requests by path and status; 499 for clients that went away.")
         for (path, status), count in sorted(self._requests.items()):
             lines.append(f'podium_requests_total{{path="{path}",code="{status}"}} {count}')

@@ -54,8 +54,8 @@ class LibraryBridge:
     """A renderer of the library.
 
     Args:
-        renderer: It was made with the model's tokenizer.
-        bare: Whether it takes tools without the entry "type" around them.
+        renderer: The library's renderer, made with the model's tokenizer.
+        bare: Whether the renderer takes tools without the entry "type" around them.
     """
 
     def __init__(self, renderer: Any, *, bare: bool = False) -> None:

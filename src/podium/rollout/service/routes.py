@@ -33,10 +33,10 @@ def make_routes(
 ) -> Starlette:
     """Return an application that answers at ``PATHS``, those of conversations and texts in sessions too.
 
-    Requests without the bearer ``token`` are answered by 401 before their body is read, but for ``/health``.
+    Requests without the bearer ``token`` get the status 401 before their body is read, except for ``/health``.
 
     Args:
-        handlers: What answers at each of ``PATHS``. A session's name is the path parameter "session".
+        handlers: The handler of each of ``PATHS``. A session's name is the path parameter "session".
         token: The bearer token.
         running: The block during which requests are answered.
 

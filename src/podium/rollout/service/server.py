@@ -19,7 +19,7 @@ _LAST_PORT: Final = 65535
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at an address of IPv4 or of IPv6; ``::`` is all of both. Raises PodiumError where nobody can."""
+    """Listen at an address of IPv4 or IPv6; ``::`` is all of both. Raises PodiumError if the address cannot be used."""
     free = "; --port 0 takes one that is free" if port else ""
     authority = f"{_in_url(host)}:{port}"
     if not 0 <= port <= _LAST_PORT:  # create_server raises OverflowError then, and leaves its socket open
@@ -42,13 +42,13 @@ class Server:
     Args:
         app: An ASGI application.
         host: The address to listen at; by default only processes of this machine reach it.
-        port: The port; 0 takes one that is free.
+        port: The port; 0 chooses a free port.
 
     Raises:
-        PodiumError: Nobody can listen there.
+        PodiumError: The address or port cannot be used.
 
     Attributes:
-        url: Where it is, such as ``http://127.0.0.1:43210``.
+        url: Address of the server, such as ``http://127.0.0.1:43210``.
     """
 
     def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -71,7 +71,7 @@ class Server:
         asyncio.run(self._server.serve([self._socket]))
 
     def close(self) -> None:
-        """Answer what is in progress for at most a second, and end."""
+        """Finish requests in progress for at most a second, and end."""
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()

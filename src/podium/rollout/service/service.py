@@ -53,7 +53,7 @@ class Asked:
         session: Where the calls are recorded; None for a request that names no session.
         messages: The conversation; () for a request of ids or text.
         tools: Its tools.
-        continues: The call that the conversation goes on with.
+        continues: The call that the conversation continues.
         stops: Texts that end an answer.
     """
 
@@ -91,8 +91,8 @@ class Answer:
     Attributes:
         message: The assistant's message, as the OpenAI API has it.
         finish_reason: "stop", "length" or "tool_calls".
-        sampled: What it was read from.
-        call: Its record in the session; None where there is no session.
+        sampled: The sampled tokens of the answer.
+        call: The call's record in the session; None without a session.
     """
 
     message: Mapping[str, Any]
@@ -112,13 +112,13 @@ class Service:
         source: Draws completions.
         form: Writes and reads conversations.
         tokenizer: Writes and reads plain text.
-        model: The name that the model has here.
+        model: The name of the model for clients.
         context: The most tokens of a prompt and its completion.
         stop_token_ids: The tokens that end an answer.
-        most_tokens: Requests that would hold more tokens at the same time are told to come later.
-        rules: How training draws. Temperature, top-p and top-k of requests give way to these, since a step trains on
-            one distribution, and ``max_new_tokens`` is the most that an answer gets. Sessions must be open then: what
-            is said in no session would be lost. None lets each request decide.
+        most_tokens: Requests that would exceed this number of tokens in flight are refused with status 429.
+        rules: How training draws. Temperature, top-p and top-k of requests are replaced by these, because a step trains
+            on one distribution, and ``max_new_tokens`` limits an answer. Requests must then belong to an open session,
+            because other answers would be lost. None lets each request decide.
 
     Attributes:
         overruled: How often a request asked for a parameter that ``rules`` replaced, by its name.
@@ -160,10 +160,10 @@ class Service:
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def open_session(self, name: str, seed: int | None = None) -> Session:
-        """Return the session of this name, which is new if nobody has named it.
+        """Return the session of this name. A new session is opened if there is none.
 
         Args:
-            name: How requests name it.
+            name: Name of the session in requests.
             seed: The seeds of its calls follow from this one, in the order in which they are asked.
         """
         session = self.sessions.pop(name, None) or Session(name)
@@ -175,7 +175,7 @@ class Service:
         return session
 
     def close_session(self, name: str) -> Session | None:
-        """Return what is recorded, and forget it. Calls that have no answer yet are refused."""
+        """Return the record of the session, and forget it. Calls without an answer so far are refused."""
         self._seeds_of.pop(name, None)
         session = self.sessions.pop(name, None)
         if session is not None:
@@ -196,7 +196,8 @@ class Service:
         """Prepare a conversation.
 
         Raises:
-            Refusal: The template cannot write it, it leaves no room for an answer, or there is no such session.
+            Refusal: The template cannot write the conversation, no room is left for an answer, or the session does not
+                exist.
         """
         tools = request.tools or []
         if request.tool_choice == "none":
@@ -244,7 +245,7 @@ class Service:
         """Prepare ids. ``sampling`` has temperature, top_p, top_k, n and seed.
 
         Raises:
-            Refusal: The prompt leaves no room for an answer, or too much is in flight.
+            Refusal: The prompt leaves no room for an answer, or too many tokens are in flight.
         """
         room = self.context - len(prompt)
         if self.rules is not None:
@@ -293,7 +294,7 @@ class Service:
         return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
 
     async def score(self, ids: Sequence[int]) -> Scored:
-        """Return how probable the model finds a text. Raises Refusal where it cannot be told."""
+        """Return the log-probabilities of a text's tokens. Raises Refusal if the service cannot compute them."""
         try:
             return await self.source.score(ids)
         except ConfigError as error:
@@ -306,7 +307,7 @@ class Service:
 
         Raises:
             Refusal: The prompt does not fit the model.
-            GenerationError: Nothing can be drawn.
+            GenerationError: No token can be drawn.
         """
         async with aclosing(self._pieces(asked, number, tokens=bool(asked.stops))) as pieces:
             async for piece in pieces:
