@@ -47,6 +47,7 @@ lint: $(STAMP)  ## format, lint, types and layering, without the tests
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
+	@$(BIN)/python .ci/names.py
 
 format: $(STAMP)  ## rewrite the files as the formatter and the fixable lint rules want them
 	@$(BIN)/ruff check --fix-only .

@@ -114,12 +114,12 @@ class Batch(Rows):
         raise DataError(f"column {name!r} is {_kind(column)}; {hint}")
 
     def map_tensors(self, change: Callable[[Any], Any]) -> Batch:
-        def changed(column: Column) -> Column:
+        def change_column(column: Column) -> Column:
             if isinstance(column, list):
                 return column
             return column.map_tensors(change) if isinstance(column, Rows) else change(column)
 
-        return self._map(changed, self._rows)
+        return self._map(change_column, self._rows)
 
     def fetch(self, *names: str) -> Batch:
         """Return this batch with tensors in place of references, in the columns named or in all.
@@ -176,10 +176,10 @@ class Batch(Rows):
     def to(self, device: torch.device | str) -> Batch:
         """Return this batch with its tensor columns on ``device``."""
 
-        def moved(column: Column) -> Column:
+        def move_column(column: Column) -> Column:
             return column if isinstance(column, list) else column.to(device)
 
-        return self.fetch()._map(moved, self._rows)
+        return self.fetch()._map(move_column, self._rows)
 
     def token_lengths(self) -> list[int] | None:
         """Return the lengths of the column ``tokens``, or of the first Jagged column."""

@@ -185,7 +185,7 @@ class MemoryStore(TensorStore):
         self._lock = threading.Lock()
 
     def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
-        block = self._kind(filled(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
+        block = self._kind(fill_block(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
         self._changes.append((info.label, info.nbytes))
         weakref.finalize(block, self._changes.append, (info.label, -info.nbytes)).atexit = False
         return block
@@ -214,7 +214,7 @@ def lay_out(buffers: Sequence[Bytes]) -> tuple[list[int], int]:
     return offsets, at
 
 
-def filled(memory: Bytes, buffers: Sequence[Bytes], offsets: Sequence[int]) -> Bytes:
+def fill_block(memory: Bytes, buffers: Sequence[Bytes], offsets: Sequence[int]) -> Bytes:
     """Copy each buffer to its offset of ``memory``, and return this."""
     for buffer, at in zip(buffers, offsets, strict=True):
         np.copyto(memory[at : at + buffer.nbytes], buffer)

@@ -53,7 +53,7 @@ def of_one(reward: ListReward) -> Callable[[str, Mapping[str, Any]], float]:
             "write a reward of (completion, row), which returns a number or a mapping of named numbers with 'score'"
         )
 
-    def graded(completion: str, row: Mapping[str, Any]) -> float:
+    def grade(completion: str, row: Mapping[str, Any]) -> float:
         prompt = row.get("prompt")
         answer = [{"role": "assistant", "content": completion}] if isinstance(prompt, list) else completion
         columns = {key: [value] for key, value in row.items() if key not in _RESERVED}
@@ -64,7 +64,7 @@ def of_one(reward: ListReward) -> Callable[[str, Mapping[str, Any]], float]:
             reward(**(arguments if takes_all else {key: arguments[key] for key in parameters if key in arguments}))
         )
 
-    return graded
+    return grade
 
 
 def _only(scores: object) -> float:

@@ -256,7 +256,7 @@ class WorkerProcess:
             self._loop_thread = threading.Thread(target=work, name="podium-loop", daemon=True)
             self._loop_thread.start()
 
-        async def watched() -> tuple[Any, BaseException | None]:
+        async def watch() -> tuple[Any, BaseException | None]:
             running.task, running.coroutine = asyncio.current_task(), coroutine
             running.thread = threading.get_ident()
             if running.cancelled:
@@ -269,7 +269,7 @@ class WorkerProcess:
             finally:
                 _leave_cores()
 
-        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(watch(), self._loop)
         try:
             result, left = future.result()
         except BaseException as error:

@@ -167,7 +167,7 @@ def request(id: int | str, prompt: Sequence[int], params: SamplingParams = PARAM
     return Request(**{"id": id, "prompt": prompt, "params": params, "seed": id, **changes})
 
 
-def drained(engine: Engine, events: Sequence[Event] = ()) -> dict[Any, list[Event]]:
+def drain(engine: Engine, events: Sequence[Event] = ()) -> dict[Any, list[Event]]:
     """``events`` and all that come until nothing is in flight, by request."""
     events_by_request: dict[Any, list[Event]] = {}
     new = list(events)
@@ -223,7 +223,7 @@ class EngineContract:
                 except ConfigError as refusal:
                     assert params.filtered, f"only top-k and top-p may be refused, not {params}: {refusal}"
                     requests.pop()
-        done = drained(engine)
+        done = drain(engine)
         for one in requests:
             completion = completion_of(done[one.id])
             target.check({0: model}, one.prompt, completion, one.params)
@@ -264,7 +264,7 @@ class EngineContract:
         engine, prompt = target.make(copy.deepcopy(model)), prompts_of()[3] + prompts_of()[4]
         for turn in range(3):
             engine.submit(request(turn, prompt))
-            completion = completion_of(drained(engine)[turn])
+            completion = completion_of(drain(engine)[turn])
             target.check({0: model}, prompt, completion, PARAMS)
             prompt = [*prompt, *completion.token_ids.tolist(), 40 + turn, 50]
 
@@ -297,7 +297,7 @@ class EngineContract:
         for _ in range(6):
             events += engine.poll(timeout_s=0)
             reported += engine.drawn()
-        done = drained(engine, events)
+        done = drain(engine, events)
         for id, draft in reported:
             complete = Drawn.of(completion_of(done[id]))
             assert cut(complete, len(draft)) == draft, f"drawn() told {draft} of request {id}, which became {complete}"
@@ -319,7 +319,7 @@ class EngineContract:
         gate.during[2] = lambda: submit_late(4, 5)
         gate.before[3] = lambda: submit_late(6, 7)
         beside = engine.generate(prompts, PARAMS, range(8))  # the events of the others are kept for poll
-        done = drained(engine, events)
+        done = drain(engine, events)
         for index in range(8):
             assert index in done, f"request {index} came while generate() was at work, and has no event"
             check_same(completion_of(done[index]), expected[index], "submitted while others were in flight")
@@ -330,7 +330,7 @@ class EngineContract:
         engine = target.make(target.model(0))
         for index, prompt in enumerate(prompts_of()):
             engine.submit(request(index, prompt, stream=index % 2 == 0))
-        for index, events in drained(engine).items():
+        for index, events in drain(engine).items():
             *tokens, last = events
             assert isinstance(last, Finished), f"the last event of a request is Finished, not {last}"
             streamed = [event for event in tokens if isinstance(event, Tokens)]
@@ -347,7 +347,7 @@ class EngineContract:
         engine = target.make(target.model(0), max_sequences=1)
         for index, priority in enumerate((0, 1, 5, 1, 0)):
             engine.submit(request(index, prompts_of()[index], priority=priority))
-        assert list(drained(engine)) == [2, 1, 3, 0, 4], "begin a higher priority first, and equal ones as they came"
+        assert list(drain(engine)) == [2, 1, 3, 0, 4], "begin a higher priority first, and equal ones as they came"
 
     def test_an_abort_ends_one_request_and_no_other(self, target: EngineTarget) -> None:
         engine, prompts = target.make(target.model(0), max_sequences=4), prompts_of()
@@ -359,7 +359,7 @@ class EngineContract:
         begun = next(index for index in (3, 7) if index not in {event.id for event in first})
         for id in (begun, begun, "unknown"):
             engine.abort(id)
-        done = drained(engine, first)
+        done = drain(engine, first)
         assert set(done) == set(range(8)), f"events came for requests {sorted(done)} of 0 to 7"
         for index, events in done.items():
             if index in (0, begun):
@@ -367,7 +367,7 @@ class EngineContract:
             else:
                 check_same(completion_of(events), expected[index], "beside an aborted request")
         engine.submit(request(0, prompts[0]))
-        check_same(completion_of(drained(engine)[0]), expected[0], "under the id of an aborted request")
+        check_same(completion_of(drain(engine)[0]), expected[0], "under the id of an aborted request")
 
     def test_an_aborted_request_draws_no_more_and_its_id_is_free(self, target: EngineTarget) -> None:
         engine, prompts = target.make(target.model(0), max_sequences=1), prompts_of()
@@ -404,7 +404,7 @@ class EngineContract:
                 engine.generate([[5], prompt], PARAMS, [0, 1])
         with pytest.raises(ConfigError, match="request 0 is in flight"):
             engine.submit(request(0, prompts[1]))
-        assert set(drained(engine)) == {0}, "a request that was refused has no events"
+        assert set(drain(engine)) == {0}, "a request that was refused has no events"
 
     def test_logits_that_are_no_numbers_fail_their_request_alone(self, target: EngineTarget) -> None:
         model, prompts, poison = target.model(0), prompts_of(), VOCABULARY - 1
@@ -417,10 +417,10 @@ class EngineContract:
         for index in safe:
             engine.submit(request(index, prompts[index]))
             engine.submit(request(f"bad {index}", [*prompts[index], poison], seed=index))
-        done = drained(engine)
+        done = drain(engine)
         for index in safe:
             engine.submit(request(index, prompts[index]))
-        after = drained(engine)
+        after = drain(engine)
         for index in safe:
             check_same(completion_of(done[index]), healthy[index], "beside logits that are no numbers")
             check_same(completion_of(after[index]), healthy[index], "after logits that were no numbers")
@@ -463,7 +463,7 @@ class EngineContract:
         gate.before[3] = lambda: call_in_thread(engine.refresh, 1, models[1].state_dict())
         for index, prompt in enumerate(prompts):
             engine.submit(request(index, prompt))
-        done = drained(engine)
+        done = drain(engine)
         versions: list[int] = []
         for index, prompt in enumerate(prompts):
             completion = completion_of(done[index])
@@ -482,7 +482,7 @@ class EngineContract:
         with pytest.raises(OSError, match="cut"), engine.gate.changing(1):
             raise OSError("cut")
         engine.submit(request(0, prompt))
-        ((failed,),) = drained(engine).values()
+        ((failed,),) = drain(engine).values()
         assert isinstance(failed, Failed), "read the weights within `with self.gate:`, which refuses parts of weights"
         with pytest.raises(GenerationError, match=r"version 1 arrived only in part \(cut\)"):
             engine.generate([prompt], PARAMS, [0])

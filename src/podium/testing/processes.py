@@ -69,13 +69,13 @@ class Started:
         """Send a request to the process itself. A second reply counts, and is not in the future."""
         future: Future[Reply] = Future()
 
-        def done(reply: Reply) -> None:
+        def note_done(reply: Reply) -> None:
             self.replies += 1
             if not future.done():
                 future.set_result(reply)
 
         request = Request(next(_numbers), "", method, self.backend.pack(values, 1))
-        self.handles[rank].invoke(request, done)
+        self.handles[rank].invoke(request, note_done)
         return future
 
     def answer(self, rank: int, method: str, **values: Any) -> Any:
@@ -205,17 +205,17 @@ class ProcessContract:
         need(cluster, "processes")
         with pytest.raises(WorkerStartError):
             cluster.start(Worker.bind(), cluster.pool([2]), env=_site(tmp_path, 0.0), start_timeout_s=LIMIT_S)
-        wait_for(lambda: bool(_written(tmp_path)), LIMIT_S)
-        assert not all_gone(_written(tmp_path), GONE_S)
+        wait_for(lambda: bool(_read_written(tmp_path)), LIMIT_S)
+        assert not all_gone(_read_written(tmp_path), GONE_S)
 
     def test_a_start_ends_at_its_limit_and_leaves_nothing(self, cluster: Cluster, tmp_path: Path) -> None:
         need(cluster, "processes")
         with pytest.raises(WorkerStartError, match=r"limit|deadline|within"):
             cluster.start(Worker.bind(), name="late", env=_site(tmp_path, 600.0), start_timeout_s=START_S)
         try:  # a runtime that starts processes for others, as Ray does, may wait for one that has not called it yet
-            assert not cluster.capabilities.exit_status or not all_gone(_written(tmp_path), GONE_S)
+            assert not cluster.capabilities.exit_status or not all_gone(_read_written(tmp_path), GONE_S)
         finally:
-            for pid in _written(tmp_path):
+            for pid in _read_written(tmp_path):
                 kill(pid)
         assert cluster.start(Counter.bind(1), name="late", distributed=False).add(1) == [2]
 
@@ -257,11 +257,11 @@ class ProcessContract:
         assert backend.wait(lambda: True, None) in (True, False, None)
         waits, over = threading.Event(), threading.Event()
 
-        def ended() -> bool:
+        def note_end() -> bool:
             waits.set()
             return over.is_set()
 
-        waiter = threading.Thread(target=backend.wait, args=(ended, None), daemon=True)
+        waiter = threading.Thread(target=backend.wait, args=(note_end, None), daemon=True)
         waiter.start()
         assert wait_for(lambda: waits.is_set() or not waiter.is_alive(), LIMIT_S)
         try:
@@ -370,7 +370,7 @@ def _site(directory: Path, seconds: float) -> Mapping[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
-def _written(directory: Path) -> list[int]:
+def _read_written(directory: Path) -> list[int]:
     """The numbers of the processes that SITE has told."""
     pids = directory / "pids"
     return [int(line) for line in pids.read_text().split()] if pids.exists() else []

@@ -35,7 +35,7 @@ def soon(condition: Callable[[], bool]) -> bool:
     return wait_for(condition, SOON_S)
 
 
-def kept(stash: Handle[Stash]) -> int:
+def read_kept_bytes(stash: Handle[Stash]) -> int:
     """Return the bytes that all ranks keep."""
     gc.collect()  # an error keeps the frames it came through, and in them the arguments of a worker in this process
     return sum(usage.nbytes for usage in stash.group.stores() if usage is not None)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
@@ -173,16 +173,16 @@ class ReferenceContract:
         stash.drop.submit()
 
     def test_the_last_reference_frees_the_memory(self, stash: Handle[Stash]) -> None:
-        assert soon(lambda: kept(stash) == 0)
+        assert soon(lambda: read_kept_bytes(stash) == 0)
         ref: Any = stash.make(LARGE, 1)[1]
         part = ref[5:10]
-        if kept(stash):  # a backend whose blocks travel with its messages keeps nothing in a worker
+        if read_kept_bytes(stash):  # a backend whose blocks travel with its messages keeps nothing in a worker
             del ref
-            assert kept(stash) >= 4 * LARGE, "a part keeps the whole"
+            assert read_kept_bytes(stash) >= 4 * LARGE, "a part keeps the whole"
         assert torch.equal(part.get(), torch.ones(5, 1))
         ref = None
         del part
-        assert soon(lambda: kept(stash) == 0)
+        assert soon(lambda: read_kept_bytes(stash) == 0)
 
     def test_a_reference_kept_by_a_worker_alone_lives_until_it_lets_go(self, stash: Handle[Stash]) -> None:
         stash.drop()
@@ -190,19 +190,19 @@ class ReferenceContract:
         del ref
         assert stash.held_total() == LARGE
         stash.drop()
-        assert soon(lambda: kept(stash) == 0)
+        assert soon(lambda: read_kept_bytes(stash) == 0)
 
     def test_a_look_at_what_is_kept_takes_nothing_away(self, stash: Handle[Stash]) -> None:
         """Each result looks at what its worker keeps. What only the worker itself refers to must outlive that."""
         maker: Any = stash.group.on(1)
         ref, other = maker.hold(maker.make(LARGE, 1)[0]), maker.make(LARGE, 1)[0]
-        both = kept(stash)
+        both = read_kept_bytes(stash)
         del ref, other
-        assert soon(lambda: 2 * kept(stash) <= both), "nobody has the other one"
+        assert soon(lambda: 2 * read_kept_bytes(stash) <= both), "nobody has the other one"
         maker.make(LARGE, 1)
         assert maker.held_total() == LARGE
         stash.drop()
-        assert soon(lambda: kept(stash) == 0)
+        assert soon(lambda: read_kept_bytes(stash) == 0)
 
     def test_failed_and_cancelled_calls_leak_nothing(self, cluster: Cluster, stash: Handle[Stash]) -> None:
         need(cluster, "concurrent")
@@ -214,7 +214,7 @@ class ReferenceContract:
         with pytest.raises(CallCancelled):
             waiting.result()
         del ref, waiting
-        assert soon(lambda: kept(stash) == 0)
+        assert soon(lambda: read_kept_bytes(stash) == 0)
 
     def test_a_reader_that_is_killed_holds_nothing(self, cluster: Cluster, stash: Handle[Stash]) -> None:
         need(cluster, "processes")
@@ -227,7 +227,7 @@ class ReferenceContract:
             call.result()
         assert torch.equal(ref.get(), torch.ones(LARGE, 1))
         del ref, held_reference, call
-        assert soon(lambda: kept(stash) == 0)
+        assert soon(lambda: read_kept_bytes(stash) == 0)
 
     def test_what_a_dead_owner_made_is_there_or_its_loss_is_named(self, cluster: Cluster, stash: Handle[Stash]) -> None:
         need(cluster, "processes")

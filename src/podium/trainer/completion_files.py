@@ -175,18 +175,18 @@ def _token_values(batch: Batch) -> dict[str, Tensor]:
     """
     mask_N = batch.jagged(fields.LOSS_MASK).values.bool()
 
-    def sampled(name: str) -> Tensor:
+    def select_sampled(name: str) -> Tensor:
         return batch.jagged(name).values[mask_N]
 
-    columns = {"token_versions": sampled(fields.VERSIONS).int()}
+    columns = {"token_versions": select_sampled(fields.VERSIONS).int()}
     if fields.ADVANTAGES in batch:
-        columns["token_advantages"] = sampled(fields.ADVANTAGES).bfloat16().float()
+        columns["token_advantages"] = select_sampled(fields.ADVANTAGES).bfloat16().float()
     if fields.OLD_LOGPROBS in batch and fields.ROLLOUT_LOGPROBS in batch:
-        apart_K = sampled(fields.ROLLOUT_LOGPROBS).float() - sampled(fields.OLD_LOGPROBS).float()
+        apart_K = select_sampled(fields.ROLLOUT_LOGPROBS).float() - select_sampled(fields.OLD_LOGPROBS).float()
         steps_K = (apart_K / _MISMATCH_STEP).round() + 0.0  # no minus zero
         columns["token_mismatch"] = (steps_K * _MISMATCH_STEP).bfloat16().float()
     if fields.KEPT_SIZES in batch:
-        columns["token_kept"] = sampled(fields.KEPT_SIZES).int()
+        columns["token_kept"] = select_sampled(fields.KEPT_SIZES).int()
     return columns
 
 

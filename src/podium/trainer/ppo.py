@@ -123,7 +123,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         else:
             with stage("generate"):
                 batch = self.generate(prompts, step)
-            with stage("score"), self._kept_if_not_graded([batch], prompts, step):
+            with stage("score"), self._keep_if_not_graded([batch], prompts, step):
                 scored = self.score(batch, prompts, step)
         if self.config.run.show_samples:
             emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
@@ -134,7 +134,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         stage = partial(self.clock.stage, step=step, half="collect")
         batches: list[Batch] = []
         graded: list[Future[ScoredBatch]] = []
-        with self._kept_if_not_graded(batches, prompts, step):
+        with self._keep_if_not_graded(batches, prompts, step):
             with stage("generate"):
                 for part in as_completed(self.draw(prompts, step)):
                     batches.append(part.result())
@@ -158,9 +158,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             raise PodiumError(
                 f"step {step}: the sessions gave {len(batch)} rows, and the policy trains on {ranks} ranks"
             )
-        scored = replace(self._ungraded(batch, prompts, step), figures=report.figures)
+        scored = replace(self._select_ungraded(batch, prompts, step), figures=report.figures)
         places = sorted({*scored.groups})
-        with stage("score"), self._kept_if_not_graded([batch], prompts, step):
+        with stage("score"), self._keep_if_not_graded([batch], prompts, step):
             self.ledger.move(step, "rolled_out", places, versions=scored.versions())
             scored = grade_sessions(scored, self.run.grader, self.config.reward.correct_at, self.run.roles.reward)
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(batch))}
@@ -267,14 +267,14 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     @in_parts
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Grade completions of a step, all of them or those of some prompts; ``prompts`` are all of the step."""
-        ungraded = self._ungraded(batch, prompts, step)
+        ungraded = self._select_ungraded(batch, prompts, step)
         places = sorted({*ungraded.groups})
         self.ledger.move(step, "rolled_out", places, versions=ungraded.versions())
         scored = ungraded.graded(self.run.grader, self._declared.data, self.run.roles.reward)
         self.ledger.move(step, "graded", places)
         return scored
 
-    def _ungraded(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+    def _select_ungraded(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         if (
             fields.VERSION_RANGE not in batch and fields.VERSIONS in batch
         ):  # of a generator or a stage of the user's own
@@ -283,12 +283,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return ScoredBatch(step=step, batch=batch.fetch(*rows), prompts=prompts, tokenizer=self.run.data.tokenizer)
 
     @contextmanager
-    def _kept_if_not_graded(self, drawn: Sequence[Batch], prompts: Sequence[Prompt], step: int) -> Iterator[None]:
+    def _keep_if_not_graded(self, drawn: Sequence[Batch], prompts: Sequence[Prompt], step: int) -> Iterator[None]:
         """Write what was drawn, if the reward fails in the block, before the error ends the run."""
         try:
             yield
         except RewardError:
-            write_completions(self.completions.folder, self._ungraded(Batch.concat(drawn), prompts, step), None)
+            write_completions(self.completions.folder, self._select_ungraded(Batch.concat(drawn), prompts, step), None)
             raise
 
     # -- the stages of learn ---------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class Sessions:
             },
             {"key": key},
         )
-        with self.counted(len(tasks)) as deadline_s:
+        with self.count_sessions(len(tasks)) as deadline_s:
             living = self._workers.live.within(timeout_s=deadline_s).submit(tasks, sampling)
             while not living.wait(_LOOK_S):
                 with suppress(PodiumError):  # which the call itself raises
@@ -166,7 +166,7 @@ class Sessions:
         return batch.fetch(*small), report
 
     @contextmanager
-    def counted(self, sessions: int) -> Iterator[float]:
+    def count_sessions(self, sessions: int) -> Iterator[float]:
         """Count sessions while they live, and give the deadline of their call in seconds. Sessions that find no room in
         the workers wait for those before them, also of other calls: each such wave has its time."""
         limits = self._config.environment.limits

@@ -208,8 +208,8 @@ class Trainer(ABC, Generic[C, E, R]):
         """What the steps call, which a schedule drives."""
         stream, ledger = run.data.stream, self.ledger
         return StepCalls(
-            collect=self.collect,
-            learn=self.learn,
+            collect=lambda step: self.collect(step),  # also where somebody replaces a half while it runs
+            learn=lambda rollout: self.learn(rollout),
             report=self._report,
             evaluate=self.evaluate,
             save=self.save,

@@ -9,7 +9,7 @@ from typing import Any, Final
 from podium.errors import DataError
 from podium.view.page import page
 from podium.view.run import Run
-from podium.view.server import encoded
+from podium.view.server import encode_answer
 
 __all__ = ["export_page"]
 
@@ -34,7 +34,7 @@ def export_page(runs: Sequence[Run]) -> str:
         left_out |= len(included) < len(chosen)
         answers[f"{number}/steps"] = included
         left_out |= _add_slices(budget, number, run)
-    packed = base64.b64encode(gzip.compress(encoded(answers), 6, mtime=0)).decode()
+    packed = base64.b64encode(gzip.compress(encode_answer(answers), 6, mtime=0)).decode()
     note = f"This file holds the completions of {_STEPS} steps of each run at most; the run's directory has all."
     return page(", ".join(run.name for run in runs) + " · podium view", packed, note if left_out else "")
 
@@ -51,7 +51,7 @@ class _Budget:
             return False
         with suppress(DataError):
             self._answers[key] = run.answer(path)
-            self._left -= len(encoded(self._answers[key]))
+            self._left -= len(encode_answer(self._answers[key]))
             return True
         return False
 

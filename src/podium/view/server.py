@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
         except LookupError:
             status, answer = HTTPStatus.NOT_FOUND, {"error": "there is no such page"}
-        self._send(status, "application/json", encoded(answer))
+        self._send(status, "application/json", encode_answer(answer))
 
     do_HEAD = do_GET
 
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass  # the terminal shows the address, and stays quiet
 
 
-def encoded(answer: Any) -> bytes:
+def encode_answer(answer: Any) -> bytes:
     """``answer`` as JSON. A lone surrogate in it, which has no UTF-8, is written as its number."""
     return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby, pairwise
 from typing import Any
 
-from podium.rollout.service.metrics import Metrics, added
+from podium.rollout.service.metrics import Metrics, add_line
 
 
 def asked(*requests: tuple[str, int]) -> str:
@@ -63,7 +63,7 @@ def test_requests_are_counted_by_path_without_its_session_and_by_status() -> Non
 
 
 def test_several_ranks_are_added_in_one_text_with_each_family_once() -> None:
-    text = added([asked(*FIRST), asked(*SECOND)])
+    text = add_line([asked(*FIRST), asked(*SECOND)])
     found = samples(text)
     assert found['podium_requests_total{path="/a",code="200"}'] == 2
     assert found['podium_requests_total{path="other",code="404"}'] == 1

@@ -30,7 +30,7 @@ def test_sessions_that_wait_for_room_have_longer(
     config = InferenceConfig(run=RunConfig(timeout_s=1800.0), environment=EnvironmentConfig(options=options))
     workers = cast("Any", SimpleNamespace(group=SimpleNamespace(world_size=2)))
     lived = Sessions(workers, (), config, SamplingParams(max_new_tokens=8))
-    with lived.counted(sessions) as first, lived.counted(sessions) as second:
+    with lived.count_sessions(sessions) as first, lived.count_sessions(sessions) as second:
         assert (first, second) == (first_s, second_s), "the second waits for the first"
-    with lived.counted(sessions) as again:
+    with lived.count_sessions(sessions) as again:
         assert again == first_s

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from podium.backends.local.shared_memory import INLINE_LIMIT, Lease, SegmentPool
-from podium.data.store import Block, BlockInfo, Bytes, PlainBlock, TensorStore, filled
+from podium.data.store import Block, BlockInfo, Bytes, PlainBlock, TensorStore, fill_block
 
 __all__ = ["LocalBlock", "LocalStore", "bring"]
 
@@ -54,16 +54,16 @@ class LocalStore(TensorStore):
 
     def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
         if info.nbytes <= INLINE_LIMIT:  # a copy costs less than a descriptor
-            return PlainBlock(filled(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
+            return PlainBlock(fill_block(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
         lease = self._segments.take(info.nbytes, _read_creator(info), info.label)
-        filled(lease.segment.memory, buffers, offsets)
+        fill_block(lease.segment.memory, buffers, offsets)
         return LocalBlock(lease, info)
 
     def overflow(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block | None:
         if self._spill is None:
             return None
         lease = self._segments.take_file(info.nbytes, self._spill, info.label)
-        filled(lease.segment.memory, buffers, offsets)
+        fill_block(lease.segment.memory, buffers, offsets)
         return LocalBlock(lease, info)
 
     def room(self, nbytes: int, label: str) -> tuple[Block, Bytes] | None:

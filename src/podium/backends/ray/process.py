@@ -241,8 +241,8 @@ def _answer(reference: Any) -> Answer:
 
 
 def _by_future(reference: Any, heard: Heard) -> None:
-    def done(future: Any) -> None:
+    def note_done(future: Any) -> None:
         error = future.exception()
         heard(future.result() if error is None else None, error)
 
-    reference.future().add_done_callback(done)
+    reference.future().add_done_callback(note_done)

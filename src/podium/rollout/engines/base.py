@@ -346,12 +346,12 @@ class Engine(ABC):
 
     @torch.no_grad()
     def _advance(self, deadline: float | None) -> list[Event]:
-        def interrupted() -> bool:
+        def interrupt() -> bool:
             came = bool(self._arrived) or bool(self._aborted)
             return came or (deadline is not None and time.monotonic() >= deadline) or self._report_is_due()
 
         try:
-            events = self.advance(interrupted)
+            events = self.advance(interrupt)
             if self._report_is_due():
                 self._report()
             return events

@@ -141,7 +141,7 @@ class Client:
             max_tokens=max_tokens,
             stop=stop if isinstance(stop, str) else [*stop],
         )
-        answering = answered(self._service, request, self._session.id)
+        answering = answer_request(self._service, request, self._session.id)
         if asyncio.get_running_loop() is not self._loop:  # one thread records all that is said in a session
             answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answering, self._loop))
         answer = await answering
@@ -207,7 +207,7 @@ def agent_name(name: str) -> str:
     return name
 
 
-async def answered(service: Service, request: ChatRequest, session: str) -> Answer:
+async def answer_request(service: Service, request: ChatRequest, session: str) -> Answer:
     """Answer a request in this process. Raises ContextFull or GenerationError where HTTP has a status."""
     try:
         return await service.answer(service.chat(request, session))

@@ -31,7 +31,7 @@ from podium.processes import (
 )
 from podium.rollout.environments.calls import in_thread
 
-__all__ = ["FailedInProcess", "in_process", "main", "written"]
+__all__ = ["FailedInProcess", "in_process", "main", "write_value"]
 
 _CALL: Final = 0  # the number of the frames
 
@@ -77,9 +77,9 @@ def _ask(channel: Channel, call: bytes) -> dict[str, str]:
     return {str(name): str(value) for name, value in answer.items()} if isinstance(answer, dict) else {}
 
 
-def written(result: Any) -> str:
-    """What a tool returned, as text: a text itself, or JSON. Dataclasses, dates and the like are written as pydantic
-    reads them in arguments."""
+def write_value(result: Any) -> str:
+    """What a tool returned, as text: a text itself, or JSON. Dataclasses, dates and the like are written as
+    pydantic reads them in arguments."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
 
 
@@ -133,7 +133,7 @@ def _call(data: bytes) -> dict[str, str]:
         result = function(**values)
         if inspect.isawaitable(result):
             result = asyncio.run(_await(result))
-        return {"result": written(result)}
+        return {"result": write_value(result)}
     except BaseException as error:  # noqa: BLE001 - the model hears of it, whatever it is
         kind = type(error).__name__
         return {"error": str(error) if kind == "ToolError" else f"{kind}: {error}"}

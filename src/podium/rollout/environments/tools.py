@@ -30,7 +30,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
 from podium.rollout.environments.calls import in_thread, is_cancelled, session_counts
-from podium.rollout.environments.tool_process import FailedInProcess, in_process, written
+from podium.rollout.environments.tool_process import FailedInProcess, in_process, write_value
 
 __all__ = ["Tool", "ToolError", "Toolbox", "tool"]
 
@@ -172,7 +172,7 @@ class Toolbox:
         try:
             arguments = _arguments(function.get("arguments"))
             async with timer:
-                return written(await called_tool.run(arguments)), False
+                return write_value(await called_tool.run(arguments)), False
         except ValidationError as error:
             return f"error: {name} cannot be called so: {_plain(error)}", True
         except (ToolError, FailedInProcess) as error:

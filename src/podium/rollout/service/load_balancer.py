@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from podium.rollout.service.exchange import Streamed, read_body, session_of, while_there
-from podium.rollout.service.metrics import added
+from podium.rollout.service.metrics import add_line
 from podium.rollout.service.routes import PATHS, make_routes
 from podium.rollout.service.wire import Refusal
 
@@ -102,7 +102,7 @@ class _LoadBalancer:
             if got.status_code != httpx2.codes.OK:
                 return Response(got.content, got.status_code, media_type="application/json")
             texts.append(got.text)
-        return PlainTextResponse(added(texts))
+        return PlainTextResponse(add_line(texts))
 
     def _choose(self, session: str) -> _Rank:
         if (service := self._of.get(session)) is not None:

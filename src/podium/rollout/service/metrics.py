@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Final
 
-__all__ = ["Metrics", "added"]
+__all__ = ["Metrics", "add_line"]
 
 _BUCKETS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _GONE: Final = 499  # the client went away before there was an answer
@@ -42,7 +42,7 @@ class Metrics:
             begun_s, status = time.monotonic(), _GONE
             path = _path(scope["path"])
 
-            async def noted(message: Message) -> None:
+            async def note(message: Message) -> None:
                 nonlocal status
                 if message["type"] == "http.response.start":
                     status = message["status"]
@@ -50,7 +50,7 @@ class Metrics:
 
             self.running += 1
             try:
-                await app(scope, receive, noted)
+                await app(scope, receive, note)
             finally:
                 self.running -= 1
                 self._note(path if path in known_paths else "other", status, time.monotonic() - begun_s)
@@ -97,7 +97,7 @@ def _path(path: str) -> str:
     return path
 
 
-def added(texts: Iterable[str]) -> str:
+def add_line(texts: Iterable[str]) -> str:
     """Return one text of several services' metrics: samples of one name are added, but versions are the largest."""
     families: dict[str, dict[str, float]] = {}  # by the comments above the samples
     for text in texts:

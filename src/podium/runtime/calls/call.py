@@ -237,13 +237,13 @@ def wait(
         enough: Call[None] = Call("wait", float("inf"), backend)
         left = itertools.count(wanted - 1, -1)
 
-        def ended() -> None:
+        def note_end() -> None:
             if next(left) == 0:
                 enough.succeed(lambda: None)
                 backend.wake()  # the call may be another backend's
 
         for call in calls:
-            call.when_done(ended)
+            call.when_done(note_end)
         enough.wait(timeout_s)
     over = [call.done() for call in calls]
     return list(itertools.compress(calls, over)), [call for call, done in zip(calls, over, strict=True) if not done]

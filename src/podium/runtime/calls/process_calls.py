@@ -172,13 +172,13 @@ class ProcessCalls:
         number, values = take_number(), self._backend.pack({"timeout_s": limit_of(timeout_s)}, len(left))
         request = Request(number, "", "limit_collectives", values, None, False)
 
-        def heard(rank: int, reply: Reply) -> None:
+        def note_reply(rank: int, reply: Reply) -> None:
             left.discard(rank)
             if not left:
                 return_number(number)
 
         for rank in sorted(left):
-            handles[rank].invoke(request, partial(heard, rank))
+            handles[rank].invoke(request, partial(note_reply, rank))
 
     def _pack_own(self, own: Sequence[Mapping[str, Any]]) -> list[Packed]:
         packed: dict[int, Packed] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
@@ -428,7 +428,7 @@ class ProcessCalls:
             return  # in this process the worker's own events are heard
         role = flight.split.shared["name"]
 
-        def heard(rank: int, number: int, reply: Reply) -> None:
+        def note_reply(rank: int, number: int, reply: Reply) -> None:
             return_number(number)
             flight.asked.discard(rank)
             if reply.status == "ok" and (progress := self._backend.unpack(reply.payload)) and not flight.call.done():
@@ -438,7 +438,7 @@ class ProcessCalls:
             flight.asked.add(rank)
             number = take_number()
             request = Request(number, "", "loading", self._backend.pack({}, 1), None, True, True)
-            self.handles[rank].invoke(request, partial(heard, rank, number))
+            self.handles[rank].invoke(request, partial(note_reply, rank, number))
 
     def _report(self, flight: InFlight, waited_s: float) -> None:
         """Say where a call is that has used half of its time."""
@@ -497,7 +497,7 @@ class ProcessCalls:
             self._unsettled.add(flight)
             _later(STATUS_S, _settle_late, ref(self), ref(flight))  # which keeps no arguments of the call
 
-        def heard(rank: int, reply: Reply) -> None:
+        def note_reply(rank: int, reply: Reply) -> None:
             if rank in flight.open and reply.status == "ok" and self._backend.unpack(reply.payload):
                 dropped.add(rank)
             silent.discard(rank)
@@ -505,7 +505,7 @@ class ProcessCalls:
                 self._after_drop(flight, dropped)
 
         for rank in list(silent):
-            self._ask(rank, "cancel", {"cancelled": flight.number}, partial(heard, rank))
+            self._ask(rank, "cancel", {"cancelled": flight.number}, partial(note_reply, rank))
 
     def _after_drop(self, flight: InFlight, dropped_by: set[int]) -> None:
         """Every rank has said whether it dropped the call: break the group if some did and others did not."""
@@ -536,10 +536,10 @@ class ProcessCalls:
         for rank in ranks:
             self._ask(rank, method, {}, partial(answers.__setitem__, rank), concurrent)
 
-        def ended() -> bool:
+        def is_ended() -> bool:
             return all(rank in answers or rank in self.lost for rank in ranks)
 
-        self._wait_until(ended, timeout_s)
+        self._wait_until(is_ended, timeout_s)
         return answers
 
     def _wait_until(self, ended: Callable[[], bool], timeout_s: float) -> None:
