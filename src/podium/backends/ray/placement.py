@@ -28,6 +28,7 @@ __all__ = ["Inventory", "Reservation", "in_order"]
 
 EPSILON = 1e-9  # sums of fractions miss whole numbers by less
 READY_S = 5.0
+BUSY_READY_S = 60.0  # for a cluster that is too busy to look at the request before
 FREED_S = 2.0
 OTHERS = "other Ray tasks and actors"
 NOT_FOR_SLOTS = ("node:", "accelerator_type:", "object_store_memory", "bundle_")
@@ -96,11 +97,10 @@ class Inventory:
             lifetime="detached" if detached else None,
             bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in ids],
         )
-        if not group.wait(READY_S):
+        if not (group.wait(READY_S) or (not _is_refused(group) and group.wait(BUSY_READY_S))):
+            state = "other work took the resources first" if _is_refused(group) else "Ray has not come to it yet"
             ray.util.remove_placement_group(group)
-            raise PlacementError(
-                f"Ray did not reserve {wants} on {nodes} within {READY_S:g} s: other work took the resources first"
-            )
+            raise PlacementError(f"Ray did not reserve {wants} on {nodes}: {state}")
         devices = tuple(self._deal(self._devices(group, nodes, wants), places))
         amounts = tuple(zip(ids, map(_amounts, wants), strict=True))
         reservation = self._own[group.id.hex()] = Reservation(group, bundles, devices, amounts, detached)
@@ -230,6 +230,12 @@ def _available_here() -> dict[str, Amounts]:
 
     resources: Any = state
     return resources.available_resources_per_node()
+
+
+def _is_refused(group: Any) -> bool:
+    """Whether Ray has looked for the resources of a placement group, and has not found them."""
+    table: Any = ray.util.placement_group_table(group)
+    return table["stats"]["scheduling_state"] in ("NO_RESOURCES", "INFEASIBLE")
 
 
 def _alive() -> dict[str, Any]:

@@ -486,7 +486,9 @@ class ProcessCalls:
         position = f", at\n{indent(stack, ' ' * 6)}" if stack else ""
         if process.stopped():
             return f"a signal has stopped process {process.pid}: kill -CONT lets it go on{position}"
-        return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock{position}"
+        return (
+            f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock, or the machine is busy{position}"
+        )
 
     def _tell_cancelled(self, flight: InFlight) -> None:
         """Have the ranks drop the call. If some drop it and others run it, the group is broken: those that run it may
