@@ -395,7 +395,7 @@ class Generators:
 
     def _are_kept(self, ended: Sequence[tuple[int, _Part, Batch]], call: Call[Batch]) -> None:
         try:
-            batch = call.result()
+            joined = call.result()
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for the parts
             lost = [failure for failure in ended if self._is_restartable(failure[0], failure[1].processes)]
             for number, part, _ in lost or ended:
@@ -405,7 +405,7 @@ class Generators:
             return
         start = 0
         for _, part, batch in ended:
-            self._is_there(part, batch.slice(start, start + len(batch)) if len(ended) > 1 else batch)
+            self._is_there(part, joined.slice(start, start + len(batch)) if len(ended) > 1 else joined)
             start += len(batch)
 
     def _is_there(self, part: _Part, drawn: Batch) -> None:
