@@ -69,7 +69,7 @@ recipes: $(STAMP)  ## the recipes of agents over three seeds, each with its bar:
 	@PODIUM_RECIPES=1 $(BIN)/python -m pytest -n 2 tests/integration/test_recipes.py $(ARGS)
 
 test-fast: $(STAMP)  ## the unit tests, without the slow ones
-	@$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope -m "not slow" tests/unit $(ARGS)
 
 docs: $(STAMP)  ## build the documentation's site into site/; ARGS=serve shows it on localhost while you write
 	@$(BIN)/python -m zensical $(if $(filter serve,$(ARGS)),serve,build --strict)
