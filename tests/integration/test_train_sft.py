@@ -80,7 +80,7 @@ def test_a_run_ends_that_becomes_no_better_also_after_a_resume(tmp_path: Path) -
 
 def test_an_example_without_an_answer_is_named(tmp_path: Path) -> None:
     config = tiny(SFTConfig, tmp_path, data={"answer_column": None})
-    with pytest.raises(DataError, match="example 0 has no answer to learn"):
+    with pytest.raises(DataError, match=r"copy\.jsonl, line \d+: there is no answer to learn"):
         SFTTrainer(config, cluster="inline", show=False).fit()
 
 

@@ -171,8 +171,9 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         raise ConfigError(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop: set eos_token"
         )
-    for index, example in enumerate(examples):
-        _check_answer(index, example)
+    for example in examples:
+        with example.name_in_errors():
+            _check_answer(example)
     if empty := sum(not _says_something(example) for example in examples):
         emit(Note(f"{empty} of {len(examples)} answers are empty: the model learns to say nothing after these prompts"))
 
@@ -227,24 +228,18 @@ def _last_text(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else message_text(prompt[-1])
 
 
-def _check_answer(index: int, example: Example) -> None:
-    where = f"example {index}, prompt {str(example.prompt)[:60]!r}"
+def _check_answer(example: Example) -> None:
     if example.answer is None and not example.turns:
-        raise DataError(
-            f"example {index} has no answer to learn, prompt {str(example.prompt)[:60]!r}; set data.answer_column, "
-            "or take the row out"
-        )
+        raise DataError("there is no answer to learn; set data.answer_column, or take the row out")
     answer = example.row.get("answer", example.answer)
     if not example.turns and answer is not None and answer_text(answer) is None:
         raise DataError(
-            f"{where}: the answer {str(answer)[:60]!r} ({type(answer).__name__}) is neither text nor messages; set "
+            f"the answer {str(answer)[:60]!r} ({type(answer).__name__}) is neither text nor messages; set "
             "data.answer_column to a column that holds what the model is to write"
         )
     length = sum(len(message_text(turn)) for turn in example.turns) or len(example.answer or "")
     if length > _LONGEST_ANSWER:
-        raise DataError(
-            f"{where}: the answer has {length:,} characters, more than {_LONGEST_ANSWER:,}; take the row out"
-        )
+        raise DataError(f"the answer has {length:,} characters, more than {_LONGEST_ANSWER:,}; take the row out")
 
 
 def _says_something(example: Example) -> bool:
@@ -299,7 +294,8 @@ class _Prompts:
             for index, tokens in zip(places, writer.prompts([examples[number] for number in places]), strict=True):
                 prompt: str | Messages = examples[index].prompt
                 if tokens is not None and not tokens:
-                    raise DataError(f"example {index}: the prompt {str(prompt)[:60]!r} has no tokens")
+                    with examples[index].name_in_errors():
+                        raise DataError(f"the prompt {str(prompt)[:60]!r} has no tokens; take the row out")
                 shortest = min(shortest, len(tokens) if tokens is not None else shortest)
                 if tokens is None or len(tokens) > most:
                     shorter = writer.cut(examples[index], tokens) if writer.config.overlong == "cut" else None

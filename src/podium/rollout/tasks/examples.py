@@ -15,7 +15,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final, Literal, TypeGuard, cast
 
@@ -59,6 +60,7 @@ class Example:
         turns: The answer as messages, if the data have it in that form. The last message is the assistant's.
         whole: Whether prompt and turns are one conversation, of which supervised fine-tuning learns every turn of the
             assistant.
+        place: Where the row comes from, as in "train.jsonl, line 3". Empty for a row that comes from no data.
     """
 
     prompt: str | Messages
@@ -66,6 +68,16 @@ class Example:
     row: Mapping[str, Any]
     turns: Sequence[Mapping[str, Any]] = ()
     whole: bool = False
+    place: str = ""
+
+    @contextmanager
+    def name_in_errors(self) -> Iterator[None]:
+        """Put the place of the row, or its prompt where it has no place, before the text of errors of the block."""
+        try:
+            yield
+        except (ConfigError, DataError) as error:
+            name = self.place or f"the row of the prompt {str(self.prompt)[:60]!r}"
+            raise type(error)(f"{name}: {error}") from error.__cause__
 
 
 def load_examples(
@@ -143,7 +155,7 @@ def _generate_examples(
         prompt = _fill(config.template, row, location) if config.template else row["question"]
         since += 1
         if prompt not in examples and (side == 1 or _is_held_out(prompt, config.holdout) == held_out):
-            examples[prompt] = _example(prompt, row["answer"], row)
+            examples[prompt] = _example(prompt, row["answer"], row, place=location)
             since = 0
         if len(examples) == wanted or since > _PATIENCE / side:
             break
@@ -225,7 +237,7 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
     else:
         example = _example(prompt, answer, row)
     _check_characters(place, example)
-    return example
+    return replace(example, place=place)
 
 
 def _check_columns(place: str, columns: tuple[str, str | None], prompt: object, answer: object) -> None:
@@ -356,10 +368,10 @@ def answer_text(answer: object) -> str | None:
     return None if isinstance(answer, Mapping | Sequence | Set) else str(answer)
 
 
-def _example(prompt: str | Messages, answer: Any, row: dict[str, Any], **turns: Any) -> Example:
+def _example(prompt: str | Messages, answer: Any, row: dict[str, Any], **fields: Any) -> Example:
     text = None if answer is None else answer_text(answer)
     shown = str(answer) if text is None and answer is not None else text
-    return Example(prompt, shown, {**row, "prompt": prompt, "answer": answer}, **turns)
+    return Example(prompt, shown, {**row, "prompt": prompt, "answer": answer}, **fields)
 
 
 def _fill(template: str, row: Mapping[str, Any], place: str) -> str:

@@ -157,7 +157,7 @@ class Writer:
             end: The id that ends an answer.
         """
         turns = [(e, prompt, ids) for e, prompt, ids in prompts if e.turns]
-        spoken = iter(_in_time(lambda: [self._conversation(*turn) for turn in turns]) if turns else ())
+        spoken = iter(_in_time(lambda: [self._place_conversation(*turn) for turn in turns]) if turns else ())
         written = iter(self._encode([e.answer or "" for e, _, _ in prompts if not e.turns]))
         for example, _, ids in prompts:
             if example.turns:
@@ -200,14 +200,19 @@ class Writer:
         """Write prompts as they are generated from. The second of each pair has the tools."""
         system = self.config.system_prompt
         if self._template is not None:
-            return _in_time(lambda: [self._render(self.messages(p), self._tools(e), opened=True) for p, e in prompts])
-        for prompt, _ in prompts:
+            return _in_time(lambda: [self._write_prompt(p, e) for p, e in prompts])
+        for prompt, example in prompts:
             if not isinstance(prompt, str):
-                raise ConfigError(
-                    "the prompts are conversations, and there is no chat template to write them with: set "
-                    "data.chat_template to a Jinja file, or take a tokenizer that has one"
-                )
+                with example.name_in_errors():
+                    raise ConfigError(
+                        "the prompts are conversations, and there is no chat template to write them with: set "
+                        "data.chat_template to a Jinja file, or take a tokenizer that has one"
+                    )
         return [f"{system}\n\n{prompt}" if system else str(prompt) for prompt, _ in prompts]
+
+    def _write_prompt(self, prompt: str | Messages, example: Example) -> str:
+        with example.name_in_errors():
+            return self._render(self.messages(prompt), self._tools(example), opened=True)
 
     def _tools(self, example: Example) -> list[Any] | None:
         """The tools of the row: a list of JSON schemas, or its JSON text. Other columns of this name are not tools."""
@@ -222,11 +227,9 @@ class Writer:
         if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in cast("list[object]", tools))):
             if isinstance(example.prompt, str):
                 return None
-            raise DataError(f"the tools {str(row_tools)[:60]!r} of a row are no list of JSON schemas; repair the row")
+            raise DataError(f"the tools {str(row_tools)[:60]!r} are no list of JSON schemas; repair the row")
         if not re.search(r"\btools\b", self._template or ""):
-            raise ConfigError(
-                "the rows have tools, and the chat template writes none: set data.chat_template to another"
-            )
+            raise ConfigError("the row has tools, and the chat template writes none: set data.chat_template to another")
         return cast("list[Any]", tools)
 
     def _render(self, messages: Messages, tools: list[Any] | None, *, opened: bool) -> str:
@@ -244,6 +247,12 @@ class Writer:
                 "data.chat_template to another, or to none for plain text"
                 + ("; the template may not support system prompts" if system else "")
             ) from error
+
+    def _place_conversation(
+        self, example: Example, prompt: str | Messages, ids: list[int]
+    ) -> tuple[list[int], list[bool]]:
+        with example.name_in_errors():
+            return self._conversation(example, prompt, ids)
 
     def _conversation(self, example: Example, prompt: str | Messages, ids: list[int]) -> tuple[list[int], list[bool]]:
         """Encode prompt and turns. The mask is True on the assistant's turns, without the prompt's unless it is whole.

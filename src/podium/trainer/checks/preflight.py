@@ -331,7 +331,8 @@ def check_answers(examples: Iterable[Example], reward: RewardConfig) -> None:
         try:
             count, empty = count + 1, empty + (not answer_of(example.row).strip())
         except ValueError as error:
-            raise DataError(f"reward.name = {reward.name!r}, prompt {str(example.prompt)[:60]!r}: {error}") from None
+            with example.name_in_errors():
+                raise DataError(f"reward.name = {reward.name!r}: {error}") from None
     if empty:
         emit(
             Note(
@@ -347,12 +348,13 @@ def check_columns(examples: Iterable[Example], columns: Iterable[str], advantage
     Raises:
         ConfigError: An example lacks a column. The message names the columns that it has.
     """
-    for row in (example.row for example in examples):
-        if missing := [name for name in columns if name not in row]:
-            raise ConfigError(
-                f"algorithm.advantage = {advantage!r} reads the column {missing[0]!r} of the data, and a training "
-                f"prompt has {', '.join(row)}"
-            )
+    for example in examples:
+        if missing := [name for name in columns if name not in example.row]:
+            with example.name_in_errors():
+                raise ConfigError(
+                    f"algorithm.advantage = {advantage!r} reads the column {missing[0]!r} of the data, and a training "
+                    f"prompt has {', '.join(example.row)}"
+                )
 
 
 def with_stop_tokens(

@@ -141,9 +141,9 @@ def test_calls_of_tools_and_their_results_are_turns(tmp_path: Path) -> None:
 
 def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
     rows = [{"messages": [USER, LAST], "tools": tools} for tools in ([TOOL], "a hammer")]
-    with pytest.raises(ConfigError, match="rows have tools, and the chat template writes none"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 1: the row has tools, and the chat template writes none"):
         encode_prompts(load(tmp_path, rows[:1]), tokenizer_of(CHATML), DataConfig())
-    with pytest.raises(DataError, match="the tools 'a hammer' of a row are no list"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: the tools 'a hammer' are no list"):
         encode_prompts(load(tmp_path, rows[1:]), tokenizer_of(QWEN), DataConfig())
     plain = load(tmp_path, [{"prompt": "nail", "answer": "", "tools": "a hammer"}])
     assert encode_prompts(plain, tokenizer_of(CHATML), DataConfig()).kept == [0]
@@ -237,11 +237,11 @@ def test_a_conversation_that_cannot_be_used_is_named(tmp_path: Path, row: dict[s
 @pytest.mark.parametrize("answer", [["a", "b"], {"value": 1}, []])
 def test_an_answer_that_is_neither_text_nor_messages_is_refused_by_name(tmp_path: Path, answer: object) -> None:
     examples = load(tmp_path, [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": answer}])
-    said = rf"prompt 'c': the answer .*\({type(answer).__name__}\) is neither text nor messages.*data\.answer_column"
-    with pytest.raises(DataError, match=f"example 1, {said}"):
+    said = rf"the answer .*\({type(answer).__name__}\) is neither text nor messages.*data\.answer_column"
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: {said}"):
         encode_pairs(examples, byte_tokenizer(), DataConfig())
     for name in ("exact", "fraction", "gsm8k", "math"):
-        with pytest.raises(DataError, match=rf"reward\.name = '{name}', {said}"):
+        with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: reward\.name = '{name}': {said}"):
             check_answers(examples, RewardConfig(name=name))
     check_answers(examples, RewardConfig(name="my_rewards:score"))  # a reward of one's own reads what it likes
     check_answers(examples, RewardConfig(name="exact", on_error="score"))
@@ -332,3 +332,31 @@ def test_arguments_of_a_call_that_are_json_text_are_written_as_the_object_that_t
         written.append(pieces(tokenizer, pair))
     assert written[0] == written[1]
     assert any('"arguments": {"a": 1}' in text for _, text in written[1])
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("encode", [encode_prompts, encode_pairs])
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        ({"messages": [USER, USER, LAST]}, ALTERNATING, "the chat template cannot write .*roles must alternate"),
+        ({"messages": [LAST, USER, LAST]}, ALTERNATING, "the chat template cannot write .*roles must alternate"),
+        ({"prompt": "", "completion": "a"}, None, "the prompt '' has no tokens"),
+        ({"messages": [USER, LAST], "tools": [TOOL]}, ALTERNATING, "the row has tools, and the chat template"),
+        ({"messages": [USER, LAST]}, None, "the prompts are conversations, and there is no chat template"),
+    ],
+)
+def test_an_error_about_an_example_names_its_row(
+    tmp_path: Path, encode: Any, row: dict[str, Any], template: str | None, said: str
+) -> None:
+    good = {"messages": [USER, LAST]} if template else {"prompt": "a", "completion": "b"}
+    examples = load(tmp_path, [good, good, row])
+    assert [example.place for example in examples] == [f"{tmp_path}/rows.jsonl, line {n}" for n in (1, 2, 3)]
+    with pytest.raises((ConfigError, DataError), match=rf"^\S*rows\.jsonl, line 3: {said}"):
+        encode(examples, byte_tokenizer(template), DataConfig())

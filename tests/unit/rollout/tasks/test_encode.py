@@ -167,7 +167,7 @@ def test_a_template_longer_than_the_limit_leaves_nothing_and_says_so() -> None:
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
-    with pytest.raises(DataError, match="example 1: the prompt '' has no tokens"):
+    with pytest.raises(DataError, match=r"^the row of the prompt '': the prompt '' has no tokens"):
         encode_prompts([example("a"), example("")], byte_tokenizer(), DataConfig())
     assert not encode_prompts([], byte_tokenizer(), DataConfig()).token_ids
 
@@ -202,7 +202,7 @@ def test_long_prompts_of_pairs_are_counted_in_a_note() -> None:
 
 
 def test_pairs_need_answers_and_an_end() -> None:
-    with pytest.raises(DataError, match=r"example 1 has no answer to learn.*data\.answer_column"):
+    with pytest.raises(DataError, match=r"prompt 'b': there is no answer to learn.*data\.answer_column"):
         encode_pairs([example("a"), example("b", None)], byte_tokenizer(), DataConfig())
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
@@ -272,7 +272,7 @@ def test_a_text_of_30_mb_is_answered_at_once(
     assert cut.cut == 1 and len(cut.token_ids[1]) <= 1024
     with pytest.raises(DataError, match=r"each of the 1 prompts is longer .*each has far more"):
         encode_prompts([example(huge)], tokenizer, DataConfig())
-    with pytest.raises(DataError, match=r"example 0, prompt 'a': the answer has 30,000,000 characters, more than"):
+    with pytest.raises(DataError, match=r"prompt 'a': the answer has 30,000,000 characters, more than"):
         encode_pairs([example("a", huge)], tokenizer, DataConfig())
     assert 0 < max(lengths) < len(huge) / 100
 
