@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast, overload
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.bad_rows import BadRows, RowError
 from podium.rollout.tasks.cache import read_or_compute
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
@@ -171,21 +172,22 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         raise ConfigError(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop: set eos_token"
         )
-    for example in examples:
-        with example.name_in_errors():
-            _check_answer(example)
     if empty := sum(not _says_something(example) for example in examples):
         emit(Note(f"{empty} of {len(examples)} answers are empty: the model learns to say nothing after these prompts"))
 
     def encode() -> dict[str, Tensor]:
-        rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples)
+        rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, _check_answer)
         for chunk in prompts.chunks():
-            for tokens, mask in writer.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end):
-                rows.add(tokens)
-                learned.extend(mask)
+            pairs = writer.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end)
+            for (index, _, _), pair in zip(chunk, pairs, strict=True):
+                if isinstance(pair, tuple):
+                    rows.add(pair[0])
+                    learned.extend(pair[1])
+                else:
+                    prompts.take_out(index, pair)
         return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
 
-    content = ((_content(example), example.answer, example.turns, example.whole) for example in examples)
+    content = ((_content(e), e.row.get("answer", e.answer), e.turns, e.whole) for e in examples)
     stored = read_or_compute(
         encode, "pairs", tokenizer, writer.settings, content, len(examples) if writer.is_lasting else 0
     )
@@ -243,7 +245,8 @@ def _check_answer(example: Example) -> None:
 
 
 def _says_something(example: Example) -> bool:
-    return bool(example.answer) or any(message_text(turn) or turn.get("tool_calls") for turn in example.turns)
+    missing = example.answer is None and not example.turns
+    return missing or bool(example.answer) or any(message_text(t) or t.get("tool_calls") for t in example.turns)
 
 
 def _content(example: Example) -> tuple[Any, Any]:
@@ -271,12 +274,23 @@ def _tensor(values: array[int], dtype: torch.dtype) -> Tensor:
 
 
 class _Prompts:
-    """The prompts of ``examples`` that are short enough or could be cut."""
+    """The prompts of ``examples`` that are short enough or could be cut.
 
-    def __init__(self, writer: Writer, examples: Sequence[Example]) -> None:
+    Args:
+        writer: Writes the prompts.
+        examples: The examples.
+        check: Raises an error for an example that cannot be used.
+    """
+
+    def __init__(
+        self, writer: Writer, examples: Sequence[Example], check: Callable[[Example], None] | None = None
+    ) -> None:
         self._writer = writer
         self._examples = examples
+        self._check = check
         self._kept = array("q")
+        self._taken_out: set[int] = set()
+        self._bad = BadRows()
         self._dropped = self._cut = 0
 
     def chunks(self) -> Iterator[list[tuple[int, str | Messages, list[int]]]]:
@@ -291,11 +305,11 @@ class _Prompts:
             emit(Waiting(f"tokenizing {len(examples):,} examples", start, len(examples)))
             places = range(start, min(start + _CHUNK, len(examples)))
             chunk: list[tuple[int, str | Messages, list[int]]] = []
-            for index, tokens in zip(places, writer.prompts([examples[number] for number in places]), strict=True):
+            for index, tokens in zip(places, self._encode([examples[number] for number in places]), strict=True):
+                if isinstance(tokens, Exception):
+                    self.take_out(index, tokens)
+                    continue
                 prompt: str | Messages = examples[index].prompt
-                if tokens is not None and not tokens:
-                    with examples[index].name_in_errors():
-                        raise DataError(f"the prompt {str(prompt)[:60]!r} has no tokens; take the row out")
                 shortest = min(shortest, len(tokens) if tokens is not None else shortest)
                 if tokens is None or len(tokens) > most:
                     shorter = writer.cut(examples[index], tokens) if writer.config.overlong == "cut" else None
@@ -307,6 +321,7 @@ class _Prompts:
                 self._kept.append(index)
                 chunk.append((index, prompt, tokens))
             yield chunk
+            self._bad.settle(places.stop)
         if examples and not self._kept:
             fact = f"the shortest has {shortest:.0f}" if shortest < float("inf") else "each has far more"
             raise DataError(
@@ -314,6 +329,26 @@ class _Prompts:
                 f"raise it{'' if writer.config.overlong == 'cut' else ', or set data.overlong to cut'}"
             )
 
+    def _encode(self, examples: Sequence[Example]) -> Iterator[list[int] | RowError | None]:
+        """Yield the ids of each prompt, None for one that is vast, or why the example cannot be used."""
+        for example, tokens in zip(examples, self._writer.prompts(examples), strict=True):
+            try:
+                with example.name_in_errors():
+                    if self._check is not None:
+                        self._check(example)
+                    if tokens == []:
+                        raise DataError(f"the prompt {str(example.prompt)[:60]!r} has no tokens; take the row out")
+            except (ConfigError, DataError) as error:
+                yield error
+            else:
+                yield tokens
+
+    def take_out(self, index: int, error: RowError) -> None:
+        """Leave out an example, which ``error`` names."""
+        self._taken_out.add(index)
+        self._bad.add(error)
+
     def tensors(self) -> dict[str, Tensor]:
+        kept = array("q", (index for index in self._kept if index not in self._taken_out))
         counts = torch.tensor([self._dropped, self._cut])
-        return {"kept": _tensor(self._kept, torch.int64), "counts": counts}
+        return {"kept": _tensor(kept, torch.int64), "counts": counts}

@@ -17,11 +17,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Final, Literal, TypeGuard, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
+from podium.rollout.tasks.bad_rows import LOOK_AHEAD, BadRows
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.rows import (
     PlacedRow,
@@ -171,10 +171,9 @@ def _generate_examples(
 
 def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | None) -> list[Example]:
     rows, shared = _open(spec, config, held_out)
-    examples = (_map_columns(location, row, config) for location, row in rows)
+    everything = _map_rows(rows, config, None if shared or held_out else limit)
     if not shared:
-        return _choice(list(examples), limit) if held_out else list(islice(examples, limit))
-    everything = list(examples)
+        return _choice(everything, limit) if held_out else everything
     if not everything:
         raise DataError(f"{spec} holds no examples")
     mine = [e for e in everything if _is_held_out(_text(e.prompt), config.holdout) == held_out]
@@ -200,6 +199,25 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
         shared = False
     split = config.eval_split if held_out and not shared else config.train_split
     return dataset_rows(spec, split, config.options), shared
+
+
+def _map_rows(rows: Iterator[PlacedRow], config: DataConfig, limit: int | None) -> list[Example]:
+    """Return the examples of ``rows``, at most ``limit``. Raises for rows of which no example can be made."""
+    examples: list[Example] = []
+    bad = BadRows()
+    last: float = math.inf
+    for location, row in rows:
+        try:
+            if isinstance(row, DataError):
+                raise row
+            examples.append(_map_columns(location, row, config))
+        except (ConfigError, DataError) as error:
+            bad.add(error)
+            last = min(last, len(examples) + LOOK_AHEAD)
+        if len(examples) == limit or len(examples) + len(bad) >= last:
+            break
+    bad.settle(len(examples) + len(bad))
+    return examples
 
 
 def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:

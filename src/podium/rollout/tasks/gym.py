@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.rollout.tasks.rows import PlacedRow
 from podium.telemetry import Note, emit
 
 __all__ = ["PREFIX", "generate_rows"]
@@ -24,7 +23,7 @@ _BLOCK: Final = 1000  # problems of a dataset object; some tasks prepare all of 
 _PATIENCE_S: Final = 10.0  # seconds of generating before a note says what takes so long
 
 
-def generate_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[PlacedRow]:
+def generate_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield problems without end. The same seed gives the same problems. Problems repeat as often as the task repeats
     them.
 
@@ -85,7 +84,7 @@ class _Series:
         self._fresh = self._draw()
         self._spent_s = 0.0
 
-    def rows(self) -> Iterator[PlacedRow]:
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         number = 0
         while True:
             if number == len(self._drawn):

@@ -17,8 +17,8 @@ from podium.hub import look_for_hub
 
 __all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "means_files", "read_rows", "split_names"]
 
-PlacedRow = tuple[str, dict[str, Any]]
-"""The place of a row, as in "train.jsonl, line 3", and its columns."""
+PlacedRow = tuple[str, dict[str, Any] | DataError]
+"""The place of a row, as in "train.jsonl, line 3", and its columns, or why it has none."""
 
 _Binary = io.BufferedReader | gzip.GzipFile
 _PACKED: Final = ".gz"
@@ -63,11 +63,11 @@ def _nearest(path: Path) -> str:
 def read_rows(path: Path) -> Iterator[PlacedRow]:
     """Yield the rows of one file: JSON Lines, a JSON array, CSV (each may be packed by gzip), Parquet, or Arrow.
 
-    Values are as the file has them. Nothing is guessed from a text, so a CSV field stays the text ``007``.
+    Values are as the file has them. Nothing is guessed from a text, so a CSV field stays the text ``007``. In place of
+    a malformed row comes a DataError, which names the file, the line and the column, and what was expected there.
 
     Raises:
-        DataError: The file cannot be read, or a row is malformed. The message names the file, the line and the column,
-            and what was expected there.
+        DataError: The file cannot be read.
     """
     name = path.name.lower()
     if name.endswith((".parquet", ".arrow")):
@@ -102,7 +102,7 @@ def _json_array(path: Path, data: bytes) -> Iterator[PlacedRow]:
         raise DataError(f"{path} is no JSON array: {_reason(error)}") from None
     for number, item in enumerate(items, start=1):
         if not isinstance(item, dict):
-            raise DataError(f"{path}, item {number}: {_NO_OBJECT}, found {_json_kind(item)}")
+            item = DataError(f"{path}, item {number}: {_NO_OBJECT}, found {_json_kind(item)}")
         yield f"{path}, item {number}", item
 
 
@@ -119,9 +119,9 @@ def _csv(path: Path, file: _Binary) -> Iterator[PlacedRow]:
                     if repeated := [name for name in header if header.count(name) > 1]:
                         raise DataError(f"{location}: the header names the column {repeated[0]!r} twice")
                 elif line:
-                    if len(line) != len(header):
-                        raise DataError(f"{location}: {len(line)} fields where the header names {len(header)} columns")
-                    yield location, dict(zip(header, line, strict=True))
+                    count = f"{len(line)} fields where the header names {len(header)} columns"
+                    fits = len(line) == len(header)
+                    yield location, dict(zip(header, line, strict=True)) if fits else DataError(f"{location}: {count}")
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}, line {lines.line_num + 1} is no CSV in UTF-8: {error}") from None
 
@@ -130,14 +130,12 @@ def _reason(error: ValueError | RecursionError) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any] | DataError:
     location = f"{path}, line {number}"
     try:
         line = raw.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{location}, byte {error.start + 1}: not UTF-8 ({error.reason}); save the file as UTF-8"
-        ) from None
+        return DataError(f"{location}, byte {error.start + 1}: not UTF-8 ({error.reason}); save the file as UTF-8")
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -146,14 +144,14 @@ def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
         near = line[max(0, error.pos - 20) : error.pos + 20].strip()
         what = error.msg.removeprefix("Expecting ")
         expected = f"expected {what}" if what != error.msg else error.msg
-        raise DataError(
+        return DataError(
             f"{location}, column {error.pos + 1}: {expected}, near {near!r}; each line must be one whole JSON object"
-        ) from None
+        )
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{location} is no JSON that can be read: {_reason(error)}") from None
+        return DataError(f"{location} is no JSON that can be read: {_reason(error)}")
     if not isinstance(row, dict):
         hint = f"; {_ONE_A_LINE}" if isinstance(row, list) and number == 1 else ""
-        raise DataError(f"{location}: {_NO_OBJECT}, found {_json_kind(row)}{hint}")
+        return DataError(f"{location}: {_NO_OBJECT}, found {_json_kind(row)}{hint}")
     return row
 
 

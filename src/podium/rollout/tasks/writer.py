@@ -10,11 +10,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.bad_rows import RowError
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, half_pair, message_text, template_messages
 from podium.telemetry import Note, emit
@@ -118,12 +119,14 @@ class Writer:
         """The token ids of a text that the template wrote."""
         return self._encode([text])[0]
 
-    def prompts(self, examples: Sequence[Example]) -> list[list[int] | None]:
-        """Encode prompts as they are generated from. None stands for a prompt that is too long at first sight."""
-        texts = self._write([(example.prompt, example) for example in examples])
-        vast = [self.is_vast(len(text), self.config.max_prompt_tokens) for text in texts]
-        encoded = iter(self._encode_prompts([text for text, drop in zip(texts, vast, strict=True) if not drop]))
-        return [None if drop else next(encoded) for drop in vast]
+    def prompts(self, examples: Sequence[Example]) -> list[list[int] | RowError | None]:
+        """Encode prompts as they are generated from. None stands for a prompt that is too long at first sight, an error
+        for one that cannot be written."""
+        texts: list[str | RowError | None] = [*self._write([(example.prompt, example) for example in examples])]
+        most = self.config.max_prompt_tokens
+        texts = [None if isinstance(text, str) and self.is_vast(len(text), most) else text for text in texts]
+        encoded = iter(self._encode_prompts([text for text in texts if isinstance(text, str)]))
+        return [next(encoded) if isinstance(text, str) else text for text in texts]
 
     def cut(self, example: Example, tokens: list[int] | None) -> tuple[str | Messages, list[int]] | None:
         """Cut the prompt's own text, or the last message's, from the front until it fits. None: nothing is left."""
@@ -141,7 +144,10 @@ class Writer:
             prompt_shortened = (
                 shorter if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": shorter}]
             )
-            (tokens,) = self._encode_prompts(self._write([(prompt_shortened, example)]))
+            (written,) = self._write([(prompt_shortened, example)])
+            if not isinstance(written, str):
+                raise written
+            (tokens,) = self._encode_prompts([written])
             excess = len(tokens) - most
             if excess <= 0:
                 return prompt_shortened, tokens
@@ -149,20 +155,24 @@ class Writer:
 
     def answered(
         self, prompts: Sequence[tuple[Example, str | Messages, list[int]]], end: int
-    ) -> Iterator[tuple[list[int], list[bool]]]:
-        """Encode what follows each prompt. Yields the ids of the whole and their mask.
+    ) -> Iterator[tuple[list[int], list[bool]] | RowError]:
+        """Encode what follows each prompt. Yields the ids of the whole and their mask, or why there are none.
 
         Args:
             prompts: An example, its prompt, which may have been cut, and the prompt's ids.
             end: The id that ends an answer.
         """
         turns = [(e, prompt, ids) for e, prompt, ids in prompts if e.turns]
-        spoken = iter(_in_time(lambda: [self._place_conversation(*turn) for turn in turns]) if turns else ())
+        spoken = iter(
+            _in_time(lambda: [_try_row(e, partial(self._conversation, e, p, ids)) for e, p, ids in turns])
+            if turns
+            else ()
+        )
         written = iter(self._encode([e.answer or "" for e, _, _ in prompts if not e.turns]))
         for example, _, ids in prompts:
             if example.turns:
-                tokens, mask = next(spoken)
-                yield (tokens, mask) if self.end else ([*tokens, end], [*mask, True])
+                pair = next(spoken)
+                yield pair if self.end or not isinstance(pair, tuple) else ([*pair[0], end], [*pair[1], True])
             else:
                 answer = next(written)
                 yield [*ids, *answer, end], [False] * len(ids) + [True] * (len(answer) + 1)
@@ -196,23 +206,19 @@ class Writer:
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    def _write(self, prompts: Sequence[tuple[str | Messages, Example]]) -> list[str]:
+    def _write(self, prompts: Sequence[tuple[str | Messages, Example]]) -> list[str | RowError]:
         """Write prompts as they are generated from. The second of each pair has the tools."""
-        system = self.config.system_prompt
-        if self._template is not None:
-            return _in_time(lambda: [self._write_prompt(p, e) for p, e in prompts])
-        for prompt, example in prompts:
-            if not isinstance(prompt, str):
-                with example.name_in_errors():
-                    raise ConfigError(
-                        "the prompts are conversations, and there is no chat template to write them with: set "
-                        "data.chat_template to a Jinja file, or take a tokenizer that has one"
-                    )
-        return [f"{system}\n\n{prompt}" if system else str(prompt) for prompt, _ in prompts]
+        return _in_time(lambda: [_try_row(e, partial(self._write_prompt, p, e)) for p, e in prompts])
 
     def _write_prompt(self, prompt: str | Messages, example: Example) -> str:
-        with example.name_in_errors():
+        if self._template is not None:
             return self._render(self.messages(prompt), self._tools(example), opened=True)
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                "the prompt is a conversation, and there is no chat template to write it with: set data.chat_template "
+                "to a Jinja file, or take a tokenizer that has one"
+            )
+        return f"{self.config.system_prompt}\n\n{prompt}" if self.config.system_prompt else prompt
 
     def _tools(self, example: Example) -> list[Any] | None:
         """The tools of the row: a list of JSON schemas, or its JSON text. Other columns of this name are not tools."""
@@ -247,12 +253,6 @@ class Writer:
                 "data.chat_template to another, or to none for plain text"
                 + ("; the template may not support system prompts" if system else "")
             ) from error
-
-    def _place_conversation(
-        self, example: Example, prompt: str | Messages, ids: list[int]
-    ) -> tuple[list[int], list[bool]]:
-        with example.name_in_errors():
-            return self._conversation(example, prompt, ids)
 
     def _conversation(self, example: Example, prompt: str | Messages, ids: list[int]) -> tuple[list[int], list[bool]]:
         """Encode prompt and turns. The mask is True on the assistant's turns, without the prompt's unless it is whole.
@@ -360,6 +360,17 @@ class Writer:
 
 class _Looping(ConfigError):
     """A template does not end."""
+
+
+def _try_row(example: Example, work: Callable[[], T]) -> T | RowError:
+    """Return what ``work`` returns for a row, or the error with which it refuses the row, which names the place."""
+    try:
+        with example.name_in_errors():
+            return work()
+    except _Looping:
+        raise
+    except (ConfigError, DataError) as error:
+        return error
 
 
 def _in_time(work: Callable[[], T]) -> T:

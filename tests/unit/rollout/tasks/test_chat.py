@@ -349,7 +349,7 @@ ALTERNATING = (
         ({"messages": [LAST, USER, LAST]}, ALTERNATING, "the chat template cannot write .*roles must alternate"),
         ({"prompt": "", "completion": "a"}, None, "the prompt '' has no tokens"),
         ({"messages": [USER, LAST], "tools": [TOOL]}, ALTERNATING, "the row has tools, and the chat template"),
-        ({"messages": [USER, LAST]}, None, "the prompts are conversations, and there is no chat template"),
+        ({"messages": [USER, LAST]}, None, "the prompt is a conversation, and there is no chat template"),
     ],
 )
 def test_an_error_about_an_example_names_its_row(
@@ -360,3 +360,12 @@ def test_an_error_about_an_example_names_its_row(
     assert [example.place for example in examples] == [f"{tmp_path}/rows.jsonl, line {n}" for n in (1, 2, 3)]
     with pytest.raises((ConfigError, DataError), match=rf"^\S*rows\.jsonl, line 3: {said}"):
         encode(examples, byte_tokenizer(template), DataConfig())
+
+
+def test_the_first_bad_row_is_named_with_the_number_of_others(tmp_path: Path) -> None:
+    good, bad = {"messages": [USER, LAST]}, {"messages": [USER, USER, LAST]}
+    examples = load(tmp_path, [good, bad, good, bad, bad])
+    with pytest.raises(ConfigError, match=r"line 2: .*roles must alternate.*\(3 of the first 5 rows cannot be used\)$"):
+        encode_pairs(examples, byte_tokenizer(ALTERNATING), DataConfig())
+    with pytest.raises(DataError, match=r"line 2: no column 'answer'.*\(2 of the first 3 rows cannot be used\)$"):
+        load(tmp_path, [good, {"question": "a"}, {"messages": "a"}])

@@ -103,7 +103,7 @@ def test_the_template_is_a_choice(tmp_path: Path) -> None:
 
 def test_templates_that_do_not_fit_are_explained() -> None:
     conversation = example([{"role": "user", "content": "hm"}])
-    with pytest.raises(ConfigError, match=r"conversations, and there is no chat template.*data\.chat_template"):
+    with pytest.raises(ConfigError, match=r"a conversation, and there is no chat template.*data\.chat_template"):
         encode_prompts([conversation], byte_tokenizer(), DataConfig())
     with pytest.raises(ConfigError, match=r"no system; .*may not support system prompts"):
         encode_prompts([conversation], byte_tokenizer(NO_SYSTEM), DataConfig(system_prompt="Be brief."))
