@@ -1,6 +1,7 @@
 # Every door into the repository. `make help` lists them; all need nothing but python3 (3.11 or newer) and make.
 #
-# The environment is .venv, built from pyproject.toml under constraints.txt, and built again when either changes.
+# The environment is .venv, built from pyproject.toml under constraints.txt, and built again when either changes. The
+# targets under "Use" need what Podium itself needs and what draws curves; all others add the development tools.
 # With a GPU, or another build of torch: make env TORCH_SPEC="torch==2.13.0 --index-url …"
 
 SHELL := /bin/bash
@@ -20,6 +21,7 @@ TORCH_SPEC ?= torch==2.13.0
 TEST_PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
 
 BIN := .venv/bin
+RUNTIME := .venv/.runtime
 STAMP := .venv/.installed
 # What runs `make gpu`: .venv, or the Python of a machine that has torch with CUDA, and then no .venv is made.
 GPU_PYTHON ?=
@@ -31,10 +33,12 @@ PLUGINS := $(wildcard plugins/podium-*)
 PEERS := ray trl verl monarch areal
 
 ##@ Use
-quickstart: $(STAMP)  ## train a small model on a reasoning task: about five minutes on two cores
+quickstart: $(RUNTIME)  ## train a small model to add: about two minutes on two cores; needs no compiler
+	@echo "training: about two minutes on two cores: sums by fine-tuning, then GRPO"
 	@$(BIN)/python examples/quickstart.py $(ARGS)
 
-smoke: $(STAMP)  ## the same path in under a minute: copying digits, from scratch
+smoke: $(RUNTIME)  ## the same path in under a minute: copying digits, from scratch
+	@echo "training: under a minute on two cores: GRPO from random weights"
 	@$(BIN)/python examples/quickstart.py --smoke $(ARGS)
 
 ##@ Develop
@@ -129,17 +133,26 @@ help:  ## this list
 	@awk 'BEGIN { FS = ":.*##" } /^##@/ { printf "\n%s\n", substr($$0, 5) } \
 		/^[a-z-]+:.*##/ { printf "  make %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# torch goes first and alone, so that the build chosen here is kept by everything that depends on it.
-# The plugins go without what they require: each of their tests is skipped, and counted, where its library is absent.
-$(STAMP): pyproject.toml constraints.txt $(PLUGINS:%=%/pyproject.toml)
+# One call installs the build of torch chosen here and everything else, so that pip says each thing once. A choice with
+# options, such as an index, goes first and alone: they hold for torch only. Progress is shown unless this is a refresh.
+$(RUNTIME): pyproject.toml constraints.txt
 	@if [[ -z "$(PYTHON)" ]]; then \
 		echo "Podium needs Python 3.11 or newer; python3 here is $$(python3 --version 2>&1 || true)." \
 			"Install one, or name one: make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; fi
-	@[[ -x $(BIN)/python ]] || { echo "creating .venv with $$($(PYTHON) --version) (once; some minutes)"; \
-		$(PYTHON) -m venv .venv; }
-	@echo "installing $(TORCH_SPEC) and Podium with its development tools into .venv"
-	@$(BIN)/pip install -q --disable-pip-version-check $(TORCH_SPEC)
-	@{ grep -v '^torch==' constraints.txt; $(BIN)/pip freeze --disable-pip-version-check | grep '^torch=='; } \
+	@if [[ -e $@ ]]; then echo "refreshing the environment in .venv"; else \
+		echo "creating the environment in .venv with $$($(PYTHON) --version), once: about 1.2 GB with a torch for CPUs;" \
+			"pip's torch for Linux brings CUDA, several GB more (TORCH_SPEC names another)"; \
+		[[ -x $(BIN)/python ]] || $(PYTHON) -m venv .venv; fi
+	@grep -v '^torch==' constraints.txt > .venv/constraints.txt
+	@pip="$(BIN)/pip install --disable-pip-version-check $$([[ ! -e $@ ]] || echo -q)"; \
+		$(if $(word 2,$(TORCH_SPEC)),$$pip $(TORCH_SPEC);) \
+		$$pip -c .venv/constraints.txt $(firstword $(TORCH_SPEC)) -e '.[plot]'
+	@touch $@
+
+# The plugins go without what they require: each of their tests is skipped, and counted, where its library is absent.
+$(STAMP): $(RUNTIME) $(PLUGINS:%=%/pyproject.toml)
+	@echo "adding the development tools to .venv: about 500 MB at first"
+	@{ grep -v '^torch==' constraints.txt; $(BIN)/pip freeze --disable-pip-version-check | sed -n '/^torch==/p'; } \
 		> .venv/constraints.txt
 	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
 	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(PLUGINS:%=-e %)

@@ -39,6 +39,15 @@ def test_what_the_controller_imports_loads_nothing_heavy(module: str) -> None:
     assert loaded.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("package", ["podium", "podium.trainer"])
+def test_a_script_says_that_it_imports_torch_before_it_does(package: str) -> None:
+    script = f"import sys; sys.modules['torch'] = None; from {package} import GRPOConfig, PPOTrainer"
+    script = script.replace("GRPOConfig, ", "") if package == "podium" else script
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[0] == "podium: importing torch and transformers"
+
+
 def test_the_version_is_written_alike(project: dict[str, Any]) -> None:
     assert podium.__version__ == project["version"]
 

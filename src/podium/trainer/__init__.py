@@ -1,8 +1,10 @@
 """The training loops, with their configuration, checkpoints, evaluation and reports."""
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from podium.lazy import lazy_exports
+from podium.telemetry import active
 
 if TYPE_CHECKING:
     from podium.config import (
@@ -37,4 +39,16 @@ if TYPE_CHECKING:
     from podium.trainer.serving import ServedModel as ServedModel, served as served
     from podium.trainer.sft import SFTTrainer as SFTTrainer
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(__name__)
+    _load_export, __dir__, __all__ = lazy_exports(__name__)
+
+    def __getattr__(name: str) -> Any:
+        if name in ("PPOTrainer", "SFTTrainer") and not {"torch", "transformers"} <= sys.modules.keys():
+            _announce_imports()
+        return _load_export(name)
+
+
+def _announce_imports() -> None:
+    """Say on stderr what takes the first seconds of a script. A program that shows events has said it."""
+    if not active():
+        sys.stderr.write("podium: importing torch and transformers\n")
+        sys.stderr.flush()
