@@ -106,7 +106,7 @@ test-wheel-newest:  ## the same on Python 3.14 or 3.13, where one is installed (
 bench: $(STAMP)  ## every figure of the README, beside floors and installed peers; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)
 
-pictures: $(STAMP)  ## draw the pictures of the README from a run of the quickstart: five minutes
+pictures: $(STAMP)  ## draw the pictures of the README from a run of the quickstart: two minutes
 	@$(BIN)/python -m bench.pictures $(ARGS)
 
 soak: $(STAMP)  ## ten thousand steps through references, with faults among them: what grows is a leak
@@ -140,8 +140,8 @@ $(RUNTIME): pyproject.toml constraints.txt
 		echo "Podium needs Python 3.11 or newer; python3 here is $$(python3 --version 2>&1 || true)." \
 			"Install one, or name one: make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; fi
 	@if [[ -e $@ ]]; then echo "refreshing the environment in .venv"; else \
-		echo "creating the environment in .venv with $$($(PYTHON) --version), once: about 1.2 GB with a torch for CPUs;" \
-			"pip's torch for Linux brings CUDA, several GB more (TORCH_SPEC names another)"; \
+		echo "creating the environment in .venv with $$($(PYTHON) --version), once: 1.6 GB with a torch for CPUs." \
+			"pip's torch for Linux brings CUDA, several GB more: TORCH_SPEC=… names another"; \
 		[[ -x $(BIN)/python ]] || $(PYTHON) -m venv .venv; fi
 	@grep -v '^torch==' constraints.txt > .venv/constraints.txt
 	@pip="$(BIN)/pip install --disable-pip-version-check $$([[ ! -e $@ ]] || echo -q)"; \
@@ -151,7 +151,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 
 # The plugins go without what they require: each of their tests is skipped, and counted, where its library is absent.
 $(STAMP): $(RUNTIME) $(PLUGINS:%=%/pyproject.toml)
-	@echo "adding the development tools to .venv: about 500 MB at first"
+	@echo "adding the development tools to .venv: about 0.8 GB at first"
 	@{ grep -v '^torch==' constraints.txt; $(BIN)/pip freeze --disable-pip-version-check | sed -n '/^torch==/p'; } \
 		> .venv/constraints.txt
 	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'

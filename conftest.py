@@ -40,7 +40,7 @@ from tests.ray_selection import RaySelection
 def missing_requirement(mark: str) -> str | None:
     """Why tests with `mark` cannot run here, or None if they can."""
     if mark in ("ray", "vllm"):
-        return None if importlib.util.find_spec(mark) else f"{mark} is not installed: pip install 'podium[{mark}]'"
+        return None if importlib.util.find_spec(mark) else f"{mark} is not installed: pip install {mark}"
     import torch  # only when a gpu test was collected: importing it takes longer than most tests
 
     return None if torch.cuda.is_available() else "no CUDA device"

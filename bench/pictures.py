@@ -1,6 +1,6 @@
 """Draw the pictures of the README: the quickstart as a terminal shows it, and its learning curve.
 
-    python -m bench.pictures                    runs the quickstart: five minutes on two cores
+    python -m bench.pictures                    runs the quickstart: two minutes on two cores
     python -m bench.pictures --smoke            the short one
     python -m bench.pictures --run FOLDER       draws what lies in FOLDER: transcript.bin and grpo/metrics.jsonl
 

@@ -1,6 +1,6 @@
 """Teach a small language model to add, on this machine, from nothing: supervised warm-up, then GRPO.
 
-    python examples/quickstart.py                 two-digit sums, a few minutes on two cores
+    python examples/quickstart.py                 two-digit sums, two minutes on two cores
     python examples/quickstart.py --smoke         copying three digits, no warm-up, under a minute
     python examples/quickstart.py --backend ray   the same on Ray
 
@@ -88,7 +88,7 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
     if not warm.finished:  # Ctrl-C
         raise SystemExit(f"stopped during the warm-up; podium train sft --resume {out / 'warmup'} goes on")
     grpo = GRPOConfig(
-        run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=240),
+        run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=300),
         model=ModelConfig(path=str(warm.model_path)),
         data=data,
         reward=RewardConfig(name="exact"),

@@ -99,7 +99,7 @@ class RaySelection:
 def main() -> None:
     """Run all tests with Ray. Write the proof if they pass and nothing has changed meanwhile."""
     if importlib.util.find_spec("ray") is None:
-        sys.exit("Ray is not installed: pip install 'podium[ray]'")
+        sys.exit("Ray is not installed: make env")
     digests = compute_digests()
     command = [sys.executable, "-m", "pytest", "-m", "ray", "--all"]  # one after the other: several clusters are slow
     if status := subprocess.run(command, cwd=ROOT, check=False).returncode:

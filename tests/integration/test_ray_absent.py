@@ -43,7 +43,7 @@ def test_the_backend_says_what_to_install(environment: dict[str, str]) -> None:
         "import podium, podium.errors\n"
         "try:\n    podium.connect('ray')\nexcept podium.errors.ConfigError as error:\n    print(error)",
     )
-    assert out == "backend 'ray' cannot be loaded: no Ray here; try: pip install 'podium[ray]'\n"
+    assert out == "backend 'ray' cannot be loaded: no Ray here; try: pip install 'ray>=2.50'\n"
 
 
 def test_it_is_listed_as_not_usable(environment: dict[str, str]) -> None:

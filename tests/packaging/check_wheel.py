@@ -86,9 +86,9 @@ def check_help(folder: Path) -> None:
 
 
 def check_training(folder: Path) -> None:
-    """A run trains on worker processes, its model answers, and the report names the extra that draws the curve."""
+    """A run trains on worker processes, its model answers, and the report says what draws the curve."""
     said = podium(folder, "train", "grpo", *settings({"data.train": "rows.jsonl"}))
-    assert "podium[plot]" in said, f"nothing says that the curve needs an extra:\n{said}"
+    assert "pip install 'matplotlib" in said, f"nothing says what the curve needs:\n{said}"
     assert (folder / "runs/wheel/summary.json").is_file()
     podium(folder, "sample", "runs/wheel", "--prompt", "12=")
     podium(folder, "view", "runs/wheel", "--export", "run.html")
@@ -96,15 +96,15 @@ def check_training(folder: Path) -> None:
 
 
 def check_extras(folder: Path) -> None:
-    """What needs an extra says which, before anything starts, and what needs another package says how it is found."""
+    """What is not installed is named with its remedy before anything starts."""
     cases: list[tuple[str, dict[str, str], list[str]]] = [
-        ("podium[tasks]", {"data.train": "reasoning_gym:basic_arithmetic"}, []),
-        ("podium[math]", {"reward.name": "math"}, []),
-        ("podium[ray]", {}, ["--backend", "ray"]),
+        ("pip install 'reasoning-gym>", {"data.train": "reasoning_gym:basic_arithmetic"}, []),
+        ("pip install 'math-verify[", {"reward.name": "math"}, []),
+        ("pip install 'ray>", {}, ["--backend", "ray"]),
         ("entry point group podium.backends", {}, ["--backend", "another"]),
         ("entry point group podium.environments", {"environment.name": "another"}, []),
-        ("podium[trackers]", {"run.trackers": "[wandb]"}, []),
-        ("podium[vllm]", {"engine.name": "vllm"}, []),
+        ("pip install 'wandb>", {"run.trackers": "[wandb]"}, []),
+        ("pip install 'vllm>", {"engine.name": "vllm"}, []),
     ]
     for remedy, changes, words in cases:
         values = {"run.name": "other", "data.train": "rows.jsonl", **changes}

@@ -30,5 +30,5 @@ def test_it_imports_only_what_the_docs_call_stable() -> None:
     reason="torchmonarch is installed, or podium-monarch is not",
 )
 def test_monarch_that_is_absent_is_named_with_the_command_that_installs_it() -> None:
-    with pytest.raises(ConfigError, match=r"torchmonarch is not installed: pip install 'podium-monarch\[monarch\]'"):
+    with pytest.raises(ConfigError, match=r"torchmonarch is not installed: pip install 'torchmonarch<0\.8,>=0\.7'"):
         podium.connect("monarch")

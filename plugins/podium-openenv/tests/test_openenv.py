@@ -114,7 +114,5 @@ def test_an_environment_behind_a_server_of_openenv_is_lived_in(tmp_path: Path) -
 
 @pytest.mark.skipif(importlib.util.find_spec("websockets") is not None, reason="websockets is installed")
 def test_websockets_that_are_absent_are_named_with_the_command_that_installs_them() -> None:
-    with pytest.raises(
-        ConfigError, match=r"needs websockets, .* not installed: pip install 'podium-openenv\[openenv\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"needs websockets, .* not installed: pip install 'websockets>=13'"):
         resolve_environment(EnvironmentConfig(name="openenv", options={"url": "http://127.0.0.1:1"}))

@@ -165,9 +165,7 @@ def test_a_game_that_textarena_does_not_have_is_refused() -> None:
 
 @pytest.mark.skipif(IS_INSTALLED, reason="textarena is installed")
 def test_textarena_that_is_absent_is_named_with_the_command_that_installs_it() -> None:
-    with pytest.raises(
-        ConfigError, match=r"needs textarena, .* not installed: pip install 'podium-textarena\[textarena\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"needs textarena, .* not installed: pip install 'textarena>=0\.7'"):
         resolve_environment(EnvironmentConfig(name="textarena", options={"env": "TicTacToe-v0"}))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 
 if TYPE_CHECKING:
     from podium.runs.records import RunRecord
@@ -96,7 +97,7 @@ def _draw(run: RunRecord) -> None:
     if curve is None or len(curve.steps) < 2:
         return
     if find_spec("plotext") is None:
-        sys.stdout.write("  the curve is not drawn without plotext: pip install 'podium[plot]'\n")
+        sys.stdout.write(f"  the curve is not drawn without plotext: {install_command('plot', 'plotext')}\n")
         return
     console = terminal()
     sys.stdout.write(f"\n  {curve.metric}\n")

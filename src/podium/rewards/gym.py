@@ -7,13 +7,14 @@ from functools import lru_cache
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 
 try:
     import reasoning_gym as gym
 except ImportError as error:
     raise ConfigError(
         f"reward.name = 'reasoning_gym' needs reasoning-gym, which cannot be imported ({error}): "
-        "pip install 'podium[tasks]' (pycosat, which it needs, is built by a C compiler)"
+        f"{install_command('tasks')} (pycosat, which it needs, is built by a C compiler)"
     ) from error
 
 __all__ = ["reasoning_gym"]

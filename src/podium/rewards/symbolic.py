@@ -6,13 +6,14 @@ from functools import lru_cache
 from typing import Any, Final, cast
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 from podium.rewards.text import MARK, answer_of
 
 try:
     import math_verify
 except ImportError as error:
     raise ConfigError(
-        f"reward.name = 'math' needs math-verify, which cannot be imported ({error}): pip install 'podium[math]'"
+        f"reward.name = 'math' needs math-verify, which cannot be imported ({error}): {install_command('math')}"
     ) from error
 
 __all__ = ["mathematics"]

@@ -15,6 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from podium.extras import install_command
 from podium.runs.directory import RunDirectory, Summary
 from podium.runs.evaluation import Evaluation, gain_interval
 from podium.runs.records import RunRecord
@@ -64,7 +65,7 @@ def report(
     curve = build_curve(RunRecord(directory.path).rows)
     if missing := [name for name in ("matplotlib", "plotext") if find_spec(name) is None]:
         curve = None
-        emit(Note(f"the learning curve is not drawn without {missing[0]}: pip install 'podium[plot]'"))
+        emit(Note(f"the learning curve is not drawn without {missing[0]}: {install_command('plot')}"))
     if curve is not None:
         paths["curve"] = plot_curve(curve, directory.curve_path, title)
     paths |= {"model": summary.model_path} if summary.model_path else {}

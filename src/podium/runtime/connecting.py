@@ -11,6 +11,7 @@ from typing import Any
 
 from podium.annotations import signature_of
 from podium.errors import ConfigError
+from podium.extras import install_command
 from podium.functions import nearest
 from podium.runtime.backend import Backend
 from podium.runtime.cluster import Cluster
@@ -87,7 +88,7 @@ def _load_backend(scheme: str, backend: str) -> type[Backend]:
         what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         is_own = entry.module.startswith("podium.")
         other = f"another version of the package of {entry.value}, or what that package requires"
-        remedy = f"pip install 'podium[{scheme}]'" if is_own else other
+        remedy = install_command(scheme) if is_own else other
         raise ConfigError(f"backend {scheme!r} cannot be loaded: {what}; try: {remedy}") from error
     if not (inspect.isclass(cls) and issubclass(cls, Backend)):
         raise ConfigError(f"backend {scheme!r}: {entry.value} is no subclass of podium.runtime.Backend")

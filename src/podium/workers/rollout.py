@@ -21,6 +21,7 @@ import torch
 from podium.data import Batch, Jagged, fields
 from podium.data.sampled_text import text_column
 from podium.errors import ConfigError
+from podium.extras import install_command
 from podium.models.config import ModelConfig
 from podium.models.loading import longest_text
 from podium.models.tokenizers import load_tokenizer
@@ -99,7 +100,8 @@ class Rollout(Worker):
                 from podium.rollout.service.generator_client import RemoteTokens
             except ImportError as error:
                 raise ConfigError(
-                    f"a request to a generator in another process needs {error.name}, which is not installed"
+                    f"a request to a generator in another process needs {error.name}, which is not installed: "
+                    f"{install_command('serve')}"
                 ) from None
             self._remote = RemoteTokens(urls, token)
             self._remote.positions = positions

@@ -34,18 +34,18 @@ def test_a_wrong_name_is_explained(spec: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "library", "extra"),
+    ("name", "module", "library", "package"),
     [
-        ("math", "podium.rewards.symbolic", "math_verify", "math"),
-        ("reasoning_gym", "podium.rewards.gym", "reasoning_gym", "tasks"),
+        ("math", "podium.rewards.symbolic", "math_verify", "math-verify"),
+        ("reasoning_gym", "podium.rewards.gym", "reasoning_gym", "reasoning-gym"),
     ],
 )
-def test_a_library_that_is_missing_names_its_extra(
-    name: str, module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+def test_a_library_that_is_missing_is_named_with_its_remedy(
+    name: str, module: str, library: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=rf"reward\.name = '{name}' needs .*pip install 'podium\[{extra}\]'"):
+    with pytest.raises(ConfigError, match=rf"reward\.name = '{name}' needs .*pip install '{package}"):
         resolve_reward(name)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from podium.extras import install_command
 from podium.runs.directory import RunDirectory, Summary
 from podium.runs.evaluation import Evaluation
 from podium.runs.records import RunRecord
@@ -209,7 +210,7 @@ def test_without_the_plotting_libraries_the_report_has_no_curve_and_a_note_names
             assert not directory.curve_path.exists()
     finally:
         unsubscribe()
-    assert notes == [f"the learning curve is not drawn without {absent}: pip install 'podium[plot]'"]
+    assert notes == [f"the learning curve is not drawn without {absent}: {install_command('plot')}"]
     assert "sft: sums" in out.getvalue()
 
 

@@ -2,12 +2,13 @@
 
 from importlib.util import find_spec
 
+from podium.extras import install_command
 from podium.runtime.backend import CONTRACT_VERSION
 
 if CONTRACT_VERSION != 1:
     raise ImportError(f"podium-monarch keeps version 1 of Podium's contract, which is at {CONTRACT_VERSION}")
 if find_spec("monarch") is None:
-    raise ImportError("torchmonarch is not installed: pip install 'podium-monarch[monarch]'")
+    raise ImportError(f"torchmonarch is not installed: {install_command('monarch', package='podium-monarch')}")
 
 from podium_monarch.backend import MonarchBackend
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError, PodiumError
+from podium.extras import install_command
 from podium.rollout.environments import Outcome
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class OpenEnv:
         except ImportError:
             raise ConfigError(
                 "environment.name = 'openenv' needs websockets, which is not installed: "
-                "pip install 'podium-openenv[openenv]'"
+                f"{install_command('openenv', package='podium-openenv')}"
             ) from None
         base = url.rstrip("/").replace("http://", "ws://", 1).replace("https://", "wss://", 1)
         self._url = base if base.endswith("/ws") else f"{base}/ws"

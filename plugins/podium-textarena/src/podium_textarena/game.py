@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from podium.errors import ConfigError, PodiumError
+from podium.extras import install_command
 from podium.functions import load_function
 from podium.rollout.environments import Outcome, in_thread
 
@@ -71,7 +72,7 @@ class TextArena:
         except ImportError as error:
             raise ConfigError(
                 f"environment.name = 'textarena' needs {error.name}, which is not installed: "
-                "pip install 'podium-textarena[textarena]'"
+                f"{install_command('textarena', package='podium-textarena')}"
             ) from None
         library: Any = textarena
         try:

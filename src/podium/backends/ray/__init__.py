@@ -1,4 +1,4 @@
-"""The backend ``ray``: one Ray actor a rank, on this machine or on a cluster. Needs ``pip install 'podium[ray]'``."""
+"""The backend ``ray``: one Ray actor a rank, on this machine or on a cluster. Needs ``pip install ray``."""
 
 from podium.backends.ray.backend import RayBackend
 

@@ -26,7 +26,7 @@ class EngineConfig:
 
     name: str = AUTO
     """This engine generates completions: native (Llama, Mistral, Qwen 2 and 3, SmolLM3), transformers (any
-    architecture), vllm (pip install "podium[vllm]"), or another installed engine. auto chooses native where it supports
+    architecture), vllm (after pip install vllm), or another installed engine. auto chooses native where it supports
     the model, and transformers otherwise."""
     max_sequences: int = Field(default=128, ge=1, le=65536)
     """The engine decodes at most this many completions at the same time."""

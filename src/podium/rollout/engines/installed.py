@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 from podium.rollout.engines.config import AUTO, OWN_OPTIONS, EngineConfig, find_engines
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _check_package(name: str) -> None:
     extras = entry.dist.metadata.get_all("Provides-Extra") or [] if entry and entry.dist else []
     if name in extras and find_spec(name) is None:
         raise ConfigError(
-            f"engine.name = {name!r}: {name} is not installed: pip install 'podium[{name}]', or use engine.name=auto"
+            f"engine.name = {name!r}: {name} is not installed: {install_command(name)}, or use engine.name=auto"
         )
 
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 from podium.rollout.environments.tools import Tool, ToolError
 
 __all__ = ["mcp_tools"]
@@ -37,9 +38,7 @@ async def mcp_tools(
     try:
         from mcp import Client, StdioServerParameters
     except ImportError as error:
-        raise ConfigError(
-            f"MCP tools need {error.name}, which is not installed: pip install 'podium[agents]'"
-        ) from None
+        raise ConfigError(f"MCP tools need {error.name}, which is not installed: {install_command('agents')}") from None
     is_address = server.startswith(("http://", "https://"))
     where = server if is_address else StdioServerParameters(command=server, args=[*arguments], env=dict(env or {}))
     label = " ".join([server, *arguments])

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
@@ -28,7 +29,7 @@ def check_installed() -> None:
     """Raise ConfigError if the extra ``serve`` is not installed."""
     for name in ("starlette", "uvicorn", "httpx2"):
         if find_spec(name) is None:
-            raise ConfigError(f"serving needs {name}, which is not installed: pip install 'podium[serve]'")
+            raise ConfigError(f"serving needs {name}, which is not installed: {install_command('serve')}")
 
 
 def check_serving(host: str, port: int, token: str) -> None:

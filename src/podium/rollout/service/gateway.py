@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from podium.errors import ConfigError, GenerationError
+from podium.extras import install_command
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -71,8 +72,8 @@ class _Opened:
             from podium.rollout.service.connection_owner import OwnUserProtocol
         except ImportError as error:
             raise ConfigError(
-                f"an agent requested the address of the model, which needs {error.name}, which is not installed: pip "
-                "install 'podium[serve]'"
+                f"an agent requested the address of the model, which needs {error.name}, which is not installed: "
+                f"{install_command('serve')}"
             ) from None
 
         class Server(uvicorn.Server):

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 from podium.telemetry import Note, emit
 
 __all__ = ["PREFIX", "generate_rows"]
@@ -49,7 +50,7 @@ def _check(spec: str, options: Mapping[str, Any]) -> None:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            f"{spec} needs reasoning-gym, which cannot be imported ({error}): pip install 'podium[tasks]' "
+            f"{spec} needs reasoning-gym, which cannot be imported ({error}): {install_command('tasks')} "
             "(pycosat, which it needs, is built by a C compiler)"
         ) from error
     task = spec.removeprefix(PREFIX)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 from podium.telemetry.events import (
     CompletionsSampled,
     EvalFinished,
@@ -42,7 +43,7 @@ class TrackerSink(Sink):
         except ImportError as error:
             raise ConfigError(
                 f"{type(self).__name__} needs the package {package!r}, which cannot be imported here ({error}): "
-                f"pip install {package}"
+                f"{install_command('trackers', package)}"
             ) from error
 
     @abstractmethod

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from podium.algorithms import check_functions
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
+from podium.extras import install_command
 from podium.models import ModelConfig
 from podium.models.weight_files import read_stored_tensors
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
@@ -92,7 +93,8 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
     check_engine(config.engine)
     for tracker in config.run.trackers:
         if find_spec(tracker) is None:
-            raise ConfigError(f"run.trackers names {tracker}, which is not installed: pip install 'podium[trackers]'")
+            command = install_command("trackers", tracker)
+            raise ConfigError(f"run.trackers names {tracker}, which is not installed: {command}")
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     paths["reward.path"] = config.reward.path
     if isinstance(config, PPOConfig):

@@ -28,7 +28,7 @@ with_vllm = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 @pytest.mark.skipif(INSTALLED, reason="vllm is installed")
 def test_where_it_is_missing_the_error_says_how_to_get_it(make_model: MakeModel) -> None:
-    with pytest.raises(ConfigError, match=r"engine.name = 'vllm': vllm is not installed: pip install 'podium\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"engine.name = 'vllm': vllm is not installed: pip install 'vllm>=0\.32'"):
         make_engine(CONFIG, make_model("qwen3"))
 
 

@@ -103,5 +103,5 @@ def test_mistakes_are_named(task: str, options: dict[str, Any], message: str) ->
 
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"reasoning_gym:gcd needs reasoning-gym.*pip install 'podium\[tasks\]'"):
+    with pytest.raises(ConfigError, match=r"reasoning_gym:gcd needs reasoning-gym.*pip install 'reasoning-gym>=0\.1"):
         load(DataConfig(train="reasoning_gym:gcd"))

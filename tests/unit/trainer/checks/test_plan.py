@@ -168,11 +168,11 @@ CORES = len(os.sched_getaffinity(0))
         ),
         ({"placement": {"cpus": 500}}, "local", r"placement\.cpus = 500: 1 worker process\(es\) .* leave it out"),
         ({"placement": {"cpus": CORES, "ranks": 2}}, "local", r"placement\.cpus = \d+: 2 worker process\(es\)"),
-        ({"engine": {"name": "vllm"}}, "local", r"engine\.name = 'vllm': .* pip install 'podium\[vllm\]'"),
+        ({"engine": {"name": "vllm"}}, "local", r"engine\.name = 'vllm': .* pip install 'vllm>=0\.32'"),
         (
             {"run": {"trackers": ["trackio"]}},
             "local",
-            r"trackio, .*: pip install 'podium\[trackers\]'",
+            r"trackio, .*: pip install 'trackio>=0\.5'$",
         ),
         ({"run": {"schedule": "absent.py:mine"}}, "local", r"run\.schedule = .*no file .*absent\.py"),
         ({"run": {"schedule": "operator:add"}}, "local", r"run\.schedule = .*'add' must take exactly one argument"),
