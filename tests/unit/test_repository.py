@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import podium
 from podium.cli import COMMANDS
-from podium.config import parse_overrides
+from podium.models import char_tokenizer
 from podium.runs.config import RECIPES, InferenceConfig
 from podium.trainer import keys_of
+from tests.integration.training import MODEL, write_copy_task
+from tests.warm_python import run_python
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -46,11 +49,11 @@ def test_every_link_of_a_page_at_the_root_leads_somewhere(name: str) -> None:
         )
 
 
-def test_the_readme_is_two_screens_with_two_pictures() -> None:
+def test_the_readme_is_two_screens_with_a_picture() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 110
+    assert len(text.splitlines()) <= 118
     pictures = re.findall(r"!\[([^\]]+)\]\((\S+)\)", text)
-    assert len(pictures) == 2
+    assert len(pictures) == 1
     for description, path in pictures:
         assert len(description) > 40, "for those who do not see the picture"
         assert (ROOT / path).read_text().lstrip().startswith(("<svg", "<?xml"))
@@ -77,14 +80,28 @@ def test_the_commands_of_a_page_have_commands_and_keys_that_exist(name: str) -> 
                 assert key in known or name == "docs/coming-from-trl.md", f"{command} {word}"
 
 
-def test_the_reward_of_the_readme_is_one() -> None:
-    block = re.findall(r"```python\n# reward.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+def test_the_script_of_the_readme_trains_as_printed(tmp_path: Path) -> None:
+    """On a model of that name in the working directory, and for a step of a few prompts."""
+    (script,) = re.findall(r"```python\n(# train.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in script.splitlines()[1:] if line]) == 8
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL["config"])).save_pretrained(
+        tmp_path / "Qwen/Qwen3-0.6B"
+    )
+    char_tokenizer("0123456789= ").save_pretrained(tmp_path / "Qwen/Qwen3-0.6B")
+    write_copy_task(tmp_path).rename(tmp_path / "train.jsonl")
+    shorter = "run={'steps': 1}, batch={'prompts': 2}, sampling={'max_new_tokens': 2, 'n': 2}, eval={'items': 2}"
+    (tmp_path / "train.py").write_text(
+        script.replace('"train.jsonl")', f'"train.jsonl"), {shorter}').replace(
+            "reward=reward)", "reward=reward, cluster='inline')"
+        )
+    )
+    done = run_python("train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held-out" in done.stdout
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(script.partition("\nconfig = ")[0], names)
     assert [names["reward"](" 4 ", {"answer": answer}) for answer in ("4", 4, 5)] == [1.0, 1.0, 0.0]
-    assert parse_overrides(RECIPES["grpo"], ["--reward.name", "reward.py:reward"]) == [
-        ("reward.name", "reward.py:reward")
-    ]
+    assert "--reward.name reward.py:reward" in (ROOT / "README.md").read_text()
 
 
 def test_version_date_and_home_are_written_alike() -> None:
