@@ -141,6 +141,17 @@ def test_an_update_keeps_the_logprobs_that_it_has_found(cluster: Cluster, ranks:
         assert group.policy.update_logprobs(rows).fetch().jagged("old_logprobs").values.isnan().all()
 
 
+def test_tiny_gradients_of_float16_are_kept_on_shards(cluster: Cluster) -> None:
+    mask = recorded().jagged("loss_mask")
+    batch = recorded().with_columns({"loss_weights": mask.like(mask.values * 1e-6)})
+    norms, imitate = list[float](), AlgorithmConfig(loss="cross_entropy")
+    for precision in ("float32", "float16"):
+        parallel = ParallelConfig(strategy="fsdp2", precision=precision)
+        with started(cluster, 2, policy=Policy.bind(TINY, OPTIM, parallel, imitate)) as group:
+            norms.append(group.policy.update(batch)["policy/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
+
+
 class Everywhere(Policy):
     """Every rank tells what its update returned."""
 

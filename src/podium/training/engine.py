@@ -2,10 +2,11 @@
 
 One step over a global minibatch that is spread over ranks and cut into micro-batches::
 
-    each rank, each micro-batch:   loss = sum(weights * per-token loss);  loss.backward()
-    all ranks:                     add gradients -> global norm -> clip -> AdamW
+    each rank, each micro-batch:   loss = sum(weights * per-token loss);  (scale * loss).backward()
+    all ranks:                     add gradients -> global norm -> divide by scale, clip -> AdamW
 
-The weights are normalized over the whole minibatch, so that the sum is the loss, however the minibatch was cut.
+The weights are normalized over the whole minibatch, so that the sum is the loss, however the minibatch was cut. The
+scale is 1 unless matrix products are in float16.
 """
 
 import functools
@@ -24,6 +25,7 @@ from podium.devices import autocast, compute_dtype
 from podium.errors import DataError, PodiumError
 from podium.models.loading import plain_model, rotary_turn
 from podium.training.config import OptimConfig, ParallelConfig
+from podium.training.loss_scale import LossScale
 from podium.training.micro_batches import MicroBatch, cut, empty_micro_batch
 from podium.training.offload import Offload
 from podium.training.optimizer import Optimizer
@@ -67,6 +69,7 @@ class TrainEngine:
         batching: How rows share a forward pass.
         note: Why ``batching`` is not what ``parallel.batching`` prefers; "" if it is.
         shares_prompts: Whether rows with the same prompt have it once in a forward pass.
+        loss_scale: The factor of the loss in the backward pass.
 
     Raises:
         ConfigError: see :func:`.choose_batching` and :func:`.make_parallel`.
@@ -86,6 +89,7 @@ class TrainEngine:
         self.dropout = dropout
         self.config = parallel
         self.precision = compute_dtype(device, parallel.precision)
+        self.loss_scale = LossScale(self.precision)
         self.batching, self.note = choose_batching(model, parallel, device, self.precision)
         self.shares_prompts = may_share_prompts(model, parallel, self.batching, device, self.precision)
         logits_tail(model)  # is found now, as all ranks are here
@@ -186,6 +190,37 @@ class TrainEngine:
         self.model.train(self.dropout)
         for module in self._adapter_dropouts:
             module.train()
+        parts, scale = self._accumulate(batch, compute, columns), self.loss_scale.value
+        norm, (total, metrics) = float(self.parallel.reduce()) / self.loss_scale.value, self._gather(parts)
+        while math.isfinite(total) and not math.isfinite(norm) and self.loss_scale.lower():
+            self._accumulate(batch, compute, columns)
+            norm = float(self.parallel.reduce()) / self.loss_scale.value
+        self.model.eval()
+        rate = self.optim.learning_rate(self.step_count)
+        skipped = not (math.isfinite(norm) and math.isfinite(total))
+        if skipped and self.optim.non_finite == "error":
+            what = f"the loss of step {self.step_count} is not finite ({total})"
+            if not math.isfinite(norm):
+                what = f"the gradients of step {self.step_count} are not finite (norm {norm})"
+            raise PodiumError(what)
+        if not skipped:
+            clips = self.optim.grad_clip and norm > self.optim.grad_clip
+            factor = (self.optim.grad_clip / norm if clips else 1.0) / self.loss_scale.value
+            if factor != 1.0:
+                for gradient in self.parallel.gradients():
+                    gradient.mul_(factor)
+            self.optimizer.update(rate, self.step_count)
+            self.loss_scale.count_step()
+        else:
+            self.loss_scale.value = scale  # not the scale was at fault
+        self.step_count += 1
+        self.skipped_count += skipped
+        return StepResult(total, norm, rate, skipped, metrics)
+
+    def _accumulate(
+        self, batch: Batch, compute: Callable[[MicroBatch], TokenLoss], columns: Sequence[str]
+    ) -> list[tuple[Tensor, PartialMetrics]]:
+        """Make this rank's gradients, times the loss scale. Return the loss and the metrics of each micro-batch."""
         self.parallel.prepare()
         parts: list[tuple[Tensor, PartialMetrics]] = []
         for micro in self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS), noisy=self._noisy):
@@ -195,26 +230,9 @@ class TrainEngine:
                     continue
                 token_loss, weights = compute(micro), micro.columns[fields.LOSS_WEIGHTS]
                 loss = (weights * token_loss.loss_N).sum()
-            loss.backward()
+            (loss * self.loss_scale.value).backward()
             parts.append((loss.detach(), partial_metrics(token_loss, weights)))
-        self.model.eval()
-        norm = float(self.parallel.reduce())
-        rate = self.optim.learning_rate(self.step_count)
-        total, metrics = self._gather(parts)
-        skipped = not (math.isfinite(norm) and math.isfinite(total))
-        if skipped and self.optim.non_finite == "error":
-            what = f"the loss of step {self.step_count} is not finite ({total})"
-            if not math.isfinite(norm):
-                what = f"the gradients of step {self.step_count} are not finite (norm {norm})"
-            raise PodiumError(what)
-        if not skipped:
-            if self.optim.grad_clip and norm > self.optim.grad_clip:
-                for gradient in self.parallel.gradients():
-                    gradient.mul_(self.optim.grad_clip / norm)
-            self.optimizer.update(rate, self.step_count)
-        self.step_count += 1
-        self.skipped_count += skipped
-        return StepResult(total, norm, rate, skipped, metrics)
+        return parts
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], *, noisy: bool = False) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them.

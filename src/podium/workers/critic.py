@@ -103,6 +103,7 @@ class Critic(Learner):
             metrics.EXPLAINED_VARIANCE: explained_variance(moments),
             "value/grad_norm": result.grad_norm,
             "value/learning_rate": result.learning_rate,
+            **({"value/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),
         }
 
     def _values(self, micro: MicroBatch) -> Tensor:

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Learner", "Progress"]
 
-_MODEL, _RANDOM = "model.", "random."
+_MODEL, _RANDOM, _LOSS_SCALE = "model.", "random.", "loss_scale"
+_OPTIONAL = (_RANDOM, _LOSS_SCALE)  # a rank or a precision of another run may be new
 _FILE_BYTES = 1 << 30  # a copy is let go of file by file
 
 
@@ -216,8 +217,8 @@ class Learner(Worker):
 
         state = self._state(whole=BASE not in stored)  # checkpoints of adapters once held the base too
         state = {name: value for name, value in state.items() if weights or not name.startswith(_MODEL)}
-        absent = sorted(name for name in state if name not in stored and not name.startswith(_RANDOM))
-        extra = sorted(name for name in stored if name not in state and not name.startswith(_RANDOM))
+        absent = sorted(name for name in state if name not in stored and not name.startswith(_OPTIONAL))
+        extra = sorted(name for name in stored if name not in state and not name.startswith(_OPTIONAL))
         if absent or extra:
             raise CheckpointError(
                 f"the checkpoint {path} is of another model: it lacks {absent[:3]} and has {extra[:3]}"
@@ -246,6 +247,8 @@ class Learner(Worker):
                 "give the run the model that it began with"
             )
         self.engine.step_count, self.engine.skipped_count = (int(count) for count in wanted["counts"])
+        if _LOSS_SCALE in wanted:
+            self.engine.loss_scale.restore(wanted[_LOSS_SCALE])
         for name, device in self._random_names().items():
             if name in wanted:
                 set_random_state(device, wanted[name])
@@ -302,6 +305,8 @@ class Learner(Worker):
                 self._base = base_checksum(self.model)
             state[BASE] = self._base.clone()
         state["counts"] = torch.tensor([self.engine.step_count, self.engine.skipped_count])
+        if self.engine.loss_scale.is_used:
+            state[_LOSS_SCALE] = self.engine.loss_scale.state
         return state | {name: random_state(device) for name, device in self._random_names().items()}
 
     @cached_property

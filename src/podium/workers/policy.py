@@ -136,6 +136,7 @@ class Policy(Learner):
             metrics.GRAD_NORM: result.grad_norm,
             metrics.LEARNING_RATE: result.learning_rate,
             metrics.SKIPPED_STEPS: float(self.engine.skipped_count),
+            **({"policy/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),
             **({"policy/memory_peak_gib": peak / 2**30} if peak else {}),  # so far, on the first rank's accelerator
         }
 
