@@ -7,7 +7,8 @@ from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.extras import install_command
-from podium.rewards.text import MARK, answer_of
+from podium.rewards.numbers import MARK
+from podium.rewards.text import answer_of
 
 try:
     import math_verify

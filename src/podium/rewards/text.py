@@ -1,21 +1,11 @@
 """Rewards that compare texts: character by character, or by their final numbers."""
 
-import re
 from collections.abc import Mapping, Sequence, Set
-from decimal import Decimal
-from typing import Any, Final
+from typing import Any
 
-__all__ = ["MARK", "answer_of", "exact", "final_number", "fraction", "gsm8k"]
+from podium.rewards.numbers import final_number, is_same_number
 
-MARK: Final = "####"
-TOLERANCE: Final = Decimal("1e-6")  # relative for answers over 1, absolute below
-
-# A minus belongs to the number that it touches, unless it stands behind an operand (10-5). The minus may be before or
-# after a currency sign. Commas count only where they group thousands, so that "1,2" is two numbers.
-_NUMBER: Final = re.compile(
-    r"(?:(?<![\w.)])(?P<sign>[-+\u2212]))?(?:[$€£¥]\s?)?(?P<inner>(?<=[$€£¥])[-\u2212])?"
-    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-)
+__all__ = ["answer_of", "exact", "fraction", "gsm8k"]
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
@@ -60,24 +50,6 @@ def fraction(completion: str, row: Mapping[str, Any]) -> float:
     return sum(a == b for a, b in zip(text, wanted, strict=False)) / longest if longest else 1.0
 
 
-def final_number(text: str) -> Decimal | None:
-    """Return the number after the last ``####``, or the last number of a text without that mark; None if it has none.
-
-    Commas between thousands, currency signs, units and a full stop behind the number do not matter.
-
-    >>> final_number("She pays $1,250.50."), final_number("6 * 7 = 42\\n#### 42 apples, 3 of them red")
-    (Decimal('1250.50'), Decimal('42'))
-    """
-    _, mark, tail = text.rpartition(MARK)
-    matches = list(_NUMBER.finditer(tail))
-    if not matches:
-        return None
-    match = matches[0] if mark else matches[-1]
-    number = Decimal(match["digits"].replace(",", ""))
-    negative = any(match[name] in ("-", "\u2212") for name in ("sign", "inner"))
-    return -number if negative else number
-
-
 def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the completion's final number equals the answer's (5 and 5.0 are equal), else 0.
 
@@ -85,6 +57,8 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     """
     wanted = final_number(answer_of(row))
     if wanted is None:
-        raise ValueError(f"the answer {answer_of(row)[:80]!r} holds no number; use another reward, or repair the row")
-    number = final_number(completion)
-    return float(number is not None and abs(number - wanted) <= TOLERANCE * max(Decimal(1), abs(wanted)))
+        raise ValueError(
+            f"the answer {answer_of(row)[:80]!r} holds no number, or more than one; use another reward, or repair the "
+            "row"
+        )
+    return float(is_same_number(final_number(completion), wanted))
