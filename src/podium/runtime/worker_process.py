@@ -484,6 +484,7 @@ class WorkerProcess:
             self.do_limit_collectives(timeout_s)
             return
         collectives, device = collectives_of(context.devices, shared=share_devices)
+        excepthook = sys.excepthook
         dist.init_process_group(
             collectives,
             init_method=context.rendezvous,
@@ -492,6 +493,7 @@ class WorkerProcess:
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
+        sys.excepthook = excepthook  # torch's own writes "[rank0]:" before each line of a script's traceback
         self._owns_process_group = True
 
     def _failure(self, error: BaseException) -> Failure:

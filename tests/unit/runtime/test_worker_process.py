@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from podium.runtime import Worker, WorkerContext, endpoint
 from podium.runtime.messages import Failure
 from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
 from tests.waits import LONG_S, wait_until
+from tests.warm_python import run_python
 
 go_on = threading.Event()
 
@@ -206,3 +208,22 @@ def test_a_result_that_cannot_be_packed_becomes_an_error_that_can() -> None:
     outcome, (failure,) = pack_outcome(Outcome("ok", {5}, 1, 2), True, pack)
     assert (outcome.status, outcome.started_ns, outcome.ended_ns) == ("error", 1, 2)
     assert (failure.type_name, failure.message) == ("SerializationError", "the result does not pickle")
+
+
+def test_a_scripts_own_traceback_is_pythons(tmp_path: Path) -> None:
+    """torch.distributed replaces sys.excepthook, in a script too whose worker is in its process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import podium, torch\n"
+        "class Two(podium.Worker):\n"
+        "    @podium.endpoint(collect=podium.first())\n"
+        "    def two(self): return 2\n"
+        "with podium.connect('inline') as cluster:\n"
+        "    assert cluster.start(Two.bind(), cluster.pool([1])).two() == 2\n"
+        "    import torch.distributed; print(torch.distributed.is_initialized())\n"
+        "raise ValueError('mine')\n"
+    )
+    done = run_python(script)
+    assert done.stdout == "True\n"
+    assert done.stderr.startswith(f'Traceback (most recent call last):\n  File "{script}", line 8'), done.stderr
+    assert done.stderr.endswith("\nValueError: mine\n")
