@@ -50,8 +50,10 @@ __all__ = ["RunDirectory", "Summary", "library_versions"]
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 CONTROLLER_LOG: Final = "controller.log"
 _OURS: Final = re.compile(
-    r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|places\.json|completions|evaluations|logs|checkpoints|\..*"
+    r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|(places|summary)\.json|completions|evaluations|logs"
+    r"|checkpoints|tensorboard|wandb|profile|\..*"
 )
+_OF_ONE_START: Final = ("config*.yaml", "trace*.json", METRICS, LEDGER, SUMMARY, "completions/*.parquet")
 
 
 def library_versions() -> dict[str, str]:
@@ -120,6 +122,8 @@ class RunDirectory:
             for folder in (self.completions, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_directory(self.path)
+            if not resume and is_run(self.path) and RunRecord(self.path).is_own:
+                self._forget()
             self.checkpoints = Checkpoints(self.path / "checkpoints")
         except OSError as error:
             raise ConfigError(
@@ -150,6 +154,11 @@ class RunDirectory:
         foreign = [name for name in entries if not _OURS.fullmatch(name)]
         if foreign:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
+
+    def _forget(self) -> None:
+        """Remove the files of a run without results, whose name this one takes. Its logs stay."""
+        for file in itertools.chain.from_iterable(self.path.glob(name) for name in _OF_ONE_START):
+            file.unlink()
 
     def log(self, text: str) -> None:
         """Write a line to logs/controller.log while :meth:`controller_log` is open."""

@@ -10,7 +10,7 @@ from podium.errors import ConfigError
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import free_name
 from podium.runs.named_files import align_values, find_again
-from podium.runs.records import CONFIG, flatten, is_run
+from podium.runs.records import CONFIG, RunRecord, flatten, is_run
 
 __all__ = ["resolve_resume", "run_path"]
 
@@ -41,6 +41,8 @@ def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
 def resolve_resume(config: C) -> C:
     """Return ``config`` with the directory of the run in place of ``run.resume = auto``, or with "" for a new run.
 
+    A run without results that was started with other settings gives its name to the new one.
+
     Files that the run was begun with are found again where they or the run have moved.
 
     Raises:
@@ -64,6 +66,8 @@ def resolve_resume(config: C) -> C:
         for key in sorted(expected.keys() | recorded.keys())
         if expected.get(key) != recorded.get(key) and (key == "run.seed" or key.partition(".")[0] not in _FREE)
     ]
+    if others and not RunRecord(path).has_results:
+        return config
     if others:
         raise ConfigError(
             f"{path} cannot be resumed with other settings:\n  " + "\n  ".join(others) + "\nGive it the settings of "

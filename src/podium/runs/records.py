@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from podium.errors import ConfigError, DataError
+from podium.errors import CheckpointError, ConfigError, DataError
 from podium.runs.files import LOCK, is_locked, step_of
 from podium.runs.ledger import States, read_ledger
 from podium.runs.named_files import PLACES, as_given
@@ -131,9 +131,21 @@ class RunRecord:
 
     @property
     def has_results(self) -> bool:
-        """Whether the run has come so far that something would be lost with it, be it an evaluation before step 1."""
-        kept = (SUMMARY, "checkpoints/step-*", "completions/*.parquet", "evaluations/**/*.parquet")
-        return any(any(self.path.glob(name)) for name in kept) or bool(self.rows)
+        """Whether something would be lost with the run: a trained step, a checkpoint or an evaluation.
+
+        Completions of a step that was not trained, because the reward failed for example, are no result.
+        """
+        kept = ("checkpoints/step-*", "evaluations/**/*.parquet")
+        ended = (self.path / SUMMARY).exists() and self.end != 0
+        return ended or bool(self.rows) or any(any(self.path.glob(name)) for name in kept) or self._has_trained
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether the ledger has a trained prompt. Without a ledger that can be read, completions may be of one."""
+        with suppress(CheckpointError, DataError):
+            if (self.path / LEDGER).exists():
+                return "trained" in self.prompts.counts()
+        return any(self.path.glob("completions/*.parquet"))
 
     @property
     def is_own(self) -> bool:

@@ -21,7 +21,9 @@ from podium.data import fields
 from podium.errors import ConfigError
 from podium.rewards import Grade
 from podium.runs.directory import RunDirectory, Summary, library_versions
+from podium.runs.ledger import Ledger
 from podium.runs.paths import resolve_resume, run_path
+from podium.runs.records import RunRecord
 from podium.telemetry import EvalFinished, Event, PhaseStarted, StepFinished, emit, metrics
 from podium.telemetry.sinks import JsonlSink, Sink
 from podium.trainer import GRPOConfig, config_to_yaml
@@ -80,6 +82,8 @@ def test_auto_resumes_the_run_that_is_there_with_the_settings_that_it_learns_by(
     (path / "config.yaml").write_text(config_to_yaml(tiny(GRPOConfig, tmp_path, run={"name": "one"})))
     assert resolve_resume(config).run.resume == str(path)
     other = tiny(GRPOConfig, tmp_path, run={**asked, "seed": 1}, optim={"lr": 0.5})
+    assert resolve_resume(other).run.resume == "", "the run there has no results"
+    (path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
     with pytest.raises(
         ConfigError, match=r"other settings:\n  optim\.lr = 0\.5, and the run has 0\.01\n  run\.seed = 1, "
     ):
@@ -119,6 +123,44 @@ def test_what_a_failed_start_left_is_no_obstacle(tmp_path: Path) -> None:
     (first.logs / "policy-0.log").write_text("CUDA error")
     first.close()
     RunDirectory(tmp_path / "run").close()
+
+
+def leave(run: RunDirectory, *states: str, steps: int | None = None) -> None:
+    """Close a run whose one prompt went through ``states``, and which ended after ``steps`` if it did not fail."""
+    with closing(Ledger(run.ledger_path)) as ledger:
+        ledger.take(1, 1)
+        for state in states:
+            ledger.move(1, state)
+    (run.completions / "step-000001.parquet").write_bytes(b"")
+    if steps is not None:
+        run.write_summary(Summary(task="copy", seed=0, steps=steps, wall_s=1.0, finished=False))
+    run.close()
+
+
+@pytest.mark.parametrize("steps", [None, 0])
+def test_a_run_without_a_trained_step_and_an_evaluation_keeps_no_name(run: RunDirectory, steps: int | None) -> None:
+    (run.path / "tensorboard").mkdir()
+    leave(run, "rolled_out", steps=steps)
+    with closing(RunDirectory(run.path)) as again:
+        assert not again.config_path.exists()
+        assert [*again.completions.iterdir()] == []
+        again.write_config("seed: 2\n")
+    assert RunRecord(run.path).state == "unfinished"
+    assert not (run.path / "config.1.yaml").exists()
+
+
+@pytest.mark.parametrize(("states", "steps"), [(["rolled_out", "graded", "trained"], None), (["rolled_out"], 1)])
+def test_a_run_with_a_trained_step_keeps_its_name(run: RunDirectory, states: list[str], steps: int | None) -> None:
+    leave(run, *states, steps=steps)
+    with pytest.raises(ConfigError, match="holds a run"):
+        RunDirectory(run.path)
+
+
+def test_a_run_whose_ledger_is_damaged_keeps_its_name(run: RunDirectory) -> None:
+    leave(run, "rolled_out")
+    run.ledger_path.write_text("no ledger\n")
+    with pytest.raises(ConfigError, match="holds a run"):
+        RunDirectory(run.path)
 
 
 OTHER_WRITER = """
