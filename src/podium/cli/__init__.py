@@ -12,6 +12,7 @@ from importlib import import_module
 
 import podium
 from podium.errors import PodiumError
+from podium.functions import nearest
 from podium.lazy import without_collector
 
 __all__ = ["main"]
@@ -79,5 +80,9 @@ def _no_command(word: str) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND [...]")
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
-    parser.parse_args([word])  # prints help or the version and exits, or says what the commands are and exits with 2
+    if not word.startswith("-"):
+        parser.error(
+            f"there is no command {word!r}{nearest(word.lower(), COMMANDS)}; the commands are {', '.join(COMMANDS)}"
+        )
+    parser.parse_args([word])  # prints help or the version and exits, or refuses the option and exits with 2
     return 2

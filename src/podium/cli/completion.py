@@ -46,7 +46,7 @@ def run_completion(arguments: Sequence[str]) -> int:
         "fish: podium completion fish > ~/.config/fish/completions/podium.fish",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="bash|zsh|fish")
     shell = parser.parse_args(arguments).shell
     words = _words()
     sys.stdout.write(_fish(words) if shell == "fish" else _bash(words) if shell == "bash" else _zsh(words))

@@ -6,14 +6,17 @@ import os
 import shlex
 import sys
 import textwrap
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
+from podium.functions import nearest
 from podium.lazy import without_collector
 from podium.runs.config import RECIPES, PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["run_train"]
 
 BACKEND = "local"
+_EACH = "grpo and ppo learn from rewards, and sft learns from answers"
+_FROM_PREFERENCES = ("cpo", "dpo", "ipo", "kto", "orpo", "simpo")
 
 
 def run_train(arguments: Sequence[str]) -> int:
@@ -113,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", choices=tuple(RECIPES), help="GRPO, PPO with a critic, or supervised fine-tuning")
+    parser.add_argument(
+        "recipe", type=_recipe, metavar="grpo|ppo|sft", help="GRPO, PPO with a critic, or supervised fine-tuning"
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
     parser.add_argument(
         "--resume",
@@ -124,6 +131,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
+
+
+def _recipe(word: str) -> str:
+    """Return the word if it names a recipe, and otherwise say what it is, which recipe is near, or which there are."""
+    name = word.lower()
+    if word in RECIPES:
+        return word
+    for key, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+        if name in names and name not in RECIPES:
+            raise ArgumentTypeError(
+                f"{name} is a setting of the recipe grpo: podium train grpo --algorithm.{key} {name}"
+            )
+    if name in _FROM_PREFERENCES:
+        raise ArgumentTypeError(
+            f"{word} learns from preferences between answers, which Podium has no recipe for: {_EACH}"
+        )
+    raise ArgumentTypeError(f"there is no recipe {word!r}{nearest(name, RECIPES)}; {_EACH}")
 
 
 def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequence[str]) -> PPOConfig | SFTConfig:

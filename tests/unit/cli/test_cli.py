@@ -72,14 +72,32 @@ def test_mistakes_and_help_wait_for_no_heavy_import(words: str, said: str, neede
     assert {name for name in last[1:] if not name.startswith("_")} - {"podium"} <= needed
 
 
-@pytest.mark.parametrize("arguments", [["trian"], ["train", "dpo"]])
-def test_a_word_that_is_no_command_names_those_that_are(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean 'train'?; the commands are train, eval, sample, serve,"),
+        (["EVAL"], "; did you mean 'eval'?"),
+        (["fly"], "there is no command 'fly'; the commands are train, "),
+        (
+            ["train", "grop"],
+            "there is no recipe 'grop'; did you mean 'grpo'?; grpo and ppo learn from rewards, and sft",
+        ),
+        (["train", "GRPO"], "there is no recipe 'GRPO'; did you mean 'grpo'?"),
+        (["train", "fsdp"], "there is no recipe 'fsdp'; grpo and ppo learn from rewards, and sft learns from answers"),
+        (["train", "dpo"], "dpo learns from preferences between answers, which Podium has no recipe for: grpo and ppo"),
+        (["train", "orpo"], "orpo learns from preferences"),
+        (["train", "rloo"], "rloo is a setting of the recipe grpo: podium train grpo --algorithm.advantage rloo"),
+        (["train", "gspo", "--optim.lr", "1e-6"], "podium train grpo --algorithm.loss gspo"),
+        (["train"], "the following arguments are required: grpo|ppo|sft"),
+    ],
+)
+def test_a_word_that_is_no_command_is_answered_by_the_nearest_or_by_what_there_is(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "invalid choice" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["eval", "--help"], ["sample", "--help"], ["--version"]])
