@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Final
 
-__all__ = ["look_for_hub"]
+__all__ = ["explain_offline", "look_for_hub"]
 
 _TIMEOUT_S: Final = 5.0
 
@@ -18,6 +18,26 @@ def look_for_hub(name: str) -> None:
     """
     if not os.path.exists(os.path.expanduser(name)):
         _look()
+
+
+def explain_offline(error: BaseException) -> str:
+    """Say what to do if ``error`` says that a model or dataset is absent because the hub is off line; "" otherwise.
+
+    A path that exists, and a model or dataset that was downloaded before, raise no such error.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    absent = any(isinstance(cause, ConnectionError | LocalEntryNotFoundError) for cause in causes)
+    if not (constants.HF_HUB_OFFLINE and absent):
+        return ""
+    return (
+        "it is not on this machine, and the hub is off line (no network, or HF_HUB_OFFLINE is set): connect to the "
+        "network, or give the path of a copy"
+    )
 
 
 @functools.cache

@@ -5,29 +5,46 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 from podium.errors import PodiumError
 from podium.rollout.tasks import DataConfig, load_examples
 from podium.models import ModelConfig, load_tokenizer
-from podium.models.loading import longest_text
+from podium.models.loading import load_scorer, longest_text
 for work in (
     lambda: load_tokenizer("nobody/nothing"),
     lambda: longest_text(ModelConfig(path="nobody/nothing")),
+    lambda: load_scorer("nobody/nothing"),
     lambda: load_examples("nobody/nothing", DataConfig()),
 ):
     try:
         work()
     except PodiumError as error:
-        print(type(error).__name__)
+        print(type(error).__name__, error, sep=": ")
 """
+OFFLINE = (
+    "it is not on this machine, and the hub is off line (no network, or HF_HUB_OFFLINE is set): connect to the "
+    "network, or give the path of a copy"
+)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+@pytest.mark.parametrize("offline", ["", "1"])
+def test_a_hub_that_does_not_answer_is_asked_once_and_the_remedy_is_a_line(tmp_path: Path, offline: str) -> None:
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": offline,
+    }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200, check=True
     )
-    assert done.stdout.split() == ["ConfigError", "ConfigError", "DataError"]
-    assert done.stderr.count("the hub at http://127.0.0.1:9 does not answer") == 1
+    assert done.stdout.splitlines() == [
+        f"ConfigError: no tokenizer 'nobody/nothing': {OFFLINE}",
+        f"ConfigError: model.path='nobody/nothing': its configuration cannot be read: {OFFLINE}",
+        f"ConfigError: reward.path = 'nobody/nothing' cannot be loaded: {OFFLINE}",
+        f"DataError: nobody/nothing: neither a file nor a dataset that can be loaded: {OFFLINE}",
+    ]
+    assert done.stderr.count("the hub at http://127.0.0.1:9 does not answer") == (not offline)
     assert "Retrying" not in done.stderr

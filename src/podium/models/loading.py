@@ -23,7 +23,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging as transformers_l
 
 from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
-from podium.hub import look_for_hub
+from podium.hub import explain_offline, look_for_hub
 from podium.models.attention import choose_attention
 from podium.models.config import LoraConfig, ModelConfig
 from podium.models.progress import counting_transformers
@@ -390,7 +390,7 @@ def _reason(error: Exception) -> str:
         return (
             "it needs Python code of its own, which Podium does not run; choose a model that transformers has code for"
         )
-    return " ".join(str(error).split()) or type(error).__name__
+    return explain_offline(error) or " ".join(str(error).split()) or type(error).__name__
 
 
 def _check_tensors(config: ModelConfig, report: Mapping[str, Any], spared: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from podium.errors import ConfigError
-from podium.hub import look_for_hub
+from podium.hub import explain_offline, look_for_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -42,6 +42,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         origin = (
             f"in the directory {source}" if os.path.isdir(source) else f"on the hub at {source!r}, no directory here"
         )
+        if offline := explain_offline(error):
+            raise ConfigError(f"no tokenizer {source!r}: {offline}") from error
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(f"no tokenizer {origin}: {reason}; set model.tokenizer") from error
     tokenizer = cast("PreTrainedTokenizerBase", loaded)
