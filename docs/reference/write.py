@@ -1,7 +1,7 @@
 """Writes the pages of the reference from the code: `python docs/reference/write.py`. A test says when they are old.
 
-A page of names has a line for each public name of some modules, which mkdocstrings replaces by its docstring. The page
-of keys has every configuration key.
+The first page lists all public names. A page of names has a line for each public name of some modules, which
+mkdocstrings replaces by its docstring. The page of keys has every configuration key.
 """
 
 import importlib
@@ -71,6 +71,20 @@ def page_of(page: Page) -> str:
     return "\n".join(lines) + "\n"
 
 
+def index_page() -> str:
+    """The text of the first page: every public name of each page of names, with a link to it."""
+    lines = ["# Reference", "", "<!-- python docs/reference/write.py writes this page -->", ""]
+    lines += [
+        "All public names, by the page that describes them. [Configuration keys](keys.md) have a page of their own."
+    ]
+    for page in PAGES:
+        lines += ["", f"## [{page.title}]({page.file})"]
+        for module in page.modules:
+            links = [f"[`{name}`]({page.file}#{module}.{name})" for name in names_of(module)]
+            lines += ["", f"`{module}`: {', '.join(links)}"]
+    return "\n".join(lines) + "\n"
+
+
 def keys_page() -> str:
     """The text of the page of configuration keys."""
     lines = ["# Configuration keys", "", "<!-- python docs/reference/write.py writes this page -->", ""]
@@ -111,7 +125,8 @@ def _as_typed(value: Any) -> str:
 
 def pages() -> dict[Path, str]:
     """The text of every page of the reference, by its file."""
-    return {HERE / page.file: page_of(page) for page in PAGES} | {HERE / "keys.md": keys_page()}
+    texts = {page.file: page_of(page) for page in PAGES} | {"index.md": index_page(), "keys.md": keys_page()}
+    return {HERE / file: text for file, text in texts.items()}
 
 
 if __name__ == "__main__":

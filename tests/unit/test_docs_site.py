@@ -7,21 +7,37 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.view.chromium import CHROMIUM, Chromium
+
 ROOT = Path(__file__).parents[2]
+CUT = """[document.documentElement, ...document.querySelectorAll("article *, nav *")].filter(part =>
+    part.scrollWidth > part.clientWidth + 1 && part.clientWidth > 0
+    && (part === document.documentElement || getComputedStyle(part).overflowX !== "visible"))
+  .map(part => part.textContent.trim().slice(0, 60))"""
 DOCS = ROOT / "docs"
 REPOSITORY = "https://github.com/podium-rl/podium/"
 
 
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files, and writes nothing to stderr."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 def _entries(nav: list[Any]) -> Iterator[str]:
     for entry in nav:
-        for target in entry.values():
+        for target in [entry] if isinstance(entry, str) else entry.values():
             yield from [target] if isinstance(target, str) else _entries(target)
 
 
@@ -57,19 +73,56 @@ def test_the_pictures_are_those_of_their_script() -> None:
         assert path.read_text() == draw().svg(), f"{path.name} is old: python docs/pictures/draw.py"
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Dead links and anchors are warnings."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. Dead links and anchors are warnings, which end the build."""
     pytest.importorskip("zensical")
-    shutil.copytree(DOCS, tmp_path / "docs")  # zensical writes beside the file that a link leads to
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(DOCS, folder / "docs")  # zensical writes beside the file that a link leads to
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "zensical.toml", folder)
     done = subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--strict"],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "griffe:" not in done.stdout + done.stderr  # a docstring that does not fit its function
-    assert (tmp_path / "site" / "index.html").exists()
+    return folder / "site"
+
+
+def test_the_site_has_a_first_page_of_the_reference_with_all_public_names(site: Path) -> None:
+    assert (site / "index.html").exists()
+    text = (site / "reference" / "index.html").read_text()
+    for name in ("podium.PPOTrainer", "podium.trainer.GRPOConfig", "podium.Batch", "podium.rewards.Grader"):
+        assert re.search(rf"#{re.escape(name)}[\"'>]", text), name
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    """Neither scripts, styles and fonts, nor what scripts would ask for, as of a repository in the header."""
+    for path in site.rglob("*.html"):
+        text = path.read_text()
+        links = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?([^\"'>\s]+)", text)
+        tags = [tag for tag in re.findall(r"<link\b[^>]*>", text) if not re.search("canonical|next|prev", tag)]
+        links += re.findall(r"\bhref=[\"']?([^\"'>\s]+)", " ".join(tags))
+        assert not [link for link in links if link.startswith(("http:", "https:", "//"))], path
+        assert not re.search(r"data-md-component=[\"']?source\b|class=[\"']?mermaid", text), path
+    for path in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(?:https?:)?//|@import", path.read_text()), path
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_nothing_is_cut_at_1280_points(site: Path) -> None:
+    """On the pages with the longest lines, the widest tables, the longest names and the list of names."""
+    handler = partial(QuietHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, Chromium(width=1280) as browser:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}/"
+        for page in ("", "configuration", "coming-from-verl", "models", "reference", "reference/workers"):
+            browser.call("Page.navigate", url=f"{home}{page}")
+            browser.wait(f"document.readyState === 'complete' && location.pathname.startsWith('/{page}')")
+            assert browser.run(CUT) == [], page
+        server.shutdown()
+    assert [url for url in browser.requests if not url.startswith((home, "data:", "about:"))] == []
