@@ -73,7 +73,9 @@ def report(
     if console is not None:
         render(title, summary, first, last, curve, paths, console)
         as_text = io.StringIO()
-        render(title, summary, first, last, curve, paths, Console(file=as_text, width=100, color_system=None))
+        # Not a notebook's: there, rich shows in the cell what is printed on any console.
+        text_console = Console(file=as_text, width=100, color_system=None, force_jupyter=False)
+        render(title, summary, first, last, curve, paths, text_console)
         directory.log(as_text.getvalue())
     return None if curve is None else directory.curve_path
 

@@ -34,6 +34,7 @@ from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, Pha
 from podium.telemetry.formatting import compact, duration, percent, plain, visible
 from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.logs import LogRouter
+from podium.telemetry.sinks.notebook import CellOutput, notebook_console
 
 __all__ = ["STEP_COLUMNS", "Column", "ConsoleSink", "fitting", "terminal"]
 
@@ -98,10 +99,13 @@ def fitting(seen: Collection[str], width: int) -> tuple[Column, ...]:
 
 
 def terminal() -> Console:
-    """The console of rich on stdout. There is one for all who write there, since two would draw over each other.
+    """The console of rich on stdout. There is one for all who write there, since two would draw over each other. In a
+    notebook each call returns a console of its own, which prints into an output of the cell that runs.
 
     Characters that stdout cannot encode are spelled out, and nothing is raised.
     """
+    if (console := notebook_console()) is not None:
+        return console
     stdout: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # a live display puts its proxy there
     if stdout not in _CONSOLES:
         if isinstance(stdout, io.TextIOWrapper) and "utf" not in stdout.encoding.lower():
@@ -136,7 +140,8 @@ class ConsoleSink(Sink):
         super().__init__()
         self.console = console or terminal()
         self._log = log
-        self._live = (self.console.is_terminal and not self.console.is_dumb_terminal) or self.console.is_jupyter
+        self._cell = self.console.file if isinstance(self.console.file, CellOutput) else None
+        self._live = (self.console.is_terminal and not self.console.is_dumb_terminal) or self._cell is not None
         self._row_every_s = row_every_s
         self._router = LogRouter(self.console if self._live else None)
         self._progress: Progress | None = None
@@ -204,6 +209,11 @@ class ConsoleSink(Sink):
             case _:
                 pass
 
+    def flush(self) -> None:
+        super().flush()
+        if self._cell is not None:
+            self._cell.show_below(self._progress and self._progress.get_renderable(), self.console)
+
     # Phases and the bar
 
     def _start_phase(self, phase: PhaseStarted) -> None:
@@ -223,7 +233,7 @@ class ConsoleSink(Sink):
     def _start_bar(self, completed: int) -> None:
         if not self._live or not self._phase.total_steps:
             return
-        self._progress = Progress(
+        progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None, style="grey23", complete_style="cyan", finished_style="green"),
             MofNCompleteColumn(),
@@ -236,8 +246,13 @@ class ConsoleSink(Sink):
             refresh_per_second=4,
         )
         total = self._phase.total_steps
-        self._progress.add_task(self._phase.name, total=total, completed=completed, state="")
-        self._progress.start()
+        progress.add_task(self._phase.name, total=total, completed=completed, state="")
+        self._show_bar(progress)
+
+    def _show_bar(self, progress: Progress) -> None:
+        self._progress = progress
+        if self._cell is None:  # a notebook's output is updated by `flush`
+            progress.start()
 
     def _wait(self, event: Waiting) -> None:
         """Show what the run waits for before its first step: a bar or a spinner on a terminal, else one line."""
@@ -253,7 +268,7 @@ class ConsoleSink(Sink):
                     BarColumn(bar_width=30, style="grey23", complete_style="cyan"),
                     TextColumn("[dim]{task.fields[state]}"),
                 )
-                self._progress = Progress(
+                progress = Progress(
                     SpinnerColumn(style="cyan"),
                     TextColumn("[dim]{task.description}", markup=True),
                     *(counted if event.total else ()),
@@ -262,8 +277,8 @@ class ConsoleSink(Sink):
                     transient=True,
                     refresh_per_second=8,
                 )
-                self._progress.add_task(escape(visible(event.what)), total=event.total or None, state="")
-                self._progress.start()
+                progress.add_task(escape(visible(event.what)), total=event.total or None, state="")
+                self._show_bar(progress)
         if self._progress is not None:
             state = f"{event.completed}/{event.total}"
             self._progress.update(self._progress.task_ids[0], completed=event.completed, state=state)
@@ -288,9 +303,9 @@ class ConsoleSink(Sink):
     def _stop_bar(self) -> None:
         self._waiting = ""
         self._read.clear()
-        if self._progress is not None:
+        if self._progress is not None and self._cell is None:
             self._progress.stop()
-            self._progress = None
+        self._progress = None
 
     def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
