@@ -17,7 +17,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     Legend: N tokens that carry loss. No token loses its gradient; weights above the bound count as the bound.
     """
     ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N).exp().detach()
-    weight_N = ratio_N.clamp(max=1 + config.clip_high)
+    weight_N = ratio_N.clamp(max=1 + config.clip_bounds[1])
     loss_N = -weight_N * inputs.advantages_N * inputs.logprobs_N
     return TokenLoss(loss_N, {"policy/clip_fraction": (ratio_N > weight_N).float()})
 

@@ -111,7 +111,7 @@ def expected(name: str) -> tuple[float, Tensor]:
         values = (column.detach().double().numpy() for column in (graphs[-1], old[chosen], advantages[chosen]))
         rows.append(LossRow(*values))
     losses, slopes = oracle(rows)
-    weights = loss_weights(mask.values, mask.offsets, algorithm.aggregation)[mask.values].double().numpy()
+    weights = loss_weights(mask.values, mask.offsets, algorithm.aggregation_mode)[mask.values].double().numpy()
     slope = torch.from_numpy(weights * np.concatenate(slopes)).float()
     (torch.cat(graphs) * slope).sum().backward()
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]

@@ -1,37 +1,67 @@
 """The settings of the algorithm: which advantage, which loss, and their constants. This module imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar, cast
+from dataclasses import fields, replace
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import Field
 
-from podium.algorithms.declarations import ADVANTAGES, LOSSES, loss_imitates
+from podium.algorithms.declarations import (
+    ADVANTAGES,
+    DECLARED_DEFAULTS,
+    LOSSES,
+    advantage_declaration,
+    loss_declaration,
+    loss_imitates,
+)
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name
 
-__all__ = ["Aggregation", "AlgorithmConfig", "KLEstimator", "KLPlace"]
+__all__ = ["Aggregation", "AlgorithmConfig", "KLEstimator", "KLPlace", "Setting"]
 
 C = TypeVar("C")
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
 KLPlace = Literal["none", "loss", "reward"]
 
+_DAPO: Final = "default of the recipe: Yu et al. 2025, DAPO, arXiv:2503.14476, section"
+_PPO: Final = "default with a critic: Schulman et al. 2017, PPO, arXiv:1707.06347, equation 7"
+
+
+class Setting(NamedTuple):
+    """The value of a key, and where it comes from: "yours", or the loss, the estimator or the recipe whose default it
+    is."""
+
+    value: Any
+    origin: str
+
+
+_RECIPE: Final = {
+    "clip_low": Setting(0.2, f"{_DAPO} 3.1"),
+    "clip_high": Setting(0.28, f"{_DAPO} 3.1"),
+    "aggregation": Setting("token-mean", f"{_DAPO} 3.3"),
+}
+
 
 @section("algorithm")
 class AlgorithmConfig:
-    """The objective: advantages, the loss and the KL penalty. The defaults are GRPO with DAPO's clip bounds."""
+    """The objective: advantages, the loss and the KL penalty. The defaults are GRPO with DAPO's clip bounds.
+
+    The keys ``clip_low``, ``clip_high``, ``aggregation`` and ``normalize_advantage`` are None where the defaults of the
+    loss or of the estimator hold. :meth:`resolve` puts the values there, and workers pass it on to losses.
+    """
 
     advantage: str = "grpo"
-    """This function turns rewards into advantages: grpo, rloo, reinforce_pp, gae, grpo_turns, gae_turns,
+    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, gae, grpo_turns, gae_turns,
     module:function, or path/file.py:function."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """gae and reinforce_pp discount rewards by this factor for each token, gae_turns and grpo_turns for each turn."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """gae uses this lambda: 0 relies on the critic's values, 1 on the rewards."""
     normalize_advantage: bool | None = None
-    """Advantages are divided by their standard deviation. null means as in the estimator's paper; false is Dr. GRPO."""
+    """Advantages are divided by their standard deviation. null means as in the estimator's paper: rloo and
+    dr_grpo do not divide."""
     kl_coef: float = Field(default=0.0, ge=0, le=1e6)
     """The KL divergence from the reference policy is multiplied by this coefficient. 0 only measures the divergence."""
     kl_in: KLPlace = "none"
@@ -46,18 +76,21 @@ class AlgorithmConfig:
     path/file.py:function."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """These options belong to the advantage or the loss, which declares them."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(default=0.28, gt=0, le=1e9)
-    """The probability ratio is clipped above at 1 + clip_high."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """The probability ratio is clipped below at 1 - clip_low. null means the default of the loss: 3e-4 for gspo, 0.2
+    for others."""
+    clip_high: float | None = Field(default=None, gt=0, le=1e9)
+    """The probability ratio is clipped above at 1 + clip_high. null means the default of the loss: 4e-4 for gspo; for
+    others 0.28, and 0.2 with a critic."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e9)
     """The loss of a token with a negative advantage is bounded at this multiple of it. 3 is usual; null means no
     bound."""
     value_clip: float | None = Field(default=0.2, gt=0, le=1e9)
     """An update moves the critic's values by at most this amount. null means no bound."""
-    aggregation: Aggregation = "token-mean"
+    aggregation: Aggregation | None = None
     """The losses of tokens become one number by this rule: each token counts the same (token-mean), each completion
-    counts the same (sequence-mean), or sums over completions are divided by a constant (sequence-sum-constant)."""
+    counts the same (sequence-mean), or sums over completions are divided by a constant (sequence-sum-constant). null
+    means sequence-mean for the loss gspo, sequence-sum-constant for the advantage dr_grpo, and else token-mean."""
     entropy_coef: float = Field(default=0.0, ge=-1e6, le=1e6)
     """The policy's entropy, times this coefficient, is subtracted from the loss."""
     importance_cap: Annotated[float, Field(gt=1, le=1e9)] | Literal["auto"] | None = "auto"
@@ -124,5 +157,41 @@ class AlgorithmConfig:
         return build_config(section, options, key="algorithm.options")
 
     def normalizes(self, *, default: bool) -> bool:
-        """``normalize_advantage``, or what an estimator does by ``default`` when it is not set."""
-        return default if self.normalize_advantage is None else self.normalize_advantage
+        """``normalize_advantage``. Where it is not set: what the loss or the estimator that the configuration names
+        declares, or else what an estimator does by ``default``."""
+        return cast("bool", self.explain().get("normalize_advantage", Setting(default, "")).value)
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """``clip_low`` and ``clip_high``, or their defaults."""
+        if self.clip_low is None or self.clip_high is None:
+            return self.resolve().clip_bounds
+        return self.clip_low, self.clip_high
+
+    @property
+    def aggregation_mode(self) -> Aggregation:
+        """``aggregation``, or its default."""
+        return self.aggregation or self.explain()["aggregation"].value
+
+    def explain(self) -> dict[str, Setting]:
+        """Return the value and the origin of each key that may be null. A key that no function declares is left out.
+
+        A value of the user's comes before a default of the loss, and that before a default of the estimator and of the
+        recipe. Functions of the user's own are loaded.
+
+        >>> AlgorithmConfig(loss="gspo", clip_low=0.1).explain()["clip_low"]
+        Setting(value=0.1, origin='yours')
+        """
+        estimator, settings = advantage_declaration(self.advantage), dict(_RECIPE)
+        if estimator.needs_values:
+            settings["clip_high"] = Setting(0.2, _PPO)
+        named = (f"advantage {self.advantage}", estimator), (f"loss {self.loss}", loss_declaration(self.loss))
+        for name, declared in named:
+            origin = " ".join(f"default of the {name}: {declared.source}".rstrip(": ").split())
+            settings |= {key: Setting(value, origin) for key, value in declared.defaults.items()}
+        values = {key: getattr(self, key) for key in DECLARED_DEFAULTS}
+        return settings | {key: Setting(value, "yours") for key, value in values.items() if value is not None}
+
+    def resolve(self) -> Self:
+        """Return the configuration with the defaults of loss, estimator and recipe in place of null."""
+        return replace(self, **{key: setting.value for key, setting in self.explain().items()})

@@ -7,7 +7,7 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic.dataclasses import is_pydantic_dataclass
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADVANTAGES",
     "COLUMNS",
+    "DECLARED_DEFAULTS",
     "LOSSES",
     "Declaration",
     "advantage_declaration",
@@ -32,6 +33,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 COLUMNS: Final = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy")
 """Token columns that an advantage estimator may declare."""
+
+DECLARED_DEFAULTS: Final = ("clip_low", "clip_high", "aggregation", "normalize_advantage")
+"""Keys of the section algorithm that may be null, for which a loss or an advantage estimator may declare defaults."""
 
 _ATTRIBUTE: Final = "podium_declaration"
 
@@ -52,6 +56,9 @@ class Declaration:
         data: The columns of the data that the estimator reads in ``inputs.data``.
         minibatch: The loss reads ``inputs.figures``, which this function computes from the tokens of a whole minibatch.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
+        defaults: Values of the keys of :data:`DECLARED_DEFAULTS` with which the paper of the function runs it. They
+            hold where the user sets no value; those of the loss before those of the estimator.
+        source: The paper of the defaults, and where it has them. A dry run prints it beside their values.
     """
 
     options: type | None = None
@@ -61,10 +68,16 @@ class Declaration:
     data: tuple[str, ...] = ()
     minibatch: Callable[..., Mapping[str, Tensor]] | None = None
     imitates: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    source: str = ""
 
     def __post_init__(self) -> None:
         if unknown := set(self.columns) - set(COLUMNS):
             raise ConfigError(f"Declaration.columns has {sorted(unknown)}: expected some of {', '.join(COLUMNS)}")
+        if unknown := set(self.defaults) - set(DECLARED_DEFAULTS):
+            raise ConfigError(
+                f"Declaration.defaults has {sorted(unknown)}: expected some of {', '.join(DECLARED_DEFAULTS)}"
+            )
         if self.options is not None and not is_pydantic_dataclass(self.options):
             name = getattr(self.options, "__name__", repr(self.options))
             raise ConfigError(
@@ -78,14 +91,24 @@ class Declaration:
         return function
 
 
-# What Podium's own functions declare where they are defined, so that it is known without importing torch.
+# What Podium's own functions declare, so that it is known without importing torch. Each estimator itself normalizes as
+# its declaration says, also where another function calls it.
+_GRPO: Final = "Shao et al. 2024, arXiv:2402.03300, section 4.1.2"
+_GAE: Final = "as in the code of the authors of PPO"
 _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
-    "grpo": Declaration(needs_groups=True),
-    "rloo": Declaration(needs_groups=True),
-    "reinforce_pp": Declaration(),
-    "gae": Declaration(needs_values=True),
-    "grpo_turns": Declaration(needs_groups=True),
-    "gae_turns": Declaration(needs_values=True),
+    "grpo": Declaration(needs_groups=True, defaults={"normalize_advantage": True}, source=_GRPO),
+    "dr_grpo": Declaration(
+        needs_groups=True,
+        defaults={"normalize_advantage": False, "aggregation": "sequence-sum-constant"},
+        source="Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2",
+    ),
+    "rloo": Declaration(
+        needs_groups=True, defaults={"normalize_advantage": False}, source="Ahmadian et al. 2024, arXiv:2402.14740"
+    ),
+    "reinforce_pp": Declaration(defaults={"normalize_advantage": True}, source="Hu et al. 2025, arXiv:2501.03262"),
+    "gae": Declaration(needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),
+    "grpo_turns": Declaration(needs_groups=True, defaults={"normalize_advantage": True}, source=_GRPO),
+    "gae_turns": Declaration(needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),
 }
 _OWN_LOSSES: Final[Mapping[str, bool]] = {  # whether it imitates
     "ppo_clip": False,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from podium.algorithms.declarations import ADVANTAGES, LOSSES, advantage_declaration, loss_declaration
 from podium.annotations import signature_of
+from podium.config import build_config
 from podium.errors import ConfigError
 from podium.functions import load_function
 
@@ -63,6 +64,8 @@ def check_functions(config: AlgorithmConfig) -> None:
         _check_arguments(resolve_loss(config.loss), f"algorithm.loss = {config.loss!r}")
     if config.options or config.loss not in LOSSES:
         declared.append(loss_declaration(config.loss))
+    for declaration in declared:
+        build_config(type(config), declaration.defaults, key="Declaration.defaults")
     sections = [declaration.options for declaration in declared if declaration.options is not None]
     names = [field.name for section in sections for field in fields(section)]
     for name, value in config.options.items():

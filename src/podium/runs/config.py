@@ -382,7 +382,7 @@ class PPOConfig(_TrainingConfig):
 
     batch: PromptBatch = Field(default_factory=PromptBatch)
     algorithm: AlgorithmConfig = prefer(
-        AlgorithmConfig, advantage="gae", clip_high=0.2, kl_in="reward", kl_coef=0.02, kl_estimator="k1"
+        AlgorithmConfig, advantage="gae", kl_in="reward", kl_coef=0.02, kl_estimator="k1"
     )
     critic: CriticConfig = Field(default_factory=CriticConfig)
 
@@ -404,10 +404,12 @@ class PPOConfig(_TrainingConfig):
 
     @property
     def resolved_algorithm(self) -> AlgorithmConfig:
-        """``algorithm`` with the cap of importance weights that "auto" means under this schedule, which is loaded."""
-        if self.algorithm.importance_cap != "auto":
-            return self.algorithm
-        return replace(self.algorithm, importance_cap=None if self.run.staleness == 0 else _CAP_AHEAD)
+        """``algorithm`` with the defaults of its functions, and the cap of importance weights that "auto" means under
+        this schedule. Functions and a schedule of the user's own are loaded."""
+        algorithm = self.algorithm.resolve()
+        if algorithm.importance_cap != "auto":
+            return algorithm
+        return replace(algorithm, importance_cap=None if self.run.staleness == 0 else _CAP_AHEAD)
 
     def check_roles(self, *, load: bool = False) -> None:
         """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.

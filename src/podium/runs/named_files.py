@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+from podium.algorithms import AlgorithmConfig
 from podium.config import build_config, config_to_dict, config_to_yaml
 from podium.errors import ConfigError, DataError
 from podium.runs.reading import RunFiles
@@ -74,6 +75,8 @@ class _Place:
 def record(config: Any, run: Path) -> tuple[str, str]:
     """Return the text of ``config.yaml``, with absolute paths, and that of ``places.json``.
 
+    Comments say which defaults of the loss and the estimator stand for null.
+
     Args:
         config: The configuration of the run. A value of it is a path if a file or directory is there.
         run: The run's directory. Entries that its places.json has already are kept.
@@ -95,6 +98,10 @@ def record(config: Any, run: Path) -> tuple[str, str]:
         from_run = os.path.relpath(absolute, run.absolute())
         places[absolute] = asdict(_Place(given=path_as_given, from_run=from_run, nbytes=size, sha256=checksum))
     text = config_to_yaml(build_config(type(config), values))
+    algorithm: AlgorithmConfig | None = getattr(config, "algorithm", None)  # fine-tuning has none
+    for key, (value, origin) in algorithm.explain().items() if algorithm else ():
+        shown = str(value).lower() if isinstance(value, bool) else value
+        text = text.replace(f"\n  {key}: null\n", f"\n  {key}: null  # {shown}, {origin}\n")
     return (_HEAD if places else "") + text, json.dumps(places, indent=2, ensure_ascii=False) + "\n"
 
 

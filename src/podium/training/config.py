@@ -123,7 +123,8 @@ class ParallelConfig:
     padding is faster. With auto, rows with the same prompt have it once in a forward pass, where a test of the model
     shows that this changes nothing."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU."""
+    """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU.
+    float16 scales the loss, so that small gradients are not lost."""
     offload: Offload = "none"
     """This part of a role leaves its device for the host while the role is idle: nothing, the optimizer's state and the
     gradients (optimizer), or the weights too (all). Roles that share a device then fit into less of its memory."""

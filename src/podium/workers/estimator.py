@@ -42,8 +42,8 @@ class Estimator(Worker):
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self.algorithm = algorithm
         check_functions(algorithm)
+        self.algorithm = algorithm.resolve()
 
     @endpoint(dispatch=shard(), collect=concat(), returns="ref", concurrent=True)
     def keep(self, batch: Batch) -> Batch:

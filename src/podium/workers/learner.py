@@ -82,8 +82,8 @@ class Learner(Worker):
     ) -> None:
         self.config = model
         self.parallel = parallel or ParallelConfig()
-        self.algorithm = algorithm or AlgorithmConfig()
-        check_functions(self.algorithm)
+        check_functions(algorithm or AlgorithmConfig())
+        self.algorithm = (algorithm or AlgorithmConfig()).resolve()
         check_dropout(model, self.algorithm)
         self.device = choose_device(self.ctx.devices)
         self.engine = TrainEngine(
@@ -264,7 +264,7 @@ class Learner(Worker):
         """
         if fields.LOSS_WEIGHTS in batch:
             return batch
-        mask, mode = batch.jagged(fields.LOSS_MASK), self.algorithm.aggregation
+        mask, mode = batch.jagged(fields.LOSS_MASK), self.algorithm.aggregation_mode
         counts = count_sampled(mask)
         trajectory_tokens = batch.dense(fields.TRAJECTORY_TOKENS) if fields.TRAJECTORY_TOKENS in batch else counts
         local_sums = torch.stack([counts.sum().double(), (counts.double() / trajectory_tokens.clamp(min=1)).sum()]).to(

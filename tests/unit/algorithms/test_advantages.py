@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from podium.algorithms import AdvantageInputs, AlgorithmConfig, compute_advantages, group_statistics
+from podium.algorithms import (
+    ADVANTAGES,
+    AdvantageInputs,
+    AlgorithmConfig,
+    advantage_declaration,
+    compute_advantages,
+    group_statistics,
+    resolve_advantage,
+)
 from podium.errors import DataError
 from tests.unit.algorithms import oracles
 
@@ -43,6 +52,30 @@ def test_grpo_divides_by_the_deviation_unless_told() -> None:
     np.testing.assert_allclose(
         compute_advantages(inputs, AlgorithmConfig()).advantages_N, oracles.grpo(rows, std=True), atol=1e-9
     )
+
+
+def test_dr_grpo_is_grpo_without_the_deviation_unless_the_user_divides() -> None:
+    rows = oracles.random_rows(0)
+    inputs = oracles.to_inputs(rows)
+    for setting, std in ((None, False), (True, True)):
+        config = AlgorithmConfig(advantage="dr_grpo", normalize_advantage=setting)
+        advantages_N = compute_advantages(inputs, config).advantages_N
+        np.testing.assert_allclose(advantages_N, oracles.grpo(rows, std), atol=1e-9)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_an_estimator_normalizes_as_it_declares_and_so_where_another_function_calls_it(advantage: str) -> None:
+    inputs = oracles.to_inputs(oracles.random_rows(0))
+    inputs = replace(inputs, values_N=torch.linspace(0.0, 1.0, len(inputs.mask_N)))
+    config = AlgorithmConfig(advantage=advantage)
+    expected = compute_advantages(inputs, config).advantages_N
+    assert torch.equal(compute_advantages(inputs, config.resolve()).advantages_N, expected)
+    declared = advantage_declaration(advantage).defaults["normalize_advantage"]
+    explicit = replace(config, normalize_advantage=declared)
+    assert torch.equal(compute_advantages(inputs, explicit).advantages_N, expected)
+    if advantage != "dr_grpo":  # which is grpo in other hands
+        wrapped = replace(config, advantage="statistics:mean")
+        assert torch.equal(resolve_advantage(advantage)(inputs, wrapped).advantages_N, expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

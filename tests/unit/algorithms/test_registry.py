@@ -81,7 +81,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_names_of_our_own() -> None:
-    assert list(ADVANTAGES) == ["grpo", "rloo", "reinforce_pp", "gae", "grpo_turns", "gae_turns"]
+    assert list(ADVANTAGES) == ["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae", "grpo_turns", "gae_turns"]
     assert list(LOSSES) == ["ppo_clip", "gspo", "clip_cov", "cross_entropy"]
     assert [resolve_advantage(name).__name__ for name in ADVANTAGES] == list(ADVANTAGES)
     assert [resolve_loss(name).__name__ for name in LOSSES] == list(LOSSES)
@@ -97,7 +97,7 @@ def test_a_users_function(form: str, module: str, tmp_path: Path) -> None:
 def test_what_estimators_and_losses_declare(module: str) -> None:
     declared = {name: advantage_declaration(name) for name in ADVANTAGES}
     assert [name for name in ADVANTAGES if declared[name].needs_values] == ["gae", "gae_turns"]
-    assert [name for name in ADVANTAGES if declared[name].needs_groups] == ["grpo", "rloo", "grpo_turns"]
+    assert [name for name in ADVANTAGES if declared[name].needs_groups] == ["grpo", "dr_grpo", "rloo", "grpo_turns"]
     assert advantage_declaration(f"{module}:with_critic") == Declaration(needs_values=True)
     assert advantage_declaration(f"{module}:plain") == Declaration()
     assert [name for name in LOSSES if loss_declaration(name).minibatch] == ["clip_cov"]

@@ -71,6 +71,19 @@ def test_config_yaml_is_read_the_same_from_any_working_directory(
     assert (project / "runs" / "one" / "config.yaml").read_text().startswith("# Paths are absolute.")
 
 
+def test_config_yaml_says_what_null_means(project: Path) -> None:
+    config = asked(algorithm={"loss": "gspo", "clip_low": 0.1, "dual_clip": None})
+    begin(config, run := project / "runs" / "two")
+    text = (run / "config.yaml").read_text()
+    assert "\n  clip_low: 0.1\n" in text
+    assert "\n  clip_high: null  # 0.0004, default of the loss gspo: Zheng et al. 2025" in text
+    assert "\n  aggregation: null  # sequence-mean, default of the loss gspo" in text
+    assert "\n  normalize_advantage: null  # true, default of the advantage grpo" in text
+    assert "\n  dual_clip: null\n" in text
+    assert load_config(GRPOConfig, run / "config.yaml").algorithm == config.algorithm
+    begin(SFTConfig(model=config.model, data=config.data), run)  # which has no algorithm
+
+
 def test_a_name_of_the_hub_and_words_are_no_paths(project: Path) -> None:
     (project / "auto").write_text("")
     config = asked(model={"path": "Qwen/Qwen3-0.6B"}, data={"train": "openai/gsm8k"}, reward={"name": "gsm8k"})

@@ -223,6 +223,18 @@ def test_what_a_generator_cannot_do_is_named() -> None:
         generator.generate(PROMPTS, replace(SAMPLING, n=2))
 
 
+def test_a_loss_by_its_name_alone_trains_with_the_settings_of_its_paper() -> None:
+    batch = recorded().drop("loss_weights")
+    explicit = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence-mean"}
+    alone, written, former = (
+        Policy(TINY, OPTIM, algorithm=AlgorithmConfig(loss="gspo", **settings)).update(batch)
+        for settings in ({}, explicit, {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean"})
+    )
+    assert alone == written
+    assert alone["loss"] != pytest.approx(former["loss"], rel=0.01)
+    assert alone["policy/clip_fraction"] > former["policy/clip_fraction"]
+
+
 def test_a_reference_of_another_model_has_its_own_weights() -> None:
     reference = colocated(Reference.__new__(Reference), policy=Policy(ADAPTED))
     reference.__init__(replace(TINY, seed=8))

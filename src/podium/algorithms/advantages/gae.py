@@ -3,7 +3,7 @@
 import torch
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.declarations import Declaration
+from podium.algorithms.declarations import advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import discounted_sums, ends_of_rows, whiten, wide
 from podium.errors import DataError
@@ -11,7 +11,7 @@ from podium.errors import DataError
 __all__ = ["gae"]
 
 
-@Declaration(needs_values=True)
+@advantage_declaration("gae")
 def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """``A_t = sum_k (gamma lam)^k d_{t+k}`` with ``d_t = r_t + gamma V_{t+1} - V_t``; returns are ``A_t + V_t``.
 

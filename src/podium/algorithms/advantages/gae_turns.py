@@ -3,7 +3,7 @@
 import torch
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.declarations import Declaration
+from podium.algorithms.declarations import advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import discounted_sums, ends_of_rows, whiten, wide
 from podium.algorithms.turns import find_turns
@@ -12,7 +12,7 @@ from podium.errors import DataError
 __all__ = ["gae_turns"]
 
 
-@Declaration(needs_values=True)
+@advantage_declaration("gae_turns")
 def gae_turns(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """As ``gae`` with a turn in place of a token: ``A_k = sum_j (gamma lam)^j d_{k+j}``, the same at all its tokens.
 

@@ -4,14 +4,14 @@ import torch
 
 from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.declarations import Declaration
+from podium.algorithms.declarations import advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import EPSILON
 
 __all__ = ["grpo"]
 
 
-@Declaration(needs_groups=True)
+@advantage_declaration("grpo")
 def grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """``(R_i - mean(R)) / std(R)`` over the rows of i's group, the same at all tokens of row i.
 

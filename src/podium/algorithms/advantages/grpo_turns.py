@@ -4,7 +4,7 @@ import torch
 
 from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.declarations import Declaration
+from podium.algorithms.declarations import advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import EPSILON, discounted_sums
 from podium.algorithms.turns import find_turns
@@ -12,7 +12,7 @@ from podium.algorithms.turns import find_turns
 __all__ = ["grpo_turns"]
 
 
-@Declaration(needs_groups=True)
+@advantage_declaration("grpo_turns")
 def grpo_turns(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """``(G_k - mean(G_k)) / std(G)``, the same at all tokens of turn k.
 

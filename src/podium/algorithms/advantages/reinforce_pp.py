@@ -3,12 +3,14 @@
 import torch
 
 from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.declarations import advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import discounted_sums, whiten
 
 __all__ = ["reinforce_pp"]
 
 
+@advantage_declaration("reinforce_pp")
 def reinforce_pp(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """``sum_k gamma^k r_{t+k}`` over the row's masked tokens, then whitened over the batch's masked tokens.
 

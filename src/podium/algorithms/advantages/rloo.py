@@ -4,14 +4,14 @@ import torch
 
 from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.declarations import Declaration
+from podium.algorithms.declarations import advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import whiten
 
 __all__ = ["rloo"]
 
 
-@Declaration(needs_groups=True)
+@advantage_declaration("rloo")
 def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """``R_i - mean of the group's other rows``, the same at all tokens of row i: REINFORCE with leave-one-out baseline.
 

@@ -40,8 +40,9 @@ def clipped_surrogate(ratio_N: Tensor, inputs: LossInputs, config: AlgorithmConf
     arXiv:1912.09729.
     """
     advantages_N = wide(inputs.advantages_N.detach())
+    low, high = config.clip_bounds
     free_N = -ratio_N * advantages_N
-    bounded_N = -ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
+    bounded_N = -ratio_N.clamp(1 - low, 1 + high) * advantages_N
     loss_N = torch.maximum(free_N, bounded_N)
     clipped_N = bounded_N > free_N
     if config.dual_clip is not None:

@@ -50,6 +50,7 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
         *_placement(config, backend, nodes),
         "",
         *_batch(config),
+        *_objective(config),
         "",
         *_memory(config, size, critic, scorer, _is_accelerated(nodes)),
     ]
@@ -104,6 +105,14 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
     if config.run.epochs is not None:
         steps = f"{config.run.epochs:g} epoch(s), whose number of steps follows from the data"
     yield f"run          {steps}; evaluation: {evaluation}; checkpoint {saved}"
+
+
+def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """The settings whose defaults depend on the loss and the estimator, each with its origin."""
+    if isinstance(config, PPOConfig):
+        for number, (key, setting) in enumerate(config.algorithm.explain().items()):
+            value = str(setting.value).lower() if isinstance(setting.value, bool) else setting.value
+            yield f"{'' if number else 'algorithm':12} {key} = {value} ({setting.origin})"
 
 
 def _share(rows: int, ranks: int) -> str:

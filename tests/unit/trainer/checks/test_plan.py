@@ -50,6 +50,18 @@ def test_memory_is_that_of_a_processs_own_roles(tmp_path: Path) -> None:
     assert half == {"critic with optimizer": 2.0}
 
 
+def test_each_setting_that_a_loss_or_an_estimator_brings_is_printed_with_its_origin(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, algorithm={"loss": "gspo", "clip_high": 0.5})
+    plan = " ".join(describe_plan(config, "inline").split())
+    assert "algorithm clip_low = 0.0003 (default of the loss gspo: Zheng et al. 2025, GSPO, arXiv:2507.18071" in plan
+    assert "clip_high = 0.5 (yours)" in plan
+    assert "aggregation = sequence-mean (default of the loss gspo:" in plan
+    assert "normalize_advantage = true (default of the advantage grpo:" in plan
+    with_critic = " ".join(describe_plan(tiny(PPOConfig, tmp_path), "inline").split())
+    assert "clip_high = 0.2 (default with a critic: Schulman et al. 2017" in with_critic
+    assert "clip_low = 0.2 (default of the recipe:" in with_critic
+
+
 def test_few_logits_exist_at_the_same_time(tmp_path: Path) -> None:
     size, roles = replace(SIZE, layers=0, vocabulary=2**17), ("policy",)
     few, many = (
