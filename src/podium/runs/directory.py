@@ -53,7 +53,7 @@ _OURS: Final = re.compile(
     r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|(places|summary)\.json|completions|evaluations|logs"
     r"|checkpoints|tensorboard|wandb|profile|\..*"
 )
-_OF_ONE_START: Final = ("config*.yaml", "trace*.json", METRICS, LEDGER, SUMMARY, "completions/*.parquet")
+_OF_ONE_START: Final = ("trace*.json", METRICS, LEDGER, SUMMARY, "completions/*.parquet")
 
 
 def library_versions() -> dict[str, str]:
@@ -156,7 +156,7 @@ class RunDirectory:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
 
     def _forget(self) -> None:
-        """Remove the files of a run without results, whose name this one takes. Its logs stay."""
+        """Remove the files of a run without results, whose name this one takes. Its logs and configuration stay."""
         for file in itertools.chain.from_iterable(self.path.glob(name) for name in _OF_ONE_START):
             file.unlink()
 

@@ -142,11 +142,10 @@ def test_a_run_without_a_trained_step_and_an_evaluation_keeps_no_name(run: RunDi
     (run.path / "tensorboard").mkdir()
     leave(run, "rolled_out", steps=steps)
     with closing(RunDirectory(run.path)) as again:
-        assert not again.config_path.exists()
         assert [*again.completions.iterdir()] == []
         again.write_config("seed: 2\n")
     assert RunRecord(run.path).state == "unfinished"
-    assert not (run.path / "config.1.yaml").exists()
+    assert (run.path / "config.1.yaml").read_text() == "seed: 1\n"
 
 
 @pytest.mark.parametrize(("states", "steps"), [(["rolled_out", "graded", "trained"], None), (["rolled_out"], 1)])
