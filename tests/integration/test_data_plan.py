@@ -19,6 +19,7 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path: Path) -> None
     assert "training     60 prompts of 3 tokens each\n" in said
     assert "epochs       2 steps x 4 prompts = 8 of 60 = 0.133 epochs\n" in said
     assert "held-out     4 prompts" in said
+    assert "copy.jsonl, line 1: prompt 'prompt', answer 'answer' number 0" in " ".join(said.split())
     assert "number 0     3 tokens, as the model reads them:\n             00=\ntokens       '0' '0' '='\n" in said
     assert said.endswith("answer       '00'")
     assert not (tmp_path / "runs").exists()
@@ -27,6 +28,17 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path: Path) -> None
 def test_of_an_example_what_is_learned_is_shown(tmp_path: Path) -> None:
     said = describe_data(SFTTrainer(tiny(SFTConfig, tmp_path), cluster="inline").read_data)
     assert "to learn     3 of these tokens:\n             01<eos>\ntokens       '0' '1' '<eos>'" in said
+
+
+def test_the_dry_run_says_which_columns_are_prompt_and_answer(tmp_path: Path) -> None:
+    (tmp_path / "verl.jsonl").write_text(
+        json.dumps({"prompt": "1=", "reward_model": {"ground_truth": "1"}, "extra_info": {"index": 0}}) + "\n"
+    )
+    config = tiny(GRPOConfig, tmp_path, data={"train": str(tmp_path / "verl.jsonl"), "holdout": 0.0}, eval={"items": 0})
+    said = " ".join(describe_data(PPOTrainer(config, cluster="inline").read_data).split())
+    assert "verl.jsonl: the answers of 1 rows are those in reward_model.ground_truth" in said
+    read = "prompt 'prompt', answer 'reward_model.ground_truth'; not read: 'extra_info'"
+    assert f"verl.jsonl, line 1: {read}" in said
 
 
 def test_how_many_prompts_are_too_long_is_said(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ class ModelCopy:
         for file in sorted(self._tensors):
             sums[file] = write_safetensors(folder / file, self._tensors.pop(file))
         for file, content in self._texts.items():
+            (folder / file).parent.mkdir(exist_ok=True)  # of further chat templates, for one
             (folder / file).write_bytes(content)
             sums[file] = file_sums([folder / file])[Path(file).name]
         return sums
@@ -264,8 +265,8 @@ def model_texts(model: nn.Module, config: ModelConfig, within: str | None = None
         if config.tokenizer_source:
             load_tokenizer(config.tokenizer_source).save_pretrained(made)
         return {
-            path.name: path.read_bytes()
-            for path in sorted(Path(made).iterdir())
+            str(path.relative_to(made)): path.read_bytes()
+            for path in sorted(Path(made).rglob("*"))
             if path.is_file() and "safetensors" not in path.name
         }
 

@@ -17,8 +17,8 @@ class DataConfig:
     """The data, its columns, and how a prompt is written for the model."""
 
     train: str = ""
-    """Training examples come from this file or glob (.jsonl, .json, .csv, .parquet, .arrow), directory, hub dataset,
-    or reasoning_gym:TASK."""
+    """Training examples come from this file or glob (.jsonl, .json, .csv, .tsv, .parquet, .arrow), directory, hub
+    dataset, or reasoning_gym:TASK."""
     eval: str | tuple[str, ...] | Mapping[str, str] = ""
     """Held-out examples come from this source, named as in data.train, or from several sources: a list of them, or a
     mapping of names to them. The first source decides eval.stop_at and the best checkpoint. An empty value means the
@@ -29,11 +29,12 @@ class DataConfig:
     train_items: int | None = Field(default=None, ge=1, le=10**12)
     """Training uses at most this many examples. null means all of a file, and 10000 of a generated task."""
     prompt_column: str = Field(default="prompt", min_length=1)
-    """This column holds the prompt: text, or a list of chat messages. Rows without a column "prompt" may have a
-    conversation with its answer in "messages" instead."""
+    """This column holds the prompt: text, or a list of chat messages. A field of a column is named with a dot, as in
+    input.messages. Rows without a column "prompt" may have a conversation in "messages" or "conversations" instead."""
     answer_column: str | None = Field(default="answer", min_length=1)
     """This column holds the answer that a reward compares with: text, a number, or a list of chat messages. Rows
-    without a column "answer" may have "completion" instead. null means that the data has no answers."""
+    without a column "answer" may have "completion" or "reward_model.ground_truth" instead. null means that the data has
+    no answers."""
     template: str = ""
     """This template writes the prompt from any columns, as in "Q: {question}\\nA: ". It replaces prompt_column."""
     system_prompt: str = ""
@@ -41,8 +42,8 @@ class DataConfig:
     begin with a system message of its own.
     """
     chat_template: str = Field(default="auto", min_length=1)
-    """Prompts are formatted by the tokenizer's chat template if it has one (auto), as plain text (none), or by this
-    Jinja file."""
+    """Prompts are formatted by the tokenizer's chat template if it has one (auto), as plain text (none), by the
+    tokenizer's template of this name, or by this Jinja file."""
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """The chat template gets these variables, such as enable_thinking."""
     max_prompt_tokens: int = Field(default=1024, ge=1, le=10**9)

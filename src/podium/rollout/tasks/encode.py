@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast, overload
 
@@ -19,6 +19,7 @@ from podium.rollout.tasks.bad_rows import BadRows, RowError
 from podium.rollout.tasks.cache import read_or_compute
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
+from podium.rollout.tasks.media import find_media, find_sign
 from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Note, Waiting, emit
 
@@ -103,12 +104,14 @@ class EncodedPairs(Sequence[tuple[list[int], list[bool]]]):
     """Prompts with their answers: item i is ``(token_ids[i], loss_mask[i])``, two lists of equal length.
 
     Attributes:
+        first: The example of the first item; None if there is none.
         digest: As that of :class:`EncodedPrompts`.
     """
 
-    def __init__(self, token_ids: TokenRows, loss_mask: TokenRows, digest: str = "") -> None:
+    def __init__(self, token_ids: TokenRows, loss_mask: TokenRows, first: Example | None, digest: str = "") -> None:
         self.token_ids = token_ids
         self.loss_mask = loss_mask
+        self.first = first
         self.digest = digest
 
     def __len__(self) -> int:
@@ -140,7 +143,7 @@ def encode_prompts(
     writer = Writer(tokenizer, config)
 
     def encode() -> dict[str, Tensor]:
-        rows, prompts = _Rows(), _Prompts(writer, examples)
+        rows, prompts = _Rows(), _Prompts(writer, examples, answers=False)
         for chunk in prompts.chunks():
             for _, _, tokens in chunk:
                 rows.add(tokens)
@@ -176,7 +179,7 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         emit(Note(f"{empty} of {len(examples)} answers are empty: the model learns to say nothing after these prompts"))
 
     def encode() -> dict[str, Tensor]:
-        rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, _check_answer)
+        rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, answers=True)
         for chunk in prompts.chunks():
             pairs = writer.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end)
             for (index, _, _), pair in zip(chunk, pairs, strict=True):
@@ -198,7 +201,8 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}"))
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
-    return EncodedPairs(rows, mask, rows.digest if writer.is_lasting else "")
+    first = examples[int(stored["kept"][0])] if len(rows) else None
+    return EncodedPairs(rows, mask, first, rows.digest if writer.is_lasting else "")
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int | None:
@@ -230,7 +234,17 @@ def _last_text(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else message_text(prompt[-1])
 
 
+def _check_prompt(example: Example) -> None:
+    if example.is_text:
+        raise DataError(
+            f"column {example.columns[1]!r} is a text without a prompt, of which only supervised fine-tuning learns; "
+            "set data.prompt_column to a column to generate from"
+        )
+
+
 def _check_answer(example: Example) -> None:
+    if example.is_text:
+        return
     if example.answer is None and not example.turns:
         raise DataError("there is no answer to learn; set data.answer_column, or take the row out")
     answer = example.row.get("answer", example.answer)
@@ -244,14 +258,29 @@ def _check_answer(example: Example) -> None:
         raise DataError(f"the answer has {length:,} characters, more than {_LONGEST_ANSWER:,}; take the row out")
 
 
+def _check_media(example: Example, words: Collection[str], *, answer: bool) -> None:
+    if (column := find_media(example.row, example.columns)) is not None:
+        raise DataError(
+            f"column {column!r} holds an image, video or audio, which a model that is trained on text alone would not "
+            "see; take the row or the column out"
+        )
+    prompt = example.prompt if isinstance(example.prompt, list) else [{"content": example.prompt}]
+    texts = [message_text(message) for message in (*prompt, *example.turns)]
+    if (sign := find_sign([*texts, (example.answer or "") if answer else ""], words)) is not None:
+        raise DataError(
+            f"the text has {sign!r}, which stands for an image, video or audio that Podium does not read; take the row "
+            "out, or put the sign in quotes where the text only speaks of it"
+        )
+
+
 def _says_something(example: Example) -> bool:
-    missing = example.answer is None and not example.turns
+    missing = example.answer is None and not example.turns  # of which the row's own error tells
     return missing or bool(example.answer) or any(message_text(t) or t.get("tool_calls") for t in example.turns)
 
 
-def _content(example: Example) -> tuple[Any, Any]:
-    """What the text of a prompt depends on, beside the configuration."""
-    return example.prompt, example.row.get("tools")
+def _content(example: Example) -> tuple[Any, ...]:
+    """What the text of a prompt, and whether it is used, depend on, beside the configuration."""
+    return example.prompt, example.row.get("tools"), example.is_text, find_media(example.row, example.columns)
 
 
 class _Rows:
@@ -279,15 +308,13 @@ class _Prompts:
     Args:
         writer: Writes the prompts.
         examples: The examples.
-        check: Raises an error for an example that cannot be used.
+        answers: Whether the answers are learned, and have to fit, too.
     """
 
-    def __init__(
-        self, writer: Writer, examples: Sequence[Example], check: Callable[[Example], None] | None = None
-    ) -> None:
+    def __init__(self, writer: Writer, examples: Sequence[Example], *, answers: bool) -> None:
         self._writer = writer
         self._examples = examples
-        self._check = check
+        self._answers = answers
         self._kept = array("q")
         self._taken_out: set[int] = set()
         self._bad = BadRows()
@@ -334,8 +361,8 @@ class _Prompts:
         for example, tokens in zip(examples, self._writer.prompts(examples), strict=True):
             try:
                 with example.name_in_errors():
-                    if self._check is not None:
-                        self._check(example)
+                    (_check_answer if self._answers else _check_prompt)(example)
+                    _check_media(example, self._writer.words, answer=self._answers)
                     if tokens == []:
                         raise DataError(f"the prompt {str(example.prompt)[:60]!r} has no tokens; take the row out")
             except (ConfigError, DataError) as error:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,21 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
 from podium.rollout.tasks.bad_rows import LOOK_AHEAD, BadRows
 from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.forms import (
+    CONVERSATIONS,
+    NESTED_ANSWERS,
+    NESTED_PROMPTS,
+    check_meaning,
+    has_column,
+    list_names,
+    preference_pair,
+    read_column,
+    read_messages,
+    read_system,
+    read_tools,
+    reads_as_text,
+)
+from podium.rollout.tasks.media import find_links
 from podium.rollout.tasks.rows import (
     PlacedRow,
     columns_hint,
@@ -40,12 +56,12 @@ Messages = list[dict[str, Any]]
 """A conversation: each entry has "role", and "content", "tool_calls" or both."""
 
 GENERATED_ITEMS: Final = 10_000  # training examples of a generated task, unless data.train_items says otherwise
-_SPECS: Final = "expected a .jsonl, .json, .csv, .parquet or .arrow file, a dataset, or reasoning_gym:TASK"
-_MESSAGES: Final = "messages"  # the column that holds a whole conversation where the data have no prompt
+_SPECS: Final = "expected a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, a dataset, or reasoning_gym:TASK"
 _COMPLETION: Final = "completion"  # the column that holds the answer where the data have no other
 _TEXT_OR_MESSAGES: Final = 'text, or a list of messages such as [{"role": "user", "content": "…"}]'
-_WRITTEN_OUT: Final = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:).*['"]content['"]\s*:""", re.DOTALL)
+_WRITTEN_OUT: Final = re.compile(r"""\s*\[\s*\{(?=.*['"](role|from)['"]\s*:).*['"](content|value)['"]\s*:""", re.DOTALL)
 """Messages as the text of JSON or of Python."""
+_TEXT_PARTS: Final = ("text", "input_text", "output_text")
 _PATIENCE: Final = 200  # a task is exhausted when this many problems of a side bring no new one
 
 
@@ -61,6 +77,7 @@ class Example:
         whole: Whether prompt and turns are one conversation, of which supervised fine-tuning learns every turn of the
             assistant.
         place: Where the row comes from, as in "train.jsonl, line 3". Empty for a row that comes from no data.
+        columns: The columns of prompt and answer; None for one that is not in a column.
     """
 
     prompt: str | Messages
@@ -69,6 +86,12 @@ class Example:
     turns: Sequence[Mapping[str, Any]] = ()
     whole: bool = False
     place: str = ""
+    columns: tuple[str | None, str | None] = (None, None)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt is a text of which supervised fine-tuning learns every token."""
+        return self.whole and not self.turns
 
     @contextmanager
     def name_in_errors(self) -> Iterator[None]:
@@ -151,11 +174,12 @@ def _generate_examples(
     """Draw different problems of a side, which takes the share ``side`` of all, until there are ``wanted`` of them."""
     examples: dict[str, Example] = {}
     since = 0
+    columns = (None if config.template else "question", "answer")
     for location, row in gym.generate_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
         prompt = _fill(config.template, row, location) if config.template else row["question"]
         since += 1
         if prompt not in examples and (side == 1 or _is_held_out(prompt, config.holdout) == held_out):
-            examples[prompt] = _example(prompt, row["answer"], row, place=location)
+            examples[prompt] = _example(prompt, row["answer"], row, place=location, columns=columns)
             since = 0
         if len(examples) == wanted or since > _PATIENCE / side:
             break
@@ -172,6 +196,8 @@ def _generate_examples(
 def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | None) -> list[Example]:
     rows, shared = _open(spec, config, held_out)
     everything = _map_rows(rows, config, None if shared or held_out else limit)
+    if not (shared and held_out):  # the training side has told of the same rows
+        _note_forms(spec, everything, config)
     if not shared:
         return _choice(everything, limit) if held_out else everything
     if not everything:
@@ -220,45 +246,125 @@ def _map_rows(rows: Iterator[PlacedRow], config: DataConfig, limit: int | None) 
     return examples
 
 
+def _note_forms(spec: str, examples: Sequence[Example], config: DataConfig) -> None:
+    """Tell of what is read from columns that no setting names, and of addresses of media, which are not followed."""
+    systems = Counter(
+        system[0]
+        for e in examples
+        if (system := read_system(e.row)) is not None
+        and isinstance(e.prompt, list)
+        and e.prompt[0].get("content") == system[1]
+    )
+    answers = Counter(e.columns[1] for e in examples if e.columns[1] in NESTED_ANSWERS)
+    links = Counter(link for e in examples if (link := find_links(e.row)) is not None)
+    texts = sum(example.is_text for example in examples)
+    notes = [f"column {name!r} is the system message of {count} rows" for name, count in systems.items()]
+    if config.answer_column == "answer":
+        notes += [f"the answers of {count} rows are those in {name}" for name, count in answers.items()]
+    notes += [
+        f"{count} rows have an address in {name!r}, and the model does not see what is there"
+        for name, count in links.items()
+    ]
+    notes += [f"{texts} rows are texts without prompts, of which every token is learned"] if texts else []
+    for note in notes:
+        emit(Note(f"{spec}: {note}"))
+
+
 def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
-    prompt_column, answer_column = _columns(row, config)
-    wanted = {"answer": answer_column, "prompt": None if config.template else prompt_column}
-    for column in wanted.values():
-        value = None if column is None else row.get(column)
-        if isinstance(value, str) and _WRITTEN_OUT.match(value):
-            raise DataError(
-                f"{place}: column {column!r} holds a conversation as text, {value[:60]!r}; expected a list of "
-                "messages, which JSON Lines and Parquet can hold and CSV cannot"
-            )
-    for part, column in wanted.items():
-        if column is not None and column not in row:
-            none = " (null if there is no answer)" if part == "answer" else ""
-            hint = columns_hint(column, list(row))
-            raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}")
-    answer = None if answer_column is None else _value(row[answer_column])
-    prompt = _fill(config.template, row, place) if config.template else row[prompt_column]
-    _check_columns(place, (prompt_column, answer_column), prompt, answer)
+    prompt_column, answer_column = columns = _columns(row, config)
+    check_meaning(row, place, columns)
+    prompt, answer = (
+        _read(place, row, part, column) for part, column in (("prompt", prompt_column), ("answer", answer_column))
+    )
+    if prompt_column is None and not config.template:
+        example = _example(answer, None, row, whole=True)
+    else:
+        prompt = _fill(config.template, row, place) if config.template else _with_system(prompt, row)
+        _check_columns(place, columns, prompt, answer)
+        if (tools := read_tools(row)) is not None:
+            row = {**row, "tools": tools}
+        example = _pair(place, columns, prompt, answer, row)
+    _check_characters(place, example)
+    return replace(example, place=place, columns=columns)
+
+
+def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any:
+    """Return the prompt or the answer of ``row``: text, messages, or whatever else the column holds."""
+    if column is None:
+        return None
+    try:
+        value = read_column(row, column)
+    except LookupError:
+        if pair := preference_pair(row):
+            raise DataError(f"{place}: no column {column!r} for the {part}; {_explain_preference(*pair)}") from None
+        none = " (null if there is no answer)" if part == "answer" else ""
+        hint = columns_hint(column, list_names(row))
+        raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}") from None
+    if isinstance(value, str) and _WRITTEN_OUT.match(value):
+        raise DataError(
+            f"{place}: column {column!r} holds a conversation as text, {value[:60]!r}; expected a list of "
+            "messages, which JSON Lines and Parquet can hold and CSV cannot"
+        )
+    return read_messages(_value(value), place, column)
+
+
+def _explain_preference(better: str, worse: str) -> str:
+    return (
+        f"{better!r} and {worse!r} are a preference pair, from which DPO and reward models learn, and Podium trains "
+        f"neither. To learn the better answers by supervised fine-tuning, set data.answer_column to {better}, or "
+        f"data.prompt_column where {better!r} holds the whole conversation"
+    )
+
+
+def _with_system(prompt: Any, row: Mapping[str, Any]) -> Any:
+    """Return the prompt after the row's own system message, where the row has one in a column of its own."""
+    system = read_system(row)
+    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is None or not _is_conversation(messages) or messages[0]["role"] in ("system", "developer"):
+        return prompt
+    return [{"role": "system", "content": system[1]}, *messages]
+
+
+def _pair(place: str, columns: tuple[str | None, str | None], prompt: Any, answer: Any, row: dict[str, Any]) -> Example:
+    """Return the example of a prompt with its answer, of which each may be a conversation."""
     if _is_conversation(answer):
-        _check_messages(place, answer_column, answer)
+        _check_messages(place, columns[1], answer)
         if answer[-1]["role"] != "assistant":
             raise DataError(
-                f"{place}: column {answer_column!r} ends with a message of the role {answer[-1]['role']!r}; expected "
+                f"{place}: column {columns[1]!r} ends with a message of the role {answer[-1]['role']!r}; expected "
                 "the assistant's"
             )
-        example = _example(prompt, answer, row, turns=answer)
-    elif _ends_with_answer(prompt):
+        prompt, turns = _without_prompt(place, columns, prompt, answer)
+        return _example(prompt, turns, row, turns=turns)
+    if _ends_with_answer(prompt):
         *before, last = prompt
         if not before:
-            raise DataError(f"{place}: column {prompt_column!r} holds no message before the assistant's answer")
+            raise DataError(f"{place}: column {columns[0]!r} holds no message before the assistant's answer")
         answer = message_text(last) if answer is None else answer
-        example = _example(before, answer, row, turns=[last], whole=True)
-    else:
-        example = _example(prompt, answer, row)
-    _check_characters(place, example)
-    return replace(example, place=place)
+        return _example(before, answer, row, turns=[last], whole=True)
+    return _example(prompt, answer, row)
 
 
-def _check_columns(place: str, columns: tuple[str, str | None], prompt: object, answer: object) -> None:
+def _without_prompt(
+    place: str, columns: tuple[str | None, str | None], prompt: str | Messages, answer: Messages
+) -> tuple[str | Messages, Messages]:
+    """Return the prompt and the turns that follow it, of an answer that may repeat the prompt before them."""
+    first = next(index for index, message in enumerate(answer) if message["role"] == "assistant")
+    if first == 0:
+        return prompt, answer
+    head = answer[:first] if isinstance(prompt, str) else answer[: len(prompt)]
+    repeats = message_text(head[-1]) == prompt if isinstance(prompt, str) else head == prompt
+    turns = answer[len(head) :]
+    if not repeats or turns[0]["role"] != "assistant":
+        raise DataError(
+            f"{place}: column {columns[1]!r} begins with a message of the role {answer[0]['role']!r} that is not the "
+            f"prompt in column {columns[0]!r}; expected the assistant's answer. A column that holds the whole "
+            "conversation is named by data.prompt_column"
+        )
+    return (prompt if isinstance(prompt, str) and len(head) == 1 else head), turns
+
+
+def _check_columns(place: str, columns: tuple[str | None, str | None], prompt: object, answer: object) -> None:
     """Raise DataError for a prompt that is neither text nor messages, or is answered twice.
 
     Args:
@@ -266,7 +372,7 @@ def _check_columns(place: str, columns: tuple[str, str | None], prompt: object, 
     """
     if not isinstance(prompt, str):
         _check_messages(place, columns[0], prompt)
-    if columns[0] != _MESSAGES and answer is not None and _ends_with_answer(prompt):
+    if columns[0] not in CONVERSATIONS and answer is not None and _ends_with_answer(prompt):
         raise DataError(
             f"{place}: column {columns[0]!r} ends with the assistant's turn, and column {columns[1]!r} has an answer "
             "too, so that the model would speak twice: take the last message out of the prompt, or set "
@@ -298,20 +404,39 @@ def half_pair(text: str) -> int | None:
     return None
 
 
-def _columns(row: Mapping[str, Any], config: DataConfig) -> tuple[str, str | None]:
-    """Return the columns of this row that hold prompt and answer. The answer's is None if there is none.
+def _columns(row: Mapping[str, Any], config: DataConfig) -> tuple[str | None, str | None]:
+    """Return the columns of this row that hold prompt and answer. The prompt's is None for a text that is learned
+    whole, the answer's if there is none.
 
     A column that the configuration does not name may be one that the field's data have: "messages", "completion".
     """
     prompt, answer = config.prompt_column, config.answer_column
-    if prompt == "prompt" and prompt not in row and _MESSAGES in row and not config.template:
-        prompt = _MESSAGES
-    if answer == "answer" and answer not in row:
+    usual_answer = answer == "answer" and "answer" not in row
+    if prompt == "prompt" and not config.template:
+        named = (name for name in (*CONVERSATIONS, *NESTED_PROMPTS) if has_column(row, name))
+        conversation = next(named, None)
+        if conversation is None and usual_answer and "prompt" not in row and reads_as_text(row):
+            return None, "text"
+        repeats = usual_answer and _COMPLETION not in row  # UltraChat's prompt is the first turn of its messages
+        if conversation is not None and (
+            row.get("prompt") is None or (repeats and _ends_with_answer(_conversation(row, conversation)))
+        ):
+            prompt = conversation
+    if usual_answer:
         if _COMPLETION in row:
             answer = _COMPLETION
-        elif _ends_with_answer(row.get(prompt)) and not config.template:
+        elif nested := next((name for name in NESTED_ANSWERS if has_column(row, name)), None):
+            answer = nested
+        elif not config.template and _ends_with_answer(_conversation(row, prompt)):
             answer = None
-    return prompt, answer
+    return (None if config.template else prompt), answer
+
+
+def _conversation(row: Mapping[str, Any], column: str) -> Any:
+    try:
+        return read_messages(read_column(row, column), "", column)
+    except (LookupError, DataError):  # of which the reading of the column tells
+        return None
 
 
 def _ends_with_answer(prompt: object) -> TypeGuard[Messages]:
@@ -329,10 +454,15 @@ def _check_messages(place: str, column: str | None, messages: object) -> None:
         content = message.get("content")
         if isinstance(content, str) or (content is None and message.get("tool_calls")):
             continue
-        if isinstance(content, list) and all(
-            isinstance(part, Mapping) and part.get("type") == "text" for part in content
-        ):
+        parts = content if isinstance(content, list) else []
+        kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts]
+        if parts and all(kind in _TEXT_PARTS for kind in kinds):
             continue
+        if other := next((kind for kind in kinds if isinstance(kind, str) and kind not in _TEXT_PARTS), None):
+            raise DataError(
+                f"{place}: message {number} of column {column!r} has a part of the type {other!r}, which a model that "
+                "is trained on text alone would not see; expected text, or parts of the type text"
+            )
         raise DataError(
             f"{place}: message {number} of column {column!r} has the content {str(content)[:60]!r} "
             f"({type(content).__name__}); expected text, parts of the type text, or tool_calls without content"

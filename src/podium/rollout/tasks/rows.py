@@ -1,14 +1,16 @@
 """Rows of files and of datasets of the hub, each with the place that an error about it names."""
 
+import bz2
 import csv
 import difflib
 import glob
 import gzip
 import io
 import json
+import lzma
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -20,11 +22,12 @@ __all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "means_fil
 PlacedRow = tuple[str, dict[str, Any] | DataError]
 """The place of a row, as in "train.jsonl, line 3", and its columns, or why it has none."""
 
-_Binary = io.BufferedReader | gzip.GzipFile
-_PACKED: Final = ".gz"
-_TEXTS: Final = (".jsonl", ".ndjson", ".json", ".csv")
-_SUFFIXES: Final = (*_TEXTS, *(suffix + _PACKED for suffix in _TEXTS), ".parquet", ".arrow")
+_Binary = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
+_PACKED: Final = (".gz", ".bz2", ".xz", ".zst")
+_TEXTS: Final = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_SUFFIXES: Final = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _PACKED), ".parquet", ".arrow")
 _OPEN: Final = ("tools", "tool_calls")  # fields whose entries have fields of their own
+_ROWS: Final = 1000  # of a dataset that are in memory at a time
 _LONGEST_FIELD: Final = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is less than a long document
 
 
@@ -61,7 +64,8 @@ def _nearest(path: Path) -> str:
 
 
 def read_rows(path: Path) -> Iterator[PlacedRow]:
-    """Yield the rows of one file: JSON Lines, a JSON array, CSV (each may be packed by gzip), Parquet, or Arrow.
+    """Yield the rows of one file: JSON Lines, a JSON array, CSV or TSV (each may be packed by gzip, bzip2, xz or
+    Zstandard), Parquet, or Arrow.
 
     Values are as the file has them. Nothing is guessed from a text, so a CSV field stays the text ``007``. In place of
     a malformed row comes a DataError, which names the file, the line and the column, and what was expected there.
@@ -73,18 +77,27 @@ def read_rows(path: Path) -> Iterator[PlacedRow]:
     if name.endswith((".parquet", ".arrow")):
         yield from _arrow(path)
         return
-    packed = name.endswith(_PACKED)
-    name = name.removesuffix(_PACKED)
+    packed = next((suffix for suffix in _PACKED if name.endswith(suffix)), "")
+    name = name.removesuffix(packed)
     try:
-        with gzip.open(path) if packed else path.open("rb") as file:
-            if name.endswith(".csv"):
-                yield from _csv(path, file)
+        with _open_packed(path, packed) as file:
+            if name.endswith((".csv", ".tsv")):
+                yield from _csv(path, file, "," if name.endswith(".csv") else "\t")
             elif name.endswith(".json") and file.peek(64).lstrip(_BLANK).startswith(b"["):
                 yield from _json_array(path, file.read())
             else:
                 yield from _json_lines(path, file)
-    except (OSError, EOFError, zlib.error) as error:  # gzip's own errors are of all three kinds
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # gzip's own errors are of the first three kinds
         raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _open_packed(path: Path, packed: str) -> _Binary:
+    if packed == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(cast(Any, pyarrow.input_stream(str(path), compression="zstd")))
+    openers: dict[str, Callable[[Path], _Binary]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return openers[packed](path) if packed else path.open("rb")
 
 
 def _json_lines(path: Path, file: _Binary) -> Iterator[PlacedRow]:
@@ -106,11 +119,11 @@ def _json_array(path: Path, data: bytes) -> Iterator[PlacedRow]:
         yield f"{path}, item {number}", item
 
 
-def _csv(path: Path, file: _Binary) -> Iterator[PlacedRow]:
+def _csv(path: Path, file: _Binary, delimiter: str) -> Iterator[PlacedRow]:
     csv.field_size_limit(_LONGEST_FIELD)
     header: list[str] = []
     with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        lines = csv.reader(text, strict=True)
+        lines = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             for line in lines:
                 location = f"{path}, line {lines.line_num}"
@@ -174,10 +187,9 @@ def _arrow(path: Path) -> Iterator[PlacedRow]:
         with pyarrow.OSFile(str(path)) as file:
             for batch in _batches(path, file):
                 batch.validate(full=True)  # Arrow reads memory that is not its own where offsets are broken
-                tools = _has_tools(batch.schema)
-                for row in batch.to_pylist():
+                for row in _plain_rows(batch):
                     number += 1
-                    yield f"{path}, row {number}", _without_absent(row) if tools else row
+                    yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         kind = "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
         raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}") from error
@@ -197,8 +209,10 @@ def _batches(path: Path, file: Any) -> Iterator[Any]:
         yield from pyarrow.ipc.open_stream(file)
 
 
-def _has_tools(columns: object) -> bool:
-    return any(name in str(columns) for name in _OPEN)
+def _plain_rows(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of an Arrow table or batch."""
+    rows = table.to_pylist()
+    return [_without_absent(row) for row in rows] if any(name in str(table.schema) for name in _OPEN) else rows
 
 
 def _without_absent(value: Any, inside: bool = False) -> Any:
@@ -222,6 +236,8 @@ def columns_hint(wanted: str, columns: Sequence[str]) -> str:
 
 def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:
     """Return the dataset's splits. Raises DataError if there is no such dataset or it cannot be reached."""
+    if (saved := _saved_splits(spec)) is not None:
+        return saved
     look_for_hub(spec)
     import datasets
 
@@ -229,6 +245,14 @@ def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:
         return list(datasets.get_dataset_split_names(spec, options.get("name"), revision=options.get("revision")))
     except Exception as error:  # network, hub, cache and format errors, of a dozen types of three libraries
         raise _unreadable(spec, options, error) from error
+
+
+def _saved_splits(spec: str) -> list[str] | None:
+    """Return the splits of a directory that ``save_to_disk`` wrote, "train" for one dataset; None for any other."""
+    try:
+        return [*json.loads((Path(spec) / "dataset_dict.json").read_bytes())["splits"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ["train"] if (Path(spec) / "state.json").is_file() else None
 
 
 def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[PlacedRow]:
@@ -243,11 +267,16 @@ def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[
             f"{spec} has no split {split!r} but {', '.join(names)}{hint}; set data.train_split and data.eval_split"
         )
     try:
-        loaded: Any = datasets.load_dataset(spec, split=split, **options)
+        loaded: Any
+        if _saved_splits(spec) is None:
+            loaded = datasets.load_dataset(spec, split=split, **options)
+        else:
+            loaded = datasets.load_from_disk(spec, **options)
+            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
     except Exception as error:  # as above
         raise _unreadable(spec, options, error) from error
-    tools = _has_tools(loaded.features)
-    rows = (_without_absent(dict(row)) if tools else dict(row) for row in loaded)
+    tables = loaded.with_format("arrow").iter(_ROWS)  # as it is stored: no image is decoded
+    rows = (row for table in tables for row in _plain_rows(table))
     return ((f"{spec} [{split}], row {number}", row) for number, row in enumerate(rows, start=1))
 
 

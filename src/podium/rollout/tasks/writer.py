@@ -46,7 +46,8 @@ class Writer:
         self._tokenizer = tokenizer
         self.config = config
         self._template = chat_template(tokenizer, config)
-        self._options = _template_options(tokenizer, config, self._template)
+        self._tool_template = chat_template(tokenizer, config, tools=True)
+        self._options = _template_options(tokenizer, config, self._template, self._tool_template)
         self._has_written = False
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
@@ -57,12 +58,19 @@ class Writer:
         """The settings that the token ids depend on."""
         config = self.config
         options = sorted(self._options.items())
-        return self._template, options, config.system_prompt, config.max_prompt_tokens, config.overlong
+        return (
+            self._template,
+            self._tool_template,
+            options,
+            config.system_prompt,
+            config.max_prompt_tokens,
+            config.overlong,
+        )
 
     @property
     def is_lasting(self) -> bool:
         """Whether the same examples are written in the same way at any time: the template reads no clock."""
-        return "strftime_now" not in (self._template or "")
+        return not any("strftime_now" in (text or "") for text in (self._template, self._tool_template))
 
     @cached_property
     def end(self) -> tuple[str, int] | None:
@@ -81,6 +89,11 @@ class Writer:
             token_id: token.content for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
         return next(((special[token], token) for token in ids if token in special), None)
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """The texts that the tokenizer reads as one token of their own, added to its vocabulary."""
+        return frozenset(token.content for token in self._tokenizer.added_tokens_decoder.values())
 
     @property
     def template(self) -> str | None:
@@ -125,8 +138,13 @@ class Writer:
         texts: list[str | RowError | None] = [*self._write([(example.prompt, example) for example in examples])]
         most = self.config.max_prompt_tokens
         texts = [None if isinstance(text, str) and self.is_vast(len(text), most) else text for text in texts]
-        encoded = iter(self._encode_prompts([text for text in texts if isinstance(text, str)]))
-        return [next(encoded) if isinstance(text, str) else text for text in texts]
+        encoded: list[list[int] | RowError | None] = [None if isinstance(text, str) else text for text in texts]
+        for plain in (False, True):
+            places = [at for at, e in enumerate(examples) if e.is_text == plain and isinstance(texts[at], str)]
+            ids = self._encode_prompts([str(texts[at]) for at in places], plain=plain)
+            for at, tokens in zip(places, ids, strict=True):
+                encoded[at] = tokens
+        return encoded
 
     def cut(self, example: Example, tokens: list[int] | None) -> tuple[str | Messages, list[int]] | None:
         """Cut the prompt's own text, or the last message's, from the front until it fits. None: nothing is left."""
@@ -147,7 +165,7 @@ class Writer:
             (written,) = self._write([(prompt_shortened, example)])
             if not isinstance(written, str):
                 raise written
-            (tokens,) = self._encode_prompts([written])
+            (tokens,) = self._encode_prompts([written], plain=example.is_text)
             excess = len(tokens) - most
             if excess <= 0:
                 return prompt_shortened, tokens
@@ -173,6 +191,9 @@ class Writer:
             if example.turns:
                 pair = next(spoken)
                 yield pair if self.end or not isinstance(pair, tuple) else ([*pair[0], end], [*pair[1], True])
+            elif example.is_text:
+                eos = self._tokenizer.eos_token_id
+                yield [*ids, eos if isinstance(eos, int) else end], [False] + [True] * len(ids)
             else:
                 answer = next(written)
                 yield [*ids, *answer, end], [False] * len(ids) + [True] * (len(answer) + 1)
@@ -211,6 +232,8 @@ class Writer:
         return _in_time(lambda: [_try_row(e, partial(self._write_prompt, p, e)) for p, e in prompts])
 
     def _write_prompt(self, prompt: str | Messages, example: Example) -> str:
+        if example.is_text and isinstance(prompt, str):
+            return prompt
         if self._template is not None:
             return self._render(self.messages(prompt), self._tools(example), opened=True)
         if not isinstance(prompt, str):
@@ -234,7 +257,7 @@ class Writer:
             if isinstance(example.prompt, str):
                 return None
             raise DataError(f"the tools {str(row_tools)[:60]!r} are no list of JSON schemas; repair the row")
-        if not re.search(r"\btools\b", self._template or ""):
+        if not re.search(r"\btools\b", self._tool_template or ""):
             raise ConfigError("the row has tools, and the chat template writes none: set data.chat_template to another")
         return cast("list[Any]", tools)
 
@@ -244,7 +267,11 @@ class Writer:
     def _apply_template(self, messages: Messages, tools: list[Any] | None, **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
-                cast(Any, messages), tools=tools, chat_template=self._template, **options, **self._options
+                cast(Any, messages),
+                tools=tools,
+                chat_template=self._tool_template if tools else self._template,
+                **options,
+                **self._options,
             )
         except Exception as error:  # templates raise what they like, and Jinja's own errors besides
             system = self.config.system_prompt
@@ -263,7 +290,7 @@ class Writer:
         tools, before = self._tools(example), self.messages(prompt)
         messages = [*before, *template_messages(example.turns)]
         first = 0 if example.whole else len(before)
-        if _GENERATION.search(self._template or ""):
+        if _GENERATION.search((self._tool_template if tools else self._template) or ""):
             return self._read_marks(messages, tools, 0 if example.whole else len(ids))
         text, done = self._render(messages, tools, opened=False), 0
         pieces: list[tuple[str, bool]] = []
@@ -323,9 +350,9 @@ class Writer:
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
-    def _encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Encode texts. A template writes special tokens itself; plain text gets the tokenizer's first ones."""
-        if self._template is not None:
+    def _encode_prompts(self, texts: list[str], *, plain: bool = False) -> list[list[int]]:
+        """Encode texts. A template writes special tokens itself; ``plain`` text gets the tokenizer's first ones."""
+        if self._template is not None and not plain:
             return self._encode(texts)
         eos = self._tokenizer.eos_token_id
         encoded = self._encode(texts, special=True)
@@ -407,25 +434,47 @@ def _differs_at(text: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str | None:
-    """Return the Jinja text of the chat template, or None for plain text."""
+def chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, tools: bool = False) -> str | None:
+    """Return the Jinja text of the chat template, or None for plain text.
+
+    Args:
+        tools: Whether the template is for rows with tools. Some tokenizers have one called tool_use beside the default.
+
+    Raises:
+        ConfigError: There is no such file or name, or none of several templates is the default.
+    """
+    stored: Any = tokenizer.chat_template
+    named = cast("dict[str, str]", stored) if isinstance(stored, dict) else {}
+    names = ", ".join(map(repr, named))
     if config.chat_template == "none":
         return None
+    if config.chat_template in named:
+        return named[config.chat_template]
     if config.chat_template == "auto":
-        return tokenizer.get_chat_template() if tokenizer.chat_template else None
+        if not named:
+            return cast("str | None", stored or None)
+        name = "tool_use" if tools and "tool_use" in named else "default"
+        if name not in named:
+            raise ConfigError(
+                f"the tokenizer has the chat templates {names}, and none is called default: set data.chat_template to "
+                "one of these names"
+            )
+        return named[name]
     path = Path(os.path.expanduser(config.chat_template))
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
+        expected = f"auto, none, a file, or one of {names}" if named else "auto, none or a file"
         raise ConfigError(
-            f"data.chat_template = {config.chat_template!r} cannot be read: {error}; expected auto, none or a file"
+            f"data.chat_template = {config.chat_template!r} cannot be read: {error}; expected {expected}"
         ) from None
 
 
 def _template_options(
-    tokenizer: PreTrainedTokenizerBase, config: DataConfig, template: str | None
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, *templates: str | None
 ) -> Mapping[str, Any]:
-    """Return ``config.chat_template_kwargs``. Raises ConfigError for one that the template does not read."""
+    """Return ``config.chat_template_kwargs``. Raises ConfigError for one that no template reads."""
+    template = None if None in templates else "".join(map(str, templates))
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in config.chat_template_kwargs:
         key = f"data.chat_template_kwargs.{name}"

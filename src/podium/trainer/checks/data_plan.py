@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from podium.rollout.tasks import EncodedPairs
+from podium.rollout.tasks import EncodedPairs, Example
 from podium.runs.config import SFTConfig
 from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
@@ -95,6 +95,9 @@ def _first(data: RunData[Any]) -> Iterator[str]:
         yield textwrap.indent(visible(str(examples.examples[0].row), _SHOWN_CHARACTERS), _INDENT, lambda line: True)
         return
     ids = [*examples.token_ids[0]]
+    first = examples.first if isinstance(examples, EncodedPairs) else examples.examples[0]
+    if first is not None and first.place:
+        yield textwrap.fill(_reading(first), 110, initial_indent="read from    ", subsequent_indent=_INDENT)
     if isinstance(examples, EncodedPairs):
         learned = [token for token, counts in zip(ids, examples.loss_mask[0], strict=True) if counts]
         yield from _text("number 0", f"{len(ids)} tokens, with the answer:", tokenizer, ids)
@@ -103,6 +106,19 @@ def _first(data: RunData[Any]) -> Iterator[str]:
         yield from _text("number 0", f"{len(ids)} tokens, as the model reads them:", tokenizer, ids)
         answer = examples.examples[0].answer
         yield f"answer       {'none' if answer is None else repr(visible(answer, _SHOWN_CHARACTERS))}"
+
+
+def _reading(example: Example) -> str:
+    """Say which columns of the row are prompt and answer, and which are not read."""
+    prompt, answer = example.columns
+    if example.is_text:
+        parts = f"every token of {answer!r} is learned"
+    else:
+        parts = f"prompt {prompt!r}" if prompt else "prompt written by data.template"
+        parts += f", answer {answer!r}" if answer else ", answer the last turn" if example.turns else ", no answer"
+    read = {str(prompt).partition(".")[0], str(answer).partition(".")[0], prompt, answer, "tools"}
+    unread = [repr(name) for name in example.row if name not in {*read, "prompt", "answer"}]
+    return visible(f"{example.place}: {parts}" + (f"; not read: {', '.join(unread)}" if unread else ""))
 
 
 def _text(name: str, title: str, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Iterator[str]:

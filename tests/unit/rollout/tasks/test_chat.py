@@ -225,7 +225,7 @@ def test_conversations_are_prompts_with_answers_for_rewards_too(tmp_path: Path) 
         ({"messages": [USER, {"role": "assistant", "content": 5}]}, r"message 2 of column 'messages' .*'5' \(int\)"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, LAST]},
-            r"message 1 of column 'messages' has the content .*expected text, parts of the type text",
+            r"message 1 of column 'messages' has a part of the type 'image', .*expected text, or parts of the type",
         ),
     ],
 )
@@ -367,5 +367,87 @@ def test_the_first_bad_row_is_named_with_the_number_of_others(tmp_path: Path) ->
     examples = load(tmp_path, [good, bad, good, bad, bad])
     with pytest.raises(ConfigError, match=r"line 2: .*roles must alternate.*\(3 of the first 5 rows cannot be used\)$"):
         encode_pairs(examples, byte_tokenizer(ALTERNATING), DataConfig())
-    with pytest.raises(DataError, match=r"line 2: no column 'answer'.*\(2 of the first 3 rows cannot be used\)$"):
+    with pytest.raises(DataError, match=r"line 2: no column 'prompt'.*\(2 of the first 3 rows cannot be used\)$"):
         load(tmp_path, [good, {"question": "a"}, {"messages": "a"}])
+
+
+def test_of_several_templates_one_is_the_default_one_is_for_tools_and_any_may_be_named(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    plain, called = load(tmp_path, [{"messages": [USER, LAST]}, {"messages": [USER, LAST], "tools": [TOOL]}])
+
+    def write(example: Example, **settings: Any) -> str:
+        (ids,) = encode_prompts([example], tokenizer, DataConfig(**settings)).token_ids
+        return str(tokenizer.decode(ids))
+
+    tokenizer.chat_template = {"default": CHATML, "tool_use": QWEN, "rag": "Q: {{ messages[-1].content }} A:"}
+    assert write(plain) == "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
+    assert write(called).startswith('<|im_start|>system\n[{"type": "function"')
+    assert write(plain, chat_template="rag") == "Q: the fox A:"
+    assert len(encode_pairs([plain, called], tokenizer, DataConfig())) == 2
+    tokenizer.chat_template = {"chat": CHATML, "rag": CHATML}
+    said = "chat templates 'chat', 'rag', and none is called default: set data.chat_template to one of these names"
+    with pytest.raises(ConfigError, match=said):
+        write(plain)
+    assert write(plain, chat_template="chat") == "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
+    with pytest.raises(ConfigError, match="expected auto, none, a file, or one of 'chat', 'rag'"):
+        write(plain, chat_template="chatml")
+
+
+def test_a_text_is_learned_token_by_token(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(CHATML, bos=True)
+    ((ids, mask),) = encode_pairs(load(tmp_path, [{"text": "the fox", "url": "u"}]), tokenizer, DataConfig())
+    assert tokenizer.decode(ids) == "<s>the fox</s>"
+    assert mask == [False] + [True] * (len(ids) - 1), "nothing predicts the first token"
+    for other in ({"label": 1}, {"summary": "a"}, {"code": "a"}):
+        with pytest.raises(DataError, match="no column 'prompt' for the prompt"):
+            load(tmp_path, [{"text": "the fox", **other}])
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "said"),
+    [
+        ({"prompt": "a", "completion": "b", "label": False}, {}, "column 'label' is false, which marks the completion"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "'chosen' and 'rejected' are a preference pair"),
+        (
+            {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+            {"prompt_column": "instruction", "answer_column": "output"},
+            "column 'history' holds 1 earlier turns",
+        ),
+        (
+            {"messages": [USER, LAST], "chat_template_kwargs": {"enable_thinking": False}},
+            {},
+            "column 'chat_template_kwargs' sets enable_thinking for this row alone",
+        ),
+        (
+            {"conversations": [{"from": "narrator", "value": "a"}]},
+            {},
+            "message 1 .* is from 'narrator'; expected human",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "add"}]},
+            {},
+            "message 1 .* is a call of a function, 'add'",
+        ),
+        (
+            {"prompt": "a", "chosen": [{"role": "user", "content": "b"}, LAST]},
+            {"answer_column": "chosen"},
+            "column 'chosen' begins with a message of the role 'user' that is not the prompt in column 'prompt'",
+        ),
+        ({"prompt": [USER], "a": {"b": "c"}}, {"answer_column": "a.d"}, r"no column 'a\.d' .*'a\.b'"),
+        ({"prompt": [USER], "a": {"label": "c"}}, {"answer_column": "label"}, r"nearest: 'a\.label'"),
+    ],
+)
+def test_a_row_that_means_something_else_is_refused(
+    tmp_path: Path, row: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 1: .*{said}"):
+        load(tmp_path, [row], **settings)
+
+
+def test_roles_of_other_names_and_an_answer_that_repeats_the_prompt_are_read_as_meant(tmp_path: Path) -> None:
+    turns = [{"role": "human", "content": "the fox"}, {"role": "gpt", "content": "sleeps"}]
+    (example,) = load(tmp_path, [{"messages": turns}])
+    assert ([*example.prompt], [*example.turns]) == ([USER], [LAST])
+    for prompt in ("the fox", [USER]):
+        (example,) = load(tmp_path, [{"prompt": prompt, "chosen": [USER, LAST]}], answer_column="chosen")
+        assert (example.prompt, [*example.turns], example.answer) == (prompt, [LAST], "sleeps")

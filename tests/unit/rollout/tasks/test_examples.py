@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -278,9 +280,9 @@ def _trains(path: Path, share: float) -> bool:
 # -- other kinds of files --------------------------------------------------------------------------------------------
 
 
-def csv_of(rows: Sequence[Any]) -> bytes:
+def csv_of(rows: Sequence[Any], delimiter: str = ",") -> bytes:
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter)
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
@@ -305,6 +307,12 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
         ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
         ("rows.json", LINES),
         ("rows.jsonl.gz", gzip.compress(LINES)),
+        ("rows.jsonl.bz2", bz2.compress(LINES)),
+        ("rows.jsonl.xz", lzma.compress(LINES)),
+        ("rows.jsonl.zst", pyarrow.compress(LINES, codec="zstd", asbytes=True)),
+        ("rows.json.zst", pyarrow.compress(json.dumps(ROWS).encode(), codec="zstd", asbytes=True)),
+        ("rows.tsv", csv_of(ROWS, "\t")),
+        ("rows.tsv.xz", lzma.compress(csv_of(ROWS, "\t"))),
         ("rows.arrow", arrow_of(ROWS, pyarrow.ipc.new_file)),
         ("rows.arrow", arrow_of(ROWS, pyarrow.ipc.new_stream)),
     ],
@@ -318,6 +326,20 @@ def test_files_of_other_kinds_hold_the_same_rows(tmp_path: Path, name: str, data
         ]
 
 
+def test_directories_of_save_to_disk_are_read(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([dict(row) for row in ROWS])
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(tmp_path / "both")
+    assert [example.prompt for example in load(tmp_path / "one")] == [row["prompt"] for row in ROWS]
+    config = DataConfig(train=str(tmp_path / "both"))
+    assert [len(load_examples(config.train, config, side)) for side in ("train", "test")] == [len(ROWS), 3]
+    assert load_examples(config.train, config)[1].place == f"{tmp_path}/both [train], row 2"
+    with pytest.raises(DataError, match=r"both has no split 'trian' but train, test; did you mean train\?"):
+        load(tmp_path / "both", train_split="trian")
+
+
 def test_fields_of_csv_are_the_text_that_is_there(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n\r\n"1, ""2""\nthree",007\r\n' + b"x" * 200_000 + b",NA\r\n")
@@ -329,6 +351,8 @@ def test_fields_of_csv_are_the_text_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
+        ("a.jsonl.xz", b"nonsense", "cannot read .*a.jsonl.xz: Input format not supported"),
+        ("a.jsonl.zst", b"nonsense", "cannot read .*a.jsonl.zst: ZSTD decompress failed"),
         ("a.csv", b"prompt,answer\n1,2\n1,2,3\n", "line 3: 3 fields where the header names 2 columns"),
         ("a.csv", b"prompt,prompt\n1,2\n", "line 1: the header names the column 'prompt' twice"),
         ("a.csv", b'prompt,answer\n"1,2\n', "is no CSV in UTF-8: unexpected end of data"),

@@ -1,0 +1,250 @@
+"""The forms in which the field writes rows, read as prompt and answer: nested columns, conversations of other names.
+
+conversations [{"from": "human", "value": …}]  ─▶  [{"role": "user", "content": …}]
+reward_model.ground_truth                      ─▶  the field of a column that holds an object, or its JSON text
+["7"]                                          ─▶  "7"
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+from podium.errors import DataError
+
+__all__ = [
+    "CONVERSATIONS",
+    "NESTED_ANSWERS",
+    "NESTED_PROMPTS",
+    "check_meaning",
+    "has_column",
+    "list_names",
+    "preference_pair",
+    "read_column",
+    "read_messages",
+    "read_system",
+    "read_tools",
+    "reads_as_text",
+]
+
+CONVERSATIONS: Final = ("messages", "conversations", "conversation")
+"""The columns that hold a whole conversation where the data have no prompt."""
+NESTED_PROMPTS: Final = ("responses_create_params.input",)
+"""Where NeMo-Gym's rows have the prompt."""
+NESTED_ANSWERS: Final = ("reward_model.ground_truth", "reward_spec.ground_truth")
+"""Where rows of verl, DAPO, Search-R1 and SkyRL have the answer."""
+
+_ROLES: Final = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "ai", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
+}
+_SPEAKERS: Final = {*_ROLES, "system", "developer", "user", "assistant", "tool", "function"}
+_SYSTEM: Final = ("system_prompt", "system")
+_METADATA: Final = re.compile(
+    r"(.+_)?(id|idx|index|uuid|url|title|meta|metadata|source|dump|date|timestamp|created|added|path|file|filename|lang|"
+    r"language|score|count|tokens|length|size|license|licence|subset|split|hash|sha|repo|version|__index_level_0__)s?"
+)
+"""Columns beside a text that say where it comes from, and are not a second half of it."""
+_CHOSEN: Final = (("chosen", "rejected"), ("preferred", "non_preferred"), ("preferred", "dispreferred"))
+
+
+def has_column(row: Mapping[str, Any], name: str) -> bool:
+    """Return whether ``row`` has the column, or the field of a column, that ``name`` names."""
+    try:
+        read_column(row, name)
+    except LookupError:
+        return False
+    return True
+
+
+def read_column(row: Mapping[str, Any], name: str) -> Any:
+    """Return a column of ``row``, or the field of one by a dotted name, as in ``reward_model.ground_truth``.
+
+    A number is the place of an element of a list. A column that holds a JSON object as text is read as the object. A
+    list of one text, number or truth value is read as this element.
+
+    Raises:
+        LookupError: There is no such column or field.
+    """
+    if name in row:
+        return _only(row[name])
+    first, *path = name.split(".")
+    value = row[first]
+    for key in path:
+        value = _parse_json(value, "[" if key.isdecimal() else "{")
+        if isinstance(value, list) and key.isdecimal():
+            value = cast("list[Any]", value)[int(key)]
+        elif isinstance(value, Mapping):
+            value = cast("Mapping[str, Any]", value)[key]
+        else:
+            raise KeyError(key)
+    if path and path[-1] == "ground_truth":  # verl's are sometimes a list of one text, as JSON
+        element = _only(_parse_json(value, '["'))
+        return element if isinstance(element, str) else value
+    return _only(value)
+
+
+def list_names(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the columns of ``row``, and of the fields of those that hold objects."""
+    names = list(row)
+    for column in row:
+        value = _parse_json(row[column], "{")
+        if isinstance(value, Mapping):
+            names += [f"{column}.{field}" for field in cast("Mapping[str, Any]", value)]
+    return names
+
+
+def _parse_json(value: Any, sign: str) -> Any:
+    """Return the object or list that a JSON text which begins with ``sign`` holds; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(sign):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _only(value: Any) -> Any:
+    if isinstance(value, list) and len(cast("list[Any]", value)) == 1 and isinstance(value[0], str | int | float):
+        return value[0]
+    return value
+
+
+def read_messages(value: Any, place: str, column: str | None) -> Any:
+    """Return a conversation with the roles and fields of the OpenAI API; any other value as it is.
+
+    ShareGPT's entries have "from" and "value" in place of "role" and "content", and a call of a function as JSON text.
+
+    Raises:
+        DataError: An entry names a speaker that no convention knows, or a call that cannot be read.
+    """
+    if not isinstance(value, list) or not value:
+        return value
+    entries = cast("list[Any]", value)
+    if column in CONVERSATIONS and len(entries) > 1 and all(isinstance(entry, str) for entry in entries):
+        return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(entries)]
+    if all(isinstance(entry, Mapping) and {"input", "output"} <= entry.keys() for entry in entries):
+        return [
+            {"role": role, "content": entry[field]}
+            for entry in entries
+            for role, field in (("user", "input"), ("assistant", "output"))
+        ]
+    if not all(isinstance(entry, Mapping) and isinstance(_speaker(entry), str) for entry in entries):
+        return value
+    return [_message(entry, number, place, column) for number, entry in enumerate(entries, start=1)]
+
+
+def _speaker(entry: Mapping[str, Any]) -> Any:
+    return entry.get("role") or entry.get("from")
+
+
+def _message(entry: Mapping[str, Any], number: int, place: str, column: str | None) -> Mapping[str, Any]:
+    speaker = str(_speaker(entry))
+    if not entry.get("role") and speaker.lower() not in _SPEAKERS:
+        raise DataError(
+            f"{place}: message {number} of column {column!r} is from {speaker!r}; expected human, gpt, system, tool, "
+            "function_call or observation"
+        )
+    role = _ROLES.get(speaker.lower(), speaker.lower() if speaker.lower() in _SPEAKERS else speaker)
+    if entry.get("role") == role and "value" not in entry:
+        return entry
+    message = {name: field for name, field in entry.items() if name not in ("role", "from", "value", "content")}
+    content = entry["content"] if entry.get("content") is not None else entry.get("value")
+    if speaker.lower() == "function_call":
+        return {"role": role, "content": "", "tool_calls": _read_calls(content, number, place, column), **message}
+    return {"role": role, "content": content, **message}
+
+
+def _read_calls(text: Any, number: int, place: str, column: str | None) -> list[dict[str, Any]]:
+    """Return tool calls from an object with "name" and "arguments", or a list of such, or the JSON text of either."""
+    try:
+        calls = json.loads(text) if isinstance(text, str) else text
+        listed = cast("list[Any]", calls if isinstance(calls, list) else [calls])
+        return [
+            {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
+            for call in listed
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise DataError(
+            f"{place}: message {number} of column {column!r} is a call of a function, {str(text)[:60]!r}; expected "
+            'JSON such as {"name": "add", "arguments": {"a": 1}}'
+        ) from None
+
+
+def read_system(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the column that holds the system message of this row alone, and its text; None where there is none."""
+    for name in _SYSTEM:
+        if isinstance(text := row.get(name), str) and text.strip():
+            return name, text
+    instructions = _sibling(row, "instructions")
+    return ("responses_create_params.instructions", instructions) if isinstance(instructions, str) else None
+
+
+def read_tools(row: Mapping[str, Any]) -> Any:
+    """Return the tools of a row that does not have them in the column "tools"; None where there are none.
+
+    OpenAI's older rows have "functions", the schemas without a type around them. NeMo-Gym's have them in
+    "responses_create_params", with the type among the fields of the schema.
+    """
+    if row.get("tools"):
+        return None
+    schemas: Any = _parse_json(row.get("functions"), "[")
+    if not _are_schemas(schemas):
+        schemas = _sibling(row, "tools")
+        if not _are_schemas(schemas):
+            return schemas or None
+    return [{"type": "function", "function": {n: v for n, v in schema.items() if n != "type"}} for schema in schemas]
+
+
+def _are_schemas(value: Any) -> bool:
+    listed = cast("list[Any]", value) if isinstance(value, list) else []
+    return bool(listed) and all(isinstance(schema, Mapping) and "name" in schema for schema in listed)
+
+
+def _sibling(row: Mapping[str, Any], name: str) -> Any:
+    params = _parse_json(row.get("responses_create_params"), "{")
+    return cast("Mapping[str, Any]", params).get(name) if isinstance(params, Mapping) else None
+
+
+def reads_as_text(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a text to learn whole: it has the column "text", and beside it where the text comes from
+    at most."""
+    return isinstance(row.get("text"), str) and all(_METADATA.fullmatch(name.lower()) for name in row if name != "text")
+
+
+def preference_pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the columns of the better and the worse answer of a preference row; None for any other row."""
+    for name in row:
+        for better, worse in _CHOSEN:
+            if better in name and name.replace(better, worse) in row and worse not in name:
+                return name, name.replace(better, worse)
+    return None
+
+
+def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | None]) -> None:
+    """Refuse a row with a column that changes what prompt and answer mean, and that Podium does not read.
+
+    Args:
+        columns: The columns that are read.
+
+    Raises:
+        DataError: There is one. The message names it and the remedy.
+    """
+    if "completion" in columns and row.get("label") is False:
+        raise DataError(
+            f"{place}: column 'label' is false, which marks the completion as a bad one (KTO), and it would be learned "
+            "or rewarded as a good one; take such rows out"
+        )
+    history = cast("list[Any]", history) if isinstance(history := row.get("history"), list) else []
+    if "instruction" in row and history and all(isinstance(pair, list) for pair in history):
+        raise DataError(
+            f"{place}: column 'history' holds {len(history)} earlier turns, which would be left out of the prompt; "
+            'write them as messages, [{"role": "user", "content": "…"}, …]'
+        )
+    options = cast("Mapping[str, Any]", o) if isinstance(o := row.get("chat_template_kwargs"), Mapping) else {}
+    if names := [name for name, value in options.items() if value is not None]:
+        raise DataError(
+            f"{place}: column 'chat_template_kwargs' sets {', '.join(names)} for this row alone, which Podium does not "
+            "read; set data.chat_template_kwargs for all rows, and take the column out"
+        )
