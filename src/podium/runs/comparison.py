@@ -9,16 +9,16 @@ from typing import Any, Final
 
 from podium.runs.records import RunRecord
 
-__all__ = ["differing", "groups_of", "plot_runs"]
+__all__ = ["UNCOMPARED", "differing", "groups_of", "plot_runs"]
 
-_APART: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
+UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
 _SEEDS: Final = frozenset({"run.seed", "model.seed"})
 _COLORS: Final = ("#2563a8", "#d9730d", "#2f9e63", "#a03a9b", "#c0392b", "#6b7280")
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """The keys in which runs differ, beside their names and places, each with the value of every run."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in _APART)
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in UNCOMPARED)
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: entries for key, entries in values.items() if any(value != entries[0] for value in entries)}
 
@@ -27,7 +27,7 @@ def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Runs that differ in nothing but their seeds are a group."""
     runs_by_settings: dict[str, list[RunRecord]] = {}
     for run in runs:
-        settings = {key: value for key, value in run.settings.items() if key not in _APART | _SEEDS}
+        settings = {key: value for key, value in run.settings.items() if key not in UNCOMPARED | _SEEDS}
         runs_by_settings.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
     return list(runs_by_settings.values())
 

@@ -10,7 +10,7 @@ from podium.errors import DataError
 from podium.runs.reading import RunFiles
 from podium.view.numbers import number
 
-__all__ = ["Completions"]
+__all__ = ["Completions", "CompletionsFile"]
 
 _FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
 _SCALARS: Final = ("reward", "advantage", "correct", "finish_reason", "version")
@@ -117,13 +117,13 @@ class Completions:
             "expected": expected if table.get("expected", nothing)[0] is not None else None,
         }
 
-    def _open(self, step: int) -> "_Parquet":
+    def _open(self, step: int) -> "CompletionsFile":
         try:
-            return _Parquet(self._files.open("completions", f"step-{step:06d}.parquet"))
+            return CompletionsFile(self._files.open("completions", f"step-{step:06d}.parquet"))
         except FileNotFoundError:
             raise DataError(f"step {step} has no completions") from None
 
-    def _places(self, step: int, file: "_Parquet") -> list[set[int]]:
+    def _places(self, step: int, file: "CompletionsFile") -> list[set[int]]:
         """The groups in each of the file's row groups."""
         name = f"step-{step:06d}.parquet"
         key = (name, self._files.signature("completions", name))
@@ -192,7 +192,7 @@ def _is_as_written(name: str, kind: Any) -> bool:
     return name in ("prompt", "expected", "completion", "finish_reason", "agent") and types.is_string(kind)
 
 
-class _Parquet:
+class CompletionsFile:
     """An open Parquet file. Raises DataError for what cannot be read, or would not fit in memory."""
 
     def __init__(self, file: Any) -> None:
@@ -212,7 +212,7 @@ class _Parquet:
             raise DataError("a file of completions lacks the columns group and tokens")
         self.chunks: int = self._file.num_row_groups
 
-    def __enter__(self) -> "_Parquet":
+    def __enter__(self) -> "CompletionsFile":
         return self
 
     def __exit__(self, *error: object) -> None:

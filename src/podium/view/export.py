@@ -18,24 +18,27 @@ _MOST_BYTES: Final = 64 << 20  # of the answers, before they are packed
 
 
 def export_page(runs: Sequence[Run]) -> str:
-    """Return the page with its answers inside. Curves and failures are whole; completions are those of ten steps.
+    """Return the page with its answers inside. Curves, settings and failures are whole.
 
-    The ten are the first, the last, and others at equal distances. The page says so where a run has more.
+    Completions are those of ten steps, and of the first and the last evaluation. The ten are the first, the last, and
+    others at equal distances. The page says so where a run has more.
     """
     answers: dict[str, Any] = {"runs": [run.answer("about") for run in runs]}
     budget = _Budget(answers)
     left_out = False
     for number, run in enumerate(runs):
-        for name in ("curves", "failures", "timeline"):
+        for name in ("curves", "failures", "timeline", "settings", "evaluations"):
             budget.add(f"{number}/{name}", run, name)
         chosen = _spread(run.answer("steps"))
         left_out |= len(chosen) < len(run.answer("steps"))
         included = [step for step in chosen if _add_step(budget, number, run, step)]
         left_out |= len(included) < len(chosen)
         answers[f"{number}/steps"] = included
+        left_out |= _add_evaluations(budget, number, run)
         left_out |= _add_slices(budget, number, run)
     packed = base64.b64encode(gzip.compress(encode_answer(answers), 6, mtime=0)).decode()
-    note = f"This file holds the completions of {_STEPS} steps of each run at most; the run's directory has all."
+    most = f"{_STEPS} steps and two evaluations of each run"
+    note = f"This file holds the completions of {most} at most; the run's directory has all."
     return page(", ".join(run.name for run in runs) + " · podium view", packed, note if left_out else "")
 
 
@@ -64,6 +67,19 @@ def _add_step(budget: _Budget, number: int, run: Run, step: int) -> bool:
         if not budget.add(f"{number}/{path}", run, path):
             return False
     return True
+
+
+def _add_evaluations(budget: _Budget, number: int, run: Run) -> bool:
+    """Add the first and the last evaluation of each set, which are compared. Return whether some were left out."""
+    left_out = False
+    for place, entry in enumerate(run.answer("evaluations")):
+        left_out |= len(entry["steps"]) > 2
+        for step in dict.fromkeys((entry["steps"][0], entry["steps"][-1])):
+            path = f"{place}/{step}"
+            if budget.add(f"{number}/evaluation/{path}", run, f"evaluation/{path}"):
+                for row in range(len(run.answer(f"evaluation/{path}")["rows"])):
+                    left_out |= not budget.add(f"{number}/evaluated/{path}/{row}", run, f"evaluated/{path}/{row}")
+    return left_out
 
 
 def _add_slices(budget: _Budget, number: int, run: Run) -> bool:

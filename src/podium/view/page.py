@@ -21,9 +21,11 @@ _SCRIPTS: Final = (
     "curves",
     "tokens",
     "completions",
+    "evaluations",
     "waits",
     "timeline",
     "failures",
+    "settings",
     "main",
 )
 _IMPORT: Final = re.compile(r'^import [^;]*? from "\./\w+\.js";\n', re.MULTILINE)

@@ -1,5 +1,6 @@
 """One run as the page sees it: a path for each answer."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +8,13 @@ from threading import RLock
 from typing import Any
 
 from podium.errors import ConfigError, DataError
+from podium.runs.comparison import UNCOMPARED
 from podium.runs.named_files import PLACES
 from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, is_run
 from podium.telemetry import metrics
 from podium.view.completions import Completions
 from podium.view.curves import Curves
+from podium.view.evaluations import Evaluations
 from podium.view.failures import Failures
 from podium.view.numbers import number
 from podium.view.timeline import Timeline, traces
@@ -40,6 +43,7 @@ class Run:
         self.files = self._record.files
         self._curves = Curves(self.files)
         self._completions = Completions(self.files)
+        self._evaluations = Evaluations(self.files)
         self._timelines: dict[str, Timeline] = {}
         self._failures = Failures(self.files, self._curves)
         self._lock = RLock()
@@ -49,6 +53,10 @@ class Run:
             "steps": self._completions.steps,
             "groups": self._completions.groups,
             "group": self._completions.group,
+            "evaluations": self._evaluations.sets,
+            "evaluation": self._evaluations.prompts,
+            "evaluated": self._evaluations.answer,
+            "settings": self._settings,
             "timeline": lambda place=-1: self._timeline(place).answer() | {"traces": traces(self.files)},
             "slices": lambda place, first, last: self._timeline(place).slices(first, last),
             "failures": lambda: self._failures.answer([self._timeline(n) for n in range(len(traces(self.files)))]),
@@ -115,6 +123,15 @@ class Run:
             "metric": metrics.ACCURACY,
             "complaint": complaint,
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """The ``values`` of the settings, as one types them, and the keys that are ``uncompared`` with other runs."""
+        settings = self._read_record().settings.items()
+        values = {
+            key[:200]: value if value and isinstance(value, str) else json.dumps(value, default=str)
+            for key, value in settings
+        }
+        return {"values": {key: value[:2000] for key, value in values.items()}, "uncompared": sorted(UNCOMPARED)}
 
     def _read_record(self) -> RunRecord:
         """The run as its small files are now: a record keeps what it has read."""

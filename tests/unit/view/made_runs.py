@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -218,6 +220,24 @@ def _write_events(folder: Path, steps: int, chance: random.Random, trouble: bool
     tell(EvalFinished(steps, 0.8, 100, 0.8))
     rows.finish()
     trace.finish()
+
+
+def write_evaluations(folder: Path, answers: dict[int, Sequence[str | None]], name: str = "") -> None:
+    """Write the evaluations of a set: by step the answer to each question, whose number is the right one."""
+    place = folder / "evaluations" / (f"set={name}" if name else "")
+    place.mkdir(parents=True, exist_ok=True)
+    for step, completions in answers.items():
+        rows = [(number, text) for number, text in enumerate(completions) if text is not None]
+        columns = {
+            "group": [number for number, _ in rows],
+            "prompt": [f"{HOSTILE} Question {number}" for number, _ in rows],
+            "completion": [text for _, text in rows],
+            "expected": [str(number) for number, _ in rows],
+            "correct": [text == str(number) for number, text in rows],
+            "reward": [float(text == str(number)) for number, text in rows],
+            "tokens": [[number] for number, _ in rows],
+        }
+        pq.write_table(pa.table(columns), place / f"step-{step:06d}.parquet")
 
 
 def _write_trouble(folder: Path) -> None:

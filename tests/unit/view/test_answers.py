@@ -16,7 +16,7 @@ import pytest
 from podium.errors import ConfigError, DataError
 from podium.runs.reading import GrowingFile, RunFiles
 from podium.view.run import Run
-from tests.unit.view.made_runs import write_run
+from tests.unit.view.made_runs import write_evaluations, write_run
 
 
 def test_a_run_in_a_few_facts(made: Path) -> None:
@@ -74,6 +74,53 @@ def test_a_run_that_goes_on_is_read_on_and_one_that_was_rewound_again(tmp_path: 
     aside.write_text(json.dumps({**row, "step": 7}) + "\n")
     aside.replace(path)  # as a resumed run does
     assert run.answer("curves")["steps"]["step"] == [7]
+
+
+def test_settings_are_texts_as_one_types_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text("run: {name: x, steps: 3}\noptim: {lr: 1.0e-5, betas: [0.9, .nan], note: ''}\n")
+    found = Run(run, "").answer("settings")
+    assert found["values"] == {
+        "run.name": "x", "run.steps": "3", "optim.lr": "1e-05", "optim.betas": "[0.9, NaN]", "optim.note": '""',
+    }  # fmt: skip
+    assert "run.name" in found["uncompared"]
+    (run / "config.yaml").unlink()
+    assert Run(run, "").answer("settings")["values"] == {}
+
+
+def test_prompts_of_two_evaluations_have_the_same_keys(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert Run(run, "").answer("evaluations") == []
+    write_evaluations(run, {0: ["0", "0", None], 3: ["0", "1", "7"]})
+    write_evaluations(run, {3: ["x"]}, name="a%20set")
+    answer = Run(run, "").answer
+    assert answer("evaluations") == [{"name": "", "steps": [0, 3]}, {"name": "a set", "steps": [3]}]
+    first, last = answer("evaluation/0/0")["rows"], answer("evaluation/0/3")["rows"]
+    assert [row["key"] for row in first] == [row["key"] for row in last[:2]]
+    assert [row["correct"] for row in first] == [True, False]
+    assert [row["reward"] for row in last] == [1.0, 1.0, 0.0]
+    row = answer("evaluated/0/3/2")
+    assert (row["completion"], row["expected"], row["finish_reason"]) == ("7", "2", None)
+    assert row["prompt"].endswith("Question 2")
+    for path in ("evaluation/0/1", "evaluation/2/0", "evaluated/0/3/3"):
+        with pytest.raises(DataError):
+            answer(path)
+
+
+def test_equal_prompts_and_sessions_are_told_apart(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "evaluations").mkdir()
+    columns = {"prompt": ["same"] * 4, "completion": ["a", "b", "c", "d"], "reward": [0.0] * 4, "tokens": [[1]] * 4}
+    sessions = {"session": [5, 5, 6, 6], "group": [2, 2, 4, 4]}
+    pq.write_table(pa.table(columns | {"group": [0, 1, 2, 3]}), run / "evaluations" / "step-000001.parquet")
+    pq.write_table(pa.table(columns | sessions), run / "evaluations" / "step-000002.parquet")
+    answer = Run(run, "").answer
+    assert len({row["key"] for row in answer("evaluation/0/1")["rows"]}) == 4
+    assert [row["key"].rpartition("-")[2] for row in answer("evaluation/0/2")["rows"]] == ["2", "4"]
+    assert [answer(f"evaluated/0/2/{row}")["completion"] for row in range(2)] == ["a", "c"]
+    (run / "evaluations" / "step-000003.parquet").write_text("no file of Parquet")
+    with pytest.raises(DataError, match="cannot be read"):
+        answer("evaluation/0/3")
 
 
 def test_groups_of_a_step(made: Path) -> None:

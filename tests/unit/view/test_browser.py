@@ -19,7 +19,7 @@ from podium.view.export import export_page
 from podium.view.run import Run
 from podium.view.server import ViewServer
 from tests.unit.view.chromium import CHROMIUM, Chromium
-from tests.unit.view.made_runs import HOSTILE, word_tokenizer, write_run
+from tests.unit.view.made_runs import HOSTILE, word_tokenizer, write_evaluations, write_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
@@ -33,6 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "first", steps=6, prompts=3, n=4, trouble=True)
     write_run(folder / "hostile", text=HOSTILE, tokens=200, tokenizer=word_tokenizer(), seed=1)
     write_run(folder / "sessions", tokens=30, tokenizer=word_tokenizer(), sessions=True)
+    write_evaluations(folder / "first", {0: ["0", "0", "0", None], 3: ["0"] * 4, 6: [HOSTILE, "1", "2", "3"]})
+    write_evaluations(folder / "first", {6: ["1"]}, name="other")
     return folder
 
 
@@ -170,6 +172,40 @@ def test_the_timeline_says_who_waits_for_whom(page: Chromium) -> None:
     assert "took" in told[0]
 
 
+def test_answers_of_two_evaluations_stand_side_by_side(page: Chromium) -> None:
+    page.show("evaluations/0")
+    page.wait("document.querySelectorAll('.beside .card').length === 2")
+    assert page.run(NAMES.format(".group .pill, .group .facts .quiet")) == ["✓ → ✗", "✗ → ✓", "✗ → ✓", "\N{EN DASH} → ✓"]
+    assert "33.3 % → 75 %" in page.run("document.querySelector('.bar').textContent")
+    before, after = page.run(NAMES.format(".beside .card"))
+    assert before.startswith("step 0✓ correct")
+    assert "<script>document.title='hacked'</script>" in after
+    assert "hacked" not in page.run("document.title")
+    page.run("document.querySelector('.groups').focus()")
+    for _ in range(3):
+        page.key("ArrowDown")
+    page.wait("document.querySelector('.beside .card').textContent.includes('did not evaluate this prompt')")
+    page.show("evaluations/0/0/3/6")
+    assert page.run(NAMES.format(".beside .facts b"))[::2] == ["step 3", "step 6"]
+    shown = "[...document.querySelectorAll('select')].at(-1)"
+    page.run(f"(() => {{ const s = {shown}; s.value = 'worse'; s.dispatchEvent(new Event('change')); }})()")
+    assert page.run("document.querySelectorAll('.group').length") == 1
+    page.show("evaluations/0/1")
+    assert page.run("document.querySelectorAll('.group').length") == 0
+    page.show("evaluations/1")
+    assert "no evaluations yet" in page.run("document.querySelector('main').textContent")
+
+
+def test_settings_in_which_runs_differ_come_first(page: Chromium) -> None:
+    page.show("settings")
+    assert page.run(NAMES.format(".settings h2"))[0] == "Differences"
+    differing = page.run("[...document.querySelectorAll('.differences tbody tr')].map((row) => row.innerText)")
+    assert differing == ["run.steps\t6\t3\t3"]
+    search = "document.querySelector('input[type=search]')"
+    page.run(f"{search}.value = 'copy.jsonl'; {search}.dispatchEvent(new Event('input'))")
+    assert page.run(NAMES.format(".settings tbody th")) == ["data.train"]
+
+
 def test_failures_lead_to_their_places(page: Chromium) -> None:
     page.show("failures/0")
     headings = page.run(NAMES.format(".failures h2"))
@@ -232,7 +268,8 @@ def test_an_export_opens_from_the_disk_without_any_request(browser: Chromium, ru
     browser.complaints.clear()
     browser.open(file.as_uri())
     assert browser.run("document.querySelectorAll('.chart').length") > 3
-    for address in ("completions/0/2/1", "timeline/0/0/1", "failures/0", "completions/1/1/0"):
+    held = ("evaluations/0", "evaluations/0/1", "settings")
+    for address in ("completions/0/2/1", "timeline/0/0/1", "failures/0", "completions/1/1/0", *held):
         browser.show(address)
         assert browser.run("document.querySelector('.problem')?.textContent ?? ''") == "", address
     assert "hacked" not in browser.run("document.title")
@@ -253,10 +290,10 @@ def test_a_run_of_ten_thousand_completions_opens(browser: Chromium, tmp_path: Pa
         thread.join()
 
 
-@pytest.mark.parametrize("width", [1280, 700])
+@pytest.mark.parametrize("width", [1280, 700, 390])
 def test_nothing_is_wider_than_the_window(server: ViewServer, width: int) -> None:
     with Chromium(width=width, dark=width == 700) as browser:
         browser.open(server.url)
-        for address in ("curves", "completions/0/2/1", "timeline/0/0/2", "failures/0"):
+        for address in ("curves", "completions/0/2/1", "evaluations/0", "timeline/0/0/2", "failures/0", "settings"):
             browser.show(address)
             assert browser.run("document.documentElement.scrollWidth") <= width, address

@@ -45,7 +45,7 @@ def test_an_export_of_a_long_run_holds_ten_steps_and_says_so(tmp_path: Path) -> 
     html = export_page([run])
     steps = answers(html)["0/steps"]
     assert (len(steps), steps[0], steps[-1]) == (10, 1, 25)
-    assert "the completions of 10 steps of each run at most" in html
+    assert "the completions of 10 steps and two evaluations of each run at most" in html
     assert len(answers(html)["0/curves"]["steps"]["step"]) == 25
 
 

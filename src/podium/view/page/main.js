@@ -3,13 +3,15 @@
 import { CompletionsView } from "./completions.js";
 import { CurvesView } from "./curves.js";
 import { el, runColor, visible } from "./dom.js";
+import { EvaluationsView } from "./evaluations.js";
 import { FailuresView } from "./failures.js";
 import { duration, percent } from "./scales.js";
+import { SettingsView } from "./settings.js";
 import { openSource } from "./source.js";
 import { TimelineView } from "./timeline.js";
 
 const POLL_MS = 2000;
-const TABS = { curves: "Curves", completions: "Completions", timeline: "Timeline", failures: "Failures" };
+const TABS = { curves: "Curves", completions: "Completions", evaluations: "Evaluations", timeline: "Timeline", failures: "Failures", settings: "Settings" };
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 
 class App {
@@ -17,7 +19,7 @@ class App {
     this.source = source;
     this.runs = runs;
     this.hidden = new Set();
-    this.views = { curves: new CurvesView(this), completions: new CompletionsView(this), timeline: new TimelineView(this), failures: new FailuresView(this) };
+    this.views = { curves: new CurvesView(this), completions: new CompletionsView(this), evaluations: new EvaluationsView(this), timeline: new TimelineView(this), failures: new FailuresView(this), settings: new SettingsView(this) };
     this.outlet = document.getElementById("view");
     this.header = document.getElementById("header");
     this.theme = "auto";

@@ -4,7 +4,7 @@ import { choice, el, inUse, visible } from "./dom.js";
 import { duration, linear, ticks } from "./scales.js";
 import { isWorker, ownerOf, waitOf, waits } from "./waits.js";
 
-const ROW = 22, HEAD = 42, NAMES = 168;
+const ROW = 22, HEAD = 42, NAMES = 168, NARROW = 560, SHORT_NAMES = 86;
 const KINDS = { generate: 0, draw: 0, update: 1, logprobs: 2, values: 6, advantages: 4, score: 3, publish: 5, construct: 7 };
 const SPANS = [["1", "1 step"], ["3", "3 steps"], ["10", "10 steps"]];
 
@@ -24,6 +24,7 @@ export class TimelineView {
     this.run = 0;
     this.trace = -1;
     this.span = 3;
+    this.names = NAMES;
     this.bar = el("div", { class: "bar" });
     this.canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": "Timeline. Plus and minus zoom, left and right move, 0 shows all, n and p follow the next call and the one before, Tab leaves." });
     this.tip = el("div", { class: "facts tokenfacts", "aria-live": "polite" });
@@ -142,7 +143,7 @@ export class TimelineView {
   pointed(event) {
     if (this.dragged !== null && this.dragged !== undefined) {
       this.far += Math.abs(event.offsetX - this.dragged);
-      this.move((this.dragged - event.offsetX) / (this.canvas.clientWidth - NAMES));
+      this.move((this.dragged - event.offsetX) / (this.canvas.clientWidth - this.names));
       this.dragged = event.offsetX;
       return;
     }
@@ -151,7 +152,7 @@ export class TimelineView {
   }
   sliceAt(event) {
     const row = Math.floor((event.offsetY - HEAD) / ROW), at = this.timeAt(event), slack = 2 * (this.x?.back(1) - this.x?.back(0) || 0);
-    if (event.offsetX < NAMES || !this.byRow?.[row]) return null;
+    if (event.offsetX < this.names || !this.byRow?.[row]) return null;
     const hits = this.byRow[row].filter((slice) => slice.at - slack <= at && at <= slice.at + slice.ms + slack);
     return hits.sort((one, other) => one.ms - other.ms)[0] ?? null;
   }
@@ -174,18 +175,19 @@ export class TimelineView {
   draw() {
     if (!this.rows || !this.canvas.isConnected) return;
     const box = this.canvas.parentElement.clientWidth, height = HEAD + ROW * this.rows.length + 4, ratio = devicePixelRatio || 1;
+    this.names = box < NARROW ? SHORT_NAMES : NAMES;
     this.canvas.style.height = `${height}px`;
     [this.canvas.width, this.canvas.height] = [box * ratio, height * ratio];
     const pen = this.canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
     this.theme = (name) => style.getPropertyValue(name).trim();
     pen.scale(ratio, ratio);
     pen.font = "12px system-ui, sans-serif";
-    this.x = linear(this.low, this.high, NAMES, box - 8);
+    this.x = linear(this.low, this.high, this.names, box - 8);
     this.drawAxis(pen, box, height);
     this.rows.forEach((row, place) => this.drawRow(pen, box, row, place));
     pen.save();
     pen.beginPath();
-    pen.rect(NAMES, 0, box - NAMES, height);
+    pen.rect(this.names, 0, box - this.names, height);
     pen.clip();
     this.byRow.forEach((slices, place) => this.drawSlices(pen, slices, HEAD + place * ROW));
     this.drawMarks(pen, height);
@@ -200,13 +202,13 @@ export class TimelineView {
     pen.textAlign = "center";
     pen.fillStyle = this.theme("--quiet");
     pen.strokeStyle = this.theme("--line");
-    for (const ms of ticks(this.low - this.from, this.high - this.from, Math.max(3, Math.floor((box - NAMES) / 110)))) {
+    for (const ms of ticks(this.low - this.from, this.high - this.from, Math.max(3, Math.floor((box - this.names) / 110)))) {
       const x = Math.round(this.x(ms + this.from)) + 0.5;
       pen.beginPath();
       pen.moveTo(x, 20);
       pen.lineTo(x, height);
       pen.stroke();
-      if (x > NAMES + 24 && x < box - 28) pen.fillText(duration(ms), x, 14);
+      if (x > this.names + 24 && x < box - 28) pen.fillText(duration(ms), x, 14);
     }
     pen.textAlign = "left";
     pen.fillText("time", 4, 14);
@@ -219,15 +221,15 @@ export class TimelineView {
       pen.fillRect(0, y, box, 1);
     }
     pen.fillStyle = isWorker([pid, tid]) ? this.theme("--ink") : this.theme("--quiet");
-    const text = visible(isWorker([pid, tid]) ? name : `${process} · ${name}`);
-    pen.fillText(clipped(pen, text, NAMES - 12), 4, y + 15);
+    const text = visible(isWorker([pid, tid]) || this.names < NAMES ? name : `${process} · ${name}`);
+    pen.fillText(clipped(pen, text, this.names - 12), 4, y + 15);
   }
 
   drawSlices(pen, slices, y) {
     let drawnUntil = -1;
     for (const slice of slices) {
       const left = this.x(slice.at), width = Math.max(1, this.x(slice.at + slice.ms) - left);
-      if (left + width < NAMES || left > this.canvas.clientWidth || (width <= 1 && Math.floor(left) === drawnUntil)) continue;
+      if (left + width < this.names || left > this.canvas.clientWidth || (width <= 1 && Math.floor(left) === drawnUntil)) continue;
       drawnUntil = Math.floor(left);
       const waiting = slice.name.startsWith("submit ");
       pen.globalAlpha = waiting ? 0.35 : 1;
@@ -236,14 +238,14 @@ export class TimelineView {
       pen.globalAlpha = 1;
       if (width > 34) {
         pen.fillStyle = waiting ? this.theme("--ink") : this.theme("--on-run");
-        const begin = Math.max(left, NAMES);
+        const begin = Math.max(left, this.names);
         pen.fillText(clipped(pen, (slice.failed ? "✗ " : "") + visible(slice.name), left + width - begin - 8), begin + 4, y + 15);
       }
     }
   }
 
   drawMarks(pen, height) {
-    let labelled = NAMES;
+    let labelled = this.names;
     pen.textAlign = "right";
     for (const [step, at] of this.index.steps) {
       this.drawLine(pen, height, at, "--quiet", [3, 3]);

@@ -1,0 +1,107 @@
+"""The completions of held-out prompts, by evaluation set and step."""
+
+import hashlib
+import re
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from typing import Any, Final
+from urllib.parse import unquote
+
+from podium.errors import DataError
+from podium.runs.files import SET
+from podium.runs.reading import RunFiles
+from podium.view.completions import CompletionsFile
+from podium.view.numbers import number
+
+__all__ = ["Evaluations"]
+
+_FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
+_FOLDER: Final = "evaluations"
+_HEAD: Final = 160  # characters of a prompt in the list of prompts
+_COLUMNS: Final = ("prompt", "completion", "expected", "correct", "reward", "finish_reason", "session")
+_REMEMBERED: Final = 2  # files whose rows are known: what is compared
+
+
+class Evaluations:
+    """Reads the Parquet files of a run's evaluations."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
+        self._known: OrderedDict[tuple[tuple[str, ...], tuple[int, int]], list[dict[str, Any]]] = OrderedDict()
+
+    def sets(self) -> list[dict[str, Any]]:
+        """The sets that were evaluated, each with its ``name``, which is "" for one without, and its ``steps``."""
+        return [
+            {"name": unquote(folder[1].removeprefix(SET)) if folder[1:] else "", "steps": steps}
+            for folder, steps in self._folders()
+        ]
+
+    def prompts(self, place: int, step: int) -> dict[str, Any]:
+        """What each prompt of the set number ``place`` got at ``step``.
+
+        Returns:
+            ``rows``, each with the head of its ``prompt``, its ``reward``, whether it is ``correct``, and a ``key``, by
+            which the same prompt is found in another step.
+
+        Raises:
+            DataError: The file cannot be read, or there is none.
+        """
+        names = ("key", "reward", "correct")
+        rows = self._rows(place, step)
+        return {"rows": [{name: row[name] for name in names} | {"prompt": row["prompt"][:_HEAD]} for row in rows]}
+
+    def answer(self, place: int, step: int, row: int) -> dict[str, Any]:
+        """The row number ``row`` of :meth:`prompts`: its whole ``prompt``, and ``completion``, ``expected``,
+        ``correct``, ``reward`` and ``finish_reason``. Raises DataError as there, and if there is no such row."""
+        rows = self._rows(place, step)
+        if row >= len(rows):
+            raise DataError(f"step {step} evaluated {len(rows)} prompts")
+        return rows[row]
+
+    def _folders(self) -> list[tuple[tuple[str, ...], list[int]]]:
+        folders: list[tuple[str, ...]] = [(_FOLDER,)]
+        folders += [(_FOLDER, name) for name in self._files.names(_FOLDER) if name.startswith(SET)]
+        steps_by_folder: list[tuple[tuple[str, ...], list[int]]] = []
+        for folder in folders:
+            with suppress(DataError, OSError):  # a link, or a file with the name of a folder
+                matches = (_FILE.fullmatch(name) for name in self._files.names(*folder))
+                if steps := sorted(int(match[1]) for match in matches if match):
+                    steps_by_folder.append((folder, steps))
+        return steps_by_folder
+
+    def _rows(self, place: int, step: int) -> list[dict[str, Any]]:
+        folders = self._folders()
+        if place >= len(folders) or step not in folders[place][1]:
+            raise DataError(f"the run has no evaluation number {place} of step {step}")
+        path = (*folders[place][0], f"step-{step:06d}.parquet")
+        key = (path, self._files.signature(*path))
+        if key not in self._known:
+            with CompletionsFile(self._files.open(*path)) as file:
+                table = file.read([name for name in _COLUMNS if name in file.names])
+            self._known[key] = _by_prompt(table)
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+
+def _by_prompt(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """The rows of the table, of a session the first, each with the key of its prompt: its text, and its number among
+    those with the same text, or the number of its task, since another session may have failed."""
+    nothing: list[Any] = [None] * len(table["group"])
+    columns = [table.get(name, nothing) for name in _COLUMNS]
+    rows: list[dict[str, Any]] = []
+    texts, sessions = Counter[str](), set[int]()
+    for group, *values in zip(table["group"], *columns, strict=True):
+        prompt, completion, expected, correct, reward, finish_reason, session = values
+        if session in sessions:
+            continue
+        if session is not None:
+            sessions.add(session)
+        text = str(prompt or "")
+        place = texts[text] if session is None else group
+        texts[text] += 1
+        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
+        row = {"key": f"{key}-{place}", "prompt": text, "completion": str(completion or ""), "expected": expected}
+        rows.append(row | {"correct": correct, "reward": number(reward), "finish_reason": finish_reason})
+    return rows
