@@ -175,7 +175,12 @@ def test_the_timeline_says_who_waits_for_whom(page: Chromium) -> None:
 def test_answers_of_two_evaluations_stand_side_by_side(page: Chromium) -> None:
     page.show("evaluations/0")
     page.wait("document.querySelectorAll('.beside .card').length === 2")
-    assert page.run(NAMES.format(".group .pill, .group .facts .quiet")) == ["✓ → ✗", "✗ → ✓", "✗ → ✓", "\N{EN DASH} → ✓"]
+    assert page.run(NAMES.format(".group .pill, .group .facts .quiet")) == [
+        "✓ → ✗",
+        "✗ → ✓",
+        "✗ → ✓",
+        "\N{EN DASH} → ✓",
+    ]
     assert "33.3 % → 75 %" in page.run("document.querySelector('.bar').textContent")
     before, after = page.run(NAMES.format(".beside .card"))
     assert before.startswith("step 0✓ correct")
