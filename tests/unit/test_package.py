@@ -69,6 +69,16 @@ def test_everything_that_is_installed_for_development_is_pinned(project: dict[st
     assert wanted - {"podium"} <= pinned  # "dev" names Podium with its extras
 
 
+@pytest.mark.parametrize(("target", "tools"), [("quickstart", False), ("smoke", False), ("env", True), ("test", True)])
+def test_only_targets_for_developers_install_development_tools(target: str, tools: bool) -> None:
+    words = ["make", "--dry-run", "--always-make", target, "PYTHON=python3"]
+    commands = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "-e '.[plot]'" in commands
+    assert ("-e '.[dev]'" in commands) == tools
+    example = (ROOT / "examples" / "quickstart.py").read_text()
+    assert "reasoning_gym" not in example, "it needs a C compiler"
+
+
 def test_the_core_names_no_plugin() -> None:
     names = [path.name.removeprefix("podium-") for path in (ROOT / "plugins").iterdir() if path.is_dir()]
     assert len(names) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +87,7 @@ def test_plugins_that_cannot_be_loaded_break_no_command(plugins: None, capsys: p
 
 
 def test_a_backend_without_the_usual_options_runs_commands_and_examples(
-    plugins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plugins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They know neither ``log_dir`` nor ``preload``."""
     from examples import quickstart
@@ -110,3 +111,6 @@ def test_a_backend_without_the_usual_options_runs_commands_and_examples(
     monkeypatch.setattr(quickstart, "copying", copying)
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--smoke", "--backend", "bare", "--out", str(tmp_path / "out")])
     quickstart.main()
+    command = next(line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("  view "))
+    assert command[1:] == ["view", str(tmp_path / "out" / "grpo")]
+    assert shutil.which("podium") if command[0] == "podium" else Path(command[0]).exists()
