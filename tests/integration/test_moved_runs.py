@@ -56,11 +56,11 @@ def test_a_run_and_its_files_are_moved(
     assert f"model path: {run / 'model'}\n" in said
     assert "model.path models/base, data.train copy.jsonl, reward.name rewards.py:score" in said
     assert main(["eval", f"{run}@1", "--backend", "inline"]) == 0
-    assert capsys.readouterr().err == f"found in {new} what was in {old}: data.chat_template, reward.name, data.eval\n"
+    assert capsys.readouterr().err == f"moved from {old} to {new}: data.chat_template, reward.name, data.eval\n"
     assert main(["sample", f"{run}@1", "--prompt", "12="]) == 0
-    assert f"found in {new} what was in {old}: data.chat_template\n" in capsys.readouterr().err
+    assert f"moved from {old} to {new}: data.chat_template\n" in capsys.readouterr().err
     assert main(["export", f"{run}@1", "--to", str(tmp_path / "out")]) == 0
-    assert f"found in {new} what was in {old}: model.path, data.chat_template\n" in capsys.readouterr().err
+    assert f"moved from {old} to {new}: model.path, data.chat_template\n" in capsys.readouterr().err
     adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert adapters["base_model_name_or_path"] == str(new / "models" / "base")
     assert "`models/base`" in (card := (tmp_path / "out" / "README.md").read_text()), "no path of this machine"
@@ -70,15 +70,15 @@ def test_a_run_and_its_files_are_moved(
     (new / "copy.jsonl").write_text((new / "copy.jsonl").read_text().replace("}", " }"))
     (new / "rewards.py").rename(new / "graders.py")
     assert main(["train", "grpo", "--resume", str(run), *STEPS]) == 2
-    assert f"reward.name, with which the run was begun, is gone: it was looked for at {old}/" in capsys.readouterr().err
+    assert f"reward.name: the file of the run is gone; it was looked for at {old}/" in capsys.readouterr().err
     reward = ["--reward.name", f"{new}/graders.py:score"]
     assert main(["train", "grpo", "--resume", str(run), "--dry-run", *reward, *STEPS]) == 0
     assert f"train: {new / 'copy.jsonl'}" in (plan := capsys.readouterr().out)
-    assert f"note         found in {new} what was in {old}: model.path, data.train, " in plan
+    assert f"note         moved from {old} to {new}: model.path, data.train, " in plan
     assert main(["train", "grpo", "--resume", str(run), *reward, *STEPS]) == 0
     log = (run / "logs" / "controller.log").read_text()
-    assert f"found in {new} what was in {old}: model.path, data.train, data.chat_template, data.eval\n" in log
-    assert f"data.train: {new / 'copy.jsonl'} is not what the run was begun with: it had " in log
+    assert f"moved from {old} to {new}: model.path, data.train, data.chat_template, data.eval\n" in log
+    assert f"data.train: {new / 'copy.jsonl'} has changed since the run began: it had " in log
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["path"] == str(new / "models" / "base")
     assert yaml.safe_load((run / "config.1.yaml").read_text())["model"]["path"] == str(old / "models" / "base")
 
@@ -88,7 +88,7 @@ def test_a_run_and_its_files_are_moved(
     (new / "models").rename(tmp_path / "elsewhere")
     for command in (["export", f"{run}@1"], ["export", f"{run}@1", "--merge"]):
         assert main([*command, "--to", str(tmp_path / "again")]) == 2
-        assert "model.path, with which the run was begun, is gone" in capsys.readouterr().err
+        assert "model.path: the file of the run is gone" in capsys.readouterr().err
         assert main([*command, "--to", str(tmp_path / "again"), "--model.path", str(tmp_path / "elsewhere/base")]) == 0
         shutil.rmtree(tmp_path / "again")
     assert main(["export", str(run), "--to", "again", "--model.pth", "x"]) == 2

@@ -19,9 +19,9 @@ __all__ = ["main"]
 
 COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft"),
-    "eval": ("inference", "score the model of a run, or any other, on held-out prompts"),
-    "sample": ("inference", "print completions of a run's model, or of any other"),
-    "serve": ("serve", "answer the OpenAI API with a run's model, or any other"),
+    "eval": ("inference", "score the model of a run, or another model, on held-out prompts"),
+    "sample": ("inference", "print completions of a run's model, or of another model"),
+    "serve": ("serve", "answer the OpenAI API with a run's model, or another model"),
     "export": ("export", "write a run's model or checkpoint for transformers, vLLM, peft or the hub"),
     "changes": ("changes", "show which held-out prompts broke, and which were mended, between two evaluations"),
     "runs": ("runs", "list runs; show, compare or remove them"),
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = import_module(f"podium.cli.{COMMANDS[command][0]}")
         status: int = getattr(module, f"run_{command}")(rest)
         return status
-    except BrokenPipeError:  # the reader, such as `head`, has had enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (PodiumError, OSError) as error:
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_short(error: PodiumError | OSError) -> str:
-    """Say what is wrong. An error of Podium's that a worker raised says it without the worker's traceback."""
+    """Return the message of an error. For an error of Podium's that a worker raised, this is the message without the
+    worker's traceback."""
     if isinstance(error, OSError) and not isinstance(error, PodiumError):
         prefix = f"{error.filename}: " if error.filename else ""
         return f"{prefix}{error.strerror or error}; check the path, its permissions and the room on the disk"

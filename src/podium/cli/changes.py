@@ -22,7 +22,7 @@ def run_changes(arguments: Sequence[str]) -> int:
         "names", metavar="RUN", nargs="+", help="a run, for its first and last evaluation; or two of RUN@STEP"
     )
     parser.add_argument(
-        "--show", type=int, default=3, metavar="N", help="show so many prompts of each kind and set (default 3)"
+        "--show", type=int, default=3, metavar="N", help="show this many prompts of each kind and set (default 3)"
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """``podium completion bash|zsh|fish`` prints a script by which the shell completes commands, keys and values.
 
-The script holds all words, so that completing starts no Python. It is written anew from the commands' own help and from
-the configuration's keys; libraries for this read the arguments of argparse, of which keys are none.
+The script contains all words, so completion starts no Python. The words come from the help of the commands and from the
+keys of the configuration. Libraries for completion read the arguments of argparse, and keys are not among them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ class _Words(NamedTuple):
     Attributes:
         commands: The help of each command.
         options: Options by command, or by "train RECIPE", each with its help, which may be empty.
-        values: The values of an option, where it takes only these.
+        values: The values of an option that takes only certain values.
     """
 
     commands: Mapping[str, str]

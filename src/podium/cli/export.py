@@ -27,7 +27,7 @@ def run_export(arguments: Sequence[str]) -> int:
         help="a run (its final model), RUN@STEP, RUN@best (by held-out accuracy), RUN@latest, or a checkpoint's folder",
     )
     parser.add_argument("--to", metavar="DIR", help="write it into this directory, which must be empty or new")
-    parser.add_argument("--merge", action="store_true", help="merge adapters into the weights of their base")
+    parser.add_argument("--merge", action="store_true", help="merge adapters into the weights of their base model")
     parser.add_argument("--push", metavar="NAME", help="upload it to this repository of the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="create the repository of --push as a private one")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -91,7 +91,7 @@ def _push(folder: str, name: str, *, private: bool) -> str:
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload from podium export")
     except ConfigError:
         raise
-    except Exception as error:  # of the hub, of whichever HTTP library huggingface_hub uses, and of its uploads
+    except Exception as error:  # errors of the hub, of the HTTP library that huggingface_hub uses, and of its uploads
         reasons = dict.fromkeys(" ".join(str(cause).split()) for cause in (error, error.__cause__) if cause is not None)
         raise PodiumError(
             f"--push {name}: {' '.join(reasons)}; check the connection, the name and your rights there (`hf auth "

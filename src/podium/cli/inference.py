@@ -76,9 +76,9 @@ def run_sample(arguments: Sequence[str]) -> int:
 def open_config(
     model: str, path: str | None, overrides: Sequence[str], needs: Sequence[str] = _WRITES_PROMPTS
 ) -> Iterator[InferenceConfig]:
-    """Give the configuration to use ``model`` with. A checkpoint's model is written beside its run during the block.
+    """Yield the configuration to use ``model`` with. A checkpoint's model is written beside its run during the block.
 
-    A line says which files are elsewhere, or others, than when the run was begun.
+    Lines on stderr say which files have moved or changed since the run began.
 
     Raises:
         ConfigError: As :func:`inference_config`.
@@ -102,14 +102,15 @@ def open_config(
 def inference_config(
     model: str, path: str | None, overrides: Sequence[str], needs: Sequence[str] = _WRITES_PROMPTS
 ) -> InferenceConfig:
-    """Return the configuration to use ``model`` with: that of its run if it has one, then ``path``, then ``overrides``.
+    """Return the configuration to use ``model`` with: that of its run if it has one, changed by the file ``path``, and
+    then by ``overrides``.
 
-    Of a checkpoint, ``model.path`` is its directory.
+    For a checkpoint, ``model.path`` is its directory.
 
     Raises:
         ConfigError: The run has neither a final model nor the checkpoint, the directory is neither run nor model,
-            settings are wrong, or a file that the run was begun with is gone and ``needs`` has its key or section.
-            Or the reward is code in the run's directory.
+            settings are wrong, or a file that the run was started with is gone and ``needs`` has its key or section. Or
+            the reward is code in the run's directory.
     """
     from podium.runs.export import find_model
 
@@ -118,7 +119,8 @@ def inference_config(
     if source is not None:
         sections = {field.name for field in dataclasses.fields(InferenceConfig)}
         values = {name: section for name, section in source.values.items() if name in sections}
-        values.get("sampling", {}).pop("n", None)  # training samples several completions; here a prompt gets one
+        # training samples several completions of a prompt, and these commands sample one
+        values.get("sampling", {}).pop("n", None)
         values["model"] = {"path": str(source.checkpoint or source.run / "model")}
     else:
         _check_model(model)
@@ -141,7 +143,7 @@ def inference_config(
 
 
 def _with_train(needs: Sequence[str], held_out: bool) -> Sequence[str]:
-    """``needs``, with the training data where there are no held-out data beside them."""
+    """Return ``needs``, and the training data if there is no other source of held-out data."""
     return needs if held_out or "data.eval" not in needs else (*needs, "data.train")
 
 
@@ -171,7 +173,7 @@ def connect(backend: Backend) -> podium.Cluster:
 
 
 def _refuse_early(model: str, path: str | None, overrides: Sequence[str]) -> None:
-    """Refuse wrong settings and wrong places of a model that is no run's, which needs no import of torch."""
+    """Refuse wrong settings and wrong paths of a model that belongs to no run. This imports no torch."""
     folder = Path(model)
     if "@" in model or any(is_run(folder) for folder in (folder, *list(folder.parents)[:2])):
         return
@@ -181,7 +183,8 @@ def _refuse_early(model: str, path: str | None, overrides: Sequence[str]) -> Non
 
 
 def _check_model(model: str) -> None:
-    """Refuse a path without a model. A hub name looks like a path; below a directory that exists it is meant as one."""
+    """Refuse a path without a model. A name such as A/B is a path if the directory A exists, and a hub name
+    otherwise."""
     path, meant = Path(model), model.startswith((".", "~", "/")) or model.endswith("/")
     if os.path.isdir(path):
         if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -191,7 +194,7 @@ def _check_model(model: str) -> None:
 
 
 def _read_typed_prompts() -> Iterator[str]:
-    """Give the lines of stdin that are not empty. A terminal shows ``> `` before each."""
+    """Yield the lines of stdin that are not empty. On a terminal, ``> `` is shown before each."""
     with contextlib.suppress(EOFError):
         while True:
             line = input("> " if sys.stdin.isatty() else "")

@@ -1,4 +1,4 @@
-"""``podium runs`` lists runs, shows one, compares several, and removes what is not wanted."""
+"""``podium runs`` lists runs, shows one, compares several, and removes runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _show(run: RunRecord) -> None:
 
 
 def _describe_run(run: RunRecord) -> str:
-    """A run in a line: its state, its accuracy, and the states of its prompts."""
+    """Return a line about a run: its state, its accuracy, and the states of its prompts."""
     facts = [run.progress]
     if run.accuracy is not None:
         facts.append(f"accuracy {run.accuracy:.1%}")
@@ -87,7 +87,7 @@ def _describe_run(run: RunRecord) -> str:
 
 
 def _draw(run: RunRecord) -> None:
-    """The learning curve, with characters where plotext is installed."""
+    """Draw the learning curve with characters, if plotext is installed."""
     from importlib.util import find_spec
 
     from podium.runs.report import build_curve, draw_curve
@@ -106,9 +106,13 @@ def _draw(run: RunRecord) -> None:
 
 
 def _compare(arguments: Sequence[str]) -> int:
-    parser = _parser("podium runs compare", "Compare runs: what they were set to, how they ended, and their curves.")
-    parser.add_argument("paths", nargs="+", help="runs, or directories of runs; those that differ in seeds are a band")
-    parser.add_argument("--metric", default="", help="what is drawn (default: accuracy, else reward, else loss)")
+    parser = _parser("podium runs compare", "Compare the settings, the results and the curves of runs.")
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        help="runs, or directories of runs; runs that differ only in their seeds are drawn as a band",
+    )
+    parser.add_argument("--metric", default="", help="the metric to draw (default: accuracy, else reward, else loss)")
     parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
     from podium.runs.comparison import differing, groups_of, plot_runs
@@ -137,7 +141,7 @@ def _compare(arguments: Sequence[str]) -> int:
 
 
 def _clean(arguments: Sequence[str]) -> int:
-    parser = _parser("podium runs clean", "Remove runs that ended without a step, or those that are named.")
+    parser = _parser("podium runs clean", "Remove runs that ended without a step, or the runs that you name.")
     parser.add_argument("paths", nargs="*", help="runs to remove; default: those below runs/ that ended before a step")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
@@ -164,7 +168,7 @@ def _clean(arguments: Sequence[str]) -> int:
         sys.stdout.write("nothing was removed\n")
         return 0
     for run in removable:
-        with lock_directory(run.path):  # somebody may have resumed the run while the question was open
+        with lock_directory(run.path):  # somebody may have resumed the run since the question was asked
             remove(run.path)
     sys.stdout.write(f"removed {len(removable)} run{'s' * (len(removable) != 1)}\n")
     return 0

@@ -56,7 +56,7 @@ def run_serve(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_end_on_sigterm())
         with _describe_service(f"loading {name}"):
-            backend_class(backend.name, backend.options).prepare(PRELOAD)  # beside this process's own imports
+            backend_class(backend.name, backend.options).prepare(PRELOAD)  # while this process imports
             config = stack.enter_context(open_config(options.model, options.config, overrides))
             from podium.trainer import served
 
@@ -99,7 +99,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _describe_service(what: str) -> Iterator[None]:
-    """Say on stderr what is done during the block: a spinner on a terminal, else one line."""
+    """Show on stderr what the block does: a spinner on a terminal, one line elsewhere."""
     if not sys.stderr.isatty():
         sys.stderr.write(f"{what}\n")
         yield
@@ -112,7 +112,7 @@ def _describe_service(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _end_on_sigterm() -> Iterator[None]:
-    """During the block SIGTERM ends the command as Ctrl-C does."""
+    """During the block, SIGTERM ends the command like Ctrl-C."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt

@@ -47,7 +47,7 @@ def run_train(arguments: Sequence[str]) -> int:
 
         sys.stdout.write(describe_plan(config, backend.name, backend.options) + "\n\n")
         sys.stdout.flush()
-        from podium.trainer import describe_data  # needs torch, unlike what refuses a configuration
+        from podium.trainer import describe_data  # imports torch, which the checks of the configuration do not need
 
         sys.stdout.write(describe_data(_trainer(config, backend).read_data) + "\n")
         return 0
@@ -69,12 +69,12 @@ def run_train(arguments: Sequence[str]) -> int:
 
 
 def _open_view(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "PPOTrainer | SFTTrainer":
-    """Say at once what is about to run, and make the trainer, whose imports take seconds.
+    """Say at once what will run, and make the trainer, whose imports take seconds.
 
-    The backend's processes begin to import what they need before this one does, so that nobody waits for both.
+    The backend's processes begin their imports before this process does, so that both import at the same time.
     """
     backend_class(backend.name, backend.options).prepare(PRELOAD)
-    from podium.telemetry.sinks.console import ConsoleSink  # rich with it, for which those processes need not wait
+    from podium.telemetry.sinks.console import ConsoleSink  # imports rich, for which those processes need not wait
 
     with ConsoleSink():
         emit(Note(_headline(config, recipe)))

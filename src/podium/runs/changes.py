@@ -33,7 +33,7 @@ class Changes:
 
     Attributes:
         items: Number of prompts that both have.
-        apart: Number of prompts that only one of them has: it evaluated other data, or a session failed in the other.
+        apart: Number of prompts that only one of the two evaluations has: their data differ, or a session failed.
         correct: Number of prompts that were answered correctly in the first and in the second evaluation.
         broke: Prompts that the first evaluation has correct and the second one wrong.
         mended: Prompts that the first evaluation has wrong and the second one correct.
@@ -47,9 +47,10 @@ class Changes:
 
 
 def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
-    """Return the files of two evaluations of each set, by the name of the set, which is "" where there is only one.
+    """Return the files of two evaluations of each set, by the name of the set. The name is "" if the run has only one
+    set.
 
-    ``[RUN]`` means the first and the last of the run, ``[RUN@STEP, RUN@STEP]`` these.
+    ``[RUN]`` names the first and the last evaluation of a run, and ``[RUN@STEP, RUN@STEP]`` names two evaluations.
 
     Raises:
         ConfigError: There are no such evaluations, or none of the same set. The message lists those of the run.
@@ -58,9 +59,7 @@ def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
         files_by_set = {name: files for name, files in _evaluations(Path(names[0])).items() if len(files) > 1}
         if not files_by_set:
             progress = RunRecord(Path(names[0])).progress
-            raise ConfigError(
-                f"{names[0]} ({progress}) has fewer than two evaluations, and two are compared: set eval.every"
-            )
+            raise ConfigError(f"{names[0]} ({progress}) has fewer than two evaluations to compare: set eval.every")
         return {name: (files[0], files[-1]) for name, files in files_by_set.items()}
     first, second = (_evaluation(name) for name in names)
     both = {name: (first[name], second[name]) for name in first if name in second}
@@ -70,15 +69,15 @@ def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
 
 
 def without_completions(run: Path, name: str, last: Path) -> list[int]:
-    """Return the steps of the run's evaluations of the set ``name`` that are later than the file ``last``, the last one
-    of this set: they have a row of metrics.jsonl and no file, as where all sessions failed."""
+    """Return the steps after the file ``last``, the newest one of the set ``name``, at which the run evaluated this
+    set. These evaluations have a row in metrics.jsonl but no file, for example because all sessions failed."""
     metric, last_step = f"accuracy/{name}" if name else "accuracy", step_of(last.stem) or 0
     rows = [row for row in RunRecord(run).rows if row["kind"] == "eval" and metric in row]
     return [row["step"] for row in rows if row["step"] > last_step]
 
 
 def compare_evaluations(first: Path, second: Path) -> Changes:
-    """Compare two files of evaluations. Prompts that only one of them has are left out, and counted.
+    """Compare the files of two evaluations. Prompts that only one of them has are counted and not compared.
 
     Raises:
         ConfigError: They have no prompt in common, or a file cannot be read.
@@ -101,7 +100,7 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
 
 
 def _evaluations(run: Path) -> dict[str, list[Path]]:
-    """The files of the run's evaluations in the order of their steps, by the name of the set."""
+    """Return the files of the run's evaluations by the name of the set, in the order of their steps."""
     check_run(run)
     folder, files_by_set = run / "evaluations", dict[str, list[Path]]()
     files = (path for path in folder.rglob("step-*.parquet") if step_of(path.stem) is not None)
@@ -129,10 +128,10 @@ def _evaluation(name: str) -> dict[str, Path]:
 
 
 def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The rows by their prompt, and by their place among those with the same prompt.
+    """Return the rows by their prompt and by their number among the rows with this prompt.
 
-    Of a session this is its first row, which has its verdict, and the place is that of its task in the evaluation:
-    others may have failed.
+    A session is represented by its first row, which has the verdict. Its number is that of its task, because other
+    sessions may have failed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

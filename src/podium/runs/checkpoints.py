@@ -42,17 +42,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """The state of the controller. Seeds need no state: what is drawn at a step depends on the seed and the step alone.
+    """The state of the controller. Seeds need no state, because the random numbers of a step depend only on the seed
+    and the step.
 
     Attributes:
         step: The last step that is finished.
         prompts: Place in the stream of prompts or examples, after those of ``step``.
         kl_coef: Coefficient of the KL, from its controller.
-        first, last, best: Evaluations, which may be the same one. Best is the first one with the highest accuracy.
+        first, last, best: Evaluations, which may be the same one. ``best`` is the first evaluation with the highest
+            accuracy.
         waited: Evaluations since the best one.
         wall_s: Seconds of training so far.
         stage_s, stage_tokens: Totals by stage, for the speeds in the summary.
-        ledger: Length of the ledger's file in bytes; 0 for checkpoints from before there was one.
+        ledger: Length of the ledger's file in bytes; 0 in checkpoints that were written before runs had a ledger.
         given: Names of the functions and classes that a script gave the run beside its configuration.
     """
 
@@ -92,7 +94,7 @@ class TrainerState:
 
 
 class StoredCheckpoints:
-    """The complete checkpoints in ``folder``. Nothing is written, so that the run may go on meanwhile."""
+    """Reads the complete checkpoints in ``folder``. It writes nothing, so the run may continue meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -139,10 +141,11 @@ class Checkpoints(StoredCheckpoints):
 
     @contextmanager
     def writing(self, step: int, *, keep: int = 0, keep_best: int = 0) -> Iterator[Path]:
-        """Give a folder to write the checkpoint of ``step`` into, which is complete and ``latest`` after the block.
-        Then remove all but the ``keep`` newest and the ``keep_best`` best. ``keep`` of 0 removes none.
+        """Yield a folder for the checkpoint of ``step``. After the block the checkpoint is complete, and ``latest``
+        names it. Then all checkpoints are removed except the ``keep`` newest and the ``keep_best`` best. ``keep`` of 0
+        removes none.
 
-        If the block raises, or the disk refuses, nothing remains of the folder.
+        If the block raises an error, or the disk refuses a write, the folder is removed.
         """
         aside, final = self.folder / f".{step_name(step)}.tmp", self.folder / step_name(step)
         remove(aside)
@@ -161,7 +164,7 @@ class Checkpoints(StoredCheckpoints):
                 remove(old)
 
     def tidy(self) -> None:
-        """Remove what a process that was killed in the middle of a checkpoint left."""
+        """Remove what is left of a checkpoint whose process was killed while it wrote."""
         for half in self.folder.glob(".*.tmp"):
             remove(half)
         for replaced in self.folder.glob(".step-*.old"):
@@ -173,7 +176,7 @@ class Checkpoints(StoredCheckpoints):
 
 
 def _commit(aside: Path, final: Path) -> None:
-    """Rename ``aside`` to ``final``, in place of a checkpoint that is there, then move ``latest``.
+    """Rename ``aside`` to ``final``, which replaces an older checkpoint of this step, and then move ``latest``.
 
     Every file is on the disk before the rename, and the rename before ``latest`` moves. So a crash at any moment leaves
     ``latest`` on a complete checkpoint.
@@ -191,7 +194,7 @@ def _commit(aside: Path, final: Path) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
     latest = final.with_name("latest")
-    if latest.is_dir() and not latest.is_symlink():  # a run that was copied with what its links led to
+    if latest.is_dir() and not latest.is_symlink():  # the run was copied without its links
         remove(latest)
     link.replace(latest)
     sync_folder(final.parent)

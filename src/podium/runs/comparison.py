@@ -17,14 +17,15 @@ _COLORS: Final = ("#2563a8", "#d9730d", "#2f9e63", "#a03a9b", "#c0392b", "#6b728
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """The keys in which runs differ, beside their names and places, each with the value of every run."""
+    """Return the keys in which runs differ, without their names and directories. Each key has the values of all
+    runs."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in UNCOMPARED)
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: entries for key, entries in values.items() if any(value != entries[0] for value in entries)}
 
 
 def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Runs that differ in nothing but their seeds are a group."""
+    """Return the runs in groups. The runs of a group differ only in their seeds."""
     runs_by_settings: dict[str, list[RunRecord]] = {}
     for run in runs:
         settings = {key: value for key, value in run.settings.items() if key not in UNCOMPARED | _SEEDS}
@@ -33,7 +34,7 @@ def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metric: str, path: Path) -> Path:
-    """Draw ``metric`` of each group: the mean of its runs, in a band from the lowest to the highest of them."""
+    """Draw ``metric`` of each group: the mean of its runs, and a band from the lowest run to the highest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -68,7 +69,8 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
 
 
 def _curve(run: RunRecord, metric: str) -> dict[int, float]:
-    """The values of ``metric`` by step: of the steps, or of the evaluations where steps have no such metric."""
+    """Return the values of ``metric`` by step. If the rows of steps do not have this metric, the values are those of
+    evaluations."""
     kinds = {
         kind: {row["step"]: row[metric] for row in run.rows if row["kind"] == kind and row.get(metric) is not None}
         for kind in ("step", "eval")

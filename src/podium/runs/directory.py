@@ -91,17 +91,17 @@ class Summary:
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
     def figures(self) -> dict[str, float | str | None]:
-        """The numbers and texts by name, as trackers take them: ``tokens_per_s/generate``."""
+        """Numbers and texts by their names for trackers, such as ``tokens_per_s/generate``."""
         return {key: value for key, value in flatten(asdict(self), "/") if value != {}}
 
 
 class RunDirectory:
-    """Creates the directory at ``path``, or with ``resume`` opens the existing one. Holds it until ``close()``, which
-    removes it again if no run came of it.
+    """Creates the directory at ``path``, or opens the existing one if ``resume`` is True. The directory is locked until
+    ``close()``, which removes it again if the start failed.
 
     Raises:
-        ConfigError: ``path`` holds another run (and ``resume`` is False), no run (and it is True), foreign files, a run
-            that another process is writing to, or links that would lead what is written elsewhere.
+        ConfigError: ``path`` holds another run (and ``resume`` is False), no run (and ``resume`` is True), other files,
+            a run that another process is writing to, or links, through which the run would write elsewhere.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -143,7 +143,7 @@ class RunDirectory:
                     raise ConfigError(f"{file} is a link, or no regular file: remove it to resume")
             return
         if is_run(self.path):
-            lock_directory(self.path).close()  # of a run that goes on, the process is named
+            lock_directory(self.path).close()  # for a run that is still running, the error names its process
             if (run := RunRecord(self.path)).has_results:
                 raise ConfigError(
                     f"{self.path} holds a run ({run.progress}): resume it (--resume {self.path}), or choose another "
@@ -156,7 +156,8 @@ class RunDirectory:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
 
     def _forget(self) -> None:
-        """Remove the files of a run without results, whose name this one takes. Its logs and configuration stay."""
+        """Remove the files of a run without results, whose name the new run takes. The old run's logs and configuration
+        stay."""
         for file in itertools.chain.from_iterable(self.path.glob(name) for name in _OF_ONE_START):
             file.unlink()
 
@@ -166,9 +167,9 @@ class RunDirectory:
             self._log(text)
 
     def write_config(self, text: str, places: str = "{}") -> None:
-        """Keep the resolved configuration, and the places of the files that it names.
+        """Write the resolved configuration, and the places of the files that it names.
 
-        A different configuration from before a resume stays, as config.1.yaml and so on.
+        If the configuration was another one before a resume, the old file is kept as config.1.yaml, and so on.
         """
         write_atomically(self.path / PLACES, places)
         if self.config_path.exists():
@@ -178,7 +179,8 @@ class RunDirectory:
         write_atomically(self.config_path, text)
 
     def evaluations_of(self, name: str) -> Path:
-        """The directory of the completions of an evaluation set: ``set=NAME``, so that readers get a column ``set``."""
+        """Return the directory of the completions of an evaluation set. It is called ``set=NAME``, so that readers get
+        a column ``set``."""
         return self.evaluations / f"{SET}{quote(name, safe='')}" if name else self.evaluations
 
     def write_summary(self, summary: Summary) -> None:
@@ -186,16 +188,16 @@ class RunDirectory:
         write_atomically(self.summary_path, json.dumps(_json(asdict(summary)), indent=2, allow_nan=False) + "\n")
 
     def journals(self) -> Path:
-        """Make an empty directory for what is drawn of completions in flight. ``close()`` removes it."""
+        """Make an empty directory for the tokens of unfinished completions. ``close()`` removes it."""
         remove(self._journals)
         self._journals.mkdir()
         return self._journals.absolute()
 
     @contextmanager
     def controller_log(self) -> Iterator[Path]:
-        """Keep this process's log records, the notes of the run and :meth:`log`'s lines in logs/controller.log.
+        """Write this process's log records, the notes of the run and the lines of :meth:`log` to logs/controller.log.
 
-        The first line is the command that this process was started by.
+        The first line is the command that started this process.
         """
         path = self.logs / CONTROLLER_LOG
         handler = logging.FileHandler(path, encoding="utf-8")
@@ -249,20 +251,21 @@ class RunDirectory:
                     yield TrackioSink(**arguments, **again, **options.for_trackio())
 
     def _read_tracker_id(self) -> str:
-        """The id by which a tracker knows this run, also when it is resumed."""
+        """Return the tracker's id of this run, which stays the same when the run is resumed."""
         file = self.path / ".tracker_id"
         if not file.exists():
             write_atomically(file, uuid4().hex)
         return file.read_text(encoding="ascii").strip()
 
     def rewind(self, step: int | None) -> None:
-        """Forget what came after ``step``, the step of the checkpoint that a resumed run goes on from, or all if None.
+        """Remove what is later than ``step``, the step of the checkpoint from which a run resumes. None removes
+        everything.
 
-        Rows of metrics.jsonl and files of completions that belong to later steps would otherwise be there twice.
+        Otherwise rows of metrics.jsonl and files of completions of later steps would be there twice.
 
         Raises:
-            ConfigError: The run has ended after a later step than ``step``, and its results would be lost. Or its
-                summary cannot be read.
+            ConfigError: The run ended after a later step than ``step``, so its results would be lost. Or its summary
+                cannot be read.
         """
         record = RunRecord(self.path)
         if record.end is None and self.summary_path.exists():
@@ -283,15 +286,15 @@ class RunDirectory:
                 file.unlink()
 
     def close(self) -> None:
-        """Let another process write here. A second call does nothing.
+        """Release the lock, so that another process may write here. A second call does nothing.
 
-        A start that failed leaves neither the directory, nor those above it that it made, unless a worker has written
-        to its log.
+        If the start failed, the directory and the parents that were created for it are removed, unless a worker has
+        written to its log.
         """
         remove(self._journals)
         if self._made and not self.config_path.exists() and not any(self._find_written_logs()):
             remove(self.path)
-            with suppress(OSError):  # one of these holds something else by now
+            with suppress(OSError):  # one of these directories has other files now
                 for folder in self._made[1:]:
                     folder.rmdir()
         self._lock.close()

@@ -40,7 +40,7 @@ class Evaluation:
 def gain_interval(before: Evaluation, after: Evaluation) -> tuple[float, float]:
     """The 95 % interval of the gain in accuracy for independent samples (Newcombe 1998, method 10).
 
-    Where both were measured on the same prompts, this is wider than need be.
+    If both were measured on the same prompts, the interval is wider than necessary.
     """
     (low_1, high_1), (low_2, high_2) = before.interval(), after.interval()
     p_1, p_2 = before.accuracy, after.accuracy

@@ -1,4 +1,4 @@
-"""Models of runs: found by ``RUN``, ``RUN@STEP`` or ``RUN@best``, and written for those who know nothing of Podium."""
+"""Models of runs: finds them by ``RUN``, ``RUN@STEP`` or ``RUN@best``, and writes them for other libraries."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class StoredModel:
         return {name: value for name, value in self.values.items() if name in sections}
 
     def remarks(self) -> list[str]:
-        """What to say of the files of which the model is made: those that are elsewhere, or others, than they were."""
+        """Remarks on the files of the model that have moved or changed since the run began."""
         values, _ = find_current_values(self._sections, self.run)
         return remarks(build_config(InferenceConfig, values), self.run, _MAKES_MODEL)
 
     def check(self) -> None:
-        """Check the settings, files apart. Raises ConfigError."""
+        """Check the settings, but not the files. Raises ConfigError."""
         build_config(InferenceConfig, self._sections)
 
     @property
@@ -87,10 +87,11 @@ def find_model(name: str, *, final: bool = True) -> StoredModel | None:
 
     Args:
         name: The directory of a run or of a checkpoint, or ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``.
-        final: Whether a run means its final model, where it has one. Otherwise it means the latest checkpoint.
+        final: Whether ``RUN`` means the run's final model, if it has one. Otherwise ``RUN`` means the latest
+            checkpoint.
 
     Raises:
-        ConfigError: The run has no such checkpoint, or nothing at all yet. The message lists the checkpoints.
+        ConfigError: The run has no such checkpoint, or no checkpoint yet. The message lists the checkpoints.
     """
     path, run, which = Path(name), *_parts(name)
     if (path / STATE_FILE).is_file():
@@ -180,12 +181,12 @@ def _parts(name: str) -> tuple[Path, str]:
 
 
 def _is_old(run: RunRecord) -> bool:
-    """Whether the final model is of an earlier end of the run, which was resumed and has not written a model since."""
+    """Whether the run was resumed after it wrote its final model, and has not written another one."""
     return run.is_past_end(run.step) or not run.summary.get("model_path", True)
 
 
 def _is_model(policy: Path) -> bool:
-    """Whether the directory of a checkpoint's policy is itself what transformers loads."""
+    """Whether transformers can load the directory of a checkpoint's policy as it is."""
     return (policy / "config.json").is_file()
 
 
@@ -205,7 +206,7 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
         shutil.copytree(policy, to, ignore=shutil.ignore_patterns(MANIFEST, RESUME))
         return
     config: ModelConfig = found.config.model
-    model = load_stored(policy, config)  # which checks that the base of adapters is still the same
+    model = load_stored(policy, config)  # which checks that the base model of the adapters is unchanged
     (write_adapters if found.adapted and not merge else write_whole)(model, config, to)
     template = chat_template(load_tokenizer(config.tokenizer_source), found.config.data)
     if template is not None:

@@ -1,4 +1,5 @@
-"""Names of files and directories, their lock, and writes that leave the old content or the new at any moment."""
+"""Names of files and directories, the lock of a directory, and writes after which a file has its old or its new
+content, but no mixture."""
 
 import errno
 import fcntl
@@ -29,7 +30,8 @@ _STEP: Final = re.compile(r"step-(\d+)")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at ``path``, also if the power fails in between: a reader finds the old content or the new."""
+    """Replace the file at ``path``. A reader finds the old content or the new one, even if the power fails
+    meanwhile."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -87,7 +89,7 @@ def step_of(name: str) -> int | None:
 
 
 def is_locked(file: IO[bytes]) -> bool:
-    """Whether a process holds the directory whose ``.lock`` is ``file`` by :func:`lock_directory`."""
+    """Whether a process has locked the directory whose ``.lock`` is ``file``, by :func:`lock_directory`."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
@@ -96,7 +98,7 @@ def is_locked(file: IO[bytes]) -> bool:
 
 
 def lock_directory(path: Path) -> IO[str]:
-    """Hold the directory at ``path`` for this process until the file returned is closed, or until the process ends.
+    """Lock the directory at ``path`` for this process until the returned file is closed, or until the process ends.
 
     Raises:
         ConfigError: Another process holds the directory. The message names that process.

@@ -40,9 +40,9 @@ class Ledger:
     """The states of a run's prompts, kept in the file at ``path``.
 
     Args:
-        path: The file. One that is there is continued.
+        path: The file. An existing file is continued.
         first: The number of the prompt that the run takes next.
-        size: The length in bytes up to which the file counts.
+        size: Number of bytes of the file that count. What follows is cut off.
 
     Raises:
         CheckpointError: The file is shorter than ``size``, is no ledger, or belongs to another run.
@@ -51,7 +51,7 @@ class Ledger:
     def __init__(self, path: Path, first: int = 0, size: int = 0) -> None:
         self.path = path
         self.states = States()
-        self._lock = Lock()  # two halves of steps may run beside each other
+        self._lock = Lock()  # the two halves of steps may run at the same time
         data = path.read_bytes()[:size] if size and path.exists() else b""
         if len(data) < size:
             raise CheckpointError(
@@ -74,12 +74,13 @@ class Ledger:
             )
 
     def take(self, step: int, until: int) -> None:
-        """Enter the prompts before number ``until`` that are not entered yet as taken for ``step``."""
+        """Enter as taken for ``step`` all prompts with numbers below ``until`` that have no entry yet."""
         if prompts := self.states.open_before(until):
             self._write({"state": "taken", "step": step, "prompts": prompts})
 
     def move(self, step: int, state: str, places: Iterable[int] | None = None, **more: Any) -> None:
-        """Enter the next state of the prompts of ``step``, if it has any. ``more`` stands beside it in the file.
+        """Enter the next state of the prompts of ``step``, if the step has prompts. ``more`` are further fields of the
+        entry.
 
         Args:
             places: Which of the prompts, by their place in the step; None for all of them.
@@ -104,7 +105,7 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        with suppress(OSError):  # of a write that has failed and said so
+        with suppress(OSError):  # a write failed before, and its error was raised there
             self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -117,7 +118,7 @@ class Ledger:
 
 
 class States:
-    """The state of each prompt, as the lines of a ledger tell it.
+    """The state of each prompt, computed from the lines of a ledger.
 
     Attributes:
         by_step: The prompts in flight, by step.
@@ -182,13 +183,13 @@ class States:
         return [prompt for prompts in self.by_step.values() for prompt in prompts]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of prompts in each state that a prompt is in."""
+        """Return the number of prompts in each state, without the states that have none."""
         counts = {name: self._states.count(state) for state, name in enumerate(_STATES)}
         return {name: count for name, count in counts.items() if count}
 
 
 def read_ledger(path: Path) -> States:
-    """Read the ledger of a run that may still go on. A last line that is half written does not count.
+    """Read the ledger of a run that may be running. A last line that is not complete is skipped.
 
     Raises:
         CheckpointError: The file is no ledger.

@@ -1,4 +1,5 @@
-"""The files that a run's configuration names: where they were, and where they are once the run or they have moved.
+"""The files that a run's configuration names: where they were at the start, and where they are if they or the run have
+moved.
 
 ``config.yaml`` holds their absolute paths. ``places.json`` beside it has an entry for each of these:
 
@@ -51,7 +52,7 @@ _COUNTED: Final = 10_000  # files of a directory whose sizes are added
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """An entry of places.json. See the text of the module."""
+    """An entry of places.json. The module's docstring explains its fields."""
 
     given: str
     from_run: str
@@ -64,7 +65,7 @@ class _Place:
         return sizes and isinstance(self.given, str) and isinstance(self.from_run, str)
 
     def candidates(self, absolute: str, run: Path) -> dict[str, str]:
-        """The paths where the file may be, the first one first, and how each is reached."""
+        """Yield the paths where the file may be, in the order in which they are tried, and how each was found."""
         origins = {absolute: ""}
         origins.setdefault(_join(run, self.from_run), f"{self.from_run} from the run")
         if not os.path.isabs(os.path.expanduser(self.given)):
@@ -82,7 +83,7 @@ def record(config: Any, run: Path) -> tuple[str, str]:
         run: The run's directory. Entries that its places.json has already are kept.
     """
     values, known_places = config_to_dict(config), _read(run)
-    values["run"]["resume"] = ""  # whoever begins another run with this file means no resume
+    values["run"]["resume"] = ""  # a new run that is started with this file does not resume another run
     sets = config.data.eval_sets
     if not isinstance(config.data.eval, str) and list(sets) == list(config.data.eval):
         values["data"]["eval"] = dict(sets)  # names that are paths stay the names when the paths become absolute
@@ -106,10 +107,10 @@ def record(config: Any, run: Path) -> tuple[str, str]:
 
 
 def find_again(config: C, run: Path) -> C:
-    """Return ``config`` with the paths at which the files are now that ``run`` was begun with.
+    """Return ``config`` with the current paths of the files that ``run`` was started with.
 
     Raises:
-        ConfigError: Files are nowhere. The message names their keys and the places where they were looked for.
+        ConfigError: Some files were not found. The message names their keys and the places that were searched.
     """
     values, missing = find_current_values(config_to_dict(config), run)
     if missing:
@@ -118,12 +119,12 @@ def find_again(config: C, run: Path) -> C:
 
 
 def find_current_values(values: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return nested values with the paths at which files are now, and a message for each key whose file is nowhere."""
+    """Return nested values with the current paths of files, and a message for each key whose file was not found."""
     places, current = _read(run), deepcopy(dict(values))
     missing: dict[str, str] = {}
     for keys, path, function in _paths(values):
         entry = places.get(path)
-        if entry is None:  # a name of the hub, a place that the user gave anew, or a run from before places.json
+        if entry is None:  # a name of the hub, or a path that the user has replaced
             continue
         candidates = entry.candidates(path, run)
         current_path = next((candidate for candidate in candidates if _exists(candidate)), None)
@@ -132,14 +133,14 @@ def find_current_values(values: Mapping[str, Any], run: Path) -> tuple[dict[str,
             continue
         key = ".".join(map(str, keys if "eval" not in keys else keys[:2]))
         looked = [f"{candidate} ({how})" if how else candidate for candidate, how in candidates.items()]
-        missing[key] = f"{key}, with which the run was begun, is gone: it was looked for at {', '.join(looked)}"
+        missing[key] = f"{key}: the file of the run is gone; it was looked for at {', '.join(looked)}"
     return current, missing
 
 
 def remarks(config: Any, run: Path, needs: Sequence[str] = ()) -> list[str]:
-    """Return what to say of files that are elsewhere than when ``run`` was begun, or have another content.
+    """Return remarks on files that have moved or changed since ``run`` began.
 
-    ``needs`` are the keys and sections that count; all of them, if it is empty.
+    ``needs`` are the keys and sections to look at. An empty collection means all of them.
     """
     places = _read(run)
     moved: dict[tuple[str, str], list[str]] = {}
@@ -154,13 +155,13 @@ def remarks(config: Any, run: Path, needs: Sequence[str] = ()) -> list[str]:
         size, checksum = _content(absolute, deep=keys[0] == "data")
         if size != entry.nbytes or (entry.sha256 and checksum != entry.sha256):
             difference = _difference(entry.nbytes, size)
-            changed[f"{key}: {absolute} is not what the run was begun with: {difference}"] = None
-    lines = [f"found in {now} what was in {was}: {', '.join(keys)}" for (was, now), keys in moved.items()]
+            changed[f"{key}: {absolute} has changed since the run began: {difference}"] = None
+    lines = [f"moved from {was} to {now}: {', '.join(keys)}" for (was, now), keys in moved.items()]
     return [*lines, *changed]
 
 
 def _roots(was: str, here: str) -> tuple[str, str]:
-    """The two paths without the names at their ends that are the same."""
+    """Return both paths without the last names that they have in common."""
     before, now = Path(was), Path(here)
     while before.name == now.name and before != before.parent and now != now.parent:
         before, now = before.parent, now.parent
@@ -182,10 +183,12 @@ def as_given(values: Mapping[str, Any], run: Path) -> dict[str, Any]:
 
 
 def align_values(given: Mapping[str, Any], own: Mapping[str, Any], run: Path) -> dict[str, Any]:
-    """Return the nested values ``given`` with those of ``run``, ``own``, in place of paths that lead to the same files.
+    """Return the nested values ``given``, with the values ``own`` of ``run`` in place of paths that lead to the same
+    files.
 
-    A file is the same if it is that of the run, or if that is gone and it is where the run would look for it, or if it
-    is reached from the run as that was at the beginning and has the same content: both were copied.
+    A path leads to the same file in three cases. It is the path of the run's file. Or the run's file is gone, and the
+    path is where the run would look for it. Or the run and its file were copied: the file has the same content, and the
+    same path from the run's directory.
     """
     places, result = _read(run), deepcopy(dict(given))
     held_out, its = given["data"]["eval"], own["data"]["eval"]
@@ -210,7 +213,8 @@ def _is_same(path: str, was: str, place: _Place, run: Path, *, deep: bool) -> bo
 
 
 def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
-    """The keys whose values may be paths, each path, and what follows it in the value: ``:function``."""
+    """Yield each key whose value may be a path, the path, and what follows the path in the value, such as
+    ``:function``."""
     data = values.get("data")
     held_out = data.get("eval") if isinstance(data, Mapping) else None
     sets: list[Keys] = [("data", "eval")]
@@ -232,7 +236,7 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
 
 
 def _entry(here: str, places: Mapping[str, _Place], run: Path) -> tuple[str, _Place | None]:
-    """The entry of the file that is at ``here`` now, and the path where the file was."""
+    """Return the entry of the file that is now at ``here``, and the path where the file was before."""
     if here in places:
         return here, places[here]
     entries = ((was, entry) for was, entry in places.items() if here in entry.candidates(was, run))
@@ -254,9 +258,10 @@ def _join(run: Path, path: str) -> str:
 
 
 def _files(path: str, *, deep: bool) -> Iterator[str]:
-    """The files at a path: itself, those of a pattern, or those of a directory, in a fixed order.
+    """Return the files at a path in a fixed order: the file itself, those of a pattern, or those of a directory.
 
-    A model's directory may hold other things in folders, such as runs, so that only with ``deep`` these are entered.
+    Folders in a directory are read only if ``deep`` is True, because a model's directory may hold other things, such as
+    runs.
     """
     if os.path.isdir(path):
         for folder, inner, names in os.walk(path):
@@ -274,7 +279,8 @@ def _exists(path: str) -> bool:
 
 
 def _content(path: str, *, deep: bool) -> tuple[int | None, str | None]:
-    """The size of what is at ``path``, and its checksum unless it is large. None where nobody can say."""
+    """Return the size of what is at ``path``, and its checksum unless it is large. None stands for what cannot be
+    read."""
     files: list[str] = []
     for file in _files(path, deep=deep):
         files.append(file)
@@ -300,7 +306,7 @@ def _difference(before: int | None, now: int | None) -> str:
 
 
 def _read(run: Path) -> Mapping[str, _Place]:
-    """The entries of places.json by their absolute paths; none where it cannot be read."""
+    """Return the entries of places.json by their absolute paths. There are none if the file cannot be read."""
     try:
         content: dict[str, dict[str, Any]] = json.loads(RunFiles(run).read_small(PLACES))
         places = {str(path): _Place(**entry) for path, entry in content.items()}

@@ -16,7 +16,7 @@ __all__ = ["resolve_resume", "run_path"]
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
-_FREE: Final = frozenset({"run", "save", "eval", "placement", "engine", "parallel"})  # they do not say what is learned
+_FREE: Final = frozenset({"run", "save", "eval", "placement", "engine", "parallel"})  # not what is learned
 
 
 def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
@@ -41,13 +41,12 @@ def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
 def resolve_resume(config: C) -> C:
     """Return ``config`` with the directory of the run in place of ``run.resume = auto``, or with "" for a new run.
 
-    A run without results that was started with other settings gives its name to the new one.
-
-    Files that the run was begun with are found again where they or the run have moved.
+    If the run of this name has no results and other settings, the new run takes its name. Files that the run was
+    started with are found again if they or the run have moved.
 
     Raises:
-        ConfigError: ``run.name`` is empty; the run there learns by other settings, which the message lists; or a file
-            that the run was begun with is gone.
+        ConfigError: ``run.name`` is empty; the run of this name has other settings for training, which the message
+            lists; or a file that the run was started with is gone.
     """
     if config.run.resume != "auto":
         return find_again(config, Path(config.run.resume)) if config.run.resume else config

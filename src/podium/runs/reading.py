@@ -1,4 +1,4 @@
-"""Opening the files of a run for reading. Its directory may come from a stranger, and may still grow."""
+"""Opens the files of a run for reading. The directory may come from somebody else, and its files may still grow."""
 
 import errno
 import os
@@ -45,7 +45,8 @@ class RunFiles:
         return content
 
     def names(self, *parts: str) -> list[str]:
-        """The names in the folder at ``parts``, in order; none if it is not there. Raises DataError for a link."""
+        """Return the sorted names in the folder at ``parts``; none if there is no such folder. Raises DataError for a
+        link."""
         try:
             descriptor = self._open(parts, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -56,7 +57,8 @@ class RunFiles:
             os.close(descriptor)
 
     def signature(self, *parts: str) -> tuple[int, int]:
-        """Size in bytes and time of the last change in ns: what tells whether to look again. (0, 0) for no file."""
+        """Return the size in bytes and the time of the last change in ns, which show whether a file has changed. (0, 0)
+        means that there is no file."""
         with suppress(OSError):
             status = os.lstat(self.path.joinpath(*parts))
             return status.st_size, status.st_mtime_ns
@@ -80,7 +82,7 @@ class RunFiles:
 
 
 class GrowingFile:
-    """Gives the whole lines that a file has got since the last look."""
+    """Returns the complete lines that were added to a file since the last call."""
 
     def __init__(self, files: RunFiles, *parts: str) -> None:
         self._files = files
@@ -89,9 +91,9 @@ class GrowingFile:
         self.offset = 0
 
     def read(self) -> tuple[bool, bytes]:
-        """Return whether the file began again (a resumed run replaces it), and its next lines; b"" for none yet.
+        """Return whether the file was replaced, as a resumed run does, and its next lines; b"" if there are none yet.
 
-        A call returns 16 MiB or so at most: call until there are none.
+        A call returns about 16 MiB at most. Call it until there are no lines.
         """
         try:
             file = self._files.open(*self._parts)
@@ -111,7 +113,7 @@ class GrowingFile:
         return again, lines
 
     def chunks(self, forget: Callable[[], None]) -> Iterator[bytes]:
-        """Give the next lines until there are none yet. ``forget`` is called where the file began again."""
+        """Yield the next lines until there are none yet. ``forget`` is called if the file was replaced."""
         while True:
             again, lines = self.read()
             if again:

@@ -1,8 +1,7 @@
-"""The one reader of a run's directory: its state, step, settings, summary, rows and prompts are read and decided here.
+"""The one reader of a run's directory. It reads the run's settings, summary, rows and prompts, and decides its state.
 
-`podium runs`, `view`, `changes`, `export`, the report and a resume therefore say the same of a run. Links in the
-directory are not followed, and a damaged file counts as a missing one. Nothing here starts anything, and torch is not
-imported.
+`podium runs`, `view`, `changes`, `export`, the report and a resume use it, so all of them say the same about a run.
+Links in the directory are not followed, and a damaged file counts as a missing one. The module imports no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ RunState = Literal["running", "finished", "stopped", "unfinished"]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The run in the directory ``path``, whose files are read when they are first needed, and once."""
+    """The run in the directory ``path``. Each file is read once, when it is first needed."""
 
     path: Path
 
@@ -62,7 +61,7 @@ class RunRecord:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The values of config.yaml by the dotted paths of their keys, with paths as the user wrote them."""
+        """The values of config.yaml by the dotted names of their keys. Paths are as the user wrote them."""
         import yaml
 
         try:
@@ -91,7 +90,7 @@ class RunRecord:
         return self.state_after(self.step)
 
     def state_after(self, step: int) -> RunState:
-        """The state of the run, the last row of which is of ``step``.
+        """Return the state of the run if the last row of its metrics is of ``step``.
 
         Running: a process writes to the directory. Stopped: somebody ended the run early, and it was saved.
         Unfinished: it was killed or has failed.
@@ -131,9 +130,9 @@ class RunRecord:
 
     @property
     def has_results(self) -> bool:
-        """Whether something would be lost with the run: a trained step, a checkpoint or an evaluation.
+        """Whether the run has a trained step, a checkpoint or an evaluation, which would be lost with its directory.
 
-        Completions of a step that was not trained, because the reward failed for example, are no result.
+        Completions of a step that was not trained, for example because the reward failed, are no result.
         """
         kept = ("checkpoints/step-*", "evaluations/**/*.parquet")
         ended = (self.path / SUMMARY).exists() and self.end != 0
@@ -141,7 +140,7 @@ class RunRecord:
 
     @property
     def _has_trained(self) -> bool:
-        """Whether the ledger has a trained prompt. Without a ledger that can be read, completions may be of one."""
+        """Whether the ledger has a trained prompt. If the ledger cannot be read, completions count as trained."""
         with suppress(CheckpointError, DataError):
             if (self.path / LEDGER).exists():
                 return "trained" in self.prompts.counts()
@@ -149,7 +148,8 @@ class RunRecord:
 
     @property
     def is_own(self) -> bool:
-        """Whether all in the directory is this run's. A directory with a config.yaml may be anybody's, or hold runs."""
+        """Whether everything in the directory belongs to this run. Other directories may have a config.yaml too, or
+        hold runs."""
         made = not {LOCK, PLACES, METRICS}.isdisjoint(self.files.names())
         return made and not any(self.path.glob(f"*/{CONFIG}"))
 
@@ -170,7 +170,8 @@ class RunRecord:
         return next((row.get("accuracy") for row in reversed(self.rows) if row["kind"] == "eval"), None)
 
     def scores_by_set(self, names: Sequence[str], done: int) -> dict[str, dict[str, float | None]]:
-        """What the evaluation sets ``names`` scored before the first step and after step ``done``, for the summary."""
+        """Return the scores of the evaluation sets ``names`` before the first step and after step ``done``, for the
+        summary."""
         rows = {row["step"]: row for row in self.rows if row["kind"] == "eval"}
         before, after = rows.get(0, {}), rows.get(done if done else -1, {})
         return {
@@ -188,7 +189,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """How long the run took: by its summary, or from its first row to its last one."""
+        """The duration of the run: by its summary, or else from its first row to its last one."""
         if isinstance(wall := self.summary.get("wall_s"), int | float):
             return float(wall)
         times = [row["time"] for row in self.rows if isinstance(row.get("time"), int | float)]
@@ -196,7 +197,7 @@ class RunRecord:
 
     @property
     def modified(self) -> float:
-        """When something was last written: the time of metrics.jsonl, or of the directory."""
+        """The time of the last write: that of metrics.jsonl, or else of the directory."""
         return (self.files.signature(METRICS)[1] or self.path.stat().st_mtime_ns) / 1e9
 
 
@@ -212,7 +213,7 @@ def check_run(path: Path) -> None:
 
 
 def find_runs(path: Path) -> Iterator[RunRecord]:
-    """Give the run at ``path``, or those directly below. Raises ConfigError if there are none."""
+    """Yield the run at ``path``, or the runs directly below it. Raises ConfigError if there are none."""
     folders = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
     runs = [folder for folder in folders if is_run(folder)]
     if not runs:
@@ -221,7 +222,8 @@ def find_runs(path: Path) -> Iterator[RunRecord]:
 
 
 def parse_rows(lines: bytes) -> Iterator[dict[str, Any]]:
-    """Give the rows in lines of metrics.jsonl, in order. The half line that a killed run left is no row."""
+    """Yield the rows in lines of metrics.jsonl, in order. An incomplete last line, which a killed run leaves, is
+    skipped."""
     for line in lines.splitlines():
         with suppress(ValueError, RecursionError):
             row = json.loads(line)
@@ -230,7 +232,7 @@ def parse_rows(lines: bytes) -> Iterator[dict[str, Any]]:
 
 
 def flatten(values: Mapping[Any, Any], joint: str = ".", depth: int = 8) -> Iterator[tuple[str, Any]]:
-    """Nested values by the dotted paths of their keys, to some depth: a stranger's YAML can hold itself."""
+    """Yield nested values by the dotted names of their keys, to a limited depth, because YAML can contain itself."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value and depth:
             yield from ((f"{name}{joint}{key}", leaf) for key, leaf in flatten(value, joint, depth - 1))

@@ -17,8 +17,8 @@ _SCALARS: Final = ("reward", "advantage", "correct", "finish_reason", "version")
 _GRADED: Final = ("reward", "correct", "finish_reason")
 _TURN_COLUMNS: Final = ("turn_read", "turn_said", "turn_tokens", "turn_rewards")
 _TOKEN_COLUMNS: Final = ("token_chars", "token_advantages", "token_mismatch", "token_versions", "token_kept")
-_MOST_BYTES: Final = 512 << 20  # of what is read of a file for one answer, as it is in memory
-_PROMPT_BYTES: Final = 32 << 20  # of the prompts of a step, for them to stand in the list of its groups
+_MOST_BYTES: Final = 512 << 20  # bytes in memory of what one answer reads of a file
+_PROMPT_BYTES: Final = 32 << 20  # bytes of a step's prompts, above which the list of groups leaves them out
 _HEAD: Final = 160  # characters of a prompt in the list of groups
 _PAGE_TOKENS: Final = 100_000  # of the completions that one answer holds
 _REMEMBERED: Final = 8  # steps whose rows are known
@@ -36,7 +36,7 @@ class Completions:
         return sorted(int(match[1]) for name in self._files.names("completions") if (match := _FILE.fullmatch(name)))
 
     def groups(self, step: int) -> dict[str, Any]:
-        """What the completions of each prompt of ``step`` got.
+        """Return the results of the completions of each prompt of ``step``.
 
         Returns:
             ``groups``, each with its number, ``n`` completions, the rewards' ``mean``, ``low`` and ``high``, how many
@@ -77,16 +77,17 @@ class Completions:
         return {"step": step, "graded": graded, "groups": [groups[group] for group in sorted(groups)]}
 
     def group(self, step: int, group: int, first: int = 0) -> dict[str, Any]:
-        """The completions of one prompt of ``step``, from number ``first`` on: 100,000 tokens at most, or one.
+        """Return the completions of one prompt of ``step``, from number ``first`` on: at least one, and at most 100,000
+        tokens.
 
         Returns:
             ``prompt``, ``expected``, ``n`` completions in all, and ``rows``. A row has ``text``, ``reward``, ``parts``
             of the reward, ``advantage``, ``correct``, ``finish_reason``, ``version``, the ids of its ``tokens``, and
-            where the file has them, a list for each of ``chars`` (characters of the text that a token wrote),
-            ``advantages``, ``mismatch``, ``versions`` and ``kept``. A list whose entries are all the same is that
-            entry alone. A row of an environment's session also has the number of its ``session``, its ``agent``, and
-            its ``turns``: what the model ``read`` before each, how many ``characters`` of the text and ``tokens`` it
-            then said, and the ``reward`` of the turn.
+            if the file has them, a list for each of ``chars`` (the number of characters that a token wrote),
+            ``advantages``, ``mismatch``, ``versions`` and ``kept``. A list whose entries are all equal is replaced by
+            this entry. A row of an environment's session also has the number of its ``session``, its ``agent``, and its
+            ``turns``. A turn has the text that the model ``read`` before it, the numbers of ``characters`` and
+            ``tokens`` of the answer, and the ``reward``.
 
         Raises:
             DataError: The file cannot be read, or there is no such group.
@@ -124,7 +125,7 @@ class Completions:
             raise DataError(f"step {step} has no completions") from None
 
     def _places(self, step: int, file: "CompletionsFile") -> list[set[int]]:
-        """The groups in each of the file's row groups."""
+        """Return the numbers of the groups in each row group of the file."""
         name = f"step-{step:06d}.parquet"
         key = (name, self._files.signature("completions", name))
         if key not in self._known:
@@ -135,7 +136,7 @@ class Completions:
 
 
 def _trajectories(table: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:
-    """For each row, what it is a part of: an agent's part of a session, or else the row itself."""
+    """Yield for each row the trajectory that it belongs to: an agent's part of a session, or else the row itself."""
     nothing: list[Any] = [None] * len(table["group"])
     sessions, agents = table.get("session", nothing), table.get("agent", nothing)
     for row, of in enumerate(zip(table["group"], sessions, agents, strict=True)):
@@ -159,7 +160,7 @@ def _row(own: dict[str, Any], tokens: Any, parts: dict[str, float | None]) -> di
 
 
 def _turns(own: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
-    """The turns of a row; [] where it has none, or its columns do not fit each other."""
+    """Return the turns of a row; [] if it has none, or if its columns contradict each other."""
     columns = [own[name] for name in _TURN_COLUMNS]
     if any(not isinstance(column, list) or len(column) != len(columns[0]) or None in column for column in columns):
         return []
@@ -193,10 +194,10 @@ def _is_as_written(name: str, kind: Any) -> bool:
 
 
 class CompletionsFile:
-    """An open Parquet file. Raises DataError for what cannot be read, or would not fit in memory."""
+    """An open Parquet file. Raises DataError if it cannot be read, or would not fit in memory."""
 
     def __init__(self, file: Any) -> None:
-        import pyarrow as pa  # a third of a second, which the first picture need not wait
+        import pyarrow as pa  # takes a third of a second, for which the first picture need not wait
         import pyarrow.parquet as pq
 
         self._raw = file
@@ -219,7 +220,7 @@ class CompletionsFile:
         self._raw.close()
 
     def nbytes(self, *names: str, chunks: list[int] | None = None) -> int:
-        """The bytes of columns ``names`` in memory, as the file says."""
+        """Return the number of bytes that the columns ``names`` take in memory, by the file's metadata."""
         metadata, total = self._file.metadata, 0
         for index in range(self.chunks) if chunks is None else chunks:
             chunk = metadata.row_group(index)
@@ -230,7 +231,7 @@ class CompletionsFile:
         return total
 
     def read(self, names: list[str], chunks: list[int] | None = None, group: int | None = None) -> dict[str, list[Any]]:
-        """The columns ``names`` as lists, of some row groups, and of the rows of one ``group``."""
+        """Return the columns ``names`` as lists, optionally of some row groups (``chunks``) and of one ``group``."""
         chosen = list(range(self.chunks)) if chunks is None else chunks
         if self.nbytes(*names, chunks=chosen) > _MOST_BYTES:
             raise DataError(f"a file of completions needs more than {_MOST_BYTES >> 20} MiB of memory to be read")

@@ -9,14 +9,14 @@ from podium.view.numbers import finite, number
 
 __all__ = ["Curves"]
 
-_MOST_POINTS: Final = 5000  # of a curve; where there are more steps, a point is the mean of some
+_MOST_POINTS: Final = 5000  # points of a curve; with more steps, a point is the mean of several
 _MOST_NAMES: Final = 1000  # of metrics, and of values that are not finite
 _OURS: Final = ("kind", "phase", "step", "time", "nonfinite")
 Column = list[float | None]
 
 
 class Curves:
-    """The metrics of a run, read as far as they are written."""
+    """The metrics of a run that are written so far."""
 
     def __init__(self, files: RunFiles) -> None:
         self._file = GrowingFile(files, METRICS)
@@ -47,12 +47,12 @@ class Curves:
         table.enter(row["step"], finite(row.get("time")) or 0.0, row)
 
     def answer(self) -> dict[str, Any]:
-        """The columns of the steps, and those of the evaluations.
+        """Return the columns of the steps and those of the evaluations.
 
         Returns:
-            ``every``: how many steps a point stands for. ``steps`` and ``evaluations``: ``step``, ``minutes`` since the
-            first row, and ``series``, a list for each metric with None where it has no value. Steps also have
-            ``tokens``, the sum of the tokens so far.
+            ``every``: the number of steps that a point stands for. ``steps`` and ``evaluations``: ``step``, ``minutes``
+            since the first row, and ``series``, a list for each metric, with None where it has no value. Steps also
+            have ``tokens``, the sum of the tokens so far.
         """
         self.update()
         start = min([*self._steps.times[:1], *self._evaluations.times[:1]], default=0.0)

@@ -19,7 +19,7 @@ _FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
 _FOLDER: Final = "evaluations"
 _HEAD: Final = 160  # characters of a prompt in the list of prompts
 _COLUMNS: Final = ("prompt", "completion", "expected", "correct", "reward", "finish_reason", "session")
-_REMEMBERED: Final = 2  # files whose rows are known: what is compared
+_REMEMBERED: Final = 2  # files whose rows are kept: the two that are compared
 
 
 class Evaluations:
@@ -30,18 +30,18 @@ class Evaluations:
         self._known: OrderedDict[tuple[tuple[str, ...], tuple[int, int]], list[dict[str, Any]]] = OrderedDict()
 
     def sets(self) -> list[dict[str, Any]]:
-        """The sets that were evaluated, each with its ``name``, which is "" for one without, and its ``steps``."""
+        """Return the sets that were evaluated, each with its ``name`` ("" if it has none) and its ``steps``."""
         return [
             {"name": unquote(folder[1].removeprefix(SET)) if folder[1:] else "", "steps": steps}
             for folder, steps in self._folders()
         ]
 
     def prompts(self, place: int, step: int) -> dict[str, Any]:
-        """What each prompt of the set number ``place`` got at ``step``.
+        """Return the results of each prompt of the set number ``place`` at ``step``.
 
         Returns:
-            ``rows``, each with the head of its ``prompt``, its ``reward``, whether it is ``correct``, and a ``key``, by
-            which the same prompt is found in another step.
+            ``rows``, each with the head of its ``prompt``, its ``reward``, whether it is ``correct``, and a ``key``,
+            which the same prompt has at other steps too.
 
         Raises:
             DataError: The file cannot be read, or there is none.
@@ -51,8 +51,9 @@ class Evaluations:
         return {"rows": [{name: row[name] for name in names} | {"prompt": row["prompt"][:_HEAD]} for row in rows]}
 
     def answer(self, place: int, step: int, row: int) -> dict[str, Any]:
-        """The row number ``row`` of :meth:`prompts`: its whole ``prompt``, and ``completion``, ``expected``,
-        ``correct``, ``reward`` and ``finish_reason``. Raises DataError as there, and if there is no such row."""
+        """Return the row number ``row`` of :meth:`prompts`, with its whole ``prompt`` and ``completion``, and
+        ``expected``, ``correct``, ``reward`` and ``finish_reason``. Raises DataError as :meth:`prompts`, and if there
+        is no such row."""
         rows = self._rows(place, step)
         if row >= len(rows):
             raise DataError(f"step {step} evaluated {len(rows)} prompts")
@@ -86,8 +87,10 @@ class Evaluations:
 
 
 def _by_prompt(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """The rows of the table, of a session the first, each with the key of its prompt: its text, and its number among
-    those with the same text, or the number of its task, since another session may have failed."""
+    """Return the rows of the table with the keys of their prompts. A session is represented by its first row.
+
+    A key consists of a hash of the prompt's text and the number of the prompt among those with this text. For sessions,
+    it is the number of the task, because other sessions may have failed."""
     nothing: list[Any] = [None] * len(table["group"])
     columns = [table.get(name, nothing) for name in _COLUMNS]
     rows: list[dict[str, Any]] = []

@@ -13,15 +13,15 @@ from podium.view.server import encode_answer
 
 __all__ = ["export_page"]
 
-_STEPS: Final = 10  # whose completions and slices are in the file, of each run
-_MOST_BYTES: Final = 64 << 20  # of the answers, before they are packed
+_STEPS: Final = 10  # steps of each run whose completions and slices are in the file
+_MOST_BYTES: Final = 64 << 20  # bytes of the answers before they are compressed
 
 
 def export_page(runs: Sequence[Run]) -> str:
     """Return the page with its answers inside. Curves, settings and failures are whole.
 
     Completions are those of ten steps, and of the first and the last evaluation. The ten are the first, the last, and
-    others at equal distances. The page says so where a run has more.
+    others at equal distances. The page says so if a run has more.
     """
     answers: dict[str, Any] = {"runs": [run.answer("about") for run in runs]}
     budget = _Budget(answers)
@@ -43,7 +43,7 @@ def export_page(runs: Sequence[Run]) -> str:
 
 
 class _Budget:
-    """Adds answers while they are not too many for a browser to open at once."""
+    """Adds answers as long as a browser can open all of them at once."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         self._answers = answers

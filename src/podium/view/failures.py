@@ -1,4 +1,4 @@
-"""What failed in a run: lost workers, stalls, failed calls, metrics that are not finite, dropped prompts, errors."""
+"""The failures of a run: lost workers, stalls, failed calls, metrics that are not finite, dropped prompts, errors."""
 
 import json
 import os
@@ -27,7 +27,7 @@ _LOST, _STALLED = "lost: ", "stalled: "
 
 
 class Failures:
-    """Collects the failures that the files of a run tell of."""
+    """Collects the failures that the files of a run have recorded."""
 
     def __init__(self, files: RunFiles, curves: Curves) -> None:
         self._files = files
@@ -38,7 +38,7 @@ class Failures:
     def answer(self, timelines: Sequence[Timeline]) -> dict[str, Any]:
         """Return ``found``, at most 200 of each ``kind`` with what it ``says``, and the ends of all ``logs``.
 
-        An entry has what is known of ``step``, ``trace``, ``at`` (ms in that trace), ``when`` and ``where``.
+        An entry has those of ``step``, ``trace``, ``at`` (ms in that trace), ``when`` and ``where`` that are known.
         """
         failures: list[dict[str, Any]] = []
         for number, timeline in enumerate(timelines):

@@ -1,4 +1,4 @@
-"""Numbers of files as the page shows them."""
+"""Converts numbers of files for the page."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ __all__ = ["finite", "number"]
 
 
 def finite(value: Any) -> float | None:
-    """``value`` if it is a finite number, else None."""
+    """Return ``value`` if it is a finite number, else None."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 else None
 
 
 def number(value: Any) -> float | None:
-    """``value`` with six digits, which is what a picture needs, if it is a finite number; else None."""
+    """Return ``value`` with six digits, which is enough for a picture, if it is a finite number; else None."""
     figure = finite(value)
     return float(f"{figure:.6g}") if isinstance(figure, float) else figure

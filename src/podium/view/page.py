@@ -1,7 +1,8 @@
-"""The page: one HTML file with its styles and scripts inside, whoever delivers it.
+"""The page: one HTML file that contains its styles and scripts, both from the server and exported.
 
-The scripts are ES modules in ``page/``, which import from one another. In the page they stand one after the other in
-one module, without their import and export words, so that the page also opens from a disk, where no module loads.
+The scripts are ES modules in ``page/``, which import from one another. In the page they are joined to one module,
+without their import and export words, because a page that is opened from a disk cannot load modules. So all their names
+share one scope.
 A content security policy names the hashes of what may run, and forbids every request that leaves the page's own origin.
 """
 
@@ -37,9 +38,9 @@ def page(title: str, answers: str = "", note: str = "") -> str:
     """Return the page.
 
     Args:
-        title: What the browser's tab says.
-        answers: The packed answers that the page finds within itself; "" where it asks a server for them.
-        note: What an exported page says of itself.
+        title: Title of the browser's tab.
+        answers: Compressed answers, for an exported page. "" means that the page asks a server.
+        note: Note on an exported page about what it leaves out.
     """
     folder = files("podium.view") / "page"
     script = "\n".join(_EXPORT.sub("", _IMPORT.sub("", (folder / f"{name}.js").read_text())) for name in _SCRIPTS)
@@ -67,5 +68,5 @@ def _escape(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot end the script element which holds it."""
+    """Return JSON that cannot end the script element that contains it."""
     return json.dumps(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,4 +1,4 @@
-"""One run as the page sees it: a path for each answer."""
+"""One run, for the page: each answer has a path."""
 
 import json
 import time
@@ -23,12 +23,12 @@ __all__ = ["Run", "is_shown"]
 
 
 def is_shown(path: Path) -> bool:
-    """Whether ``path`` is the directory of a run, or has rows that a script of one's own has written."""
+    """Whether ``path`` is the directory of a run, or has a metrics.jsonl that a user's own script has written."""
     return is_run(path) or (path / METRICS).is_file()
 
 
 class Run:
-    """Answers what the page asks of the run in the directory ``path``.
+    """Answers the page's requests about the run in the directory ``path``.
 
     Raises:
         ConfigError: ``path`` is no directory of a run.
@@ -63,11 +63,11 @@ class Run:
         }
 
     def answer(self, path: str) -> Any:
-        """Return what ``path`` asks for: the name of an answer, then whole numbers, such as ``group/12/3/0``.
+        """Return the answer to ``path``, which is the name of an answer and whole numbers, such as ``group/12/3/0``.
 
         Raises:
             DataError: The files cannot be read, or there is no such step, group or trace.
-            LookupError: No answer has this name, or it takes other numbers.
+            LookupError: There is no answer of this name, or it takes other numbers.
         """
         name, *words = path.split("/")
         answer = self._answers[name]
@@ -84,7 +84,8 @@ class Run:
                 raise DataError(f"{error.filename or 'a file'} cannot be read: {error.strerror}") from None
 
     def signature(self) -> list[Any]:
-        """What changes when the run goes on or ends: sizes of files, the number of completions, and the lock."""
+        """Return values that change when the run continues or ends: sizes of files, the number of completions, and the
+        lock."""
         size, changed = self.files.signature("completions")
         names = traces(self.files)
         trace = self.files.signature(names[-1])[0] if names else 0
@@ -125,7 +126,8 @@ class Run:
         }
 
     def _settings(self) -> dict[str, Any]:
-        """The ``values`` of the settings, as one types them, and the keys that are ``uncompared`` with other runs."""
+        """Return the ``values`` of the settings, in the form in which they are typed, and the keys that are not
+        compared with other runs (``uncompared``)."""
         settings = self._read_record().settings.items()
         values = {
             key[:200]: value if value and isinstance(value, str) else json.dumps(value, default=str)
@@ -134,7 +136,8 @@ class Run:
         return {"values": {key: value[:2000] for key, value in values.items()}, "uncompared": sorted(UNCOMPARED)}
 
     def _read_record(self) -> RunRecord:
-        """The run as its small files are now: a record keeps what it has read."""
+        """Return the run with its current small files. A record keeps what it has read, so a new one is made after a
+        change."""
         signature = [self.files.signature(name) for name in (CONFIG, PLACES, SUMMARY)]
         if signature != self._signature:
             self._record, self._signature = RunRecord(self.files.path), signature

@@ -1,11 +1,12 @@
-"""The server of ``podium view``: loopback only, for reading only, and only for who has the address.
+"""The server of ``podium view``. It listens on loopback only, it only reads, and it answers only requests that have its
+key.
 
-Other pages in the same browser can send requests to loopback, too. What keeps them out:
+Other pages in the same browser can send requests to loopback too. They are refused as follows:
 
 - The address holds 256 random bits, so that it cannot be guessed.
-- The ``Host`` of a request must be a name of loopback. A site whose name is bound to 127.0.0.1 anew, to read the
-  answers as its own (DNS rebinding), sends its own name.
-- ``Origin`` and ``Sec-Fetch-Site``, which browsers add, must not tell of another site.
+- The ``Host`` of a request must be a name of loopback. A site that lets its own name point to 127.0.0.1, in order to
+  read the answers (DNS rebinding), sends its own name.
+- ``Origin`` and ``Sec-Fetch-Site``, which browsers add, must not name another site.
 - No answer may be framed, embedded, sniffed or cached, and no request's path ever becomes the name of a file.
 """
 
@@ -42,7 +43,7 @@ class ViewServer(ThreadingHTTPServer):
     """Serves ``runs`` at ``url``, on loopback. ``port`` 0 takes a free one. Call ``serve_forever``.
 
     Raises:
-        ConfigError: The port is taken, or is not ours to take.
+        ConfigError: The port is in use, or this user may not use it.
     """
 
     daemon_threads = True
@@ -69,10 +70,11 @@ class ViewServer(ThreadingHTTPServer):
         self.server_name, self.server_port = "localhost", self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        logging.getLogger("podium.view").debug("a request failed", exc_info=True)  # such as a browser that went away
+        logging.getLogger("podium.view").debug("a request failed", exc_info=True)  # for example, the browser was closed
 
     def answer(self, path: str) -> Any:
-        """What the page asks for: ``state``, or the number of a run and the path of its answer. As ``Run.answer``."""
+        """Return the answer to ``path``: ``state``, ``runs``, or the number of a run and a path for ``Run.answer``.
+        Raises the same errors."""
         if path == "state":
             return [run.signature() for run in self.runs]
         if path == "runs":
@@ -114,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         return cast("ViewServer", self.server)
 
     def _refusal(self) -> str | None:
-        """Why this request is answered with 403; None where it may be answered."""
+        """Return why this request is answered with 403; None if it is allowed."""
         host = self.headers.get("Host", "")
         if _hostname(f"http://{host}") not in _LOOPBACK:
             return "This address answers only to 127.0.0.1 and localhost."
@@ -138,11 +140,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        pass  # the terminal shows the address, and stays quiet
+        pass  # the terminal shows the address, and no requests
 
 
 def encode_answer(answer: Any) -> bytes:
-    """``answer`` as JSON. A lone surrogate in it, which has no UTF-8, is written as its number."""
+    """Return ``answer`` as JSON. A lone surrogate, which has no UTF-8, is written as an escape."""
     return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
 
 

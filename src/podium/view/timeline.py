@@ -1,7 +1,7 @@
 """trace.json, a window of steps at a time.
 
-A trace has up to 256 MiB. Its lines are read once, without being parsed, for what is rare: the names of tracks, marks,
-failed calls, and where in the file each step ends. The slices of some steps are parsed when they are asked for.
+A trace has up to 256 MiB. Its lines are read once to find the names of tracks, marks, failed calls, and where in the
+file each step ends; other lines are not parsed then. The slices of a few steps are parsed when the page asks for them.
 """
 
 import json
@@ -27,13 +27,14 @@ _WINDOW_BYTES: Final = 8 << 20
 
 
 def traces(files: RunFiles) -> list[str]:
-    """The names of a run's traces in the order of writing: trace.json, and trace-1.json and so on after each resume."""
+    """Return the names of a run's traces in the order in which they were written: trace.json, then trace-1.json and so
+    on, one for each resume."""
     numbers = {name: int(match[1] or 0) for name in files.names() if (match := _NAME.fullmatch(name))}
     return sorted(numbers, key=lambda name: numbers[name])
 
 
 class Timeline:
-    """The trace called ``name`` of a run. Times are milliseconds since its first line that has one."""
+    """The trace called ``name`` of a run. Times are in milliseconds since the first line with a time."""
 
     def __init__(self, files: RunFiles, name: str) -> None:
         self._files = files
@@ -84,7 +85,7 @@ class Timeline:
         return round((float(us) - self._start_us) / 1000, 3) if figure else 0.0
 
     def _slice(self, line: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-        """A slice as the page draws it: the track, begin and length in ms, and the call or the step it belongs to."""
+        """Return a slice for the page: its track, its begin and length in ms, and its call or its step."""
         track = [_integer(line.get("pid")), _integer(line.get("tid"))]
         length = round((number(line.get("dur")) or 0.0) / 1000, 3)
         entry = {"track": track, "at": self._ms(line.get("ts")), "ms": length, "name": str(line.get("name", ""))[:200]}
@@ -92,7 +93,7 @@ class Timeline:
         return entry if args.get("ok") is not False else entry | {"failed": True}
 
     def answer(self) -> dict[str, Any]:
-        """What is known of the whole trace.
+        """Return what the page shows of the whole trace.
 
         Returns:
             ``tracks`` (``[pid, tid, name of the process, name]``), ``steps`` (``[number, end in ms]``), ``marks``,
@@ -110,7 +111,8 @@ class Timeline:
         What follows the last whole step counts as a step of its own.
 
         Returns:
-            ``from`` and ``until`` in ms (None: as far as there are slices), ``slices``, and whether some were ``cut``.
+            ``from`` and ``until`` in ms (None: up to the last slice), ``slices``, and whether some were left out
+            (``cut``).
 
         Raises:
             DataError: There are no such steps.
@@ -140,7 +142,7 @@ class Timeline:
         return {"from": begin, "until": until, "slices": slices[:_MOST_SLICES], "cut": cut}
 
     def place_at(self, ms: float) -> tuple[int, int | None]:
-        """The place in ``steps`` and the step during which something happened; None after the last whole one."""
+        """Return the place in ``steps`` and the number of the step at a time; None after the last whole step."""
         index = bisect_left(self.steps, ms, key=lambda step: step[1])
         return index, self.steps[index][0] if index < len(self.steps) else None
 

@@ -101,7 +101,7 @@ def test_all_is_found_where_the_whole_project_has_moved(project: Path, monkeypat
     names = ["model", "data/*n.jsonl", "data/hard.jsonl", "rewards.py:score"]
     assert paths(config) == [str(new / name) for name in names]
     keys = "model.path, data.train, reward.name, data.eval.hard"
-    assert remarks(config, run) == [f"found in {new} what was in {project}: {keys}"]
+    assert remarks(config, run) == [f"moved from {project} to {new}: {keys}"]
     begin(config, run)  # as a resume does
     assert paths(load_config(GRPOConfig, run / "config.yaml")) == paths(config)
     assert remarks(resumed(run), run) == [], "it is said once"
@@ -122,9 +122,11 @@ def test_the_file_of_an_environment_is_found_again(project: Path, monkeypatch: p
     begin(config, run)  # as a resume does
     assert as_given(config_to_dict(config), run)["environment"]["name"] == "worlds.py:play"
     (new / "worlds.py").write_text("async def play(task, client): return 2.0\n")
-    assert any("is not what the run was begun with" in remark for remark in remarks(config, run))
+    assert any("has changed since the run began" in remark for remark in remarks(config, run))
     (new / "worlds.py").unlink()
-    with pytest.raises(ConfigError, match=r"environment\.name, with which .* give its place with --environment\.name"):
+    with pytest.raises(
+        ConfigError, match=r"environment\.name: the file of the run is gone.* give its place with --environment\.name"
+    ):
         resumed(run)
 
 
@@ -138,7 +140,7 @@ def test_a_run_that_moved_alone_is_begun_from_the_working_directory(
     config = resumed(run)
     assert config.data.train == str(new / "data/*n.jsonl")
     assert remarks(config, run) == [
-        f"found in {new} what was in {project}: model.path, data.train, reward.name, data.eval.hard"
+        f"moved from {project} to {new}: model.path, data.train, reward.name, data.eval.hard"
     ]
     (new / "data").rename(new / "texts")
     with pytest.raises(
@@ -155,7 +157,7 @@ def test_what_is_gone_is_named_with_where_it_was_looked_for_and_its_key(project:
         resumed(run)
     train, reward, held_out = str(error.value).splitlines()
     assert train == (
-        f"data.train, with which the run was begun, is gone: it was looked for at {project}/data/*n.jsonl; give its "
+        f"data.train: the file of the run is gone; it was looked for at {project}/data/*n.jsonl; give its "
         "place with --data.train"
     )
     assert reward.endswith("give its place with --reward.name")
@@ -172,7 +174,7 @@ def test_another_content_is_said(project: Path, at_once: bool) -> None:
     (project / "data" / "train.jsonl").write_text("{}\n" if at_once else '{"prompt": "Train", "answer": "1"}\n')
     said = "it had 35 bytes and now has 3" if at_once else "its content differs"
     where = project / "data" / "*n.jsonl"
-    assert remarks(resumed(run), run) == [f"data.train: {where} is not what the run was begun with: {said}"]
+    assert remarks(resumed(run), run) == [f"data.train: {where} has changed since the run began: {said}"]
 
 
 def test_auto_sees_no_difference_in_another_way_to_the_same_file(
