@@ -48,7 +48,7 @@ else:
 
 
 def _announce_imports() -> None:
-    """Say on stderr what takes the first seconds of a script. A program that shows events has said it."""
+    """Say on stderr that a script's first seconds are imports. A program that shows events says it by itself."""
     if not active():
         sys.stderr.write("podium: importing torch and transformers\n")
         sys.stderr.flush()

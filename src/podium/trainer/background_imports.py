@@ -1,4 +1,4 @@
-"""Imports that a run needs later, made in a thread while the controller waits for its workers."""
+"""Imports what a run needs later in a thread, while the controller waits for its workers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Final
 __all__ = ["LATER", "importing"]
 
 LATER: Final = ("pyarrow.parquet", "pandas", "matplotlib.figure", "matplotlib.backends.backend_agg", "plotext")
-"""What completions are written with (pyarrow imports pandas with its first array), and what curves are drawn with."""
+"""Modules that write completions (pyarrow imports pandas with its first array) and draw curves."""
 
 
 @contextmanager
 def importing(modules: Sequence[str]) -> Iterator[None]:
-    """Import ``modules`` in a thread of its own, one after another. The end of the block waits for the one at work, and
-    leaves out the rest. A module that cannot be imported is left to whoever needs it."""
+    """Import ``modules`` one after another in a thread. The end of the block waits for the current import and skips the
+    rest. A module that cannot be imported is skipped too; the code that needs it raises the error."""
     ended = threading.Event()
 
     def run() -> None:

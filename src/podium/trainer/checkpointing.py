@@ -1,4 +1,4 @@
-"""The checkpoints of a run that goes on: how its workers write them, and how a resumed run loads one."""
+"""The checkpoints of a run: its workers write them, and a resumed run loads one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
 
 
 def write_model(folder: Path, policy: Handle[Policy], template: str | None) -> Path:
-    """Write the policy's model into ``folder``, with its chat template where that is not the tokenizer's own."""
+    """Write the policy's model into ``folder``, and its chat template if this is not the tokenizer's own."""
     aside = folder.with_name(f".{folder.name}.tmp")
     remove(aside)
     policy.save_pretrained(str(aside.absolute()))
@@ -81,7 +81,7 @@ class Saver:
         """
         self.wait()
         text = json.dumps(asdict(state), indent=1)
-        folder = self._checkpoints.folder.absolute()  # a later start removes there what a worker that was killed left
+        folder = self._checkpoints.folder.absolute()  # a later start removes what a killed worker has left there
         with self._telling(state.step):
             folder.mkdir(parents=True, exist_ok=True)
             for copied in [worker.copy_state.submit(str(folder)) for worker in roles.learners.values()]:
@@ -92,7 +92,7 @@ class Saver:
             self._write(state.step, text, roles)
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that could not be written, if there is one. It does not wait."""
+        """Raise the error of a checkpoint that could not be written, if there is one. This does not wait."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -108,8 +108,8 @@ class Saver:
             writing.result()
 
     def close(self) -> None:
-        """End the thread, and remove what a rank went on writing after another one had failed. The workers are closed
-        before, which ends what the thread still waits for."""
+        """End the thread, and remove the files that a rank wrote after another rank had failed. The workers are closed
+        before, so that the thread waits for nothing."""
         self._thread.shutdown()
         with suppress(OSError):  # a later start tries again
             self._checkpoints.tidy()
@@ -127,7 +127,7 @@ class Saver:
 
     @contextmanager
     def _telling(self, step: int) -> Iterator[None]:
-        """Say what went wrong, and from which checkpoint to resume."""
+        """Raise an error of the block as one that also names the checkpoint to resume from."""
         try:
             yield
         except (OSError, CheckpointError, EndpointError) as error:

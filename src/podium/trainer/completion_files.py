@@ -1,6 +1,6 @@
 """The Parquet files that keep a step's completions, with the figures of each token.
 
-The rows of a step are fetched from the workers that hold them some at a time, and written as a chunk of the file.
+The rows of a step are fetched in chunks from the workers that hold them. Each chunk is written as a part of the file.
 
 Legend: B rows (completions), K sampled tokens.
 """
@@ -28,7 +28,7 @@ from podium.trainer.token_texts import TokenTexts
 
 __all__ = ["CompletionsLog", "write_completions"]
 
-_WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be written; prompts count, too
+_WRITTEN_TOKENS: Final = 1 << 16  # tokens of the rows of a chunk, prompts included
 _MISMATCH_STEP: Final = 1e-5  # nats
 _NEEDED: Final = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.FINISH_REASON)  # to write a row
 _IF_THERE: Final = (fields.ROLLOUT_LOGPROBS, fields.KEPT_SIZES)
@@ -49,7 +49,7 @@ class CompletionsLog:
         self._texts: TokenTexts | None = None
 
     def write(self, scored: ScoredBatch, learned: Batch | None, scores: Call[Batch] | None = None) -> None:
-        """Start to write ``scored``, once the step before is written. Raises what the writing of that step raised.
+        """Start to write ``scored`` once the previous step is written. Raises the error of the previous step's writing.
 
         Args:
             learned: The columns ``advantages`` and, where they are known, ``old_logprobs`` of the same rows.
@@ -65,7 +65,7 @@ class CompletionsLog:
         write_completions(self.folder, scored, learned, texts)
 
     def flush(self) -> None:
-        """Wait until everything is written. Raises what the writing raised."""
+        """Wait until everything is written. Raises the error of the writing."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -87,10 +87,10 @@ def write_completions(
     A file of the same step is replaced.
 
     Args:
-        learned: The columns ``advantages`` and ``old_logprobs`` of the same rows, as far as there are such.
-        texts: The texts of the tokens that earlier steps had.
+        learned: The columns ``advantages`` and ``old_logprobs`` of the same rows, if they exist.
+        texts: The texts of the tokens of earlier steps.
     """
-    import pyarrow.parquet as pq  # a third of a second, which a dry run need not wait
+    import pyarrow.parquet as pq  # takes a third of a second, for which a dry run need not wait
 
     path = folder / f"{step_name(scored.step)}.parquet"
     aside = path.with_name(f".{path.name}.tmp")
@@ -153,7 +153,7 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
 
 
 def _session_columns(batch: Batch, said: Sequence[Conversation]) -> dict[str, Any]:
-    """Whose conversation each row is, and what its turns are."""
+    """Return the columns of a session: its number, its agent and its turns."""
     import pyarrow as pa
 
     return {
@@ -168,10 +168,10 @@ def _session_columns(batch: Batch, said: Sequence[Conversation]) -> dict[str, An
 
 
 def _token_values(batch: Batch) -> dict[str, Tensor]:
-    """What is known of each sampled token, by the name of its column: int32 or float32 ``[K]``.
+    """Return the figures of each sampled token by the names of their columns: int32 or float32 ``[K]``.
 
-    Floats are rounded to eight bits of precision, and the mismatch before that to multiples of 1e-5 nats: what is less
-    is a rounding error of float32. Fewer values differ then, and the file is smaller.
+    Floats are rounded to eight bits of precision. The mismatch is first rounded to multiples of 1e-5 nats, because
+    smaller differences are rounding errors of float32. Rounding makes the file smaller, since fewer values differ.
     """
     mask_N = batch.jagged(fields.LOSS_MASK).values.bool()
 
@@ -191,7 +191,7 @@ def _token_values(batch: Batch) -> dict[str, Tensor]:
 
 
 def _means(batch: Batch, tokens: Jagged) -> Sequence[float | None]:
-    """The mean advantage of each row's sampled tokens."""
+    """Return the mean advantage of each row's sampled tokens."""
     if fields.ADVANTAGES not in batch:
         return [None] * len(batch)
     advantages = batch.jagged(fields.ADVANTAGES)

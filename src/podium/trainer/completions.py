@@ -29,7 +29,7 @@ from podium.workers import RewardModel
 
 __all__ = ["ScoredBatch", "version_range"]
 
-_GRADED_TOKENS: Final = 1 << 19  # of the rows whose texts are here together: enough to keep all graders busy
+_GRADED_TOKENS: Final = 1 << 19  # tokens of the rows whose texts are fetched at once: enough for all graders
 _NO_VERSION: Final = -1
 
 
@@ -38,7 +38,7 @@ class ScoredBatch:
     """The completions of one step, which ``collect`` returns and ``learn`` consumes.
 
     Attributes:
-        step: The training step that they are for.
+        step: The training step of these completions.
         batch: The generator's columns for B rows. ``group`` and ``version_range`` are fetched, and ``rewards`` once
             graded; the other tensors are references.
         prompts: The step's prompts. Row i answers prompt ``group[i]``.
@@ -57,9 +57,9 @@ class ScoredBatch:
     def graded(
         self, grader: Grader, data: Sequence[str] = (), reward_model: Handle[RewardModel] | None = None
     ) -> ScoredBatch:
-        """Return this with grades, ``rewards``, the rewards' parts and the columns ``data`` of the data.
+        """Return a copy with grades, ``rewards``, the parts of rewards and the columns ``data`` of the data.
 
-        With ``reward_model`` the reward finds that model's score of a completion in its row, as "model_score".
+        If there is a ``reward_model``, the reward finds its score of a completion in the row, as "model_score".
 
         Raises:
             RewardError: The reward failed.
@@ -80,7 +80,7 @@ class ScoredBatch:
         return replace(self, grades=grades, batch=self.batch.with_columns(columns)).with_data(data)
 
     def with_data(self, names: Sequence[str]) -> ScoredBatch:
-        """Return this with these columns of the data."""
+        """Return a copy with these columns of the data."""
         if not names:
             return self
         rows = [self.prompts[group].example.row for group in self.groups]
@@ -106,7 +106,7 @@ class ScoredBatch:
 
     @staticmethod
     def join(parts: Sequence[ScoredBatch]) -> ScoredBatch:
-        """The graded parts of one step as a whole. A reward's part that only some of them have is NaN in the others."""
+        """Join the graded parts of one step. A part of a reward that only some of them have is NaN in the others."""
         named = sorted({name for part in parts for name in part.batch if name.startswith(fields.PART)})
         nothing = {name: torch.full((1,), math.nan) for name in named}
         batches = [
@@ -120,11 +120,11 @@ class ScoredBatch:
 
     @cached_property
     def groups(self) -> list[int]:
-        """The prompt of each row, as its place in ``prompts``."""
+        """The index in ``prompts`` of each row's prompt."""
         return self.batch.dense(fields.GROUP).tolist()
 
     def versions(self) -> list[tuple[int, int]]:
-        """The oldest and the newest version of the weights that drew each prompt's tokens; [] where it is not known."""
+        """The oldest and the newest version of the weights that sampled each prompt's tokens; [] if it is not known."""
         if fields.VERSION_RANGE not in self.batch:
             return []
         ranges: dict[int, tuple[int, int]] = {}
@@ -135,18 +135,18 @@ class ScoredBatch:
         return [ranges[group] for group in sorted(ranges)]
 
     def oldest_version(self) -> int | None:
-        """The oldest version of the weights that drew a token of these rows; None where it is not known."""
+        """The oldest version of the weights that sampled a token of these rows; None if it is not known."""
         is_sampled = fields.VERSION_RANGE in self.batch and len(self.batch) > 0
         return int(self.batch.dense(fields.VERSION_RANGE)[:, 0].min()) if is_sampled else None
 
     @property
     def firsts(self) -> list[int]:
-        """The first row of each trajectory. A row is a trajectory by itself where the batch does not say more."""
+        """The first row of each trajectory. Each row is a trajectory if the batch has no column that says otherwise."""
         return [row for row in range(len(self.batch)) if self._begins(row)]
 
     @property
     def _lasts(self) -> list[int]:
-        """The last row of each trajectory, which says how it ended."""
+        """The last row of each trajectory, which shows how the trajectory ended."""
         return [row for row in range(len(self.batch)) if row + 1 == len(self.batch) or self._begins(row + 1)]
 
     def _begins(self, row: int) -> bool:
@@ -157,7 +157,7 @@ class ScoredBatch:
     def judged(self) -> list[int]:
         """The rows whose grades are the verdicts: one of each completion, and one of each session of an environment.
 
-        The first agent that spoke stands for its session: the client itself, where it has said anything.
+        A session is represented by its first agent, which is the client itself if the client has sampled anything.
         """
         if fields.SESSION not in self.batch:
             return self.firsts
@@ -216,7 +216,7 @@ class ScoredBatch:
         }
 
     def samples(self, count: int) -> tuple[Sample, ...]:
-        """The first completion of each of the first ``count`` prompts that have one."""
+        """Return the first completion of each of the first ``count`` prompts that have completions."""
         firsts = [row for row, group in enumerate(self.groups) if row == 0 or group != self.groups[row - 1]][:count]
         samples: list[Sample] = []
         for row in firsts:
@@ -226,7 +226,7 @@ class ScoredBatch:
         return tuple(samples)
 
     def with_rows(self, rows: Sequence[int]) -> ScoredBatch:
-        """Only these rows."""
+        """Return a copy with these rows only."""
         grades = None if self.grades is None else [self.grades[row] for row in rows]
         return replace(self, batch=self.batch.take(list(rows)), grades=grades)
 
@@ -235,15 +235,16 @@ class ScoredBatch:
         return _chunks(self.batch.jagged(fields.TOKENS).offsets, most)
 
     def texts(self, rows: range) -> list[str]:
-        """What the policy wrote in these rows."""
+        """Return the texts that the policy wrote in these rows."""
         columns = (fields.TEXT,) if fields.TEXT in self.batch else (fields.TOKENS, fields.LOSS_MASK)
         return completion_texts(self.batch.select(*columns).slice(rows.start, rows.stop), self.tokenizer)
 
 
 def version_range(batch: Batch) -> Tensor:
-    """The column ``version_range`` of a batch that lacks it, from the version of each token: int64 ``[B, 2]``.
+    """Compute the column ``version_range`` of a batch from the version of each token: int64 ``[B, 2]``.
 
-    A row without a sampled token counts as drawn by the newest. The tokens are here for some rows at a time.
+    A row without a sampled token counts as sampled by the newest weights. The tokens are fetched for a few rows at a
+    time.
     """
     tokens, ends = batch.select(fields.VERSIONS, fields.LOSS_MASK), []
     for rows in _chunks(batch.jagged(fields.VERSIONS).offsets, _GRADED_TOKENS):

@@ -1,4 +1,4 @@
-"""What was said in each row of an environment's sessions, turn by turn, for people to read."""
+"""The text of each row of an environment's sessions, turn by turn, for people to read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ __all__ = ["Conversation", "conversations"]
 
 @dataclass
 class Conversation:
-    """One row as turns. A turn is what the model read since the turn before, and what it then said.
+    """One row as turns. A turn consists of the text that the model read since the turn before, and of the model's
+    answer.
 
     Attributes:
         text: The whole row, special tokens included.
-        read: By turn, what the model read, special tokens included.
-        said: By turn, what it said, without special tokens.
-        tokens: By turn, how many tokens it sampled.
+        read: By turn, the text that the model read, special tokens included.
+        said: By turn, the model's answer, without special tokens.
+        tokens: By turn, the number of sampled tokens.
         rewards: By turn, the reward that its last token carries.
-        lengths: By sampled token of all turns, how many characters of ``said`` it wrote; None where one turn's text is
-            not what its tokens say.
+        lengths: For each sampled token of all turns, the number of characters of ``said`` that it wrote; None if the
+            text of a turn differs from the texts of its tokens.
     """
 
     text: str = ""
@@ -37,7 +38,7 @@ class Conversation:
 
 
 def conversations(batch: Batch, tokenizer: PreTrainedTokenizerBase, texts: TokenTexts) -> list[Conversation]:
-    """The conversations of ``batch``, from ``tokens``, ``turn`` and ``token_rewards``, which are here."""
+    """Return the conversations of ``batch``, whose ``tokens``, ``turn`` and ``token_rewards`` are in this process."""
     tokens, turns, rewards = (
         [row.tolist() for row in batch.jagged(name).unbind()]
         for name in (fields.TOKENS, fields.TURN, fields.TOKEN_REWARDS)

@@ -48,9 +48,9 @@ def score_held_out(
 ) -> Evaluation:
     """Score one completion of each of ``prompts`` with the generator's current weights.
 
-    Completions are drawn at ``config.eval.temperature``, from the whole distribution, with the same seeds every time.
-    The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``. With
-    ``sessions`` each prompt is the task of an environment's session; a session that fails counts as not correct.
+    Completions are sampled at ``config.eval.temperature`` from the whole distribution, with the same seeds every time.
+    The report has the first three, and a Parquet file in the directory ``keep`` has all of them. With ``sessions``,
+    each prompt is the task of a session of the environment. A session that fails counts as not correct.
 
     Raises:
         NoRowsError: All sessions of an evaluation before the first step failed.
@@ -61,7 +61,7 @@ def score_held_out(
         try:
             batch, _ = sessions.live(prompts, seeds, sampling, step, training=False)
         except NoRowsError as error:
-            if not step:  # the first evaluation finds what never works
+            if not step:  # if the first evaluation fails, no later one will work
                 raise
             emit(Note(f"{error}\nAll items of this evaluation count as not correct, and the run continues"))
             return Evaluation(step=step, correct=0, items=len(prompts), reward_mean=0.0)
@@ -129,7 +129,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
 def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable[[str, int], list[str]]]:
     """Yield a function that takes a prompt and a number, which varies the seed, and returns ``sampling.n`` completions.
 
-    The prompt is written as ``config.data`` says: system prompt, chat template, longest length.
+    ``config.data`` says how the prompt is written: system prompt, chat template, and longest length.
     """
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)

@@ -1,4 +1,4 @@
-"""The generators of a run: what they draw, how they get new weights, and what happens when one is lost.
+"""The generators of a run: how they sample, how they get new weights, and what happens when one is lost.
 
     generate   a whole batch, cut into a share for each generator              sync, one_step_off, evaluation
     draw       parts of a few prompts, each given to the generator that        asynchronous
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Generators", "parts_of"]
 
-_MOST_PARTS: Final = 24  # of one generator; each takes one of the 32 threads for concurrent calls
+_MOST_PARTS: Final = 24  # parts of one generator; each takes one of the 32 threads for concurrent calls
 _MOST_KEPT: Final = 64  # parts that one call copies
 _AHEAD: Final = 5  # times as many completions as a generator draws at the same time
 
@@ -45,8 +45,8 @@ _AHEAD: Final = 5  # times as many completions as a generator draws at the same 
 def parts_of(max_sequences: int, n: int) -> tuple[int, int]:
     """The number of prompts in a part, and the most parts of a generator that draws ``max_sequences`` at a time.
 
-    A part lasts until its longest completion, while the others have ended long before. So a generator has several times
-    as many completions as it draws at the same time (``bench/async.py`` shows what fewer cost).
+    A part ends with its longest completion, and the others have ended long before. Therefore a generator gets several
+    times as many completions as it samples at the same time (``bench/async.py`` measures the cost of fewer).
     """
     size = max(1, -(-_AHEAD * max_sequences // (_MOST_PARTS * n)))
     return size, max(2, -(-_AHEAD * max_sequences // (size * n)))
@@ -54,7 +54,7 @@ def parts_of(max_sequences: int, n: int) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class _Part:
-    """A few prompts that one call draws."""
+    """A few prompts whose completions are sampled by one call."""
 
     step: int
     prompts: Batch
@@ -69,19 +69,20 @@ class Generators:
     """The generators, as one.
 
     Args:
-        handles: Groups that draw independently.
-        weight_sync: The way by which they get weights.
+        handles: Groups that sample independently.
+        weight_sync: The transport by which they get weights.
         losses: How often a generator may be lost.
-        apart: Whether their processes hold nothing that is learned, so that they can be restarted alone.
-        keeper: What copies drawn tensors to other processes, so that they outlive the generator.
-        capacity: The most parts that a generator draws at the same time.
-        timeout_s: The deadline of a part, which also waits behind others. None means that of a generator's calls.
-        journals: Directory of their journals, or None where completions are not continued.
+        apart: Whether their processes hold no trained role, so that they can be restarted alone.
+        keeper: The handle that copies sampled tensors to other processes, so that they outlive the generator.
+        capacity: The most parts that a generator samples at the same time.
+        timeout_s: The deadline of a part, which includes its wait for other parts. None means the deadline of a
+            generator's calls.
+        journals: Directory of their journals; None if completions are not continued.
 
     Attributes:
-        changing: Held while the policy's weights change, until the generators have them.
-        returned: Called with the number of a generator that was restarted and has the current weights.
-        left_out: Called with the number of a generator without which the run goes on.
+        changing: A lock that is held while the policy's weights change, until the generators have the new ones.
+        returned: Function that is called with the number of a generator that was restarted and has the current weights.
+        left_out: Function that is called with the number of a generator that is left out of the run.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Generators:
         self._thread: threading.Thread | None = None
         self._opening = threading.Lock()  # guards the two lines above and the next one
         self._closed = False
-        self._gone: set[int] = set()  # the generators without which the run goes on
+        self._gone: set[int] = set()  # the generators that are left out of the run
         self._queue = RolloutQueue[_Part](capacity)  # what follows belongs to the thread
         for number in range(len(handles)):
             self._queue.admit(number)
@@ -127,7 +128,7 @@ class Generators:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Draw no more. What is in flight fails, and a generator that is lost from now on stays lost."""
+        """Stop sampling. Calls in flight fail, and a generator that is lost from now on is not restarted."""
         with self._opening:
             self._closed = True
             self._todo.put(None)
@@ -164,11 +165,11 @@ class Generators:
 
     @contextmanager
     def _collect_answer(self, number: int) -> Iterator[Handle[Generator]]:
-        """Give a generator, which nobody begins to restart during the block.
+        """Yield a generator whose restart cannot begin during the block.
 
         Raises:
-            PodiumError: It is being restarted. A new process has the weights of the model's file, and would draw from
-                them before it gets the current ones.
+            PodiumError: The generator is being restarted. A new process has the weights of the model's file, and would
+                sample from them before it gets the current ones.
         """
         handle = self._handles[number]
         with self._asking[number]:
@@ -177,7 +178,8 @@ class Generators:
             yield handle
 
     def _answer(self, number: int, prompts: Batch, sampling: SamplingParams, asked: _Asked, continued: bool) -> Batch:
-        """Wait for the completions. They are drawn again after a loss of the generator, or of one beside it."""
+        """Wait for the completions. They are sampled again after the loss of this generator, or of one that interrupted
+        it."""
         begun = ""
         while True:
             begun = asked.journal or begun
@@ -195,7 +197,7 @@ class Generators:
                 asked = self._ask(number, prompts.with_meta(begun=begun) if begun else prompts, sampling, continued)
 
     def _restart_or_leave_out(self, number: int, error: PodiumError) -> int:
-        """Return the generator that is asked now: this one, or another one where this one cannot be restarted."""
+        """Restart a generator and return it. If it cannot be restarted, leave it out and return another one."""
         try:
             self._restart(number, error)
         except RunLost as failed:
@@ -215,14 +217,14 @@ class Generators:
             self.left_out(number)
 
     def _journal(self, number: int) -> str:
-        """The file of the generator's present processes; "" where there is none."""
+        """Return the journal of the generator's current processes; "" if there is none."""
         name = f"generator-{number}.{self._restarts[number]}.jsonl"
         return "" if self._journals is None else str(self._journals / name)
 
     # -- new weights -----------------------------------------------------------------------------------------------
 
     def sync_weights(self, version: int) -> None:
-        """Send the policy's weights as ``version``. A generator that is lost gets them after its restart.
+        """Send the policy's weights as ``version``. A generator that is lost gets these weights after its restart.
 
         Raises:
             PodiumError: Weights could not be sent, and no generator was lost that can be restarted.
@@ -246,31 +248,33 @@ class Generators:
             self._todo.put(partial(self._lose, number, lost))
 
     def _is_interrupted(self, sent_s: float) -> bool:
-        """Whether a sync that failed, or fails right now, may have ended a call that was sent at ``sent_s``."""
+        """Whether a failed or failing sync may have ended a call that was sent at ``sent_s``."""
         return self._apart and not self._closed and (self._syncing or self._interrupted_s >= sent_s)
 
     def _is_lost(self, number: int) -> bool:
-        """Whether a generator is lost, or not yet back."""
+        """Whether a generator is lost, or is being restarted."""
         calls = self._handles[number].group.processes.calls
         return bool(calls.lost or calls.broken) or number in self._coming
 
     # -- a generator that is lost ----------------------------------------------------------------------------------
 
     def _is_restartable(self, number: int, processes: Sequence[int]) -> bool:
-        """Whether a call to ``processes`` failed because one of them was lost, and nothing that is learned with it."""
+        """Whether a call to ``processes`` failed because one of them was lost, and these processes hold no trained
+        role."""
         was_lost = self._is_lost(number) or self._handles[number].group.pids != processes
         return self._apart and not self._closed and was_lost
 
     def _restart(self, number: int, error: PodiumError) -> None:
         """Restart a generator that is lost, and give it the current weights.
 
-        If another thread does so, this waits until it has the weights. ``error`` is raised where too much was lost.
+        If another thread is restarting it, this call waits until the generator has the weights. ``error`` is raised if
+        too many generators were lost.
 
         Raises:
-            RunLost: It cannot be restarted where it was. A run that is resumed places all roles anew.
+            RunLost: The generator cannot be restarted in its place. When the run is resumed, all roles are placed anew.
         """
         with self._restarting[number]:
-            while self._is_lost(number):  # it may be lost again before it has the weights
+            while self._is_lost(number):  # the generator may be lost again before it has the weights
                 lost = self._restart_once(number, error)
                 if lost is not None:
                     error = lost
@@ -303,7 +307,8 @@ class Generators:
         return None
 
     def revive(self) -> None:
-        """Restart generators that are lost while nobody waits for what they draw: sessions ask them by themselves."""
+        """Restart generators that are lost while no call of this object waits for them, because sessions ask them
+        directly."""
         with self._opening:
             if self._closed:
                 return
@@ -316,9 +321,9 @@ class Generators:
     # -- parts of a few prompts ------------------------------------------------------------------------------------
 
     def draw(self, step: int, prompts: Sequence[Batch], sampling: SamplingParams) -> list[Future[Batch]]:
-        """Draw the completions of each of these parts, for ``step``. Parts of earlier steps come first.
+        """Sample the completions of each of these parts for ``step``. Parts of earlier steps come first.
 
-        A future has the part's batch as soon as its last completion is drawn. Its tensors are references.
+        A future gets the part's batch as soon as its last completion ends. The tensors are references.
         """
         parts = [_Part(step, prompt, sampling) for prompt in prompts]
         with self._opening:
@@ -334,7 +339,7 @@ class Generators:
             self._thread.start()
 
     def _run(self) -> None:
-        """The thread that alone uses the queue. It sends what is due after each thing that it does."""
+        """Run the thread that alone uses the queue. After each message it sends the parts that are due."""
         while (do := self._todo.get()) is not None:
             try:
                 do()
@@ -369,7 +374,7 @@ class Generators:
         call.when_done(lambda: self._todo.put(partial(self._end, number, part, call)))
 
     def _end(self, number: int, part: _Part, call: Call[Batch]) -> None:
-        """Take in how a call ended."""
+        """Process the end of a call."""
         self._queue.finished(number)
         try:
             batch = call.result()
@@ -382,7 +387,7 @@ class Generators:
             self._ended.append((number, part, batch))
 
     def _keep(self) -> None:
-        """Copy what was drawn since the last time to other processes, in one call."""
+        """Copy to other processes, in one call, what was sampled since the last copy."""
         ended, self._ended = self._ended[:_MOST_KEPT], self._ended[_MOST_KEPT:]
         joined = Batch.concat([batch for *_, batch in ended]) if len(ended) > 1 else ended[0][2]
         try:
@@ -415,7 +420,7 @@ class Generators:
                 part.drawn.set_result(drawn)
 
     def _find_failed_part(self, number: int, part: _Part, error: Exception) -> None:
-        """Let a part wait again if its generator was lost, or if the loss of another one interrupted it."""
+        """Return a part to the queue if its generator was lost, or if the loss of another generator interrupted it."""
         again = partial(self._queue.add, part.step, part, first=True)
         if part not in self._in_flight:
             return
@@ -434,7 +439,7 @@ class Generators:
             self._todo.put(do)
 
     def _lose(self, number: int, error: PodiumError) -> None:
-        """Restart a generator beside the others, which go on."""
+        """Restart a generator while the others continue."""
         if number in self._away or not self._is_lost(number) or self._closed:
             return
         self._away.add(number)
@@ -454,7 +459,8 @@ class Generators:
         self._queue.admit(number)
 
     def _give_up(self, number: int, error: Exception) -> None:
-        """Go on without a generator for which there is no room, if another one draws. Otherwise fail what waits."""
+        """Leave out a generator for which there is no room, if another generator is left. Otherwise fail all waiting
+        parts."""
         others = (self._queue.open | self._away) - self._gone - {number}
         if others and isinstance(error, RunLost):
             self._leave_out(number, error, len(others))
@@ -462,7 +468,7 @@ class Generators:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Fail all parts, and those that are yet to come."""
+        """Fail all parts, and all later ones."""
         self._failed = error
         self._queue.clear()
         self._ended.clear()
@@ -474,7 +480,7 @@ class Generators:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A call for a generator's share of a batch, or why it could not be submitted."""
+    """A call for a generator's share of a batch, or the error with which its submission failed."""
 
     call: Call[Batch] | PodiumError
     processes: Sequence[int]

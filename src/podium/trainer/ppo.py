@@ -1,4 +1,4 @@
-"""One training step of GRPO, PPO and their kin.
+"""One training step of GRPO, PPO and similar algorithms.
 
     collect   take prompts ─▶ generate, or live in an environment ─▶ grade                   generator or rollout,
                                                                                              grader
@@ -50,7 +50,7 @@ KL_COEF: Final = "policy/kl_coef"
 NOTED_MISMATCH: Final = 0.05  # nats a token; bfloat16 alone makes 0.007
 _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
 
-_FLAT_STEPS: Final = (5, 50, 500)  # in a row, after which a note says that nothing is learned
+_FLAT_STEPS: Final = (5, 50, 500)  # steps in a row, after which a note says that nothing is learned
 _MISMATCH_REMEDY: Final = (
     "Try engine.name = transformers, parallel.batching = padded, or one data type for both (model.dtype, engine.dtype, "
     "parallel.precision). With a schedule that runs ahead, older weights count too"
@@ -80,26 +80,29 @@ _IN_PARTS: Final = "podium_in_parts"
 
 
 def in_parts(stage: F) -> F:
-    """Declare that a subclass's own ``score`` takes a few prompts of a step at a time, or that ``draw`` draws in parts
-    what its own ``generate`` draws. A stage without this decorator gets the whole step.
+    """Declare that a subclass's ``score`` takes a few prompts of a step at a time, or that its ``draw`` returns in
+    parts what its ``generate`` returns at once. A stage without this decorator gets the whole step.
 
-    Where the schedule declares ``side_by_side``, the completions of a prompt are then graded while others are drawn.
+    If the schedule declares ``side_by_side``, the completions of a prompt are then graded while others are being
+    sampled.
     """
     setattr(stage, _IN_PARTS, True)
     return stage
 
 
 class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
-    """Trains a policy by reinforcement: GRPO and its kin, or PPO where the advantage estimator reads a critic.
+    """Trains a policy by reinforcement learning: GRPO and similar algorithms, or PPO if the advantage estimator reads a
+    critic.
 
     >>> PPOTrainer(GRPOConfig(model=..., data=...), cluster="local").fit().accuracy_after  # doctest: +SKIP
 
     Args:
         config: A :class:`GRPOConfig` or :class:`PPOConfig`.
         cluster: The name of a backend to connect to for this run, or a connected cluster, which stays open.
-        backend_options: Options of :func:`podium.connect` where ``cluster`` is a name, such as ``{"address": "auto"}``.
-        workers: A class for any role ("policy", "reference", "critic", "reward", "estimator", "generator") in place of
-            the role's own. It gets the arguments of the role's own class. ``Mine.bind(...)`` gets only its own.
+        backend_options: Options of :func:`podium.connect` if ``cluster`` is a name, such as ``{"address": "auto"}``.
+        workers: Classes that replace those of roles ("policy", "reference", "critic", "reward", "estimator",
+            "generator"). A class gets the arguments of the class that it replaces. ``Mine.bind(...)`` gets only its own
+            arguments.
         reward: A function to use in place of ``config.reward.name``.
         show: Whether the terminal shows progress.
         report: Whether, with ``show``, a summary of the run is printed when it ends.
@@ -141,15 +144,15 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                     graded.append(self._graders.submit(self.score, batches[-1], prompts, step))
                     for over in graded:
                         if over.done():
-                            over.result()  # an error of the reward need not wait for the rest
+                            over.result()  # after an error of the reward, the rest is not waited for
             with stage("score"):
                 for over in as_completed(graded):
-                    over.result()  # the first error, whichever part has it
+                    over.result()  # the first error of any part
                 parts = [part.result() for part in graded]
         return ScoredBatch.join(sorted(parts, key=lambda part: part.groups[0]))
 
     def collect_sessions(self, sessions: Sessions, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
-        """Live ``sampling.n`` sessions of each prompt's task. Prompts all of whose sessions failed are dropped."""
+        """Run ``sampling.n`` sessions for each prompt's task. A prompt is dropped if all of its sessions failed."""
         stage = partial(self.clock.stage, step=step, half="collect")
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
         with stage("rollout"):
@@ -179,7 +182,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         step, batch = scored.step, scored.batch
         self.check_staleness(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
-        if self.config.run.staleness == 0:  # the generators draw nothing while the policy learns
+        if self.config.run.staleness == 0:  # the generators sample nothing while the policy learns
             self.rest(*self.run.roles.generators)
         with stage("logprobs"):
             batch = self.logprobs(batch)
@@ -209,7 +212,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             return metrics
 
     def _watch_signal(self, metrics: Mapping[str, float], step: int) -> None:
-        """Say so where several steps in a row had no two completions of a prompt with different rewards."""
+        """Emit a note if, for several steps in a row, all completions of each prompt had the same reward."""
         flat = metrics.get(names.FLAT_GROUPS) == 1.0 or metrics.get(names.REWARD_STD) == 0.0
         self._flat_steps = self._flat_steps + 1 if flat else 0
         if self._flat_steps not in _FLAT_STEPS:
@@ -230,14 +233,14 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         )
 
     def keep(self, scored: ScoredBatch, batch: Batch) -> None:
-        """Start to write the step's completions, with what is known of their tokens."""
+        """Start to write the step's completions with the figures of their tokens."""
         scores = None
         if fields.OLD_LOGPROBS not in batch and hasattr(self.run.roles.policy, "update_logprobs"):
             scores = self.run.roles.policy.update_logprobs.submit(_select(batch, _ROW_INPUTS))
         self.completions.write(scored, _select(batch, _KEPT), scores)
 
     def rest(self, *roles: Handle[Any] | None, **how: bool) -> None:
-        """Let roles leave their devices until they are needed, as far as ``parallel.offload`` says."""
+        """Let roles leave their devices until they are needed, if ``parallel.offload`` says so."""
         if self.config.parallel.offload != "none":
             for call in [role.rest.submit(**how) for role in roles if role is not None]:
                 call.result()
@@ -255,7 +258,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return self.drawing.generate(prompt_batch(prompts, seeds), self.run.data.sampling, continued=True)
 
     def draw(self, prompts: Sequence[Prompt], step: int) -> list[Future[Batch]]:
-        """As ``generate``, in parts of a few prompts, each of which is there as soon as its last completion is."""
+        """As ``generate``, in parts of a few prompts. A part is returned as soon as its last completion ends."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
         joined, (size, _) = (
             prompt_batch(prompts, seeds),
@@ -266,7 +269,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     @in_parts
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
-        """Grade completions of a step, all of them or those of some prompts; ``prompts`` are all of the step."""
+        """Grade all completions of a step, or those of some prompts. ``prompts`` are all prompts of the step."""
         ungraded = self._select_ungraded(batch, prompts, step)
         places = sorted({*ungraded.groups})
         self.ledger.move(step, "rolled_out", places, versions=ungraded.versions())
@@ -284,7 +287,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     @contextmanager
     def _keep_if_not_graded(self, drawn: Sequence[Batch], prompts: Sequence[Prompt], step: int) -> Iterator[None]:
-        """Write what was drawn, if the reward fails in the block, before the error ends the run."""
+        """If the reward fails in the block, write the completions before the error ends the run."""
         try:
             yield
         except RewardError:
@@ -307,14 +310,14 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def values(self, batch: Batch) -> Batch:
         """Add the critic's value before each token, and after the last one of completions that were cut off.
 
-        A session that is over does not go on, for whatever reason it ended, so there is no value after it.
+        A session has ended for good, whatever the reason, so there is no value after it.
         """
         critic = self.run.roles.critic
         ended = () if self.run.sessions is not None else (fields.FINISH_REASON,)
         return batch if critic is None else batch.merge(critic.values(_select(batch, _VALUE_INPUTS + ended)))
 
     def advantages(self, batch: Batch) -> Batch:
-        """Add advantages, and with a critic returns, from rewards and the KL that counts as one."""
+        """Add advantages from the rewards, which may include a KL penalty. With a critic, add returns too."""
         needed = (*_ADVANTAGE_INPUTS, *self._declared.columns)
         needed += _KL_INPUTS if self.config.algorithm.kl_in == "reward" else ()
         needed += tuple(name for name in batch if name.startswith((fields.PART, fields.DATA)))
@@ -338,11 +341,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return updates + [call.result() for call in pending]
 
     def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
-        """Cut the step's rows in the order in which they train; the weights of a minibatch are made over all of it."""
+        """Cut the step's rows into minibatches, in training order. Token weights are computed over a whole
+        minibatch."""
         algorithm, rows = self.config.algorithm, len(batch)
         parts = min(
             algorithm.minibatches, max(1, rows // self.run.roles.policy.group.world_size)
-        )  # an environment may give few rows
+        )  # sessions of an environment may give few rows
         ends = [rows * part // parts for part in range(parts + 1)]
         batch = batch.with_meta(max_new_tokens=self.run.data.sampling.max_new_tokens)
         for epoch in range(algorithm.epochs):
@@ -351,20 +355,20 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 yield batch if parts == 1 else batch.take(order[start:end])
 
     def describe(self, scored: ScoredBatch, batch: Batch) -> dict[str, float]:
-        """Metrics of a step's completions; ``batch`` has their columns from before the update."""
+        """Return metrics of a step's completions. ``batch`` has their columns from before the update."""
         needed = (*_FIGURE_INPUTS, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
         # Without old log-probabilities the update itself reports the mismatch, since no policy has moved yet.
         return {**scored.figures, **scored.metrics(), **self.estimator.describe(_select(batch, needed))}
 
     def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """The step's metrics. Also moves the coefficient of the KL to its next value."""
+        """Return the step's metrics, and update the coefficient of the KL."""
         metrics = {**join_updates(updates), **figures}
         metrics[KL_COEF] = self.kl.coef
         self.kl = self.kl.next(metrics.get(names.KL, 0.0))
         return metrics
 
     def check_staleness(self, scored: ScoredBatch) -> None:
-        """Check that no token is from older weights than the schedule allows. Raises PodiumError for one that is."""
+        """Raise PodiumError if a token was sampled by older weights than the schedule allows."""
         bound, oldest = self.config.run.staleness, scored.oldest_version()
         if bound is not None and oldest is not None and scored.step - 1 - oldest > bound:
             raise PodiumError(
@@ -374,7 +378,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             )
 
     def check_mismatch(self, metrics: Mapping[str, float], step: int) -> None:
-        """Compare the generator's log-probabilities of the step's tokens with the trainer's, for new weights each time.
+        """Compare the generator's log-probabilities of the step's tokens with the trainer's. Done at each step, since
+        weights change.
 
         Raises:
             PodiumError: They differ by more than ``algorithm.max_mismatch``.
@@ -397,7 +402,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     @property
     def _whole_stages(self) -> list[str]:
-        """The stages that get all completions of a step together."""
+        """The stages that get all completions of a step at once."""
         return [stage.__qualname__ for stage in (self.generate, self.score) if not hasattr(stage, _IN_PARTS)]
 
     @property
@@ -463,7 +468,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:
         self._graders = ThreadPoolExecutor(4, thread_name_prefix="grade")
-        stack.callback(self._graders.shutdown)  # after the workers, whose end ends a score that waits for one
+        # after the workers, whose end also ends a reward that waits for a worker
+        stack.callback(self._graders.shutdown)
         run = super().prepare(stack, lasting, before)
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(run.directory.completions))
@@ -497,7 +503,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
 
 def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of a step's optimizer steps: the mean of each, or the largest of maxima and counts."""
+    """Join the metrics of a step's optimizer steps: means, and for maxima and counts the largest value."""
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]

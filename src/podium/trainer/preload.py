@@ -1,4 +1,4 @@
-"""The modules that worker processes need, by name, so that they can be imported there before they are imported here.
+"""Names of the modules that worker processes need, so that these processes can import them before the controller does.
 
 The controller needs transformers' tokenizers and configurations only. The modules of Podium's roles, which it imports
 too, therefore import no model classes, no FSDP and no distributed checkpoints by themselves. Worker processes need

@@ -1,6 +1,6 @@
-"""The data of a run, encoded once, and the seeds of what is drawn.
+"""The data of a run, encoded once, and the seeds of completions and orders.
 
-What is drawn depends on the run's seed, the step and the place, never on what was drawn before.
+A random number depends on the run's seed, the step and its place in the step, and never on earlier random numbers.
 
 Legend: P prompts, n completions a prompt.
 """
@@ -36,12 +36,12 @@ class Prompt:
 
     @cached_property
     def text(self) -> str:
-        """The text that the token ids decode to. Only whoever shows or stores the prompt needs it."""
+        """The decoded text of the token ids, for showing and storing the prompt."""
         return str(self.decode(self.token_ids.tolist()))
 
     @property
     def shown(self) -> str:
-        """The prompt for a person: its own text, or what each turn of the conversation says, without the template."""
+        """The prompt for people: its text, or the turns of the conversation without the template."""
         prompt = self.example.prompt
         if isinstance(prompt, str):
             return prompt
@@ -51,7 +51,7 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """Prompts whose token ids lie in one array. Each :class:`Prompt` is made when it is asked for."""
+    """Prompts whose token ids are in one array. Each :class:`Prompt` is made on access."""
 
     def __init__(
         self, examples: Sequence[Example], encoded: EncodedPrompts, tokenizer: PreTrainedTokenizerBase
@@ -71,7 +71,7 @@ class Prompts(Sequence[Prompt]):
 
 
 def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:
-    """The batch that a generator takes, which asks for texts beside the tokens. Prompt i is group i.
+    """Return the batch for a generator, which asks for texts in addition to tokens. Prompt i is group i.
 
     Args:
         prompts: P prompts.
@@ -111,13 +111,14 @@ def encode_rows(
 
 
 def completion_seeds(seed: int, step: int | None, prompts: int, n: int) -> Tensor:
-    """One seed a completion of a step, int64 ``[prompts, n]``; ``step`` None is evaluation, the same at every step."""
+    """Return a seed for each completion of a step: int64 ``[prompts, n]``. ``step`` None means an evaluation, whose
+    seeds are always the same."""
     generator = _generator(seed, _EVALUATION if step is None else step, 0)
     return torch.from_numpy(generator.integers(0, 2**63 - 1, size=(prompts, n), dtype=np.int64))
 
 
 def row_order(seed: int, step: int, epoch: int, rows: int) -> Tensor:
-    """The order in which an epoch goes through a step's rows, int64 ``[rows]``."""
+    """Return the order in which an epoch trains on a step's rows: int64 ``[rows]``."""
     return torch.from_numpy(_generator(seed, step, 1 + epoch).permutation(rows))
 
 

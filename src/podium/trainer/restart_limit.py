@@ -1,4 +1,4 @@
-"""How often a run goes on after it has lost a worker process, and what it says of that.
+"""Limits how often a run continues after the loss of a worker process, and describes the losses.
 
 a generator with processes of its own   it is restarted and gets the current weights (podium.trainer.generators)
 any other worker                        all workers are closed, and the run is resumed from its latest checkpoint
@@ -16,7 +16,7 @@ WINDOW_S: Final = 3600.0
 
 
 class RunLost(Exception):
-    """A run has lost a worker that holds what it has learned since the latest checkpoint."""
+    """A run has lost a worker, and with it all that was learned since the latest checkpoint."""
 
 
 class Losses:
@@ -31,13 +31,13 @@ class Losses:
         self._found: dict[str, list[tuple[float, str]]] = {}
 
     def add(self, causes: Sequence[str], error: PodiumError, of: str = "") -> str:
-        """Count a loss, which showed as ``error``. Returns the cause with the number of the loss.
+        """Count a loss that caused ``error``. Returns the cause with the number of the loss.
 
-        Each generator that is restarted alone is counted for itself, under its name ``of``.
+        Generators that are restarted alone are counted separately, each under its name ``of``.
 
         Raises:
             LostTooOften: The run has lost too many workers. The message lists the losses, the first one first.
-            PodiumError: It is ``error`` itself where the run was not to go on at all.
+            PodiumError: ``error`` itself, if the run must not continue after any loss.
         """
         now, cause = time.monotonic(), "; ".join(causes)
         losses = [(at, cause) for at, cause in self._found.get(of, ()) if now - at < WINDOW_S]

@@ -55,7 +55,7 @@ _ROLES: Final[Mapping[str, type[Worker]]] = {
 }
 
 RoleWorkers = Mapping[str, type[Worker] | Bound[Any]]
-"""By role, a user's own class, or ``MyPolicy.bind(...)`` where its constructor takes other arguments."""
+"""By role, a user's own class, or ``MyPolicy.bind(...)`` if its constructor takes other arguments."""
 
 
 class InferenceRoles(NamedTuple):
@@ -68,7 +68,7 @@ class InferenceRoles(NamedTuple):
 
 @dataclass(frozen=True)
 class Roles:
-    """Handles of the roles of one run, and the way in which weights reach the generator."""
+    """Handles of the roles of one run, and the weight sync to the generator."""
 
     policy: Handle[Policy]
     generators: tuple[Handle[Generator], ...] = ()
@@ -81,7 +81,7 @@ class Roles:
 
     @property
     def learners(self) -> dict[str, Handle[Learner]]:
-        """The roles that are trained and have checkpoints, by name."""
+        """The trained roles, which have checkpoints, by name."""
         learners: dict[str, Handle[Learner]] = {"policy": self.policy}
         if self.critic is not None:
             learners["critic"] = self.critic
@@ -97,18 +97,19 @@ class Roles:
 
     @property
     def generators_are_apart(self) -> bool:
-        """Whether the generators' processes hold no other role, so that they can be restarted alone."""
+        """Whether the generators' processes hold no other role. Then they can be restarted alone."""
         return not any(handle.group.shares_processes_with for handle in self.generators)
 
     @property
     def workers(self) -> dict[str, Handle[Any]]:
-        """The handles of the roles that there are, by the name of their group."""
+        """The handles of all roles of the run, by the names of their groups."""
         handles = {role: handle for role in _ROLES if (handle := getattr(self, role, None)) is not None}
         return handles | {handle.group.name: handle for handle in self.generators}
 
     @property
     def asked_generators(self) -> tuple[Handle[Generator], ...]:
-        """The generators that the rollout workers ask by HTTP; () where these have a generator in their processes."""
+        """The generators that the rollout workers ask by HTTP; () if the rollout workers have a generator in their
+        processes."""
         return () if any(stand_together(self.rollout, handle) for handle in self.generators) else self.generators
 
     def check_parameters(self) -> None:
@@ -138,13 +139,13 @@ class Roles:
                 emit(Note(f"{skipped} of the {steps} optimizer steps of the {role} were skipped: {why}"))
 
     def _progress(self) -> dict[str, list[Progress]]:
-        """By trained role, the progress of each rank."""
+        """Return the progress of each rank, by trained role."""
         calls = {role: worker.progress.submit() for role, worker in self.learners.items()}
         return {role: call.result() for role, call in calls.items()}
 
 
 def stand_together(first: Handle[Any] | None, second: Handle[Any]) -> bool:
-    """Whether two roles share their processes."""
+    """Whether two roles share their worker processes."""
     return first is not None and first.group.processes is second.group.processes
 
 
@@ -173,7 +174,7 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
 
 
 def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig) -> None:
-    """Check that a class of the user's own has the endpoints that a run like this asks it for, and others may not.
+    """Check that a user's own class has the endpoints that this run calls, since not all runs call them.
 
     Raises:
         ConfigError: It lacks one. The message says which, and what to do.
@@ -202,7 +203,7 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
 def start_roles(
     cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None, traces: Path | None = None
 ) -> Iterator[Roles]:
-    """Start every role where ``config.placement`` puts it, and end them with the block.
+    """Start each role where ``config.placement`` puts it. The end of the block ends the roles.
 
     Args:
         traces: Directory for the calls that ``config.run.profile`` records.
@@ -232,7 +233,8 @@ def start_roles(
 
 @contextmanager
 def start_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[InferenceRoles]:
-    """Start a generator with its own model, and the other roles of a run without training; end them with the block."""
+    """Start a generator with its own model, and the other roles of a run without training. The end of the block ends
+    them."""
     bound = {role: _ROLES[role].bind(**_inference_arguments(role, config)) for role in config.roles}
     with _start_workers(cluster, config, bound) as (started, (generator,)):
         yield InferenceRoles(generator, started.get("reward"), started.get("rollout"))
@@ -255,7 +257,7 @@ def _start_workers(
     ranks = [count for _, count in config.processes]
     started: dict[str, Any] = {}
     generators: list[Handle[Generator]] = []
-    parts: dict[tuple[str, ...], list[Any]] = {}  # by the roles that share processes, a handle of each set of these
+    parts: dict[tuple[str, ...], list[Any]] = {}  # for each set of processes, the names of its roles, and a handle
     with ExitStack() as stack:
         pool = stack.enter_context(reserve_places(cluster, sum(ranks), config.placement))
         places = dict(zip([roles for roles, _ in config.processes], pool.split(ranks), strict=True))
@@ -324,7 +326,7 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
 
 
 def _close(handle: Any, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-    """End a role. Where an error ends the run, an error of closing does not take its place."""
+    """Close a role. An error of closing does not replace the error that ends the run."""
     try:
         handle.group.close()
     except PodiumError as late:

@@ -4,8 +4,9 @@
                        ▲                                        │
                        └───────────────── lost ◀────────────────┘
 
-A part, which is one prompt or a few, is given to a generator as late as possible: a generator holds ``capacity`` parts
-at most. So a generator that is at long completions does not hold up parts that another one could draw.
+A part, which consists of one or a few prompts, is given to a generator as late as possible: a generator has
+``capacity`` parts at most. So a generator with long completions does not delay parts that another generator could
+sample.
 """
 
 import heapq
@@ -18,10 +19,10 @@ P = TypeVar("P", bound=Hashable)
 
 
 class RolloutQueue(Generic[P]):
-    """Parts that wait for a generator, and how many parts each generator draws. It knows no time and no process.
+    """Parts that wait for a generator, and how many parts each generator draws. It uses no clock and no processes.
 
     Args:
-        capacity: The most parts that one generator draws at the same time.
+        capacity: The most parts that one generator samples at the same time.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -37,24 +38,25 @@ class RolloutQueue(Generic[P]):
 
     @property
     def open(self) -> set[int]:
-        """The generators that draw."""
+        """The generators that get parts."""
         return {*self._loads}
 
     def admit(self, generator: int) -> None:
-        """Give parts to ``generator`` from now on. It has none yet."""
+        """Give parts to ``generator`` from now on. It begins without parts."""
         self._set(generator, 0)
 
     def dismiss(self, generator: int) -> None:
-        """Give no more parts to ``generator``. Those that it had are added again by the caller."""
+        """Give no more parts to ``generator``. The caller adds its parts to the queue again."""
         self._loads.pop(generator, None)
 
     def add(self, step: int, part: P, *, first: bool = False) -> None:
-        """Let ``part`` of ``step`` wait, behind the others of its step or, with ``first``, before them."""
+        """Add ``part`` of ``step`` to the queue, behind the others of its step or, with ``first``, before them."""
         self._added += 1
         heapq.heappush(self._waiting, (step, -self._added if first else self._added, part))
 
     def next(self) -> tuple[int, P] | None:
-        """Take the part that is due, and the generator that draws it. None where nothing waits or all are busy."""
+        """Take the next part and the generator that samples it. None means that no part waits, or that all generators
+        are busy."""
         while self._order and self._loads.get(self._order[0][1]) != self._order[0][0]:
             heapq.heappop(self._order)
         if not self._waiting or not self._order or self._order[0][0] >= self.capacity:
@@ -64,12 +66,12 @@ class RolloutQueue(Generic[P]):
         return generator, heapq.heappop(self._waiting)[2]
 
     def finished(self, generator: int) -> None:
-        """Note that ``generator`` has one part less, unless it was dismissed."""
+        """Record that ``generator`` has finished a part, unless it was dismissed."""
         if generator in self._loads:
             self._set(generator, self._loads[generator] - 1)
 
     def clear(self) -> None:
-        """Forget the parts that wait."""
+        """Remove all waiting parts."""
         self._waiting.clear()
 
     def _set(self, generator: int, load: int) -> None:

@@ -25,7 +25,7 @@ class RunData(Generic[E]):
         stream: The prompts, from which ``collect`` takes.
         held_out: The prompts of each evaluation set by its name, the first set first; None without evaluation.
         tokenizer: The tokenizer.
-        template: The chat template where it is not the tokenizer's own.
+        template: The chat template if it is not the tokenizer's own.
         sampling: How tokens are drawn, with stop tokens.
     """
 

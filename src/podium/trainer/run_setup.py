@@ -2,7 +2,8 @@
 
     directory ─▶ sinks ─▶ cluster ─▶ data ─▶ grader ─▶ roles ─▶ generators ─▶ sessions
 
-Workers come last, so that other mistakes are quick. A run that is resumed after a loss keeps cluster, data and grader.
+Workers start last, so that other mistakes are reported quickly. A run that is resumed after a loss keeps cluster, data
+and grader.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a script gives a run beside its configuration. See :class:`PPOTrainer` for the arguments."""
+    """What a script passes to a run in addition to the configuration. See :class:`PPOTrainer` for the arguments."""
 
     cluster: Cluster | str = "local"
     backend_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -71,7 +72,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class _Lasting(Generic[E]):
-    """What a run keeps when it is resumed after a loss."""
+    """The parts of a run that stay when it is resumed after a loss."""
 
     cluster: Cluster
     stop: StopRequest
@@ -83,11 +84,11 @@ class _Lasting(Generic[E]):
 
 @dataclass(frozen=True)
 class Run(_Lasting[E]):
-    """What a run has while it trains, from its opening until it ends or loses a worker.
+    """The parts of a run while it trains, from its start until it ends or loses a worker.
 
     Attributes:
         cluster: The cluster of its workers.
-        stop: The request to end the run, if somebody made one.
+        stop: The request to end the run early.
         data: The data of the run.
         start: The place of the data's stream before the first step.
         grader: The grader of completions.
@@ -96,11 +97,11 @@ class Run(_Lasting[E]):
         schedule: The function that arranges the halves of its steps.
         directory: Its directory.
         console: The terminal, where progress is shown.
-        checkpoint: The checkpoint from which it goes on, if there is one.
+        checkpoint: The checkpoint from which the run resumes, if there is one.
         threads: The threads in which ``collect`` runs ahead.
         saver: The writer of its checkpoints.
         roles: Its workers.
-        generators: All generators as one object; None if the run draws no completions.
+        generators: All generators as one object; None if the run samples no completions.
         sessions: All rollout workers as one object; None without an environment.
     """
 
@@ -121,7 +122,7 @@ class Run(_Lasting[E]):
         return declaration_of(self.schedule)
 
     def refuse_disk(self, reason: str, error: OSError) -> str:
-        """Say that the disk refused a file of the run, and how the run goes on."""
+        """Return a message that the disk refused a file of the run, with the remedy."""
         path, latest = self.directory.path, self.directory.checkpoints.latest()
         goes_on = f"{latest} is whole: then resume with --resume {path}" if latest else "there is no checkpoint yet"
         return f"cannot write {error.filename or f'the files in {path}'}: {reason}. {goes_on}"
@@ -149,7 +150,7 @@ def open_run(
     """
     schedule = load_schedule(config.run.schedule)
     if before is None:
-        _check_cluster(options)  # before there is a directory: it refuses wrong options
+        _check_cluster(options)  # before the directory is made, since it refuses wrong options
     directory = RunDirectory(run_path(config, recipe), resume=bool(config.run.resume))
     stack.callback(directory.close)
     checkpoint = directory.checkpoints.latest() if config.run.resume else None
@@ -157,7 +158,7 @@ def open_run(
         if config.run.epochs is None:
             _refuse_later_checkpoint(config, checkpoint, directory)
         step = None if checkpoint is None else step_of(checkpoint.name)
-        directory.rewind(step)  # before a sink opens the files that this cuts
+        directory.rewind(step)  # before a sink opens the files that this shortens
     stack.enter_context(directory.controller_log())
     console = terminal() if options.show else None
     for sink in directory.sinks(config, console):
@@ -232,7 +233,7 @@ def _open_lasting(
     log_path = directory.logs / "reward.log"
     grader = lasting.enter_context(Grader(config.reward, reward=options.reward, log_path=log_path))
     grader.start()
-    if cluster.capabilities.processes:  # elsewhere nobody waits for workers: they load in this process
+    if cluster.capabilities.processes:  # otherwise the workers load in this process, which does not wait for them
         lasting.enter_context(importing(LATER))
     return _Lasting(cluster, stop, data, data.stream.state(), grader, Losses(config.run.max_restarts))
 
@@ -255,7 +256,7 @@ def read_held_out(
 ) -> dict[str, list[Prompt]]:
     """Read the prompts of each evaluation set by its name, the first set first, and check that the model takes them.
 
-    ``judged`` says that ``config.reward`` grades them, and no function of the script.
+    ``judged`` is True if ``config.reward`` grades the completions, and not a function of the script.
     """
     sets: dict[str, list[Prompt]] = {}
     for name, source in config.data.eval_sets.items():
@@ -284,7 +285,8 @@ def count_steps(config: PPOConfig | SFTConfig, examples: int) -> PPOConfig | SFT
 def _make_generators(
     config: PPOConfig | SFTConfig, roles: Roles, kept: _Lasting[Any], directory: RunDirectory
 ) -> Generators:
-    """The generators as one. Where only the newest weights draw, what they had begun is drawn again; else continued."""
+    """Return the generators as one object. If only the newest weights sample, interrupted completions are sampled
+    again, otherwise they are continued."""
     assert roles.weight_sync is not None
     return Generators(
         roles.generators,
@@ -305,7 +307,7 @@ def _open_sessions(
     kept: _Lasting[Any],
     directory: RunDirectory,
 ) -> Sessions | None:
-    """The rollout workers, which may have logs, as one; None without an environment."""
+    """Return the rollout workers, which may have logs, as one object; None without an environment."""
     if roles.rollout is None or generators is None:
         return None
     logs = directory.logs if kept.cluster.capabilities.processes else None
@@ -317,7 +319,7 @@ def _open_sessions(
 
 
 def _hear_of_loss(run: Run[Any], event: Event) -> None:
-    """End what the run waits for as soon as a worker is lost that cannot be restarted alone."""
+    """If a worker is lost that cannot be restarted alone, end all calls for which the run waits."""
     if not isinstance(event, WorkerLost):
         return
     roles = run.roles

@@ -25,7 +25,7 @@ from podium.workers import Generator
 
 __all__ = ["ServedModel", "served"]
 
-_LOOK_S: Final = 0.2  # between two looks at whether the workers live
+_LOOK_S: Final = 0.2  # between two checks that the workers live
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def served(
     """Start generators that answer over HTTP during the block.
 
     Args:
-        config: The model, its engine, how conversations are written, and in ``placement`` the number of ranks.
+        config: Settings of the model, its engine and the conversations, and in ``placement`` the number of ranks.
         cluster: Where the generators run. All of its processes must be on this machine.
         model: The name of the model for clients.
         token: The bearer token that clients send.

@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 __all__ = ["SessionReport", "Sessions", "grade_sessions"]
 
 _MODEL: Final = "policy"
-_GRACE_S: Final = 60.0  # for a wave of sessions to end after their time is over
-_LOOK_S: Final = 5.0  # between two looks at what the workers note
+_GRACE_S: Final = 60.0  # time for a wave of sessions to end after its time limit
+_LOOK_S: Final = 5.0  # between two checks for notes of the workers
 _TOTALS: Final = ("sessions", "context_full", "turns", "splits", "tool_calls", "tool_errors")
 
 
 @dataclass(frozen=True)
 class SessionReport:
-    """What became of the sessions of one call.
+    """The results of the sessions of one call.
 
     Attributes:
-        sessions: How many there were.
-        failures: How many failed, by reason.
-        details: By reason, the traceback of one that raised, or what else there is to say.
+        sessions: Number of sessions.
+        failures: Number of failed sessions, by reason.
+        details: By reason, the traceback of one of the failures, or other details.
         figures: Metrics of these sessions, by name.
     """
 
@@ -67,9 +67,9 @@ class Sessions:
 
     Args:
         workers: Their handle.
-        generators: The generators' handles where the workers have none in their processes; else ().
+        generators: Handles of the generators; () if the workers have a generator in their processes.
         config: The configuration of the run.
-        sampling: How tokens are drawn in training, with stop tokens.
+        sampling: Sampling parameters of training, with stop tokens.
         logs: The directory of the workers' logs, if they have any.
     """
 
@@ -94,7 +94,7 @@ class Sessions:
         self._connect()
 
     def serve(self, number: int, *, connect: bool = True) -> None:
-        """Let a generator answer, which is new or was restarted."""
+        """Let a new or restarted generator answer requests."""
         handle = self._generators[number]
         self._urls[number] = handle.serve(self._config.data, self._sampling, model=_MODEL, token=self._token)
         self._positions[number] = handle.positions()
@@ -102,7 +102,7 @@ class Sessions:
             self._connect()
 
     def leave_out(self, number: int) -> None:
-        """Ask a generator no more, which is lost and does not come back."""
+        """Send no more requests to a generator that was left out of the run."""
         self._urls[number], self._positions[number] = [], []
         self._connect()
 
@@ -121,20 +121,20 @@ class Sessions:
         *,
         training: bool = True,
     ) -> tuple[Batch, SessionReport]:
-        """Live ``n`` sessions of each prompt's task.
+        """Run ``n`` sessions for each prompt's task.
 
         Args:
             prompts: P tasks.
             seeds: A seed for each session, int64 ``[P, n]``.
-            sampling: How tokens are drawn.
-            step: The step that they are for.
-            training: Whether they are trained, and not those of an evaluation.
+            sampling: Sampling parameters.
+            step: The training step of the sessions.
+            training: Whether the sessions are for training, and not for an evaluation.
 
         Returns:
-            The rows of the sessions that did not fail, whose tensors are references, and what became of all of them.
+            The rows of the sessions that did not fail, whose tensors are references, and the report on all sessions.
 
         Raises:
-            NoRowsError: Every session failed, and the message has the reasons; or none has asked the model.
+            NoRowsError: All sessions failed, and the message has the reasons; or no session has asked the model.
         """
         self._calls += 1
         key, n = f"{step}-{self._calls}", seeds.shape[1]
@@ -167,10 +167,11 @@ class Sessions:
 
     @contextmanager
     def count_sessions(self, sessions: int) -> Iterator[float]:
-        """Count sessions while they live, and give the deadline of their call in seconds. Sessions that find no room in
-        the workers wait for those before them, also of other calls: each such wave has its time."""
+        """Count sessions while they run, and yield the deadline of their call in seconds. Sessions for which the
+        workers have no room wait for earlier ones, also of other calls. The deadline has the time limit once for each
+        such wave."""
         limits = self._config.environment.limits
-        own_sessions = math.ceil(sessions / self._workers.group.world_size)  # of the rank that has most of them
+        own_sessions = math.ceil(sessions / self._workers.group.world_size)  # of the rank that has the most sessions
         with self._counting:
             self._in_progress += own_sessions
             waves = math.ceil(self._in_progress / limits.side_by_side)
@@ -181,7 +182,7 @@ class Sessions:
                 self._in_progress -= own_sessions
 
     def _say_notes(self) -> None:
-        """Say what the workers note, each text once."""
+        """Emit the notes of the workers, each text once."""
         for text in dict.fromkeys(text for noted in self._workers.notes() for text in noted):
             if text not in self._said:
                 self._said.add(text)
@@ -208,7 +209,7 @@ class Sessions:
             )
 
     def _say_unasked(self, grades: Sequence[Earned]) -> None:
-        """Say once that a reward which somebody has chosen scores nothing."""
+        """Emit a note, once, that the chosen reward has scored nothing."""
         reward, plain = self._config.reward, RewardConfig()
         chosen = [name for name in ("name", "path") if getattr(reward, name) != getattr(plain, name)]
         ended = [earned for earned in grades if not earned.full]
@@ -224,7 +225,7 @@ class Sessions:
             )
 
     def _say(self, report: SessionReport, when: str, rows: int) -> None:
-        """Say why sessions failed: each reason with its count, and its traceback when it is new."""
+        """Emit why sessions failed: each reason with its count, and with its traceback if it is new."""
         failed = sum(report.failures.values())
         common = [reason for reason, _ in report.failures.most_common(3)]
         reasons = "; ".join(f"{reason} ({report.failures[reason]})" for reason in common)
@@ -241,7 +242,7 @@ class Sessions:
             )
 
     def _nothing(self, sessions: int, failed: int) -> str:
-        """Why there is no row: all sessions failed, or those that did not have never asked the model."""
+        """Return why there are no rows: all sessions failed, or the others have never asked the model."""
         name, plural = f"environment.name = {self._config.environment.name!r}", sessions != 1
         if failed == sessions:
             return f"{f'all {sessions} sessions' if plural else 'the only session'} of {name} failed: "
@@ -253,7 +254,7 @@ class Sessions:
         )
 
     def _describe_reason(self, reason: str, details: str) -> str:
-        """The traceback of a failure, unless one from the same statements was said before, whatever its message was."""
+        """Return the traceback of a failure, unless a traceback of the same statements was shown before."""
         statements = [line for line in details.splitlines() if line.startswith("  File ")]
         key = "\n".join(statements) or reason
         new = key not in self._said
@@ -285,12 +286,12 @@ def _join_figures(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
 def grade_sessions(
     scored: ScoredBatch, grader: Grader, correct_at: float, reward_model: Handle[RewardModel] | None = None
 ) -> ScoredBatch:
-    """Return ``scored`` with the grades that the environment gave, and with the reward's where it gave none.
+    """Return ``scored`` with the grades of the environment, or with the reward's grades for rows that have none.
 
     A trajectory is graded once. Its rows share the grade, whose score includes the rewards of turns; the column
     ``rewards`` does not, because these stand in ``token_rewards``. A session that filled the context is not correct.
 
-    With ``reward_model`` the reward finds that model's score of the task's prompt and the last answer in its row.
+    If there is a ``reward_model``, the reward finds in the row its score of the task's prompt and the last answer.
 
     Raises:
         RewardError: The reward failed.

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the answers of the data, token by token.
+"""Supervised fine-tuning on the answers of the data.
 
 collect   take examples
 learn     update
@@ -27,23 +27,23 @@ Pair = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of ``step``, with the weights of their tokens."""
+    """The examples of ``step`` with the weights of their tokens."""
 
     step: int
     batch: Batch
 
 
 class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
-    """Trains a policy on prompts with answers. Evaluation generates and grades, as in every recipe.
+    """Trains a policy on prompts with answers. An evaluation samples completions and grades them, as in every recipe.
 
     Args:
         config: A :class:`SFTConfig`.
-        cluster: See :class:`PPOTrainer`, also for all that follow.
+        cluster: See :class:`PPOTrainer`.
         backend_options: Options of the cluster's backend.
-        workers: Classes in place of those of the roles "policy" and, to evaluate, "generator".
+        workers: Classes that replace those of the roles "policy" and, for evaluation, "generator".
         reward: The reward of the evaluation.
         show: Whether the terminal shows the run.
-        report: Whether a report follows.
+        report: Whether a report is printed at the end.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""How a run hears that it is to end: Ctrl-C, SIGTERM, or a call of ``StopRequest.request``."""
+"""Requests to end a run: Ctrl-C, SIGTERM, or a call of ``StopRequest.request``."""
 
 import signal
 import threading
@@ -13,11 +13,11 @@ from podium.telemetry import Note, emit
 __all__ = ["ECHO_S", "StopRequest", "listen_for_stop"]
 
 ECHO_S: Final = 1.0
-"""A signal so soon after the first is the same one: ``make`` and ``timeout`` pass it on to processes that had it."""
+"""A signal within this time after the first counts as the same one, because ``make`` and ``timeout`` send it again."""
 
 
 class StopRequest:
-    """Whether somebody asked the run to end. ``request()`` does what a first signal does."""
+    """Whether the run was asked to end. ``request()`` has the effect of a first signal."""
 
     def __init__(self) -> None:
         self.requested = False

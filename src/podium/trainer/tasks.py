@@ -22,12 +22,12 @@ from podium.trainer.prompts import Prompt
 __all__ = ["TaskPrompt", "Tasks", "check_conversations", "load_tasks"]
 
 
-_DEEPEST: Final = 50  # levels of a task that are compared
+_DEEPEST: Final = 50  # nested levels of a task that are compared
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 class TaskPrompt(Prompt):
-    """A task of an environment. Its sessions write what the model reads; ``text`` is for people."""
+    """A task of an environment. Its sessions decide what the model reads. ``text`` is for people."""
 
     @cached_property
     def text(self) -> str:
@@ -61,7 +61,7 @@ def check_conversations(tokenizer: PreTrainedTokenizerBase, data: DataConfig) ->
 def load_tasks(
     data: DataConfig, environment: EnvironmentConfig, split: str, seed: int = 0, limit: int | None = None
 ) -> Tasks:
-    """Load the tasks of "train" or of "test": those of the data, or of the environment where there are no data.
+    """Load the tasks of "train" or "test": those of the data, or, without data, those of the environment.
 
     Raises:
         ConfigError, DataError: Neither the data nor the environment have tasks.
@@ -82,8 +82,8 @@ def load_tasks(
 
 
 def _comparable(value: Any, depth: int = 0) -> Any:
-    """What a task holds as plain JSON, equal in every process for an equal task. Rows of an environment may hold
-    anything: keys of any type, arrays, objects of classes of its own."""
+    """Return the content of a task as plain JSON, which is equal in every process for equal tasks. Rows of an
+    environment may hold anything: keys of any type, arrays, and objects of any class."""
     if value is None or isinstance(value, str | int | float):
         return value
     if depth > _DEEPEST:
@@ -104,13 +104,13 @@ def _comparable(value: Any, depth: int = 0) -> Any:
 
 
 def _show(row: Mapping[str, Any]) -> Any:
-    """What stands for a task where people read: its prompt, or all of it where that is neither text nor messages."""
+    """Return a text for people: the task's prompt, or the whole task if the prompt is neither text nor messages."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) or _is_conversation(prompt):
         return prompt
     try:
         text = json.dumps(row, default=_describe_task, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # keys of other types, or a row that holds itself
+    except (TypeError, ValueError, RecursionError):  # keys of other types, or a row that contains itself
         text = _ADDRESS.sub("", repr(row))
     return text[:2000]
 
@@ -120,7 +120,7 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _describe_task(value: Any) -> Any:
-    """What JSON cannot hold, as it is written in every process."""
+    """Return a text for a value that JSON cannot hold. It is equal in every process."""
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else _ADDRESS.sub("", str(value))
 
 

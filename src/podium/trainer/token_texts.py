@@ -1,4 +1,4 @@
-"""Which characters of a completion each of its tokens wrote."""
+"""Finds the characters that each token of a completion wrote."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TokenTexts"]
 
-_NO_CHARACTER: Final = "\ufffd"  # what bytes decode to that are no whole character
-_MOST_BYTES: Final = 4  # of a character in UTF-8, so also its most tokens
+_NO_CHARACTER: Final = "\ufffd"  # the character that incomplete bytes decode to
+_MOST_BYTES: Final = 4  # bytes of a character in UTF-8, so also the most tokens of a character
 
 
 class TokenTexts:
@@ -19,9 +19,10 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def lengths(self, ids: Sequence[int], text: str) -> list[int] | None:
-        """Return how many characters of ``text`` each token wrote; None where ``text`` is not what the tokens say.
+        """Return the number of characters of ``text`` that each token wrote; None if ``text`` differs from the texts of
+        the tokens.
 
-        Special tokens have 0. Of tokens that are parts of one character, the last has it.
+        Special tokens wrote 0. If several tokens are parts of one character, the last of them counts it.
 
         >>> from podium.models import char_tokenizer
         >>> TokenTexts(char_tokenizer("ab")).lengths([4, 5, 5, 2], "abb")
@@ -40,7 +41,8 @@ class TokenTexts:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _align(self, ids: Sequence[int], texts: Sequence[str], text: str) -> list[int] | None:
-        """As ``lengths`` where tokens by themselves say something else: parts of characters, words without a space."""
+        """As ``lengths``, for tokens whose texts differ when they are decoded alone: parts of characters, words without
+        a space."""
         lengths: list[int] = []
         parts: list[int] = []
         position = 0
@@ -64,7 +66,8 @@ class TokenTexts:
 
 
 def _at(place: int, own: str, *texts: str) -> int | None:
-    """The length that ``own``, or a space and ``own``, has at ``place`` of one of ``texts``; None if it is in none."""
+    """Return the length of ``own``, or of a space and ``own``, if one of ``texts`` has it at ``place``; otherwise
+    None."""
     for text in texts:
         for written in (own, f" {own}"):
             if text.startswith(written, place):

@@ -64,16 +64,16 @@ _logger = logging.getLogger(__name__)
 
 
 class Trainer(ABC, Generic[C, E, R]):
-    """The base of recipes, which define the two halves of a step. See :class:`PPOTrainer` for the arguments.
+    """The base class of recipes, which define the two halves of a step. See :class:`PPOTrainer` for the arguments.
 
     Attributes:
         config: The configuration. While ``fit`` runs it has the ``run.steps`` that follow from ``run.epochs``.
-        options: What the script gave beside it.
+        options: What the script passed in addition to the configuration.
         clock: Times the stages of steps.
-        state: What the latest checkpoint keeps of this process.
-        run: What the run has while ``fit`` runs: directory, cluster, data, grader, saver, roles.
-        ledger: What became of each prompt, while ``fit`` runs.
-        steps: What the schedule drives, while ``fit`` runs.
+        state: The state of this process in the latest checkpoint.
+        run: The parts of the run while ``fit`` runs: directory, cluster, data, grader, saver, roles.
+        ledger: The states of all prompts, while ``fit`` runs.
+        steps: The steps, which the schedule drives while ``fit`` runs.
     """
 
     run: Run[E]
@@ -104,7 +104,7 @@ class Trainer(ABC, Generic[C, E, R]):
 
     @abstractmethod
     def load_data(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> PromptStream[E]:
-        """Load the data that ``collect`` takes from. Checkpoints keep the place of the stream."""
+        """Load the data from which ``collect`` takes. Checkpoints store the place of the stream."""
 
     @abstractmethod
     def collect(self, step: int) -> R:
@@ -120,13 +120,13 @@ class Trainer(ABC, Generic[C, E, R]):
 
     @property
     def keeps_apart(self) -> str:
-        """Why the two halves cannot run beside each other; empty where they can."""
+        """Why the two halves cannot run at the same time; empty if they can."""
         return ""
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> Summary:
-        """Train to the last step, or until somebody asks to stop, and return a summary of the run.
+        """Train to the last step, or until a stop is requested, and return a summary of the run.
 
         Raises:
             PodiumError: The error that ended the run. What was computed until then is in the run's directory.
@@ -141,7 +141,7 @@ class Trainer(ABC, Generic[C, E, R]):
                             run = self.run = self.prepare(stack, lasting, before)
                             if lost:
                                 emit(Recovered(lost))
-                            else:  # only now is it a run: what failed until here leaves its directory free
+                            else:  # the run begins here: an earlier failure leaves no run in the directory
                                 run.directory.write_config(*record(self.config, run.directory.path))
                             return self._train(run, stack)
                     except RunLost as error:
@@ -149,12 +149,13 @@ class Trainer(ABC, Generic[C, E, R]):
                     resumed = replace(self.config.run, resume=str(before.directory.path))
                     self.config = replace(self.config, run=resumed)
         finally:
-            self.config = config_before  # a second call begins as this one did
+            self.config = config_before  # a second call starts with the same configuration
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[E] | None = None) -> Run[E]:
-        """Open all that the run has. See :func:`podium.trainer.run_setup.open_run` for the arguments."""
+        """Open all parts of the run. See :func:`podium.trainer.run_setup.open_run` for the arguments."""
         self.config = resolve_resume(self.config)
-        check_settings(self.config, reward=self.options.reward is None)  # before a function that it names is loaded
+        # before functions that the configuration names are loaded
+        check_settings(self.config, reward=self.options.reward is None)
         run = open_run(self.recipe, self.config, self.options, self.read_data, stack, lasting, before)
         self.config = cast("C", run.config)
         return run
@@ -163,7 +164,7 @@ class Trainer(ABC, Generic[C, E, R]):
         """Read tokenizer, prompts and held-out prompts, and check that the model can take them.
 
         Raises:
-            ConfigError, DataError: The run is refused for its data.
+            ConfigError, DataError: The run is refused because of its data.
         """
         config = self.config
         emit(Waiting(f"reading {config.data.train or config.environment.name}"))
@@ -193,7 +194,7 @@ class Trainer(ABC, Generic[C, E, R]):
             return self.finish(self.steps.done)
         except Exception as error:
             try:
-                run.saver.wait()  # what was copied before the error is saved
+                run.saver.wait()  # a checkpoint that was copied before the error is still written
             except PodiumError as late:
                 _logger.warning("after the error that ends the run: %s", late)
             if isinstance(error, OSError) and is_refusal(error):
@@ -205,10 +206,11 @@ class Trainer(ABC, Generic[C, E, R]):
             raise RunLost(run.losses.add(causes, error)) from error
 
     def _calls(self, run: Run[E]) -> StepCalls:
-        """What the steps call, which a schedule drives."""
+        """Return the functions that the steps call."""
         stream, ledger = run.data.stream, self.ledger
         return StepCalls(
-            collect=lambda step: self.collect(step),  # also where somebody replaces a half while it runs
+            # a lambda, so that a method that is replaced during the run is used
+            collect=lambda step: self.collect(step),
             learn=lambda rollout: self.learn(rollout),
             report=self._report,
             evaluate=self.evaluate,
@@ -305,9 +307,9 @@ class Trainer(ABC, Generic[C, E, R]):
         )
 
     def save(self, step: int) -> None:
-        """Begin a checkpoint from which the run goes on at ``step + 1``. It is written beside the next steps."""
+        """Begin a checkpoint from which the run resumes at ``step + 1``. It is written while the next steps run."""
         self.run.roles.check_parameters()
-        flush()  # a run that is resumed from this checkpoint does not write the rows of earlier steps again
+        flush()  # a resumed run does not write the rows of earlier steps again, so they must be on the disk
         self.state = self.remember(step)
         self.run.saver.save(self.state, self.run.roles)
 

@@ -1,1 +1,1 @@
-"""What is checked, and what is told, before a run starts. Nothing here starts a worker or loads weights."""
+"""Checks and plans of a run before it starts. Nothing here starts a worker or loads weights."""

@@ -1,6 +1,6 @@
-"""What a dry run shows of the data: notes of reading them, lengths, epochs, and the first example as the model has it.
+"""What a dry run shows of the data: notes, lengths, epochs, and the first example in the form that the model gets.
 
-The data are read, checked and encoded as for the run, which finds the tokens kept on the disk.
+The data are read, checked and encoded as for the run. The run then finds the tokens on the disk.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where the roles of a run stand: checks, shared accelerators, and what a run says of its places.
+"""The placement of a run's roles: checks, shared accelerators, and the line that describes the placement.
 
     2 accelerators, 5 processes     process       0  1  2  3  4
                                     accelerator   0  1  0  1  0     the processes 0, 2 and 4 hold a third each
 
-Process number ``i`` stands on accelerator ``i`` modulo their number, counted node by node. So two ranks of one role
-share an accelerator only where the role has more ranks than there are accelerators.
+Process number ``i`` uses accelerator ``i`` modulo the number of accelerators, counted node by node. So two ranks of one
+role share an accelerator only if the role has more ranks than there are accelerators.
 """
 
 import logging
@@ -31,7 +31,7 @@ _BFLOAT16: Final = "bfloat16"
 
 
 def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabilities, nodes: Sequence[Node] = ()) -> None:
-    """Check that a backend called ``backend`` can hold the worker processes, on ``nodes`` as far as they are known.
+    """Check that a backend called ``backend`` can hold the worker processes, on ``nodes`` if these are known.
 
     Raises:
         ConfigError: The backend has no collectives over several ranks, or its nodes have too few cores.
@@ -71,17 +71,19 @@ class Sharing:
 
     @property
     def gpus(self) -> list[float]:
-        """The share of each slot, node by node: those of one accelerator side by side."""
+        """The share of each slot, node by node. The slots of one accelerator are next to each other."""
         return [1 / load for node in self.loads for load in node for _ in range(load)]
 
     def in_turns(self, slots: Sequence[T]) -> list[T]:
-        """Order what belongs to ``gpus`` for the processes: one of each accelerator, then a second one of each."""
+        """Reorder the entries that belong to ``gpus`` for the processes: first one of each accelerator, then a second
+        one of each."""
         turns = [turn for node in self.loads for load in node for turn in range(load)]
         return [slots[at] for at in sorted(range(len(turns)), key=turns.__getitem__)]
 
 
 def sharing(nodes: Sequence[Node], processes: int) -> Sharing | None:
-    """Return how ``processes`` share the accelerators of ``nodes``; None where they need not, or there are none."""
+    """Return how ``processes`` share the accelerators of ``nodes``; None if they need not share, or if there are no
+    accelerators."""
     counts = [int(node.resources.get("gpu", 0)) for node in nodes]
     total = sum(counts)
     if not 0 < total < processes:
@@ -93,8 +95,8 @@ def sharing(nodes: Sequence[Node], processes: int) -> Sharing | None:
 
 @contextmanager
 def reserve_places(cluster: Cluster, processes: int, placement: PlacementConfig) -> Iterator[ResourcePool]:
-    """Give a slot for each worker process during the block: with cores as configured, and an accelerator of its own or
-    an equal share of one, where the cluster has any.
+    """Yield a slot for each worker process, which is released after the block. A slot has the configured cores, and, if
+    the cluster has accelerators, one of them or an equal share of one.
 
     Raises:
         PlacementError: There is no room. The message names the keys.
@@ -119,7 +121,7 @@ def reserve_places(cluster: Cluster, processes: int, placement: PlacementConfig)
 
 
 def standing(parts: Iterable[tuple[Sequence[str], Sequence[Slot]]]) -> str:
-    """Say in one line which roles stand where. ``parts`` are the roles that share processes, and their slots."""
+    """Describe the placement of roles in one line. ``parts`` are the roles that share processes, and their slots."""
     parts = [*parts]
     named = len({slot.node for _, slots in parts for slot in slots}) > 1
     sentences = [
@@ -130,7 +132,8 @@ def standing(parts: Iterable[tuple[Sequence[str], Sequence[Slot]]]) -> str:
 
 
 def _places(slots: Sequence[Slot], *, named: bool) -> str:
-    """The devices of slots: "gpu 0-3" or "cpu", with their nodes where ``named``, and by how many they are shared."""
+    """Return the devices of slots: "gpu 0-3" or "cpu", with their nodes if ``named``, and with the number of processes
+    that share them."""
     devices: dict[str, set[int]] = {}
     for slot in slots:
         devices.setdefault(slot.node, set()).update(slot.devices)
@@ -145,13 +148,13 @@ def _places(slots: Sequence[Slot], *, named: bool) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as text: "0-3, 6"."""
+    """Return numbers as text, such as "0-3, 6"."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def bfloat16_keys(config: InferenceConfig, roles: Sequence[str]) -> list[str]:
-    """Return the keys by which processes with these roles compute in bfloat16 on a CPU, where the default is not to."""
+    """Return the keys that make processes with these roles compute in bfloat16 on a CPU, which is not the default."""
     generates, trains = "generator" in roles, bool(_TRAINING & {*roles})
     parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else None
     roles_by_device = {

@@ -1,6 +1,6 @@
 """The plan that a dry run prints: processes, the arithmetic of a batch, and an estimate of memory.
 
-Making it starts no worker and loads no weights. Only the size of a model needs torch.
+It starts no worker and loads no weights. Only the size of a model needs torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _placement(config: PPOConfig | SFTConfig, backend: str, nodes: Sequence[Node
 
 
 def _devices(nodes: Sequence[Node], processes: int) -> list[str]:
-    """The device of each process: "gpu/2" is one that two processes share."""
+    """Return the device of each process. "gpu/2" is a device that two processes share."""
     if (shares := sharing(nodes, processes)) is not None:
         return shares.in_turns([f"gpu/{round(1 / gpu)}" if gpu < 1 else "gpu" for gpu in shares.gpus])
     return [("gpu" if _is_accelerated(nodes) else "cpu") if nodes else "device?"] * processes
@@ -108,7 +108,7 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 
 def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """The settings whose defaults depend on the loss and the estimator, each with its origin."""
+    """Yield the settings whose defaults depend on the loss and the estimator, each with its origin."""
     if isinstance(config, PPOConfig):
         for number, (key, setting) in enumerate(config.algorithm.explain().items()):
             value = str(setting.value).lower() if isinstance(setting.value, bool) else setting.value
@@ -120,7 +120,7 @@ def _share(rows: int, ranks: int) -> str:
 
 
 def _nbytes(path: str) -> int:
-    """The size of a reward model."""
+    """Return the size of a reward model in bytes."""
     from podium.models.loading import load_scorer
 
     return sum(parameter.nbytes for parameter in load_scorer(path, "meta").parameters())
@@ -158,7 +158,7 @@ def memory_gib(
     *,
     accelerated: bool = False,
 ) -> dict[str, float]:
-    """Estimate the memory in GiB of one worker process that holds ``roles``, by what takes the memory.
+    """Estimate the memory in GiB of one worker process that holds ``roles``, by its uses.
 
     ``size`` is that of the policy's model, and of the critic's unless ``critic`` is given; ``scorer`` is the reward
     model's in bytes; ``accelerated`` says that the process has an accelerator. Activations are rough: 16 hidden vectors

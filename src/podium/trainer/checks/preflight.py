@@ -1,6 +1,6 @@
 """Checks before a run starts. They start no worker and load no weights.
 
-Only what needs a model or a tokenizer imports torch, where it needs it. A wrong setting is answered without torch.
+Checks that need a model or a tokenizer import torch themselves. Wrong settings are refused without torch.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ _REWARD, _REWARD_NAME = "reward", "reward.name"
 def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> None:
     """Check that the files, functions and packages that ``config`` names exist.
 
-    A reward that is named by its module is not loaded: the run imports it in a process of its own. ``reward`` is False
-    where a script gives a function in its place.
+    A reward that is named by its module is not loaded here, because the run imports it in a process of its own.
+    ``reward`` is False if a script passes a function instead.
 
     Raises:
         ConfigError: A function, a package or a model's directory is missing, or a file of its weights cannot be read.
@@ -140,8 +140,9 @@ def find_unused_settings(config: InferenceConfig) -> list[str]:
 
 
 def refuse_code_of(run: Path, config: InferenceConfig) -> None:
-    """Refuse functions in files of ``run``: a user who resumes or evaluates the run of a stranger takes only data from
-    there. Refuse those of Python's own library too, such as ``builtins:exec``, which runs as code what it should grade.
+    """Refuse functions in files of ``run``, so that a user who resumes or evaluates somebody else's run takes only data
+    from there. Refuse functions of Python's own library too, such as ``builtins:exec``, which would run completions as
+    code.
 
     Options of an environment are refused where they are files of programs in ``run``. Those that the environment
     declares as ``code_options`` are checked like the names of functions, and may also be names of modules.
@@ -162,15 +163,15 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
         if _is_code_of(run, text):
             _refuse(key, text, text)
     options = environment.own_options if environment.name else {}
-    for option in code_options_of(environment) if options else ():  # it is loaded after its own place was checked
+    for option in code_options_of(environment) if options else ():  # it is loaded after the check of its own path
         for key, text in _texts(options.get(option), f"environment.options.{option}"):
             module, _, attribute = text.rpartition(":")
             _refuse_code(run, key, text, module if attribute.isidentifier() and module else text)
 
 
 def _refuse_code(run: Path, key: str, name: str, place: str) -> None:
-    """Refuse ``name`` if ``place``, where its code is, leads into the directory of a run, or if it is a function of
-    Python's own library. ``place`` is a module, a file, or the whole name where the name is not that of a function."""
+    """Refuse ``name`` if its code, which is at ``place``, is in the directory of a run, or if it is a function of
+    Python's own library. ``place`` is a module, a file, or the whole name if this is not the name of a function."""
     file = _file_of(place)
     path = Path(os.path.expanduser(file)).resolve()
     is_own = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
@@ -191,7 +192,8 @@ def _refuse(key: str, name: str, file: str) -> NoReturn:
 
 
 def _is_code_of(run: Path, text: str) -> bool:
-    """Whether an option, which may be any text, is a program in the directory of a run, or a function of one."""
+    """Whether an option, which may be any text, names a program in the directory of a run, or a function in such a
+    file."""
     path = Path(os.path.expanduser(text.rpartition(":")[0] if ".py:" in text else text))
     try:
         if not path.is_file() or not (path.suffix == ".py" or os.access(path, os.X_OK)):
@@ -202,7 +204,7 @@ def _is_code_of(run: Path, text: str) -> bool:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """The texts in nested values that may be paths, each with its key."""
+    """Yield the texts in nested values that may be paths, each with its key."""
     if isinstance(value, str):
         yield from [(key, value)] if "\0" not in value else []
     elif isinstance(value, Mapping):
@@ -214,8 +216,8 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _file_of(place: str) -> str:
-    """The file that ``place`` is, or that holds the module or package; "" for one that is not found. A module in the
-    working directory counts: a program that an environment starts may find it there first."""
+    """Return the file ``place``, or the file of the module or package ``place``; "" if there is none. Modules in the
+    working directory count, because a program that an environment starts may find them there first."""
     if not place or place.endswith(".py") or (os.sep in place and os.path.exists(os.path.expanduser(place))):
         return place
     try:
@@ -228,8 +230,8 @@ def _file_of(place: str) -> str:
 
 
 def check_reward(reward: RewardConfig, *, given: bool) -> None:
-    """Check that the reward reads the score of the reward model, if the run has one. ``given`` is True where a script
-    gives a function in place of ``reward.name``.
+    """Check that the reward reads the score of the reward model, if the run has one. ``given`` is True if a script
+    passes a function in place of ``reward.name``.
 
     Raises:
         ConfigError: The reward does not use the reward model, or needs one that is missing.
@@ -290,7 +292,7 @@ def check_tokens(model: ModelConfig, what: str, largest: int) -> None:
     """Check that the model knows the tokens of the ``what`` data, of which ``largest`` is the largest.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The model does not know the largest token.
     """
     from podium.models.loading import vocabulary_size
 
@@ -305,7 +307,7 @@ def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
     """Check that each example, whose prompt and answer have a length in tokens, fits into the model's positions.
 
     Raises:
-        ConfigError: One does not fit. The message says how many do not.
+        ConfigError: Some examples do not fit. The message says how many.
     """
     from podium.models.loading import longest_text
 
@@ -319,7 +321,8 @@ def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
 
 
 def check_answers(examples: Iterable[Example], reward: RewardConfig) -> None:
-    """Check that every example has an answer which the reward can read, if the reward is one of Podium's that read it.
+    """Check that every example has an answer that the reward can read, if the reward is one of Podium's and reads
+    answers.
 
     A note says how many answers are empty.
 
@@ -364,8 +367,8 @@ def with_stop_tokens(
 ) -> SamplingParams:
     """Return ``sampling`` with stop tokens. A note says so if no stop token is known.
 
-    Where the configuration names none, they are those of the tokenizer, of the model's own generation_config.json, and
-    the token with which the chat template ends a turn.
+    If the configuration names none, they are those of the tokenizer and of the model's generation_config.json, and the
+    token with which the chat template ends a turn.
     """
     if sampling.stop_token_ids:
         return sampling
@@ -400,7 +403,8 @@ def with_stop_tokens(
 
 
 def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorkers | None) -> dict[str, str]:
-    """Return names of the functions and classes that a script gives a run beside its configuration, by role.
+    """Return the names of the functions and classes that a script passes to a run in addition to its configuration, by
+    role.
 
     A configuration file cannot hold them, so a resume from the file alone would silently use other functions. Each
     checkpoint keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced.
@@ -413,10 +417,10 @@ def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorke
 
 
 def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: str) -> None:
-    """Check that a resumed run gets the same functions and classes that a script gave the run ``before``.
+    """Check that a resumed run gets the same functions and classes that a script passed to the run ``before``.
 
     Raises:
-        ConfigError: A role's class is missing; or the reward function is, and ``reward.name`` is the one from before.
+        ConfigError: A role's class is missing, or the reward function is missing and ``reward.name`` has not changed.
     """
     missing = [name for name in before if name not in now and name not in (_REWARD, _REWARD_NAME)]
     if _REWARD in before and _REWARD not in now and before.get(_REWARD_NAME) == reward_name:

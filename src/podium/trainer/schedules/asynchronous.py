@@ -1,4 +1,4 @@
-"""The asynchronous schedule: the generator never waits for the policy, up to a bound.
+"""The asynchronous schedule: the generator does not wait for the policy, within a bound on staleness.
 
     generator, grader   [ collect 1 ........ ][ collect 4 ....
                         [ collect 2 ............ ][ collect 5

@@ -31,7 +31,7 @@ __all__ = ["Rollout", "StageClock", "StepCalls", "Steps", "name_stage"]
 
 @contextmanager
 def name_stage(name: str, step: int) -> Iterator[None]:
-    """Name the step and the stage in the error of a call that passes its deadline during the block."""
+    """Add the step and the stage to the error of a call that passes its deadline during the block."""
     try:
         yield
     except DeadlineExceeded as error:
@@ -50,7 +50,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str, step: int, half: str) -> Iterator[None]:
-        """Time the block as stage ``name`` of ``step``; the times of a stage that a step enters twice add up."""
+        """Time the block as stage ``name`` of ``step``. If a step enters a stage twice, both times are added."""
         started_ns = time.monotonic_ns()
         try:
             with name_stage(name, step):
@@ -103,13 +103,13 @@ class StepCalls:
         report: Reports the metrics of a step that was learned.
         evaluate: Evaluates after a step. Returns whether that ends the run.
         save: Begins a checkpoint after a step.
-        check_saved: Raises the error of a checkpoint that could not be written.
+        check_saved: Raises the error of a checkpoint that could not be written, if there is one.
         stop_requested: Whether somebody asked the run to end.
         place: The place of the data's stream.
         take: Enters the prompts that a step has taken in the ledger.
         train: Enters in the ledger that a step's prompts were trained.
         drop: Enters in the ledger that a step's prompts were dropped, and why.
-        apart: Why the two halves cannot run beside each other; empty where they can.
+        apart: Why the two halves cannot run at the same time; empty if they can.
     """
 
     collect: Callable[[int], Rollout]
@@ -127,7 +127,8 @@ class StepCalls:
 
 
 class Steps:
-    """The steps from ``first`` to ``last``, which a schedule collects and learns. A resumed run starts above 1.
+    """The steps from ``first`` to ``last``, which a schedule collects and learns. A resumed run begins with a step
+    above 1.
 
     Attributes:
         done: The last step that was learned, evaluated and saved.
@@ -159,10 +160,11 @@ class Steps:
         self._given = self.done  # the step that the loop is at
         self._saved_s = time.monotonic()
         self._failures: dict[int, str] = {}  # by step, why its last collect failed
-        self._failure: BaseException | None = None  # of a collect, so that no later one gets its prompts in order
+        self._failure: BaseException | None = None  # of a collect; later ones would not get their prompts in order
 
     def __iter__(self) -> Iterator[int]:
-        """Give each step. The loop ends after the last one, when somebody asks to stop, or as ``eval`` says.
+        """Yield each step. The loop ends after the last step, after a request to stop, or when settings of ``eval`` end
+        the run.
 
         Raises:
             ConfigError: The schedule did not learn the step that it was given.
@@ -209,8 +211,8 @@ class Steps:
         return rollout
 
     def took(self, step: int) -> None:
-        """Note that ``step`` has taken its prompts from the stream, so that the next step may. A second call does
-        nothing."""
+        """Record that ``step`` has taken its prompts from the stream, so that the next step may take its prompts. A
+        second call does nothing."""
         if step > self._took:
             self._calls.take(step)
             self._places[step] = self._calls.place()
@@ -219,7 +221,7 @@ class Steps:
                 self._changed.notify_all()
 
     def collect_ahead(self, step: int) -> Future[Rollout]:
-        """Start ``collect(step)`` in a thread. ``result()`` waits for it, and raises what it raised.
+        """Start ``collect(step)`` in a thread. ``result()`` waits for it and raises its error.
 
         A ``collect`` that was started before is finished first, unless the schedule declares ``side_by_side``.
 
@@ -232,7 +234,7 @@ class Steps:
     def first_of(self, coming: Sequence[Future[Rollout]]) -> Rollout:
         """Wait for the first of several ``collect_ahead``.
 
-        The failure of a later one is raised at once, since the first may never come.
+        If a later one fails, its error is raised at once, since the first one may never end.
         """
         pending = {*coming}
         while not coming[0].done():
@@ -255,7 +257,7 @@ class Steps:
         self._calls.report(step, metrics)
 
     def check_whole(self) -> None:
-        """Check that the schedule's loop went to its end. Raises ConfigError if it left the loop before."""
+        """Raise ConfigError if the schedule left its loop before the end."""
         if not self._ends:
             learned = self._finished["learn"]
             steps = f"steps {self.first} to {learned} of {self.last}" if learned >= self.first else "no step"
@@ -265,7 +267,7 @@ class Steps:
 
     @contextmanager
     def _half(self, name: str, step: int) -> Iterator[None]:
-        """Record that a half runs during the block. Raises ConfigError where it must not run now."""
+        """Record that a half runs during the block. Raises ConfigError if it must not run now."""
         with self._changed:
             running = self._running[name]
             if running and not (name == "collect" and self._declared.side_by_side):

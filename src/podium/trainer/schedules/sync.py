@@ -4,8 +4,8 @@
     policy, critic …                 [ learn 1 ]             [ learn 2 ]             [ learn 3 ]
                                                ▲ evaluation and checkpoint, where they are due
 
-``learn`` waits for the grades, ``collect`` for the weights that ``learn`` sent. So every completion comes from the
-newest weights: those of step k carry version k - 1. Nobody works beside anybody else.
+``learn`` waits for the grades, ``collect`` for the weights that ``learn`` sent. So every completion is sampled by the
+newest weights: the completions of step k have version k - 1. The two halves never run at the same time.
 """
 
 from podium.runs.schedules import ScheduleDeclaration
