@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.rollout.engines import EngineConfig, Event, ModelEngine, Request, RequestId, Tokens, conclude
-from podium.rollout.engines.draw import draw, uniforms
+from podium.rollout.engines.draw import draw, leave_out, uniforms
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class PlainEngine(ModelEngine):
                 version = self.version
                 logits_BV = self._logits([*request.prompt, *row.ids])
             number_B = uniforms(torch.tensor([request.seed]), start=len(row.ids), count=1)[:, 0]
-            drawn = draw(logits_BV, params, number_B)
+            drawn = draw(leave_out(logits_BV, self.text_ids), params, number_B)
             row.ids.append(int(drawn.ids_B))
             row.logprobs.append(float(drawn.logprobs_B))
             row.versions.append(version)

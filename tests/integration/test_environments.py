@@ -182,6 +182,14 @@ def test_sessions_that_fail_end_alone_and_are_counted(tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["dropped"] == {"every session failed": sum(gone)}
 
 
+def test_sessions_draw_no_id_that_stands_for_no_text(tmp_path: Path) -> None:
+    padded = {"config": {**MODEL["config"], "vocab_size": 150}}  # for the 16 tokens of the tokenizer
+    run = train(sessions_config(tmp_path, model=padded))
+    table = pq.read_table(run / "completions").to_pydict()
+    assert max(token for row in table["tokens"] for token in row) < 16
+    assert all(row[metrics.MISMATCH_MAX] < 1e-5 for row in metrics_rows(run))
+
+
 @pytest.mark.parametrize("cluster", ["inline", pytest.param("local", marks=pytest.mark.exhaustive)])
 def test_an_environment_that_blocks_the_others_is_named_while_it_does(
     cluster: str, tmp_path: Path, preloaded: Cluster, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
 from podium.workers import Estimator, Policy
 from tests.integration.finished_runs import copy_folder, grpo_config, write_base
 from tests.integration.rewards import longer_is_better, unlucky
-from tests.integration.training import losses, metrics_rows, tiny, train
+from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
 
 LISTED = {  # the metrics of a step that every run reports
     *(metrics.REWARD_MEAN, metrics.REWARD_STD, metrics.ACCURACY, metrics.FLAT_GROUPS, metrics.ENTROPY),
@@ -32,6 +32,26 @@ LISTED = {  # the metrics of a step that every run reports
     *(metrics.LENGTH_MEAN, metrics.LENGTH_MAX, metrics.MISMATCH_MEAN, metrics.MISMATCH_MAX, metrics.LOSS),
     *(metrics.STEP_S, metrics.TOKENS_PER_S, "tokens_per_s/generate", "tokens_per_s/update", metrics.TOKENS),
 }
+
+PADDED = {"config": {**MODEL["config"], "vocab_size": 150}}  # for the 16 tokens of the tokenizer
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "temperature": 0.8}], ids=["plain", "top-p"])
+def test_ids_that_stand_for_no_text_are_never_drawn(tmp_path: Path, sampling: dict[str, float]) -> None:
+    kl = {"kl_in": "loss", "kl_coef": 0.1, "minibatches": 2}
+    run = train(tiny(GRPOConfig, tmp_path, model=PADDED, algorithm=kl, sampling=sampling))
+    table = pq.read_table(run / "completions").to_pydict()
+    assert max(token for row in table["tokens"] for token in row) < 16
+    rows = metrics_rows(run)
+    assert all(row[metrics.MISMATCH_MAX] < 1e-5 for row in rows)
+    assert rows[0][metrics.KL] < 0.1  # the reference counts the same ids; over all it would be 2 nats away
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused_at_the_start(tmp_path: Path) -> None:
+    smaller = {"config": {**MODEL["config"], "vocab_size": 12}}
+    with pytest.raises(ConfigError, match=r"token\(s\) of the tokenizer, such as '8' \(12\), are beyond the model's"):
+        train(tiny(GRPOConfig, tmp_path, model=smaller))
+
 
 SPLIT = [{"layout": "split"}, {"layout": "split", "delta_sync": True}]
 

@@ -27,7 +27,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     A tokenizer without a padding token gets its end-of-sequence token as one.
 
     Raises:
-        ConfigError: There is nothing that transformers reads.
+        ConfigError: There is nothing that transformers reads, or nothing but special tokens.
     """
     if source.startswith(CHARACTERS_PREFIX):
         return char_tokenizer(source.removeprefix(CHARACTERS_PREFIX))
@@ -38,6 +38,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     look_for_hub(source)
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if not {*loaded.get_vocab().values()} - {*loaded.added_tokens_decoder}:  # made without any of its files
+            raise ValueError("its files are missing, so that it has special tokens alone")
     except Exception as error:
         origin = (
             f"in the directory {source}" if os.path.isdir(source) else f"on the hub at {source!r}, no directory here"

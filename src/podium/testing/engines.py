@@ -53,11 +53,15 @@ def tiny_model(seed: int = 0, model_type: str = "qwen3", **fields: Any) -> Any:
     return model
 
 
-def compute_trained_logprobs(model: Any, prompt: Sequence[int], completion: Completion, temperature: float) -> Tensor:
-    """Log-probabilities of a completion by one forward pass over the whole sequence, as a trainer computes them."""
+def compute_trained_logprobs(
+    model: Any, prompt: Sequence[int], completion: Completion, temperature: float, without: Sequence[int] = ()
+) -> Tensor:
+    """Log-probabilities of a completion by one forward pass over the whole sequence, as a trainer computes them. The
+    ids ``without`` have none."""
     sequence = torch.tensor([[*prompt, *completion.token_ids.tolist()]], device=model.device)
     with torch.no_grad():
         logits = model(sequence, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu() / temperature
+    logits[:, list(without)] = float("-inf")
     if completion.kept is not None:
         outside = torch.ones_like(logits, dtype=torch.bool)
         for position in range(len(completion)):
@@ -97,13 +101,18 @@ class EngineTarget:
         return self.engine(EngineConfig(**values), model)
 
     def check(
-        self, models: Mapping[int, Any], prompt: Sequence[int], completion: Completion, params: SamplingParams
+        self,
+        models: Mapping[int, Any],
+        prompt: Sequence[int],
+        completion: Completion,
+        params: SamplingParams,
+        without: Sequence[int] = (),
     ) -> None:
         """Each token has the log-probability that a training forward pass gives it with its version's weights."""
         versions = set(completion.versions.tolist())
         assert versions <= set(models), f"tokens are said to be of versions {versions}; the engine had {set(models)}"
         for version, model in models.items():
-            expected = compute_trained_logprobs(model, prompt, completion, params.temperature or 1.0)
+            expected = compute_trained_logprobs(model, prompt, completion, params.temperature or 1.0, without)
             off = (completion.logprobs - expected).abs()[completion.versions == version]
             assert (off <= self.tolerance).all(), (
                 f"log-probabilities are up to {off.max():.2g} off those of training with weights {version}; return "
@@ -258,6 +267,26 @@ class EngineContract:
             assert completion.finish_reason == "stop" or len(completion) == 12, "no stop token, and not max_new_tokens"
             assert len(completion.logprobs) == len(completion.versions) == len(completion), "one of each for each token"
             assert not completion.logprobs.is_inference(), "no loss takes inference tensors: clone them outside"
+
+    def test_ids_that_stand_for_no_text_are_never_drawn(self, target: EngineTarget) -> None:
+        first, second = target.model(0), target.model(1)
+        engine, without = target.make(copy.deepcopy(first)), [7, 20, *range(60, VOCABULARY)]
+        engine.restrict(60, (7, 20))
+        for version, model in enumerate((first, second)):
+            if version:
+                engine.refresh(1, dict(second.state_dict()))
+            for number, sampling in enumerate(SAMPLING.values()):
+                params = SamplingParams(max_new_tokens=12, **sampling)
+                try:
+                    completions = engine.generate(prompts_of(), params, range(8 * number, 8 * number + 8))
+                except ConfigError:
+                    assert params.filtered, "only top-k and top-p may be refused"
+                    continue
+                for prompt, completion in zip(prompts_of(), completions, strict=True):
+                    ids = {*completion.token_ids.tolist()}
+                    ids |= set() if completion.kept is None else {*completion.kept.ids.tolist()}
+                    assert not ids & {*without}, f"{ids & {*without}} are drawn or kept, and text_ids leaves them out"
+                    target.check({version: model}, prompt, completion, params, without)
 
     def test_the_next_turn_of_a_conversation_goes_on_after_the_first(self, target: EngineTarget) -> None:
         model = target.model(0)

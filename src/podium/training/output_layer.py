@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,7 @@ from podium.models.loading import plain_model
 __all__ = [
     "KeptTokens",
     "LogitsTail",
+    "TextIds",
     "TokenScores",
     "logits_at_once",
     "logits_tail",
@@ -39,6 +41,7 @@ __all__ = [
 
 _CHUNK: Final = 1 << 24  # elements of the logits that exist at the same time, 64 MiB in float32
 _KEPT: Final = 1 << 25  # log-probabilities that are kept for the backward pass, 128 MiB; it makes more of them again
+_NEVER: Final = -1e20  # the logit of an id that stands for no text: e to its power is 0, and 0 times it is 0
 _FEWEST: Final = 256  # tokens of a chunk, as each chunk reads the layer's weight once
 
 
@@ -57,6 +60,21 @@ class KeptTokens(NamedTuple):
 
     ids: Tensor
     token: Tensor
+
+
+class TextIds(NamedTuple):
+    """The ids that distributions are over, because they stand for text.
+
+    Attributes:
+        limit: The ids from here on are left out.
+        holes: So are these, below the limit.
+    """
+
+    limit: int | None = None
+    holes: tuple[int, ...] = ()
+
+
+_EVERY_ID: Final = TextIds()
 
 
 class TokenScores(NamedTuple):
@@ -93,6 +111,12 @@ class _Asked:
     temperature: float
     entropy: bool
     entropy_grad: bool
+    text_ids: TextIds
+
+    @cached_property
+    def holes(self) -> Tensor | None:
+        """The holes of ``text_ids`` as a tensor; None where there are none."""
+        return torch.tensor(self.text_ids.holes, device=self.targets_K.device) if self.text_ids.holes else None
 
     def slope(self, logits_CV: Tensor | None) -> Tensor | float | None:
         """The derivative of the logits by the layer's values; None for 1. Without a cap it is the same for all."""
@@ -201,6 +225,7 @@ def output_scores(
     tail: LogitsTail,
     temperature: float = 1.0,
     kept: KeptTokens | None = None,
+    text_ids: TextIds = _EVERY_ID,
     entropy: bool = False,
     entropy_grad: bool = False,
     forward: Callable[[Tensor], Tensor] | None = None,
@@ -214,6 +239,7 @@ def output_scores(
         tail: The function that the model applies to the layer's values.
         temperature: The logits are divided by it.
         kept: Distributions are those over these ids, if given.
+        text_ids: Distributions are over no other ids. The layer gets no gradient of theirs.
         entropy: Whether entropies are computed, without gradients unless ``entropy_grad``.
         forward: The function that runs the layer, if not its own call.
 
@@ -222,7 +248,7 @@ def output_scores(
     """
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
-    request = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad)
+    request = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad, text_ids)
     layer_forward = forward or layer.forward
     if isinstance(layer, nn.Linear) and getattr(layer_forward, "__func__", None) is nn.Linear.forward:
         scores = cast("tuple[Tensor, Tensor]", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, request))
@@ -235,8 +261,8 @@ def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], aske
     """The same for any layer, by autograd. The backward pass runs the layer again."""
 
     def score(hidden_CH: Tensor, here: slice, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
-        logits_CV = asked.tail(forward(hidden_CH).float()) / asked.temperature
-        logprobs_C, log_p = _read(logits_CV, asked.targets_K[here], kept)
+        logits_CV = asked.tail(forward(hidden_CH)[:, : asked.text_ids.limit].float()) / asked.temperature
+        logprobs_C, log_p = _read(logits_CV, asked.targets_K[here], kept, asked.holes)
         with torch.set_grad_enabled(asked.entropy_grad and torch.is_grad_enabled()):
             return logprobs_C, _entropies(log_p, kept, len(logprobs_C))
 
@@ -262,13 +288,14 @@ class _LinearScores(torch.autograd.Function):
         ctx.asked = asked
         logprobs_K = torch.empty(len(hidden_KH), device=device)
         entropy_K = torch.zeros_like(logprobs_K)
-        hidden, weight = hidden_KH.to(ctx.dtype), weight_VH.to(ctx.dtype)
+        limit = asked.text_ids.limit
+        hidden, weight = hidden_KH.to(ctx.dtype), weight_VH[:limit].to(ctx.dtype)
         size = len(hidden) * len(weight) if asked.kept is None else len(asked.kept.ids)
         keeps = any(ctx.needs_input_grad) and asked.tail.cap is None and size <= _KEPT
         log_ps: list[Tensor] = []
         for chunk, kept in asked.chunks(len(weight)):
             logits_CV = _logits(hidden[chunk], weight, bias_V, asked)
-            logprobs_K[chunk], log_p = _read(logits_CV, asked.targets_K[chunk], kept)
+            logprobs_K[chunk], log_p = _read(logits_CV, asked.targets_K[chunk], kept, asked.holes)
             if asked.entropy:
                 entropy_K[chunk] = _entropies(log_p, kept, len(logits_CV))
             if keeps:
@@ -286,7 +313,8 @@ class _LinearScores(torch.autograd.Function):
         hidden_KH, weight_VH, bias_V, entropy_K, *log_ps = ctx.saved_tensors
         request: _Asked = ctx.asked
         for_hidden, for_weight, for_bias, _ = ctx.needs_input_grad
-        weight, hidden = weight_VH.to(ctx.dtype), hidden_KH.to(ctx.dtype)
+        limit = request.text_ids.limit
+        weight, hidden = weight_VH[:limit].to(ctx.dtype), hidden_KH.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden_KH) if for_hidden else None
         grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if for_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if for_bias else None
@@ -295,7 +323,8 @@ class _LinearScores(torch.autograd.Function):
                 log_p, slope = log_ps[number], request.slope(None)
             else:
                 logits_CV = _logits(hidden[chunk], weight, bias_V, request)
-                log_p, slope = _read(logits_CV, request.targets_K[chunk], kept)[1], request.slope(logits_CV)
+                slope = request.slope(logits_CV)
+                log_p = _read(logits_CV, request.targets_K[chunk], kept, request.holes)[1]
                 del logits_CV
             upstream = (gradients[0][chunk], gradients[1][chunk], entropy_K[chunk])
             grad_CV = _gradient(
@@ -310,14 +339,14 @@ class _LinearScores(torch.autograd.Function):
             if slope is not None:
                 grad_CV.mul_(slope)
             if grad_bias is not None:
-                grad_bias += grad_CV.sum(0)
+                grad_bias[:limit] += grad_CV.sum(0)
             grad_CV = grad_CV.to(ctx.dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk] = grad_CV @ weight
             if grad_weight is not None and ctx.dtype == torch.float32:
-                grad_weight.addmm_(grad_CV.T, hidden[chunk])
+                grad_weight[:limit].addmm_(grad_CV.T, hidden[chunk])
             elif grad_weight is not None:
-                grad_weight += grad_CV.T @ hidden[chunk]
+                grad_weight[:limit] += grad_CV.T @ hidden[chunk]
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),
@@ -329,16 +358,22 @@ class _LinearScores(torch.autograd.Function):
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, asked: _Asked) -> Tensor:
     """The logits in float32, in a tensor of their own."""
     with torch.autocast(hidden_CH.device.type, enabled=False):
-        values = F.linear(hidden_CH, weight_VH, None if bias_V is None else bias_V.to(weight_VH.dtype)).float()
+        bias = None if bias_V is None else bias_V[: len(weight_VH)].to(weight_VH.dtype)
+        values = F.linear(hidden_CH, weight_VH, bias).float()
     tail, factor = asked.tail, asked.tail.scale / asked.temperature
     if tail.cap is not None:
         return values.mul_(tail.scale / tail.cap).tanh_().mul_(tail.cap / asked.temperature)
     return values if factor == 1.0 else values.mul_(factor)
 
 
-def _read(logits_CV: Tensor, targets_C: Tensor, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
-    """The targets' log-probabilities ``[C]``, and those of all ids ``[C, V]`` or of the kept ones ``[S]``."""
+def _read(logits_CV: Tensor, targets_C: Tensor, kept: KeptTokens | None, holes: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The targets' log-probabilities ``[C]``, and those of all ids ``[C, V]`` or of the kept ones ``[S]``.
+
+    The logits of ``holes`` are overwritten. Kept ids have none.
+    """
     if kept is None:
+        if holes is not None:
+            logits_CV.index_fill_(1, holes, _NEVER)
         log_p = torch.log_softmax(logits_CV, -1)
         return log_p.gather(1, targets_C[:, None])[:, 0], log_p
     # By flat places, since the gradient of indexing by pairs is slow.

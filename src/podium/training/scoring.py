@@ -16,6 +16,7 @@ from podium.training.micro_batches import MicroBatch
 from podium.training.output_layer import (
     KeptTokens,
     LogitsTail,
+    TextIds,
     TokenScores,
     logits_tail,
     output_scores,
@@ -57,7 +58,8 @@ def score_tokens(
     """Make one forward pass over a micro-batch of ``batch``. Logits exist for a few tokens at a time.
 
     The scores are those of the distribution that was sampled from: at ``batch.meta["temperature"]`` (1 if not given; 0,
-    greedy sampling, counts as 1) and, where the batch has kept sets (``kept_sizes``), over those.
+    greedy sampling, counts as 1), over the ids of ``batch.meta["text_ids"]`` (all if not given; see
+    :class:`.TextIds`), and, where the batch has kept sets (``kept_sizes``), over those.
 
     Args:
         entropy: Whether the entropy is computed too, without gradients unless ``entropy_grad``.
@@ -68,7 +70,13 @@ def score_tokens(
     temperature = float(batch.meta.get("temperature", 1.0)) or 1.0
     kept = kept_tokens(batch, micro)
     tail = logits_tail(model)
-    options = {"temperature": temperature, "kept": kept, "entropy": entropy, "entropy_grad": entropy_grad}
+    options = {
+        "temperature": temperature,
+        "kept": kept,
+        "text_ids": TextIds(*batch.meta.get("text_ids") or ()),
+        "entropy": entropy,
+        "entropy_grad": entropy_grad,
+    }
     if tail is None:  # the model changes the layer's values in a way of its own, so that it has to see them all
         logits = run_model(model, micro).logits[0]
         return output_scores(logits, nn.Identity(), micro.targets, tail=LogitsTail(), **options)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.data.sampled_text import decode_sampled, text_column
 from podium.errors import DataError
-from podium.models.tokenizers import load_tokenizer
 from podium.rollout.engines.journal import Drawn, Journal, read_journals
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.rollout.service.engine_client import EngineClient
@@ -59,7 +57,8 @@ class Generator(WeightReceiver):
         Returns:
             ``B * n`` rows with ``tokens``, ``loss_mask``, ``rollout_logprobs``, ``versions``, ``group`` and
             ``finish_reason``; with top-k or top-p also ``kept_sizes`` and ``kept_ids``; and ``text`` if
-            ``prompts.meta["text"]`` asks for it. ``meta["temperature"]`` is that of ``sampling``.
+            ``prompts.meta["text"]`` asks for it. ``meta["temperature"]`` is that of ``sampling``,
+            and ``meta["text_ids"]``, if present, says over which ids the distributions are.
 
         Raises:
             DataError: There are not n seeds for each prompt.
@@ -147,6 +146,8 @@ class Generator(WeightReceiver):
         rows = [row.tolist() for row in prompts.jagged(fields.PROMPT_TOKENS).unbind()]
         group = prompts.dense(fields.GROUP).repeat_interleave(sampling.n)
         batch = _as_batch(rows, drawn, group, sampling)
+        if self._text_ids is not None:
+            batch = batch.with_meta(text_ids=self._text_ids)
         if prompts.meta.get("text"):
             batch = batch.with_columns({fields.TEXT: text_column(decode_sampled(batch, self._tokenizer))})
         return batch
@@ -157,10 +158,6 @@ class Generator(WeightReceiver):
             if self._journal is None or self._journal.path != journal_path:
                 self._journal = Journal(journal_path)
             return self._journal
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.config.tokenizer_source)
 
 
 def _as_batch(

@@ -25,6 +25,7 @@ from podium.extras import install_command
 from podium.models.config import ModelConfig
 from podium.models.loading import longest_text
 from podium.models.tokenizers import load_tokenizer
+from podium.models.vocabulary import TextIds, find_text_ids
 from podium.rollout.environments.client import MOST_AGENTS
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.contract import Earned
@@ -140,7 +141,7 @@ class Rollout(Worker):
                 room=self._room,
             )
             self._reports[key] = {**_report(episodes, service), "unknown": self._unknown(episodes)}
-        return _as_batch(
+        batch = _as_batch(
             [
                 (episode, trajectory, group, number * _AGENTS + index)
                 for episode, group, number in zip(episodes, tasks.dense(fields.GROUP).tolist(), numbers, strict=True)
@@ -150,6 +151,7 @@ class Rollout(Worker):
             service,
             sampling,
         )
+        return batch if self._text_ids is None else batch.with_meta(text_ids=self._text_ids)
 
     @endpoint(collect=gather(), concurrent=True)
     def report(self, key: str) -> dict[str, Any]:
@@ -226,6 +228,11 @@ class Rollout(Worker):
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self._model.tokenizer_source)
+
+    @cached_property
+    def _text_ids(self) -> TextIds | None:
+        """The ids that the generators draw; None for all."""
+        return find_text_ids(self._model, self._tokenizer)
 
     @cached_property
     def _form(self) -> ChatFormat:

@@ -49,6 +49,14 @@ def test_an_alphabet_as_a_setting_and_errors_that_name_the_setting(tmp_path: Pat
         load_tokenizer("")
 
 
+def test_a_model_without_the_files_of_a_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # for which transformers makes an empty one
+    with pytest.raises(
+        ConfigError, match=r"no tokenizer in the directory .*its files are missing.*set model\.tokenizer"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path: Path) -> None:
     tokenizer = char_tokenizer("01")
     tokenizer.pad_token = None

@@ -43,6 +43,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def plain(model: nn.Module, batch: Batch, micro: MicroBatch, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies from whole logits in float64."""
     logits = run_model(model, micro).logits[0].double() / batch.meta["temperature"]
+    if (text_ids := batch.meta.get("text_ids")) is not None:
+        logits[:, [*text_ids[1], *range(text_ids[0], logits.shape[1])]] = -torch.inf
     if kept is not None:
         inside = torch.zeros_like(logits, dtype=torch.bool)
         inside[kept.token, kept.ids] = True
@@ -61,8 +63,8 @@ def sets_of(batch: Batch) -> Batch:
     return with_kept(batch, kept)
 
 
-def compare(model: nn.Module, *, with_sets: bool, entropy_grad: bool) -> None:
-    batch = recorded(temperature=0.7)
+def compare(model: nn.Module, *, with_sets: bool, entropy_grad: bool, **meta: Any) -> None:
+    batch = recorded(temperature=0.7, **meta)
     batch = sets_of(batch) if with_sets else batch
     (micro,) = cut(batch, 1000, packed=False)
     model = model.eval()
@@ -106,8 +108,22 @@ def test_what_is_kept_of_small_ones_gives_the_same(
     compare(make(family, **FAMILIES[family]), with_sets=with_sets, entropy_grad=entropy_grad)
 
 
-@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
-def test_an_output_layer_with_adapters(with_sets: bool) -> None:
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("kept", [0, 1 << 20], ids=["again", "kept"])
+@pytest.mark.parametrize("text_ids", [(40, ()), (48, (1, 17)), (18, (0, 16))])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi"])
+def test_ids_that_stand_for_no_text_have_no_share_and_no_gradient(
+    family: str, text_ids: tuple[int, tuple[int, ...]], kept: int, entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_layer, "_KEPT", kept)
+    model = make(family, **FAMILIES[family])
+    compare(model, with_sets=False, entropy_grad=entropy_grad, text_ids=text_ids)
+
+
+@pytest.mark.parametrize(
+    ("with_sets", "text_ids"), [(False, None), (True, None), (False, (16, (0, 3)))], ids=["all", "kept", "holes"]
+)
+def test_an_output_layer_with_adapters(with_sets: bool, text_ids: tuple[int, tuple[int, ...]] | None) -> None:
     assert ADAPTED.lora is not None
     untied = {**ADAPTED.config, "tie_word_embeddings": False}
     config = replace(ADAPTED, config=untied, lora=replace(ADAPTED.lora, targets=("lm_head", "q_proj")))
@@ -117,7 +133,7 @@ def test_an_output_layer_with_adapters(with_sets: bool) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    compare(model, with_sets=with_sets, entropy_grad=True)
+    compare(model, with_sets=with_sets, entropy_grad=True, text_ids=text_ids)
 
 
 @pytest.mark.parametrize("vocabulary", [16, 17, 48, 301])  # the values that are tried have a zero if it is odd

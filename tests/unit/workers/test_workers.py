@@ -17,6 +17,7 @@ from podium.data import Batch, Jagged
 from podium.errors import CheckpointError, ConfigError, DataError
 from podium.models import ModelConfig
 from podium.models.manifest import file_sums, write_manifest
+from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import EndingOptim
@@ -221,6 +222,35 @@ def test_what_a_generator_cannot_do_is_named() -> None:
         colocated(Generator(TINY), policy=policy).prepare_weight_sync(policy.weight_manifest().weights, 2**20)
     with pytest.raises(DataError, match="seed"):
         generator.generate(PROMPTS, replace(SAMPLING, n=2))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_ids_that_stand_for_no_text_are_neither_drawn_nor_counted(engine: str, sampling: dict[str, Any]) -> None:
+    padded = replace(TINY, config={**TINY.config, "vocab_size": 150}, seed=4)  # for the 16 tokens of the tokenizer
+    policy = Policy(padded, OPTIM)
+    generator = colocated(Generator(padded, EngineConfig(name=engine)), policy=policy)
+    params = replace(SAMPLING, **{"temperature": 1.5, **sampling})
+    batch = generator.generate(PROMPTS, params)
+    assert int(values_of(batch, "tokens").max()) < 16
+    mask = values_of(batch, "loss_mask")
+    scores = policy.logprobs(batch, entropy=True)
+    rollout = values_of(batch, "rollout_logprobs")
+    assert torch.allclose(values_of(scores, "old_logprobs")[mask], rollout[mask], atol=1e-5)
+    assert float(values_of(scores, "entropy").max()) <= float(torch.tensor(16.0).log()) + 1e-5
+    ones = batch.jagged("tokens").like(mask.float())
+    row = policy.update(batch.with_columns({"advantages": ones}))
+    assert row["mismatch/max"] < 1e-5
+    free = Policy(padded).logprobs(Batch({n: batch[n] for n in ("tokens", "loss_mask")}, {"temperature": 1.5}))
+    assert bool((values_of(free, "old_logprobs")[mask] < rollout[mask]).all())  # examples count all of the model's rows
+
+
+def test_a_model_without_a_tokenizer_draws_all_of_its_ids(tmp_path: Path) -> None:
+    Policy(TINY).save_pretrained(str(tmp_path))
+    for file in tmp_path.glob("*tokenizer*"):
+        file.unlink()
+    batch = Generator(ModelConfig(path=str(tmp_path))).generate(PROMPTS, SAMPLING)
+    assert "text_ids" not in batch.meta
 
 
 def test_a_loss_by_its_name_alone_trains_with_the_settings_of_its_paper() -> None:

@@ -33,6 +33,7 @@ from podium.rollout.engines.requests import (
     Aborted,
     Event,
     Failed,
+    Finished,
     Request,
     RequestId,
     RequestQueue,
@@ -71,6 +72,7 @@ class Engine(ABC):
         vocabulary: Number of tokens that the model knows. The constructor of a subclass sets it.
         positions: The longest sequence that the model takes, or None for any. The constructor of a subclass sets it.
         prefilled_tokens: Number of prompt tokens that went through the model so far, where the engine counts them.
+        text_ids: The ids that are drawn, as :meth:`restrict` was given them; None where all of the vocabulary are.
     """
 
     auto_rank: ClassVar[int] = 0
@@ -82,6 +84,7 @@ class Engine(ABC):
     vocabulary: int
     positions: int | None = None
     prefilled_tokens: int = 0
+    text_ids: tuple[int, tuple[int, ...]] | None = None
 
     def __init__(self, config: EngineConfig, model: nn.Module, refusal: str = "") -> None:
         self.config = config
@@ -119,6 +122,14 @@ class Engine(ABC):
         """Whether nothing is in flight."""
         with self._changed:
             return not self._in_flight and not self._driving
+
+    def restrict(self, limit: int, holes: Sequence[int] = ()) -> None:
+        """Draw only ids below ``limit`` that are not among ``holes``, because others stand for no text.
+
+        Distributions, their log-probabilities and kept sets are then those over these ids. Nothing may be in flight. An
+        engine reads ``text_ids`` when it draws. Requests of an engine that draws other ids nevertheless fail.
+        """
+        self.text_ids = limit, tuple(holes)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -334,6 +345,8 @@ class Engine(ABC):
         return bool(self._in_flight)
 
     def _deliver(self, events: Sequence[Event]) -> None:
+        if self.text_ids is not None:
+            events = [self._refuse_other_ids(event, *self.text_ids) for event in events]
         for event in events:
             box = self._in_flight.get(event.id)
             if box is not None:  # else it was aborted meanwhile
@@ -343,6 +356,17 @@ class Engine(ABC):
         if self._aborted:
             self._take_in()
         self._changed.notify_all()
+
+    def _refuse_other_ids(self, event: Event, limit: int, holes: Sequence[int]) -> Event:
+        """The event, or the failure of a request that has ids without text."""
+        if not isinstance(event, Finished):
+            return event
+        ids = event.completion.token_ids
+        wrong = ids[(ids >= limit) | torch.isin(ids, torch.tensor(holes, dtype=ids.dtype))]
+        if not len(wrong):
+            return event
+        reason = f"{type(self).__name__} drew the token {int(wrong[0])}, which stands for no text: it ignores text_ids"
+        return Failed(event.id, GenerationError(reason))
 
     @torch.no_grad()
     def _advance(self, deadline: float | None) -> list[Event]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from podium.rollout.sampling import SamplingParams
 
-__all__ = ["Draw", "draw", "seed_at", "uniforms"]
+__all__ = ["Draw", "draw", "leave_out", "seed_at", "uniforms"]
 
 _CONSTANTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, _CONSTANTS)
@@ -64,6 +64,15 @@ def seed_at(seed: int, position: int) -> int:
         state = combined
     start = (state - 1) * pow(golden, -1, _WORD) % _WORD
     return start - _WORD if start >= _WORD // 2 else start
+
+
+def leave_out(logits_BV: Tensor, text_ids: tuple[int, tuple[int, ...]] | None) -> Tensor:
+    """Return the logits of ids that stand for text, as of :attr:`.Engine.text_ids`. Those of holes are overwritten."""
+    if text_ids is None:
+        return logits_BV
+    limit, holes = text_ids
+    logits_BV = logits_BV[:, :limit]
+    return logits_BV.index_fill_(1, torch.tensor(holes, device=logits_BV.device), -torch.inf) if holes else logits_BV
 
 
 def draw(logits_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
@@ -121,7 +130,7 @@ def _draw_kept(probs_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> 
     mass, order, total = _candidates(probs_BV, params)
     running = torch.cumsum(mass, -1, dtype=torch.float64)
     before = torch.cat((torch.zeros_like(running[:, :1]), running[:, :-1]), 1)
-    dropped = before >= params.top_p * total
+    dropped = (before >= params.top_p * total) | (mass == 0)
     dropped[:, 0] = False
     mass = mass.masked_fill(dropped, 0)
     index = _invert(mass, uniforms_B)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from podium.devices import same_within_rounding
-from podium.rollout.engines.draw import draw, uniforms
+from podium.rollout.engines.draw import draw, leave_out, uniforms
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.requests import Event, Finished, Request, Tokens, conclude
 from podium.rollout.sampling import SamplingParams
@@ -76,7 +76,8 @@ class TransformersEngine(ModelEngine):
     def _draw(self, requests: Sequence[Request]) -> _Drawing:
         params = requests[0].params
         device = next(self.model.parameters()).device
-        processor = _Drawing(params, torch.tensor([request.seed for request in requests], device=device))
+        seeds_B = torch.tensor([request.seed for request in requests], device=device)
+        processor = _Drawing(params, seeds_B, self.text_ids)
         stops = list(params.stop_token_ids) or None
         self._generate([request.prompt for request in requests], params.max_new_tokens, stops, processor)
         return processor
@@ -138,15 +139,15 @@ class _Watching(LogitsProcessor):
 class _Drawing(LogitsProcessor):
     """Draws each step's tokens, remembers them, and masks every other token."""
 
-    def __init__(self, params: SamplingParams, seeds_B: Tensor) -> None:
-        self._params = params
+    def __init__(self, params: SamplingParams, seeds_B: Tensor, text_ids: tuple[int, tuple[int, ...]] | None) -> None:
+        self._params, self._text_ids = params, text_ids
         self._uniforms = uniforms(seeds_B, 0, params.max_new_tokens)
         self.ids: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.kept: list[list[Tensor]] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
-        result = draw(scores.float(), self._params, self._uniforms[:, len(self.ids)])
+        result = draw(leave_out(scores.float(), self._text_ids), self._params, self._uniforms[:, len(self.ids)])
         self.ids.append(result.ids_B)
         self.logprobs.append(result.logprobs_B)
         if result.kept_ids_BK is not None and result.kept_sizes_B is not None:

@@ -93,6 +93,7 @@ class VllmEngine(ModelEngine):
         ):  # vLLM seeds torch's generators
             self._engine = _make_engine(config, self.model, self._dtype)
         self.positions = self._engine.model_config.max_model_len
+        self._allowed: list[int] | None = None
         self._numbers = itertools.count()
         self._drawing: dict[str, _Drawing] = {}
         self._dropped: list[str] = []
@@ -101,6 +102,10 @@ class VllmEngine(ModelEngine):
         self._expected_V: Tensor | None = None  # the model's log-probabilities after the probe; None once checked
         if not self.copied:
             self.refresh(0)
+
+    def restrict(self, limit: int, holes: Sequence[int] = ()) -> None:
+        super().restrict(limit, holes)
+        self._allowed = sorted({*range(limit)} - {*holes})
 
     @classmethod
     def supports(cls, model: nn.Module) -> str | None:
@@ -189,6 +194,7 @@ class VllmEngine(ModelEngine):
             stop_token_ids=list(params.stop_token_ids),
             seed=request.seed % 2**63,
             logprobs=listed,
+            allowed_token_ids=self._allowed,
         )
 
     def _add(self, id: str, prompt: Sequence[int], *, priority: int, **settings: Any) -> None:

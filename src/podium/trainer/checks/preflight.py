@@ -49,6 +49,7 @@ __all__ = [
     "check_reward",
     "check_settings",
     "check_tokens",
+    "check_vocabulary",
     "find_unused_settings",
     "load_schedule",
     "names_of_given",
@@ -303,6 +304,42 @@ def check_tokens(model: ModelConfig, what: str, largest: int) -> None:
         )
 
 
+def check_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
+    """Check that the model has a row for each token of the tokenizer, and can sample the ``stop_token_ids``.
+
+    Special tokens without a row that no text contains, such as the placeholder of an image, are noted and allowed.
+
+    Raises:
+        ConfigError: Text may have a token without a row, or a completion would never end with a stop token.
+    """
+    from podium.models.loading import vocabulary_size
+    from podium.models.vocabulary import find_ids_beyond, find_text_ids
+
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    beyond = find_ids_beyond(model, tokenizer)
+    remedy = "the tokenizer is not the model's own; set model.tokenizer, or give the model rows for its tokens"
+    if beyond:
+        id, token = next(iter(beyond.items()))
+        what = (
+            f"{len(beyond)} token(s) of the tokenizer, such as {token!r} ({id}), are beyond the model's vocabulary of "
+            f"{vocabulary_size(model)}"
+        )
+        if {*beyond} - special:
+            raise ConfigError(f"{what}: {remedy} (resize_token_embeddings of transformers)")
+        emit(Note(f"{what}. They are special tokens, and a text that contains one is refused"))
+    limit, holes = find_text_ids(model, tokenizer) or (vocabulary_size(model), ())
+    if never := [id for id in stop_token_ids if id >= limit or id in holes]:
+        raise ConfigError(
+            f"the stop token {never[0]} (sampling.stop_token_ids, the tokenizer's eos_token or generation_config.json) "
+            f"is never sampled, so that it ends no completion: "
+            + (
+                f"the model has no row for it, {remedy}"
+                if never[0] >= vocabulary_size(model)
+                else "it stands for no text"
+            )
+        )
+
+
 def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
     """Check that each example, whose prompt and answer have a length in tokens, fits into the model's positions.
 
@@ -365,32 +402,19 @@ def check_columns(examples: Iterable[Example], columns: Iterable[str], advantage
 def with_stop_tokens(
     sampling: SamplingParams, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> SamplingParams:
-    """Return ``sampling`` with stop tokens. A note says so if no stop token is known.
+    """Return ``sampling`` with stop tokens, after :func:`check_vocabulary`. A note says so if no stop token is known.
 
     If the configuration names none, they are those of the tokenizer and of the model's generation_config.json, and the
     token with which the chat template ends a turn.
     """
     if sampling.stop_token_ids:
+        check_vocabulary(model, tokenizer, sampling.stop_token_ids)
         return sampling
-    from transformers import GenerationConfig
-
+    from podium.models.vocabulary import generation_ends
     from podium.rollout.tasks import end_of_turn
 
-    model_ids = None
-    if model.path:
-        try:
-            model_ids = GenerationConfig.from_pretrained(model.path).eos_token_id
-            if not all(
-                isinstance(token_id, int)
-                for token_id in (model_ids if isinstance(model_ids, list) else [model_ids or 0])
-            ):
-                raise TypeError(f"eos_token_id = {model_ids!r}")
-        except OSError:  # a model need not have the file
-            pass
-        except Exception as error:
-            raise ConfigError(f"{model.path}: its generation_config.json cannot be read: {error}") from error
     stop_ids: list[int] = []
-    for ids in (tokenizer.eos_token_id, model_ids, end_of_turn(tokenizer, data)):
+    for ids in (tokenizer.eos_token_id, generation_ends(model), end_of_turn(tokenizer, data)):
         stop_ids += [ids] if isinstance(ids, int) else cast("list[int]", ids or [])
     if not stop_ids:
         emit(
@@ -399,6 +423,7 @@ def with_stop_tokens(
                 f"{sampling.max_new_tokens} tokens: set eos_token in the tokenizer, or sampling.stop_token_ids"
             )
         )
+    check_vocabulary(model, tokenizer, stop_ids)
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -15,6 +16,8 @@ from podium.errors import ConfigError, DataError
 from podium.models.buckets import Piece, WeightInfo, checksum, cut
 from podium.models.config import ModelConfig
 from podium.models.loading import load_model
+from podium.models.tokenizers import load_tokenizer
+from podium.models.vocabulary import TextIds, find_text_ids
 from podium.models.whole_weights import WholeWeights
 from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.engines.installed import generation_config, model_device
@@ -25,6 +28,7 @@ from podium.workers.weight_sync.on_device import Loan, Site, open_loan, site_of
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
     from podium.training.engine import TrainEngine
 
@@ -305,11 +309,25 @@ class WeightReceiver(Worker):
         config = generation_config(self.engine_config, device)
         shared = None if policy is None or policy.adapted else policy.model
         engine = make_engine(config, self._own_model(config, device) if shared is None else shared)
+        if self._text_ids is not None:
+            engine.restrict(*self._text_ids)
         if policy is not None:
             _read(policy, engine, 0)
         elif config.dtype == "float16":
             engine.refresh(0)
         return engine
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.config.tokenizer_source)
+
+    @cached_property
+    def _text_ids(self) -> TextIds | None:
+        """The ids that are drawn; None for all of them, also where the model has no tokenizer."""
+        try:
+            return find_text_ids(self.config, self._tokenizer)
+        except ConfigError:
+            return None
 
     def _own_model(self, engine: EngineConfig, device: torch.device) -> nn.Module:
         """The model in the data type that the engine computes in, so that it needs no copy; not in float16, which

@@ -11,7 +11,7 @@ import pytest
 from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import CheckpointError, ConfigError
-from podium.models import ModelConfig, load_model, load_tokenizer
+from podium.models import ModelConfig, char_tokenizer, load_model, load_tokenizer
 from podium.models.loading import longest_text
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
@@ -99,7 +99,15 @@ def test_a_prompt_that_the_model_has_no_room_for_is_found_before_anything_starts
 def test_tokens_that_the_model_does_not_know_are_found_before_anything_starts(tmp_path: Path, recipe: Any) -> None:
     config = tiny(recipe, tmp_path, model={**MODEL, "config": {**MODEL["config"], "vocab_size": 13}})  # type: ignore[dict-item]
     trainer: Any = PPOTrainer if recipe is GRPOConfig else SFTTrainer
-    with pytest.raises(ConfigError, match=r"the training data have the token 14, and the model has a vocabulary of 13"):
+    with pytest.raises(ConfigError, match=r"such as '9' \(13\), are beyond the model's vocabulary of 13"):
+        trainer(config, cluster="inline", show=False).fit()
+    special = char_tokenizer("0123456789= ")
+    special.add_special_tokens({"additional_special_tokens": ["<image>"]})  # for which the model has no row
+    special.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "images.jsonl").write_text('{"prompt": "1<image>=", "answer": "1"}\n' * 40)
+    model = {"config": {**MODEL["config"], "vocab_size": 16}, "tokenizer": str(tmp_path / "tokenizer")}  # type: ignore[dict-item]
+    config = tiny(recipe, tmp_path, model=model, data={"train": str(tmp_path / "images.jsonl")})
+    with pytest.raises(ConfigError, match=r"the training data have the token 16, and the model has a vocabulary of 16"):
         trainer(config, cluster="inline", show=False).fit()
     assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
 

@@ -38,10 +38,16 @@ class Past(NamedTuple):
 
 
 class Decoder:
-    """Computes logits with given weights; holds no state but tables of cosines and sines."""
+    """Computes logits with given weights; holds no state but tables of cosines and sines.
 
-    def __init__(self, weights: DecoderWeights) -> None:
+    Args:
+        weights: The weights.
+        holes: Ids whose logits are minus infinity.
+    """
+
+    def __init__(self, weights: DecoderWeights, holes: Sequence[int] = ()) -> None:
         self.weights = weights
+        self._holes = torch.tensor(holes, device=weights.device) if holes else None
         self._q_size = weights.heads * weights.head_dim
         self._q_and_k = [weights.heads, weights.kv_heads]
         self._qk_and_v = [weights.heads + weights.kv_heads, weights.kv_heads]
@@ -157,7 +163,8 @@ class Decoder:
         return _add(hidden, self.weights.activation(gate).mul_(up), layer.mlp.down)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return _apply(self._norm(hidden, self.weights.final_norm), self.weights.head).float()
+        logits = _apply(self._norm(hidden, self.weights.final_norm), self.weights.head).float()
+        return logits if self._holes is None else logits.index_fill_(1, self._holes, -torch.inf)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._short_norm:

@@ -50,15 +50,20 @@ class NativeEngine(ModelEngine):
             raise ConfigError(f"engine.options.cuda_graphs: the model has experts, and {reason}; leave it off")
         self._lanes = Lanes(self.gate, lambda: self._decoder, config.prefill_tokens, self._graphs)
 
+    def restrict(self, limit: int, holes: Sequence[int] = ()) -> None:
+        super().restrict(limit, holes)
+        self._decoder = Decoder(read_weights(self.model, limit), holes)
+
     @classmethod
     def supports(cls, model: nn.Module) -> str | None:
         return find_unsupported(model)
 
     def loaded(self) -> None:
         # Reading costs microseconds a layer, joins again what was torn apart, and follows a model that was moved.
-        weights = read_weights(self.model)
+        limit, holes = self.text_ids or (None, ())
+        weights = read_weights(self.model, limit)
         if self._graphs is None or not renew(self._decoder.weights, weights):
-            self._decoder = Decoder(weights)
+            self._decoder = Decoder(weights, holes)
 
     def release(self) -> None:
         if not self._lanes.live:

@@ -124,8 +124,10 @@ def find_unsupported(model: nn.Module) -> str | None:
     return None
 
 
-def read_weights(model: Any) -> DecoderWeights:
+def read_weights(model: Any, limit: int | None = None) -> DecoderWeights:
     """Read ``model``, a decoder for which ``unsupported`` is None, and join its projections.
+
+    With ``limit``, the head gives logits of that many ids only.
 
     Call it again after something replaced the parameters' data, as ``load_state_dict(assign=True)`` does.
     """
@@ -147,7 +149,7 @@ def read_weights(model: Any) -> DecoderWeights:
             for layer, window in zip(decoder.layers, _windows(config), strict=True)
         ),
         final_norm=decoder.norm.weight.data,
-        head=_dense(model.lm_head),
+        head=_dense(model.lm_head, limit),
         activation=F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act],
         rotary=tables,
         heads=heads,
@@ -184,9 +186,9 @@ def _read_layer(layer: Any, heads: int, kv_heads: int, window: int | None) -> La
     )
 
 
-def _dense(linear: nn.Linear) -> Dense:
+def _dense(linear: nn.Linear, limit: int | None = None) -> Dense:
     bias: nn.Parameter | None = linear.bias
-    return Dense(linear.weight.data.t(), None if bias is None else bias.data)
+    return Dense(linear.weight.data[:limit].t(), None if bias is None else bias.data[:limit])
 
 
 def _join_dense(*linears: nn.Linear) -> Dense:
