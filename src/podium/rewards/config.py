@@ -33,7 +33,7 @@ class RewardConfig:
     memory_gib: float | None = Field(default=4.0, gt=0, le=2**20)
     """A grading process may take this much memory in addition to what importing the reward took. null sets no limit."""
     env: tuple[str, ...] = ()
-    """These variables of the environment reach the reward although their names are those of secrets."""
+    """The reward gets these environment variables, although their names look like those of secrets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ __all__ = [
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator", "rollout"]
-_CAP_AHEAD: Final = 2.0  # of importance weights where older weights draw completions
+_CAP_AHEAD: Final = 2.0  # cap of importance weights if older weights sample completions
 
 
 Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
@@ -80,7 +80,7 @@ class RunConfig:
     name: str = ""
     """The run's directory has this name. An empty name is made from the recipe and the time."""
     seed: int = Field(default=0, ge=0, le=10**18)
-    """All that is random in the run follows from this seed: prompts, samples and the order of rows."""
+    """All random numbers of the run follow from this seed: those of prompts, samples and the order of rows."""
     steps: int = Field(default=200, ge=0, le=10**9)
     """The run ends after this many training steps. Steps before a resume count."""
     epochs: float | None = Field(default=None, gt=0, le=10**6)
@@ -89,17 +89,17 @@ class RunConfig:
     """This function arranges the two halves of steps, collect and learn, in time: sync, one_step_off, asynchronous,
     module:function, or path/file.py:function."""
     max_staleness: int = Field(default=2, ge=1, le=1000)
-    """With the schedule asynchronous, no token that trains was drawn by weights that are more than this many updates
-    older than those of sync. The same holds for a schedule of your own that declares side_by_side."""
+    """With the schedule asynchronous, tokens for training come from weights that are at most this many updates older
+    than with sync. The same holds for a schedule of your own that declares side_by_side."""
     resume: str = ""
-    """The run in this directory is resumed from its latest checkpoint. auto resumes the run of run.name if it is there,
-    and begins it otherwise."""
+    """The run in this directory is resumed from its latest checkpoint. auto resumes the run called run.name if it
+    exists, and starts it otherwise."""
     timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
-    """A call to workers fails when it takes longer than this many seconds. Sessions of an environment that wait for
-    room have as long again, and never less than their own time_limit_s."""
+    """A call to workers fails when it takes longer than this many seconds. Sessions of an environment that wait for a
+    free place get this time once more for each wait, and at least their own time_limit_s."""
     max_restarts: int = Field(default=3, ge=0, le=10**6)
-    """The run goes on after it has lost a worker process, at most this many times within an hour. A generator in
-    processes of its own is counted for itself."""
+    """The run continues after the loss of a worker process at most this many times within an hour. Each generator in
+    processes of its own is counted separately."""
     profile: tuple[str, ...] = ()
     """torch.profiler records the second call of each of these endpoints on rank 0, given as ROLE.ENDPOINT, such as
     policy.update."""
@@ -111,7 +111,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_function_name(self.schedule, key="run.schedule", known=SCHEDULES)
-        _ = self.tracking  # raises where an option is unknown
+        _ = self.tracking  # raises an error if an option is unknown
 
     @property
     def tracking(self) -> dict[Tracker, TrackerOptions]:
@@ -126,9 +126,10 @@ class RunConfig:
 
     @property
     def staleness(self) -> int | None:
-        """How many updates the weights that draw a token may be behind; None where the schedule does not declare it.
+        """The largest number of updates by which the weights that sample a token may be behind; None if the schedule
+        does not declare it.
 
-        A schedule of the user's own is loaded.
+        A user's own schedule is loaded.
         """
         declared = declaration_of(find_schedule(self.schedule))
         return self.max_staleness if declared.side_by_side else declared.staleness
@@ -177,8 +178,8 @@ class PlacementConfig:
     layout: Literal["colocated", "split"] = "colocated"
     """The generator shares the policy's processes (colocated) or has its own (split)."""
     pools: Mapping[str, PoolConfig] = Field(default_factory=dict)
-    """This table places roles on pools, in place of layout and ranks: each entry is a name, with roles and ranks. An
-    estimator that the table leaves out is in the policy's pool."""
+    """This table places roles on pools, in place of layout and ranks: each entry is a name, with roles and ranks. If no
+    pool has the estimator, it is in the policy's pool."""
     delta_sync: bool = False
     """Only the weights that changed are sent to a generator in processes of its own."""
     ranks: int = Field(default=1, ge=1, le=65536)
@@ -189,7 +190,7 @@ class PlacementConfig:
     """Each process reserves this many cores and uses as many threads. null means an equal share, which is not
     reserved."""
     wait_s: float = Field(default=0.0, ge=0, le=1e7)
-    """The run waits this many seconds for resources that others hold. The log says which."""
+    """The run waits at most this many seconds for resources that others hold. The log names these resources."""
 
     def __post_init__(self) -> None:
         if self.pools:
@@ -205,7 +206,7 @@ class PlacementConfig:
 
     @property
     def reads_policy(self) -> bool:
-        """Whether the generator shares the policy's processes, and so reads the policy's own weights."""
+        """Whether the generator shares the policy's processes and therefore reads the policy's own weights."""
         if self.pools:
             return any({"policy", "generator"} <= {*pool.roles} for pool in self.pools.values())
         return self.layout == "colocated"
@@ -216,17 +217,17 @@ class PlacementConfig:
         return self.ranks_of("generator")
 
     def ranks_of(self, role: str) -> int:
-        """Number of the ranks of ``role``; 1 if it has no place."""
+        """Return the number of ranks of ``role``; 1 if no pool has it."""
         return next((ranks for _, ranks in self.processes((role,))), 1)
 
     def key_of(self, role: str) -> str:
-        """The key that sets the number of the ranks of ``role``."""
+        """Return the key that sets the number of ranks of ``role``."""
         pool_name = next((name for name, pool in self.pools.items() if role in pool.roles), None)
         short = "generator_ranks" if role == "generator" and self.layout == "split" else "ranks"
         return f"placement.{short}" if pool_name is None else f"placement.pools.{pool_name}.ranks"
 
     def processes(self, roles: Sequence[str]) -> list[tuple[tuple[str, ...], int]]:
-        """Those of ``roles`` that share worker processes, and the number of those processes."""
+        """Return the sets of ``roles`` that share worker processes, each with the number of its processes."""
         if self.pools:
             pool_of = {role: name for name, pool in self.pools.items() for role in pool.roles}
             pool_of.setdefault("estimator", pool_of.get("policy", ""))
@@ -273,8 +274,8 @@ class SaveConfig:
     """Checkpoints, from which a run can resume, and the final model. A checkpoint is written beside the next steps."""
 
     every: int = Field(default=0, ge=0, le=10**9)
-    """Checkpoints are this many steps apart, and one is written when the run ends or is stopped. One that is due while
-    the one before is being written waits for it. 0 writes none at fixed steps."""
+    """Checkpoints are this many steps apart, and one is written when the run ends or is stopped. A checkpoint waits
+    until the one before is written. 0 writes none at fixed steps."""
     minutes: float = Field(default=15.0, ge=0, le=1e7)
     """A checkpoint is also written after the first step that ends this many minutes after the latest one. 0 turns this
     off."""
@@ -354,13 +355,13 @@ class _TrainingConfig(InferenceConfig):
     def ending_optim(self) -> OptimConfig:
         """``optim`` with a schedule that ends with the run."""
         if self.optim.lr_schedule == "constant" or self.run.epochs is not None:
-            return self.optim  # how many steps epochs have is known when the data are read
+            return self.optim  # the number of steps of an epoch is known after the data are read
         values = {field.name: getattr(self.optim, field.name) for field in fields(OptimConfig)}
         return EndingOptim(**values, total_steps=max(1, self.optimizer_steps))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.ending_optim  # raises where the run is too short for the warm-up
+        _ = self.ending_optim  # raises an error if the run is too short for the warm-up
 
     def check_roles(self) -> None:
         super().check_roles()
@@ -388,7 +389,7 @@ class PPOConfig(_TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.algorithm.loss in LOSSES:  # one of the user's own is not loaded here; each learner checks it
+        if self.algorithm.loss in LOSSES:  # a user's own function is not loaded here, because each learner checks it
             check_dropout(self.model, self.algorithm)
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
@@ -414,8 +415,8 @@ class PPOConfig(_TrainingConfig):
     def check_roles(self, *, load: bool = False) -> None:
         """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.
 
-        Raises ConfigError. An advantage of the user's own is loaded, and its demands are checked, only if ``load`` is
-        True: a configuration may be a stranger's, so that building it runs no code.
+        Raises ConfigError. A user's own advantage is loaded, and its demands are checked, only if ``load`` is True.
+        Building a configuration runs no code, because the configuration may come from somebody else.
         """
         if not load and self.algorithm.advantage not in ADVANTAGES:
             return
@@ -461,7 +462,7 @@ class PPOConfig(_TrainingConfig):
 
 @section()
 class GRPOConfig(PPOConfig):
-    """A run of GRPO or another estimator without a critic: PPO's loop, several completions a prompt."""
+    """A run of GRPO or another estimator without a critic: the loop of PPO with several completions for each prompt."""
 
     sampling: SamplingParams = prefer(SamplingParams, max_new_tokens=256, n=8)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)

@@ -56,7 +56,8 @@ class OptimConfig:
     warmup_steps: int = Field(default=0, ge=0, le=10**9)
     """The learning rate rises linearly over this number of optimizer steps."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up the learning rate stays constant, or falls to 0 at the run's end on a line or a half cosine."""
+    """After the warm-up the learning rate stays constant, or falls to 0 at the end of the run, linearly or as a half
+    cosine."""
     non_finite: Literal["skip", "error"] = "skip"
     """A step with a NaN or infinite loss or gradient is skipped and counted, or raises an error that ends the run."""
 
@@ -119,9 +120,9 @@ class ParallelConfig:
     """A forward pass takes at most this many tokens, padding included."""
     batching: Literal["auto", "padded", "packed"] = "auto"
     """Rows of similar length are padded (padded), or rows are put end to end with variable-length attention (packed).
-    auto packs on accelerators, where a test of the model shows that packed rows stay apart, and pads on the CPU, where
-    padding is faster. With auto, rows with the same prompt have it once in a forward pass, where a test of the model
-    shows that this changes nothing."""
+    auto packs on accelerators, if a test of the model shows that packed rows stay apart, and pads on the CPU, where
+    padding is faster. With auto, rows with the same prompt share one copy of it in a forward pass, if a test of the
+    model shows that this changes nothing."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU.
     float16 scales the loss, so that small gradients are not lost."""
