@@ -21,7 +21,7 @@ STAGES = (
     ),
     Planned(
         name="rates",
-        what="the rates of copies and of products, the ceilings of all figures below",
+        what="the rates of copies and of matrix products, which limit all figures below",
         budget_s=15,
         function="bench.gpu.machine:rates",
         predictions=(
@@ -34,19 +34,19 @@ STAGES = (
     ),
     Planned(
         name="families",
-        what="the native engine's log-probabilities against transformers' forward pass, six families, two types",
+        what="the native engine's log-probabilities compared with transformers' forward pass: six families, two data types",
         budget_s=30,
         function="bench.gpu.numerics:families",
     ),
     Planned(
         name="packed",
-        what="packed and padded rows on the device against float64 on the CPU: log-probabilities and gradients",
+        what="log-probabilities and gradients of packed and padded rows, compared with float64 on the CPU",
         budget_s=25,
         function="bench.gpu.numerics:packed",
     ),
     Planned(
         name="head",
-        what="the output layer over 151,936 words against float64, and what each token adds to its memory",
+        what="the output layer over 151,936 tokens compared with float64, and the memory that each token of a row adds",
         budget_s=20,
         function="bench.gpu.numerics:head",
         predictions=(
@@ -61,25 +61,25 @@ STAGES = (
     ),
     Planned(
         name="checkpoint",
-        what="a checkpoint that a fresh process reads goes on as the process that wrote it",
+        what="a new process that reads a checkpoint continues like the process that wrote it",
         budget_s=25,
         function="bench.gpu.groups:checkpoint",
     ),
     Planned(
         name="fsdp2",
-        what="FSDP2 over one rank, through NCCL, against a replica",
+        what="FSDP2 over one rank, through NCCL, compared with a replicated model",
         budget_s=25,
         function="bench.gpu.groups:fsdp2",
     ),
     Planned(
         name="two_ranks",
-        what="two ranks that share the GPU against one that has it alone",
+        what="two ranks that share the GPU, compared with one rank that uses it alone",
         budget_s=35,
         function="bench.gpu.groups:two_ranks",
     ),
     Planned(
         name="sleep",
-        what="weights and optimizer at Qwen2.5-0.5B's shape leave the GPU and come back, by parallel.offload",
+        what="parallel.offload: weights and optimizer state at Qwen2.5-0.5B's shape leave the GPU and return",
         budget_s=30,
         function="bench.gpu.limits:sleep",
         predictions=(
@@ -101,7 +101,7 @@ STAGES = (
     ),
     Planned(
         name="sigkill",
-        what="SIGKILL within a kernel: when the script knows, and when the GPU's memory is free",
+        what="SIGKILL during a kernel: the time until the script knows, and until the GPU's memory is free",
         budget_s=20,
         function="bench.gpu.processes:sigkill",
         predictions=(
@@ -206,7 +206,7 @@ STAGES = (
     ),
     Planned(
         name="graphs",
-        what="CUDA graphs of decode steps against the loop: tokens, log-probabilities, and the time of a token",
+        what="CUDA graphs of decode steps compared with the loop: tokens, log-probabilities, and time for each token",
         budget_s=20,
         function="bench.gpu.limits:graphs",
         predictions=(
@@ -221,7 +221,7 @@ STAGES = (
     ),
     Planned(
         name="longest",
-        what="the longest row that a step at Qwen2.5-0.5B's shape takes before memory ends",
+        what="the longest row for which a step at Qwen2.5-0.5B's shape has enough memory",
         budget_s=30,
         function="bench.gpu.limits:longest_row",
         predictions=(

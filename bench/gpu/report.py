@@ -13,9 +13,9 @@ INTRO = """# On one GPU
 
 <!-- `python -m bench.gpu --report` writes this page. Change bench/gpu/report.py, not the page. -->
 
-`make gpu` proves Podium on a machine with one NVIDIA GPU and measures it there, in at most nine minutes. Each stage
-runs in a process of its own, within its budget. A stage for which too little time is left is skipped, and says so.
-Predictions are written before the first stage begins, and results after each stage.
+`make gpu` tests and measures Podium on a machine with one NVIDIA GPU, in at most nine minutes. Each stage runs in a
+process of its own and has a budget of time. A stage is skipped if less time is left than its budget, and the results
+say so. Predictions are written before the first stage begins, and results after each stage.
 
 ```
 make gpu                                   # in .venv, on the machine with the GPU
@@ -24,22 +24,22 @@ make gpu ARGS=--dry                        # all stages on a CPU with tiny shape
 python -m bench.gpu --report               # write this page from bench/gpu/results.json
 ```
 
-For a machine without a network, whose Python has torch with CUDA and transformers, `make gpu-wheels` packs what such a
-Python lacks into the folder `.gpu-wheels`, which has to go there with the checkout. There
+The machine with the GPU may have no network. If its Python has torch with CUDA and transformers, `make gpu-wheels`
+packs the other packages into the folder `.gpu-wheels`. Copy this folder and the checkout to the machine, and run:
 
 ```
 make gpu GPU_PYTHON=python3 ARGS="--wheels .gpu-wheels --out results.json"
 ```
 
-installs them for this run alone. Back here `python -m bench.gpu --report results.json` keeps the results and writes
-this page."""
+The command installs the packages for this run only. Copy `results.json` back. `python -m bench.gpu --report
+results.json` then stores the results in the checkout and writes this page."""
 
 NEVER = """## Results
 
-**No figure has been taken on a GPU yet.** No machine with a GPU was at hand since these stages were written. A dry run
-shows on a CPU that the code of each stage runs. What needs CUDA has never run: CUDA IPC, NCCL, CUDA graphs, the flash
-kernel of packed rows, and memory that a GPU gives back. The predictions below follow from arithmetic and from two rates
-that other programs measured on an H100, and not from measurements of Podium."""
+**Nothing has been measured on a GPU yet.** A dry run on a CPU shows that the code of each stage runs. Code that needs
+CUDA has never run: CUDA IPC, NCCL, CUDA graphs, the flash kernel of packed rows, and the release of a GPU's memory. The
+predictions below come from arithmetic and from two rates that other programs reached on an H100. They do not come from
+measurements of Podium."""
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -156,11 +156,11 @@ def test_the_page_is_what_the_results_say() -> None:
 
 
 def test_a_page_without_results_says_that_no_figure_was_taken_and_one_with_results_has_them(tmp_path: Path) -> None:
-    assert "No figure has been taken on a GPU" in page(STAGES, None)
+    assert "Nothing has been measured on a GPU yet" in page(STAGES, None)
     out = tmp_path / "book.json"
     run((planned("passes"), planned("cannot")), out, limit_s=100 * LONG_S, dry=False, say=_mute)
     text = page(STAGES, read_results(out))
-    assert "No figure has been taken" not in text
+    assert "Nothing has been measured" not in text
     assert "| `rate` | 3 | GB/s | 2 to 4 GB/s: as predicted |" in text
     assert "| `rate` | not measured | GB/s | 2 to 4 GB/s |" in text
     assert re.search(r"^\| cannot \| skipped \| [\d.]+ \| this machine has no such thing \|$", text, re.MULTILINE)
