@@ -34,7 +34,7 @@ STAGES = (
     ),
     Planned(
         name="families",
-        what="the native engine's log-probabilities compared with transformers' forward pass: six families, two data types",
+        what="the native engine's log-probabilities compared with transformers': six families, two types",
         budget_s=30,
         function="bench.gpu.numerics:families",
     ),
