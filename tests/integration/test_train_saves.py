@@ -130,7 +130,7 @@ def test_a_policy_that_dies_while_it_copies_leaves_no_file_in_the_end(
     class Dies(Policy):
         @endpoint(collect=nothing())
         def copy_state(self, within: str | None = None) -> None:
-            def die(model: Any, state: Any, folder: str, shard: Any) -> None:
+            def die(model: Any, state: Any, folder: str, *_: Any) -> None:
                 written = Path(folder, "written")
                 written.touch()
                 (tmp_path / "written").write_text(str(written))

@@ -6,6 +6,7 @@ import difflib
 import functools
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from podium.models.weight_files import read_stored_tensors, read_stored_value_he
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from podium.models.other_parts import OtherParts
 
 __all__ = [
     "attention_implementation",
@@ -245,9 +248,14 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
 
 
 def save_pretrained(
-    model: nn.Module, weights: Mapping[str, Tensor], path: str | Path, tokenizer: PreTrainedTokenizerBase | None
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    others: OtherParts | None = None,
 ) -> None:
-    """Write ``weights`` so that transformers' Auto classes load them.
+    """Write ``weights`` so that transformers' Auto classes load them, and beside them the ``others`` of the files that
+    the model was loaded from.
 
     Raises:
         CheckpointError: The directory cannot be written.
@@ -258,6 +266,8 @@ def save_pretrained(
             inner.save_pretrained(str(path), state_dict=dict(weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(path))
+        if others is not None:
+            others.add_to(Path(path))
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {path}: {error}") from error
 
@@ -389,6 +399,11 @@ def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code of its own, which Podium does not run; choose a model that transformers has code for"
+        )
+    if match := re.search(r"Unrecognized configuration class <class '[\w.]*\.(\w+)'>", str(error)):
+        return (
+            f"transformers has no language model for a {match[1]}; choose a model of text, or one of text and images "
+            "that transformers loads as a language model, such as Gemma 3 or Qwen3.5"
         )
     return explain_offline(error) or " ".join(str(error).split()) or type(error).__name__
 

@@ -26,10 +26,11 @@ from podium.models.adapter_base import name_base
 from podium.models.config import ModelConfig
 from podium.models.loading import plain_model, save_pretrained
 from podium.models.manifest import file_sums
+from podium.models.other_parts import NO_OTHERS, OtherParts
 from podium.models.safetensors_writer import Part, write_safetensors
 from podium.models.tensor_files import Place, Source, places, read_rows
 from podium.models.tokenizers import load_tokenizer
-from podium.models.weight_files import read_stored_tensors
+from podium.models.weight_files import INDEX, WHOLE, read_stored_tensors
 from podium.models.whole_weights import WholeWeights
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RESUME", "ModelCopy", "ModelLayout", "Stored", "model_layout", "model_texts", "read_layout", "read_model"]
 
-_INDEX: Final = "model.safetensors.index.json"
 _ADAPTERS: Final = "adapter_model.safetensors"
 RESUME: Final = "resume"
 """The directory in a learner's checkpoint of what only a resumed run needs."""
@@ -125,6 +125,7 @@ class ModelCopy:
         rank: Place of this rank.
         ranks: The number of ranks.
         file_bytes: About as many bytes are in a file.
+        others: What the files of the model held beside it. Rank 0 copies it from file to file.
     """
 
     def __init__(
@@ -136,18 +137,23 @@ class ModelCopy:
         rank: int,
         ranks: int,
         file_bytes: int,
+        others: OtherParts = NO_OTHERS,
     ) -> None:
         self._tensors: dict[str, list[Part]] = {}
         self._texts = dict(texts) if rank == 0 else {}
+        self._others: tuple[str, OtherParts] | None = None
         if layout is None:
             self._tensors |= _copy_adapters(model, rank)
             return
         weights = WholeWeights(plain_model(model))
         sizes = {info.name: torch.Size(info.shape).numel() * info.itemsize for info in weights.manifest}
         shares = _shares(sizes, ranks, file_bytes)
-        index: dict[str, str] = {}
-        for number, (writer, names) in enumerate(shares, 1):
-            file = f"model-{number:05d}-of-{len(shares):05d}.safetensors" if len(shares) > 1 else "model.safetensors"
+        count = len(shares) + bool(others.tensors)
+        files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        index: dict[str, str] = dict.fromkeys(others.tensors, files[-1])
+        if rank == 0 and others.tensors:
+            self._others = files[-1], others
+        for file, (writer, names) in zip(files if count > 1 else [WHOLE], shares, strict=False):
             for name in names:
                 tensor = weights.gather(name)
                 if writer == rank:
@@ -158,9 +164,9 @@ class ModelCopy:
                     ]
                     self._tensors.setdefault(file, []).extend(parts)
             index |= {part.name: file for name in names for part in layout[name]}
-        if rank == 0 and len(shares) > 1:
+        if rank == 0 and count > 1:
             content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(index.items()))}
-            self._texts[_INDEX] = json.dumps(content, indent=2).encode()
+            self._texts[INDEX] = json.dumps(content, indent=2).encode()
         if rank == 0:
             self._texts[_LAYOUT] = json.dumps(layout).encode()
 
@@ -176,6 +182,9 @@ class ModelCopy:
         sums: dict[str, Any] = {}
         for file in sorted(self._tensors):
             sums[file] = write_safetensors(folder / file, self._tensors.pop(file))
+        if self._others is not None:
+            file, others = self._others
+            sums[file] = write_safetensors(folder / file, others.read())
         for file, content in self._texts.items():
             (folder / file).parent.mkdir(exist_ok=True)  # of further chat templates, for one
             (folder / file).write_bytes(content)
@@ -212,7 +221,8 @@ def read_model(model: nn.Module, layout: ModelLayout, folder: Path) -> None:
     tensors = dict(zip((info.name for info in weights.manifest), weights.tensors, strict=True))
     stored = _read_stored_tensors(folder)
     wanted = {part.name for parts in layout.values() for part in parts}
-    for mine, theirs in ((tensors.keys(), layout.keys()), (wanted, stored.keys())):
+    stored_names = stored.keys() & wanted  # the files may hold parts of the model that are not trained
+    for mine, theirs in ((tensors.keys(), layout.keys()), (wanted, stored_names)):
         if mine != theirs:
             lacks, has = sorted(mine - theirs), sorted(theirs - mine)
             raise CheckpointError(
@@ -250,7 +260,9 @@ def _read_stored_tensors(folder: Path) -> dict[str, Place]:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
 
 
-def model_texts(model: nn.Module, config: ModelConfig, within: str | None = None) -> dict[str, bytes]:
+def model_texts(
+    model: nn.Module, config: ModelConfig, others: OtherParts = NO_OTHERS, within: str | None = None
+) -> dict[str, bytes]:
     """Return the files of a model's directory beside its weights, by name: configurations and the tokenizer.
 
     They stay the same while the model is trained. transformers writes them to a directory, which is made in ``within``
@@ -261,7 +273,7 @@ def model_texts(model: nn.Module, config: ModelConfig, within: str | None = None
         if hasattr(model, "peft_config"):
             name_base(model, config).save_pretrained(made)
         else:
-            save_pretrained(model, {}, made, None)
+            save_pretrained(model, {}, made, None, others)
         if config.tokenizer_source:
             load_tokenizer(config.tokenizer_source).save_pretrained(made)
         return {

@@ -10,10 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 from podium.errors import ConfigError
 
-__all__ = ["StoredTensor", "find_replaced_heads", "read_stored_tensors", "read_stored_value_head"]
+__all__ = ["INDEX", "WHOLE", "StoredTensor", "find_replaced_heads", "read_stored_tensors", "read_stored_value_head"]
 
-_WHOLE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
+WHOLE: Final = "model.safetensors"
+"""The file of a model in one file."""
+INDEX: Final = "model.safetensors.index.json"
+"""The file that names the files of a model in several, and their tensors."""
 _LANGUAGE_HEADS: Final = ("lm_head", "embed_out")
 _VALUE_HEADS: Final = ("score", *_LANGUAGE_HEADS)  # the first is transformers' name in a model for classification
 
@@ -71,10 +73,10 @@ def find_replaced_heads(path: str) -> list[str]:
 
 
 def _files(folder: Path, key: str) -> list[Path]:
-    index = folder / _INDEX
-    if (folder / _WHOLE).exists() or not index.exists():
-        return [file for file in [folder / _WHOLE] if file.exists()]
+    index = folder / INDEX
+    if (folder / WHOLE).exists() or not index.exists():
+        return [file for file in [folder / WHOLE] if file.exists()]
     try:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{key} = {str(folder)!r}: {_INDEX} cannot be read: {error!r}; copy the file again") from None
+        raise ConfigError(f"{key} = {str(folder)!r}: {INDEX} cannot be read: {error!r}; copy the file again") from None

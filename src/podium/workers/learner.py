@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
@@ -21,6 +22,7 @@ from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
 from podium.models.adapter_base import BASE, base_checksum
 from podium.models.config import ModelConfig
+from podium.models.loading import plain_model
 from podium.models.manifest import check_manifest, explain, write_manifest
 from podium.models.model_files import (
     RESUME,
@@ -31,6 +33,7 @@ from podium.models.model_files import (
     read_layout,
     read_model,
 )
+from podium.models.other_parts import NO_OTHERS, OtherParts, find_other_parts, freeze_other_parts
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout
 from podium.training.engine import TrainEngine
@@ -86,8 +89,10 @@ class Learner(Worker):
         self.algorithm = (algorithm or AlgorithmConfig()).resolve()
         check_dropout(model, self.algorithm)
         self.device = choose_device(self.ctx.devices)
+        made = self.make_model()
+        freeze_other_parts(plain_model(made))
         self.engine = TrainEngine(
-            self.make_model(),
+            made,
             optim=optim,
             parallel=self.parallel,
             device=self.device,
@@ -122,8 +127,9 @@ class Learner(Worker):
 
     @endpoint(collect=first())
     def note(self) -> str:
-        """Return why rows share a forward pass in another way than ``parallel.batching`` prefers; "" if they do not."""
-        return self.engine.note
+        """Return why rows share a forward pass in another way than ``parallel.batching`` prefers, and which parts
+        of the model cannot be saved again; "" for neither."""
+        return "; ".join(filter(None, (self.engine.note, self.others.lost)))
 
     @endpoint(collect=nothing())
     def rest(self, weights: bool = True) -> None:
@@ -146,8 +152,9 @@ class Learner(Worker):
             adapted = self.config.lora is not None and not self.config.config
             model: ModelCopy | None = None
             if layout is not None or adapted:
+                texts = self._model_texts(within)
                 model = ModelCopy(
-                    self.model, layout, self._model_texts(within), rank=rank, ranks=ranks, file_bytes=_FILE_BYTES
+                    self.model, layout, texts, rank=rank, ranks=ranks, file_bytes=_FILE_BYTES, others=self.others
                 )
             if layout is not None:
                 state = {name: value for name, value in state.items() if not name.startswith(_MODEL)}
@@ -310,6 +317,12 @@ class Learner(Worker):
         return state | {name: random_state(device) for name, device in self._random_names().items()}
 
     @cached_property
+    def others(self) -> OtherParts:
+        """What the files of the model hold beside what is trained. Checkpoints and the saved model keep it."""
+        model = plain_model(self.engine.model)
+        return find_other_parts(model, self.config) if isinstance(model, PreTrainedModel) else NO_OTHERS
+
+    @cached_property
     def _layout(self) -> ModelLayout | None:
         """How the weights lie in a checkpoint's files of the model; None where they are among the rest."""
         return None if self.config.lora is not None else model_layout(self.model)
@@ -317,7 +330,7 @@ class Learner(Worker):
     def _model_texts(self, within: str | None) -> Mapping[str, bytes]:
         """Return the model's configurations and tokenizer as files, on the rank that writes them."""
         if self._texts is None:
-            self._texts = model_texts(self.model, self.config, within) if self.ctx.rank == 0 else {}
+            self._texts = model_texts(self.model, self.config, self.others, within) if self.ctx.rank == 0 else {}
         return self._texts
 
     def _random_names(self) -> dict[str, torch.device]:

@@ -214,7 +214,7 @@ class Policy(Learner):
         all_weights = full_weights(self.model)
         if self.ctx.rank == 0:
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in all_weights}
-            save_pretrained(self.model, weights, path, load_tokenizer(self.config.tokenizer_source))
+            save_pretrained(self.model, weights, path, load_tokenizer(self.config.tokenizer_source), self.others)
         else:
             deque(all_weights, maxlen=0)  # shards are gathered from all ranks
 

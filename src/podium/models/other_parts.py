@@ -1,0 +1,181 @@
+"""What the files of a model hold beside the text model that is trained, such as a vision tower.
+
+    files of model.path   vision tower · layers for speculation · text model     config.json · preprocessor_config.json
+                               │                                  ▼                   │               │
+                               │                               trained                │               │
+                               ▼                                  ▼                   ▼               ▼
+    files that are saved  vision tower · layers for speculation · text model     config.json · preprocessor_config.json
+
+Some models of text and images are loaded whole, and transformers writes their parts as they are. Of others transformers
+loads the text model alone, and its files would be those of a text model. The other parts go from file to file here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from podium.models.config import ModelConfig
+from podium.models.safetensors_writer import Part, write_safetensors
+from podium.models.weight_files import INDEX, WHOLE, StoredTensor, read_stored_tensors
+
+__all__ = ["NO_OTHERS", "OtherParts", "find_other_parts", "freeze_other_parts"]
+
+_PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_CONFIG: Final = "config.json"
+_TRAINED: Final = "model-trained.safetensors"
+_OTHERS: Final = "model-other-parts.safetensors"
+
+
+@dataclass(frozen=True)
+class OtherParts:
+    """The parts of a model's files that are not trained.
+
+    Attributes:
+        tensors: The tensors that transformers does not load, by name.
+        texts: The files beside the weights, by name: those of image processors, and the configuration of the whole
+            where transformers loads a part of it.
+        lost: What cannot be kept, and why; "" if all is kept.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    texts: Mapping[str, bytes]
+    lost: str = ""
+
+    def read(self) -> list[Part]:
+        """Return the tensors as they are stored. Raises OSError."""
+        parts: list[Part] = []
+        try:
+            for file in sorted({tensor.file for tensor in self.tensors.values()}):
+                with safe_open(file, framework="pt") as stored:
+                    names = (name for name, tensor in self.tensors.items() if tensor.file == file)
+                    parts += [Part(name, stored.get_tensor(name)) for name in names]
+        except SafetensorError as error:
+            raise OSError(f"the files of model.path have changed: {error}") from error
+        return parts
+
+    def add_to(self, folder: Path) -> None:
+        """Add the parts to ``folder``, into which transformers has written what was trained. Raises OSError."""
+        for name, content in self.texts.items():
+            (folder / name).write_bytes(content)
+        if not self.tensors or (not (folder / INDEX).exists() and not (folder / WHOLE).exists()):
+            return
+        index = folder / INDEX
+        if index.exists():
+            content = json.loads(index.read_bytes())
+        else:
+            names = read_stored_tensors(str(folder))
+            (folder / WHOLE).rename(folder / _TRAINED)
+            nbytes = (folder / _TRAINED).stat().st_size
+            content = {"metadata": {"total_size": nbytes}, "weight_map": dict.fromkeys(names, _TRAINED)}
+        parts = self.read()
+        content["metadata"]["total_size"] += sum(part.values.nbytes for part in parts)
+        content["weight_map"] |= dict.fromkeys(self.tensors, _OTHERS)
+        write_safetensors(folder / _OTHERS, parts)
+        index.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+NO_OTHERS: Final = OtherParts({}, {})
+"""For a model whose files hold nothing else."""
+
+
+def find_other_parts(model: PreTrainedModel, config: ModelConfig) -> OtherParts:
+    """Return the parts of the files of ``config.path`` that ``model``, which was loaded from it, does not have."""
+    if not config.path:
+        return NO_OTHERS
+    whole: Any = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    if not any(_is_other(name) for name in whole.sub_configs) and not model._keys_to_ignore_on_load_unexpected:
+        return NO_OTHERS
+    texts = {name: content for name in _PROCESSORS if (content := _read_file(config.path, name)) is not None}
+    stored = _read_tensors(config.path)
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    modules = {name for name, _ in model.named_modules()}
+    tensors = {
+        name: stored[name]
+        for name in stored
+        if any(pattern.search(name) for pattern in ignored) and not _is_computed(name, modules, model.base_model_prefix)
+    }
+    if type(whole) is type(model.config):
+        return OtherParts(tensors, texts)
+    composite = _composite(config.path, model.config)
+    if composite is None or not stored:
+        names = ", ".join(name for name in whole.sub_configs if _is_other(name))
+        why = (
+            "its files are no safetensors"
+            if composite is not None
+            else "transformers reads its configuration otherwise"
+        )
+        lost = f"what is saved is the text model alone, without {names} of {config.path}, since {why}"
+        return OtherParts({}, {}, lost)
+    return OtherParts(tensors, texts | {_CONFIG: composite})
+
+
+def freeze_other_parts(model: nn.Module) -> None:
+    """Take the gradient from the parts of a model of text and images that a text does not reach.
+
+    They would get no gradient, but weight decay.
+    """
+    if not isinstance(model, PreTrainedModel) or not any(_is_other(name) for name in model.config.sub_configs):
+        return
+    reached = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = {id(parameter) for part in reached if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in text:
+            parameter.requires_grad_(False)
+
+
+def _is_computed(name: str, modules: Set[str], prefix: str) -> bool:
+    """Whether a tensor is a buffer of the model that is trained, such as a mask, which transformers computes today."""
+    owner = name.rpartition(".")[0]
+    return name.endswith((".inv_freq", ".masked_bias")) or not {owner, f"{prefix}.{owner}"}.isdisjoint(modules)
+
+
+def _is_other(sub_config: str) -> bool:
+    return "text" not in sub_config and sub_config not in ("decoder", "llm_config")
+
+
+def _read_file(path: str, name: str) -> bytes | None:
+    """Return a file of a model in a directory or on the hub; None if it has none of this name."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        file = cached_file(path, name, **quiet)
+        return None if file is None else Path(file).read_bytes()
+    except OSError:
+        return None
+
+
+def _read_tensors(path: str) -> dict[str, StoredTensor]:
+    folder = Path(path)
+    if not folder.is_dir():  # transformers has loaded it from the hub, so that it is in the cache
+        config = cached_file(path, _CONFIG, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        if config is None:
+            return {}
+        folder = Path(config).parent
+    return read_stored_tensors(str(folder))
+
+
+def _composite(path: str, text: Any) -> bytes | None:
+    """Return the configuration of the whole model with the data type of the ``text`` model that is trained."""
+    content = json.loads(_read_file(path, _CONFIG) or b"{}")
+    part = next(
+        (entry for entry in content.values() if isinstance(entry, dict) and entry.get("model_type") == text.model_type),
+        None,
+    )
+    if part is None:
+        return None
+    for fields in (content, part):
+        fields.pop("torch_dtype", None)
+        fields["dtype"] = str(text.dtype).removeprefix("torch.")
+        if not text.tie_word_embeddings:
+            fields["tie_word_embeddings"] = False
+    return json.dumps(content, indent=2).encode() + b"\n"
