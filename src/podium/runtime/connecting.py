@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from podium.annotations import signature_of
 from podium.errors import ConfigError
@@ -15,8 +16,36 @@ from podium.extras import install_command
 from podium.functions import nearest
 from podium.runtime.backend import Backend
 from podium.runtime.cluster import Cluster
+from podium.runtime.worker import current_context
 
 __all__ = ["backend_class", "backends", "connect"]
+
+
+class _Launcher(NamedTuple):
+    """A program that starts a script several times, and the variables by which a process knows it.
+
+    Attributes:
+        name: The name of the program.
+        size: The number of processes.
+        rank: The number of this process.
+        sure: Without this variable, the process of rank 0 may be the only one, which a batch system has told how many
+            processes it could start.
+    """
+
+    name: str
+    size: str
+    rank: str
+    sure: str
+
+
+_LAUNCHERS: Final = (
+    _Launcher("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    _Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    _Launcher("srun", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    _Launcher("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK"),
+    _Launcher("mpirun", "PMI_SIZE", "PMI_RANK", "PMI_RANK"),
+    _Launcher("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+)
 
 
 def backends() -> dict[str, EntryPoint]:
@@ -35,7 +64,8 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
         options: The backend's own options.
 
     Raises:
-        ConfigError: There is no such backend (the message has the nearest name), or it does not have an option.
+        ConfigError: There is no such backend (the message has the nearest name), it does not have an option, or this
+            is one of several processes that a launcher such as torchrun or srun has started.
     """
     name, cls = _find_backend(backend, options)
     parameters = signature_of(cls).parameters
@@ -56,6 +86,8 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
 
 def _find_backend(backend: str, options: Mapping[str, Any]) -> tuple[str, type[Backend]]:
     """The name and the class of the backend, or of the one that takes its place on this system."""
+    if current_context.get() is None:  # a worker has the environment of whoever started it
+        _refuse_launcher(os.environ)
     name = backend.partition("://")[0]
     cls = _load_backend(name, backend)
     if (other := cls.stand_in()) is not None:
@@ -66,6 +98,31 @@ def _find_backend(backend: str, options: Mapping[str, Any]) -> tuple[str, type[B
     except TypeError as error:
         raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
     return name, cls
+
+
+def _refuse_launcher(environment: Mapping[str, str]) -> None:
+    """Refuse to run in one of several processes that a launcher has started, each of which would start all workers.
+
+    Where rank 0 may be alone, as in a batch script of SLURM, a line on stderr says the same.
+
+    Raises:
+        ConfigError: There are other processes.
+    """
+    for launcher in _LAUNCHERS:
+        size, rank = environment.get(launcher.size, ""), environment.get(launcher.rank, "")
+        if not (size.isdecimal() and rank.isdecimal()):
+            continue
+        if launcher.name == "srun" and int(size) == 1:
+            return  # one task of a larger allocation
+        if int(size) > 1:
+            line = (
+                f"{launcher.name} started this process as {rank} of {size} ({launcher.rank}, {launcher.size}), and "
+                "Podium starts its workers itself: run the script once, without a launcher, and set placement.ranks, "
+                "or the pool in a script. For independent runs, unset these variables"
+            )
+            if int(rank) > 0 or launcher.sure in environment:
+                raise ConfigError(line)
+            _say(f"podium: if {line}")
 
 
 @cache

@@ -14,7 +14,8 @@ import pytest
 import podium
 from podium.cli import main
 from podium.errors import ConfigError
-from tests.integration.training import MODEL, write_copy_task
+from podium.trainer import GRPOConfig, PPOTrainer
+from tests.integration.training import MODEL, tiny, write_copy_task
 
 
 def test_hints_are_for_backends_that_know_them() -> None:
@@ -114,3 +115,81 @@ def test_a_backend_without_the_usual_options_runs_commands_and_examples(
     command = next(line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("  view "))
     assert command[1:] == ["view", str(tmp_path / "out" / "grpo")]
     assert shutil.which("podium") if command[0] == "podium" else Path(command[0]).exists()
+
+
+LAUNCHED = {
+    "torchrun": {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
+    "torchrun-other": {"WORLD_SIZE": "2", "RANK": "1"},
+    "srun": {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
+    "srun-other": {"SLURM_NTASKS": "4", "SLURM_PROCID": "3"},
+    "mpirun": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+    "mpich": {"PMI_SIZE": "2", "PMI_RANK": "0"},
+}
+ALONE: dict[str, dict[str, str]] = {
+    "torchrun of one": {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
+    "a job of one task": {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    "one task in a larger job": {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    "a shell in a job": {"SLURM_NTASKS": "8"},
+    "a number that somebody set": {"WORLD_SIZE": "8"},
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def launch(variables: dict[str, str]) -> None:
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return launch
+
+
+@pytest.mark.parametrize("variables", LAUNCHED.values(), ids=LAUNCHED)
+def test_one_of_several_processes_is_told_who_starts_workers(
+    launched: Any, variables: dict[str, str], tmp_path: Path
+) -> None:
+    launched(variables)
+    message = r"started this process as \d of \d .*Podium starts its workers itself: run the script once"
+    with pytest.raises(ConfigError, match=message):
+        podium.connect("inline")
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(tiny(GRPOConfig, tmp_path), cluster="inline", show=False).fit()
+    assert not (tmp_path / "runs").exists(), "no trainer has begun a run's directory"
+
+
+@pytest.mark.parametrize("variables", ALONE.values(), ids=ALONE)
+def test_a_process_that_is_alone_is_told_nothing(
+    launched: Any, variables: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(variables)
+    podium.connect("inline").close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_batch_script_that_may_be_alone_is_told_once_and_goes_on(
+    launched: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
+    for _ in range(2):
+        podium.connect("inline").close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("podium: if srun started this process as 0 of 4")
+
+
+class Inner(podium.Worker):
+    """A worker that connects itself."""
+
+    @podium.endpoint()
+    def connect(self) -> int:
+        with podium.connect("inline") as cluster:
+            return len(cluster.nodes)
+
+
+def test_a_worker_is_told_nothing(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    launched({})
+    with podium.connect("inline") as cluster:
+        worker = cluster.start(Inner.bind(), cluster.pool([1]))
+        launched(LAUNCHED["srun"])  # as a worker of Ray has it that srun started there
+        assert worker.connect() == [1]
+    assert capsys.readouterr().err == ""
