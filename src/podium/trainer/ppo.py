@@ -104,6 +104,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             "generator"). A class gets the arguments of the class that it replaces. ``Mine.bind(...)`` gets only its own
             arguments.
         reward: A function to use in place of ``config.reward.name``.
+        data: Rows to use in place of ``config.data.train``: a ``datasets.Dataset``, an ``IterableDataset``, a list of
+            mappings, or several by split, as in a ``DatasetDict``. They are written to files below ``run.dir``.
         show: Whether the terminal shows progress.
         report: Whether, with ``show``, a summary of the run is printed when it ends.
     """

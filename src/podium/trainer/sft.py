@@ -42,6 +42,7 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
         backend_options: Options of the cluster's backend.
         workers: Classes that replace those of the roles "policy" and, for evaluation, "generator".
         reward: The reward of the evaluation.
+        data: Rows to use in place of ``config.data.train``, as in :class:`PPOTrainer`.
         show: Whether the terminal shows the run.
         report: Whether a report is printed at the end.
     """

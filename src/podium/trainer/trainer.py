@@ -46,6 +46,7 @@ from podium.telemetry import (
 )
 from podium.trainer.checkpointing import load_checkpoint, write_model
 from podium.trainer.checks.preflight import check_given, check_settings, names_of_given, with_stop_tokens
+from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
 from podium.trainer.prompts import Prompt
 from podium.trainer.restart_limit import RunLost
@@ -88,10 +89,11 @@ class Trainer(ABC, Generic[C, E, R]):
         backend_options: Mapping[str, Any] | None = None,
         workers: RoleWorkers | None = None,
         reward: RewardFn | None = None,
+        data: Any = None,
         show: bool = True,
         report: bool = True,
     ) -> None:
-        self.config = config
+        self.config = config if data is None else write_data(data, config)
         self.options = RunOptions(cluster, dict(backend_options or {}), workers, reward, show, report)
         self.clock, self.state = StageClock(), TrainerState()
 
