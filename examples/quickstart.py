@@ -86,7 +86,7 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
     )
     warm = SFTTrainer(warmup, cluster=cluster, report=False).fit()
     if not warm.finished:  # Ctrl-C
-        raise SystemExit(f"stopped during the warm-up; podium train sft --resume {out / 'warmup'} goes on")
+        raise SystemExit(f"stopped during the warm-up; to continue: podium train sft --resume {out / 'warmup'}")
     grpo = GRPOConfig(
         run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=300),
         model=ModelConfig(path=str(warm.model_path)),

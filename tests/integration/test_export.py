@@ -130,7 +130,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([run], "say where the model goes: --to DIR, --push NAME, or both"),
         ([f"{run}@7", *to], "there is no such checkpoint; "),
         ([f"{run}@7", *to], "run has step-000001, step-000002"),
-        ([f"{run}@best", *to], "no step of these was evaluated"),
+        ([f"{run}@best", *to], "no step of these checkpoints was evaluated"),
         ([f"{run}@worst", *to], "expected RUN@STEP with a number, RUN@best or RUN@latest"),
         ([f"{tmp_path}/nothing", *to], "no run and no checkpoint at "),
         ([run, *to], "the base of the adapters has random weights (model.config): write the merged model with --merge"),

@@ -206,4 +206,4 @@ def test_ctrl_c_reaches_the_runs_own_cluster_of_ray_and_the_step_is_finished_and
     assert run.process.returncode == 0
     step = Run.latest(run.path / "checkpoints")
     assert step == metrics_rows(run.path)[-1]["step"]
-    assert f"stopped after step {step}; podium train sft --resume {run.path} --backend ray goes on" in out
+    assert f"stopped after step {step}; to continue: podium train sft --resume {run.path} --backend ray\n" in out

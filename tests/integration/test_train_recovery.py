@@ -300,7 +300,7 @@ def test_a_disk_that_takes_no_more_of_the_ledger_is_named_with_a_remedy(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(caught.value) == (
         f"cannot write the files in {run}: File too large; raise the limit on the size of files (ulimit -f). "
-        f"{run}/checkpoints/step-000002 is whole: then resume with --resume {run}"
+        f"{run}/checkpoints/step-000002 is complete: then resume with --resume {run}"
     )
     resumed = tiny(GRPOConfig, tmp_path, run={"steps": 4, "resume": str(run)}, **SECTIONS)
     fit(preloaded, resumed, lambda trainer, event: None)

@@ -167,7 +167,7 @@ def test_a_full_disk_ends_the_run_and_the_resumed_one_has_lost_nothing(
     assert str(caught.value) == (
         f"the checkpoint of step 2 is not written: cannot write {run.absolute()}/checkpoints/.step-000002.tmp/policy: "
         "File too large; raise the limit on the size of files (ulimit -f). "
-        f"{run}/checkpoints/step-000001 is whole: resume with --resume {run}"
+        f"{run}/checkpoints/step-000001 is complete: resume with --resume {run}"
     )
     assert names(run) == ["latest", "step-000001"]
     assert (run / "checkpoints" / "latest").readlink() == Path("step-000001")

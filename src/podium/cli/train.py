@@ -64,7 +64,7 @@ def run_train(arguments: Sequence[str]) -> int:
             *backend_arguments,
             *backend.words,
         ]
-        sys.stdout.write(f"stopped after step {summary.steps}; {shlex.join(again)} goes on\n")
+        sys.stdout.write(f"stopped after step {summary.steps}; to continue: {shlex.join(again)}\n")
     return 0
 
 

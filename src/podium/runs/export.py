@@ -108,7 +108,9 @@ def find_model(name: str, *, final: bool = True) -> StoredModel | None:
     elif which in ("best", "latest"):
         checkpoint = stored.best() if which == "best" else stored.latest()
         if checkpoint is None and stored.all():
-            raise ConfigError(f"{name}: no step of these was evaluated: {checkpoints}; set eval.every as save.every")
+            raise ConfigError(
+                f"{name}: no step of these checkpoints was evaluated: {checkpoints}; set eval.every to save.every"
+            )
     elif which:
         raise ConfigError(f"{name}: expected RUN@STEP with a number, RUN@best or RUN@latest")
     else:

@@ -138,7 +138,7 @@ class Saver:
             run, latest = self._checkpoints.folder.parent, self._checkpoints.latest()
             raise CheckpointError(
                 f"the checkpoint of step {step} is not written: {reason}. "
-                + (f"{latest} is whole: resume with --resume {run}" if latest else f"{run} has no checkpoint yet")
+                + (f"{latest} is complete: resume with --resume {run}" if latest else f"{run} has no checkpoint yet")
             ) from error
 
 

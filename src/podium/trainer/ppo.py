@@ -53,7 +53,7 @@ _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_
 _FLAT_STEPS: Final = (5, 50, 500)  # steps in a row, after which a note says that nothing is learned
 _MISMATCH_REMEDY: Final = (
     "Try engine.name = transformers, parallel.batching = padded, or one data type for both (model.dtype, engine.dtype, "
-    "parallel.precision). With a schedule that runs ahead, older weights count too"
+    "parallel.precision). With a schedule that runs ahead, the age of the generator's weights adds to the difference"
 )
 
 _MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS)

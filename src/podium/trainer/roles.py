@@ -182,20 +182,22 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
     needed: dict[str, str] = {}
     apart = ("generator",) in [roles for roles, _ in config.processes]
     if role == "generator" and apart and "rollout" in config.roles:
-        needed["serve"] = "by which the rollout worker, in other processes, asks it (environment.name)"
+        needed["serve"] = "which rollout workers in other processes call (environment.name)"
     if role == "estimator" and apart:
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
     if role == "generator" and declaration_of(find_schedule(config.run.schedule)).side_by_side:
-        needed["generate_beside"] = f"by which run.schedule = {config.run.schedule} draws several parts at a time"
+        needed["generate_beside"] = f"with which run.schedule = {config.run.schedule} samples several parts at a time"
     resting = ("policy", "critic", "reference", *(("generator",) if config.run.staleness == 0 else ()))
     if role in resting and isinstance(config, PPOConfig) and config.parallel.offload != "none":
-        needed["rest"] = f"by which parallel.offload = {config.parallel.offload} lets it leave its device while idle"
+        needed["rest"] = (
+            f"with which parallel.offload = {config.parallel.offload} moves it off its device while it is idle"
+        )
     for method, why in needed.items():
         if method not in endpoints_of(cls):
             class_name = _ROLES[role].__name__
             raise ConfigError(
                 f"workers[{role!r}]: {cls.__name__} has no endpoint {method!r}, {why}. Derive it from "
-                f"podium.workers.{class_name}, or give it the endpoint as {class_name}.{method} has it"
+                f"podium.workers.{class_name}, or write the endpoint as {class_name}.{method} is written"
             )
 
 

@@ -124,7 +124,7 @@ class Run(_Lasting[E]):
     def refuse_disk(self, reason: str, error: OSError) -> str:
         """Return a message that the disk refused a file of the run, with the remedy."""
         path, latest = self.directory.path, self.directory.checkpoints.latest()
-        goes_on = f"{latest} is whole: then resume with --resume {path}" if latest else "there is no checkpoint yet"
+        goes_on = f"{latest} is complete: then resume with --resume {path}" if latest else "there is no checkpoint yet"
         return f"cannot write {error.filename or f'the files in {path}'}: {reason}. {goes_on}"
 
 

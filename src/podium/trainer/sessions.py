@@ -219,8 +219,8 @@ class Sessions:
             emit(
                 Note(
                     f"{what} has scored nothing yet: each of the first {len(ended)} sessions of environment.name = "
-                    f"{self._config.environment.name!r} returned its score, and only one that returns None leaves it "
-                    "to the reward"
+                    f"{self._config.environment.name!r} returned a score, and the reward scores only "
+                    "sessions that return None"
                 )
             )
 
@@ -247,10 +247,10 @@ class Sessions:
         if failed == sessions:
             return f"{f'all {sessions} sessions' if plural else 'the only session'} of {name} failed: "
         others = f"; {failed} of {sessions} failed: " if failed else ""
-        log = f"; what sessions print is in {self._logs}" if self._logs else ""
+        log = f"; {self._logs} has the output of sessions" if self._logs else ""
         return (
-            f"no session of {name} asked the model: it is asked by `await client.chat(...)`, or by requests to "
-            f"client.base_url, and what it says there is trained{log}{others}"
+            f"no session of {name} asked the model, and only the model's answers are trained: a session asks it by "
+            f"`await client.chat(...)`, or by requests to client.base_url{log}{others}"
         )
 
     def _describe_reason(self, reason: str, details: str) -> str:

@@ -58,7 +58,7 @@ def test_a_class_that_lacks_an_endpoint_of_this_schedule_or_placement_is_refused
     split = tiny(GRPOConfig, tmp_path, placement={"layout": "split"}, run={"schedule": "asynchronous"})
     for role, says in (
         ("estimator", r"'estimator'\]: Own has no endpoint 'keep', which copies .* podium\.workers\.Estimator"),
-        ("generator", r"'generator'\]: Own has no endpoint 'generate_beside', by which run\.schedule = asynchronous"),
+        ("generator", r"'generator'\]: Own has no endpoint 'generate_beside', with which run\.schedule = asynchronous"),
     ):
         with pytest.raises(ConfigError, match=says):
             PPOTrainer(split, cluster="inline", workers={role: Own}, show=False).fit()
@@ -66,7 +66,7 @@ def test_a_class_that_lacks_an_endpoint_of_this_schedule_or_placement_is_refused
     resting = tiny(GRPOConfig, tmp_path, parallel={"offload": "optimizer"})
     for role in ("policy", "generator"):
         with pytest.raises(
-            ConfigError, match=rf"{role}'\]: Own has no endpoint 'rest', by which parallel\.offload = opt"
+            ConfigError, match=rf"{role}'\]: Own has no endpoint 'rest', with which parallel\.offload = opt"
         ):
             bind_roles(resting, {role: Own})
 

@@ -133,8 +133,8 @@ def find_unused_settings(config: InferenceConfig) -> list[str]:
         return []
     plain = DataConfig()
     return [
-        f"data.{name} = {value!r} has no use with environment.name: no prompt is cut or left out, and a session ends "
-        "when the model's context is full"
+        f"data.{name} = {value!r} has no effect with environment.name: no prompt is cut or left out, and a session "
+        "ends when the model's context is full"
         for name in ("max_prompt_tokens", "overlong")
         if (value := getattr(config.data, name)) != getattr(plain, name)
     ]
@@ -454,8 +454,8 @@ def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: 
         what = ", ".join(f"{name} ({before[name]})" for name in missing)
         remedy = ", or name a reward with reward.name" if missing == [_REWARD] else ""
         raise ConfigError(
-            f"this run was given its own {what} from Python, which its config.yaml cannot hold: resume the run from "
-            f"the script that gave it, with run.resume{remedy}"
+            f"the script of this run passed its own {what}, which config.yaml cannot hold: resume the run from that "
+            f"script, with run.resume{remedy}"
         )
 
 

@@ -49,7 +49,7 @@ def test_what_is_missing_is_named_unless_something_else_was_said() -> None:
     check_given({}, {}, "exact")
     check_given(had, {**had, "reward": "m.another"}, "exact")
     check_given(had, {"policy": "m.Mine"}, "my_rewards.py:longer")
-    with pytest.raises(ConfigError, match=r"its own policy \(m\.Mine\), reward \(m\.longer\) from Python"):
+    with pytest.raises(ConfigError, match=r"its own policy \(m\.Mine\), reward \(m\.longer\), which"):
         check_given(had, {}, "exact")
     with pytest.raises(ConfigError, match=r"its own reward \(m\.longer\).*or name a reward with reward\.name"):
         check_given(had, {"policy": "m.Other"}, "exact")
@@ -61,7 +61,7 @@ def test_a_run_with_a_function_is_not_resumed_without_it(tmp_path: Path, capsys:
     run = tmp_path / "runs" / "run"
     assert main(["train", "grpo", "--resume", str(run), "--run.steps", "2", "--backend", "inline"]) == 2
     assert (
-        f"this run was given its own reward ({longer_is_better.__module__}.longer_is_better) from Python"
+        f"the script of this run passed its own reward ({longer_is_better.__module__}.longer_is_better)"
         in capsys.readouterr().err
     )
     again = tiny(GRPOConfig, tmp_path, run={"steps": 2, "resume": str(run)}, eval={"items": 0})
@@ -179,7 +179,7 @@ def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluat
 def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
     environment, data = EnvironmentConfig(name="world:play"), DataConfig(max_prompt_tokens=7)
     (said,) = find_unused_settings(GRPOConfig(environment=environment, data=data))
-    assert said.startswith("data.max_prompt_tokens = 7 has no use with environment.name")
+    assert said.startswith("data.max_prompt_tokens = 7 has no effect with environment.name")
     assert (
         find_unused_settings(SFTConfig(environment=environment, data=data))
         == find_unused_settings(GRPOConfig(data=data))
