@@ -42,7 +42,7 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> N
 
 
 def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callable[..., Any]:
-    """Return the function that ``spec`` names. A module or file is loaded once a process.
+    """Return the function that ``spec`` names. A module is loaded once a process, and a file again when it has changed.
 
     >>> load_function("statistics:mean", key="reward.name")([1, 3])
     2
@@ -96,8 +96,8 @@ def _load_file(path: Path, subject: str) -> ModuleType:
         if not folder.is_dir():
             raise ConfigError(f"{subject}: there is no file {path}, and no directory {folder}")
         raise ConfigError(f"{subject}: there is no file {path}{nearest(str(path), map(str, folder.glob('*.py')))}")
-    # The checksum keeps two files of one name apart.
-    name = f"podium_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    # The checksum keeps two files of one name apart, and a file from what it was before somebody edited it.
+    name = f"podium_file_{path.stem}_{zlib.crc32(path.read_bytes(), zlib.crc32(str(path).encode())):08x}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:

@@ -70,6 +70,14 @@ def test_a_file_is_loaded_once() -> None:
     assert load("functions_under_test.py:plain") is load("functions_under_test.py:plain")
 
 
+def test_a_file_that_was_edited_is_loaded_again(folder: Path) -> None:
+    """As in a notebook, where a reward is edited between two runs of one process."""
+    file = folder / "edited.py"
+    for score in (1.0, 22.0):
+        file.write_text(f"def score(completion, row):\n    return {score}\n")
+        assert load_function("edited.py:score", key="reward.name")("", {}) == score
+
+
 def test_two_files_of_one_name_are_two_modules(folder: Path) -> None:
     other = folder / "other" / "functions_under_test.py"
     other.parent.mkdir()

@@ -69,7 +69,7 @@ SCRIPT = """
 import json, os
 from pathlib import Path
 import podium
-from podium.rewards import RewardConfig
+from podium.rewards import Grader, RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.trainer import EvalConfig, GRPOConfig, PPOTrainer, PromptBatch, RunConfig
@@ -79,9 +79,8 @@ assert not hasattr(os, "memfd_create")
 
 
 def reward(completion, row):
-    if completion.startswith("9"):
-        while True:
-            pass  # is killed at the time limit
+    while completion == "spin":
+        pass  # is killed at the time limit
     return float(completion.strip() == row["answer"])
 
 
@@ -94,11 +93,12 @@ with podium.connect("local") as cluster:
         run=RunConfig(dir=".", name="run", steps=2),
         model=ModelConfig(config=shape, tokenizer="chars:0123456789= "),
         data=DataConfig(train="rows.jsonl", holdout=0.2), batch=PromptBatch(prompts=4),
-        reward=RewardConfig(time_limit_s=0.5, processes=2),
         sampling=SamplingParams(max_new_tokens=2, n=4), eval=EvalConfig(items=4),
     )
     summary = PPOTrainer(config, cluster=cluster, reward=reward, show=False).fit()
 print(summary.steps, summary.finished)
+with Grader(RewardConfig(time_limit_s=0.5, processes=2), reward=reward) as grader:
+    print([grade.timed_out for grade in grader.grade(["spin", "3"], [{"answer": "3"}] * 2)])
 """
 
 
@@ -119,17 +119,18 @@ def run_withheld(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[s
 
 
 def test_a_run_trains_without_the_calls_that_macos_lacks(tmp_path: Path) -> None:
-    """With graders in processes that are killed, and one line that says where the workers are."""
+    """With one line that says where the workers are. A grader has processes that are killed."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run_withheld(tmp_path, "script.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "inline\n2 True\n"
+    assert done.stdout == "inline\n2 True\n[True, False]\n"
     said = [line for line in done.stderr.splitlines() if line.startswith("podium: ")]
     assert said == [
+        "podium: importing torch and transformers",
         (
             "podium: 'inline' takes the place of the backend 'local': it needs Linux, and this system has no "
             "memfd_create, eventfd, pidfd_open, SOCK_SEQPACKET, MSG_CMSG_CLOEXEC, epoll, /proc"
-        )
+        ),
     ]
     assert (tmp_path / "run" / "model" / "config.json").exists()
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         NAMED_REWARDS as NAMED_REWARDS,
         READS_ANSWER as READS_ANSWER,
         RewardFn as RewardFn,
+        Rewards as Rewards,
         resolve_reward as resolve_reward,
     )
 else:

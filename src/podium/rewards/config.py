@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from podium.config import section
+from podium.errors import ConfigError
 
 __all__ = ["Grade", "RewardConfig"]
 
@@ -15,9 +16,10 @@ __all__ = ["Grade", "RewardConfig"]
 class RewardConfig:
     """The reward function, and what happens when it fails."""
 
-    name: str = Field(default="exact", pattern=r"\S")
-    """This reward scores completions: exact, fraction, gsm8k, math, model, reasoning_gym, module:function, or
-    path/file.py:function."""
+    name: str | tuple[str, ...] = "exact"
+    """This reward, or the sum of the rewards of this list, scores completions: exact, fraction, gsm8k, math, model,
+    reasoning_gym, module:function, or path/file.py:function."""
+    weights: ClassVar[tuple[float, ...]] = ()
     path: str = ""
     """A reward model is loaded from this directory or hub name. The reward finds its score in row["model_score"]."""
     time_limit_s: float = Field(default=5.0, gt=0, le=86400)
@@ -35,6 +37,17 @@ class RewardConfig:
     env: tuple[str, ...] = ()
     """The reward gets these environment variables, although their names look like those of secrets."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rewards."""
+        return (self.name,) if isinstance(self.name, str) else self.name
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(name.strip() for name in self.names):
+            raise ConfigError(
+                f"reward.name = {self.name!r}: expected text or a list; each item is text, and neither may be empty"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Grade:
@@ -42,10 +55,13 @@ class Grade:
 
     Attributes:
         score: The finite number that training uses.
-        parts: The named parts, with "score", if the reward returned a mapping; else empty.
+        parts: The named parts, with "score", if the reward returned a mapping; by function where there are several;
+            else empty.
         correct: Whether the score is at least ``RewardConfig.correct_at``. False if grading failed.
         error: Why the reward gave no score, so that ``failure_score`` is used; None if the score is the reward's own.
         timed_out: Whether grading ran over its time limit and was killed.
+        abstained: Whether every reward function returned None, so that there is no score. ``score`` is NaN then.
+        extra: What the reward logged of the completion as text, by name.
     """
 
     score: float
@@ -53,3 +69,5 @@ class Grade:
     correct: bool = False
     error: str | None = None
     timed_out: bool = False
+    abstained: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)

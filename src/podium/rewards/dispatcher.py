@@ -7,6 +7,11 @@ A grading process has one chunk of items at a time. Each result that it sends gi
 it passes the deadline, ends, or writes anything but the result of the item that it is at, and this item has then
 failed. Its earlier results are kept, and its later items go to another process. The dispatcher never waits for one
 party: one poll covers the grader, the grading processes, their ends and the nearest deadline.
+
+Where a function is to be awaited, a grading process works on many items at once and answers them in any order. It
+keeps the time limit of what it awaits by itself, and its deadline is the end of the time in which it must send
+something. Nobody knows which item is to blame where such a process is killed. Each of its items is then graded again,
+alone.
 """
 
 import os
@@ -23,24 +28,29 @@ from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
 from podium.processes import Channel, Frame, FrameError, Supervisor, describe_exit, make_frame, supervise
-from podium.rewards.grading_process import REPLACE, Result, encode, grade_items
-from podium.rewards.resolve import ItemReward, RewardFn, item_reward, resolve_reward
-from podium.rewards.trl import takes_lists
+from podium.rewards.grading_process import ALIVE, REPLACE, encode, grade_awaited, grade_items
+from podium.rewards.panel import Panel, Result
 
 __all__ = ["MOST_RESULT_BYTES", "Settings", "main"]
 
 MOST_RESULT_BYTES: Final = 1 << 20
 
 _MOST_ITEMS: Final = 64  # in a chunk: enough to make the cost of a message vanish, few enough to balance processes
+_GRACE_S: Final = 1.0  # for a process that awaits to see that the time of an item is over
 
 
 class Settings(NamedTuple):
-    """The first message to the dispatcher. ``reward`` is a name, or a pickled function."""
+    """The first message to the dispatcher. A reward is a name, or a pickled function. ``columns`` are those of the
+    data, if they are known. ``processes`` is what the machine has room for if ``is_auto``."""
 
-    reward: str | bytes
+    rewards: tuple[str | bytes, ...]
+    weights: tuple[float, ...]
+    columns: tuple[str, ...] | None
+    steps: int
     time_limit_s: float
     memory_bytes: int | None
     processes: int
+    is_auto: bool
 
 
 def main() -> None:
@@ -54,18 +64,19 @@ def _dispatch(supervisor: Supervisor, channel: Channel) -> None:
     if first is None:
         return
     settings: Settings = pickle.loads(first[1])
-    reward, result = _load(settings.reward)
+    panel, result = _load(settings)
     channel.send(0, encode(result))
-    if reward is not None:
+    if panel is not None:
         supervisor.settle()
-        _Dispatcher(supervisor, channel.connection, reward, settings).run()
+        _Dispatcher(supervisor, channel.connection, panel, settings).run()
 
 
-def _load(source: str | bytes) -> tuple[ItemReward | None, Result]:
-    """The reward, and the result of item 0, which tells the grader whether the reward takes lists."""
+def _load(settings: Settings) -> tuple[Panel | None, Result]:
+    """The reward functions, and the result of item 0, which tells the grader what they ask for."""
     try:
-        reward: RewardFn = resolve_reward(source) if isinstance(source, str) else pickle.loads(source)
-        return item_reward(reward), Result(0.0, {"score": 0.0, "lists": float(takes_lists(reward))})
+        rewards = [pickle.loads(reward) if isinstance(reward, bytes) else reward for reward in settings.rewards]
+        panel = Panel(rewards, settings.weights, settings.columns, settings.steps)
+        return panel, Result(0.0, extra={"notes": "\n".join(panel.notes), "extras": " ".join(sorted(panel.extras))})
     except ConfigError as error:
         return None, Result(problem=str(error), limit="configuration")
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
@@ -104,7 +115,7 @@ class _Child:
     Attributes:
         pending: The numbers of the items that it was given and has not answered, in its order.
         answered: The number of the item that it answered last; 0 if it has answered none.
-        deadline: The end of the time for the first pending item, on time.monotonic's clock.
+        deadline: The end of the time in which it must say something, on time.monotonic's clock.
     """
 
     pid: int
@@ -115,13 +126,15 @@ class _Child:
 
 
 class _Dispatcher:
-    def __init__(
-        self, supervisor: Supervisor, connection: socket.socket, reward: ItemReward, settings: Settings
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, connection: socket.socket, panel: Panel, settings: Settings) -> None:
         self._supervisor = supervisor
         self._grader = _Stream(connection, supervisor.poller, trusted=True)
-        self._reward = reward
+        self._panel = panel
         self._settings = settings
+        self._patience_s = settings.time_limit_s + (_GRACE_S if panel.is_async else 0.0)
+        awaits_all = settings.is_auto and all(form.is_async for form in panel.forms)
+        self._most_children = 1 if awaits_all else settings.processes  # what is awaited is computed elsewhere
+        self._alone: set[int] = set()  # items of processes that ended while they worked on several
         self._items: dict[int, bytes] = {}  # all items without a result, by number
         self._waiting: deque[int] = deque()  # numbers of items that no child has; dropped items may be among them
         self._children: dict[int, _Child] = {}  # by process id
@@ -159,6 +172,7 @@ class _Dispatcher:
                 self._items[number] = make_frame(number, body)
                 self._waiting.append(number)
             else:
+                self._alone.discard(number)
                 dropped |= self._items.pop(number, None) is not None
         if dropped:
             for child in list(self._children.values()):
@@ -171,20 +185,32 @@ class _Dispatcher:
         while True:
             while self._waiting and self._waiting[0] not in self._items:
                 self._waiting.popleft()
-            child = self._idle_child() if self._waiting else None
+            alone = bool(self._waiting) and self._waiting[0] in self._alone
+            child = self._find_child(alone) if self._waiting else None
             if child is None:
                 return
-            size = min(_MOST_ITEMS, max(1, len(self._waiting) // (2 * self._settings.processes)))
-            taken = [self._waiting.popleft() for _ in range(size)]
-            child.pending.extend(number for number in taken if number in self._items)
-            child.deadline = time.monotonic() + self._settings.time_limit_s
-            child.stream.queue(b"".join(self._items[number] for number in child.pending))
-
-    def _idle_child(self) -> _Child | None:
-        for child in self._children.values():
+            size = min(_MOST_ITEMS - len(child.pending), max(1, len(self._waiting) // (2 * self._settings.processes)))
+            taken = [self._waiting.popleft()]
+            while not alone and len(taken) < size and self._waiting[0] not in self._alone:
+                taken.append(self._waiting.popleft())
             if not child.pending:
-                return child
-        return self._start_child() if len(self._children) < self._settings.processes else None
+                child.deadline = time.monotonic() + self._patience_s
+            items = [number for number in taken if number in self._items]
+            child.pending.extend(items)
+            child.stream.queue(b"".join(self._items[number] for number in items))
+
+    def _find_child(self, alone: bool) -> _Child | None:
+        """A child that has nothing to do. One that awaits may have, unless an item is to be alone."""
+        child = min(self._children.values(), key=lambda child: len(child.pending), default=None)
+        if child is not None and not child.pending:
+            return child
+        if len(self._children) < (self._settings.processes if alone else self._most_children):
+            return self._start_child()
+        if alone or child is None or not self._panel.is_async:
+            return None
+        open_children = [child for child in self._children.values() if self._alone.isdisjoint(child.pending)]
+        child = min(open_children, key=lambda child: len(child.pending), default=None)
+        return child if child is not None and len(child.pending) < _MOST_ITEMS else None
 
     def _start_child(self) -> _Child:
         ours, theirs = socket.socketpair()
@@ -193,7 +219,9 @@ class _Dispatcher:
         def run() -> int:
             for sock in (ours, *others):
                 sock.close()
-            return grade_items(theirs, self._reward, self._settings.memory_bytes)
+            if self._panel.is_async:
+                return grade_awaited(theirs, self._panel, self._settings.memory_bytes, self._settings.time_limit_s)
+            return grade_items(theirs, self._panel, self._settings.memory_bytes)
 
         with theirs:
             pid = self._supervisor.fork(run)
@@ -210,11 +238,15 @@ class _Dispatcher:
             if not child.pending:
                 return self._end(child)
         for number, body in frames or ():
-            if not self._expects(child, number):
+            is_alive = number == ALIVE and not body and self._panel.is_async
+            if not is_alive and not self._expects(child, number):
                 return self._blame(child, number, make_frame(number, body))
-            child.answered = child.pending.popleft()
-            child.deadline = time.monotonic() + self._settings.time_limit_s
-            if self._items.pop(child.answered, None) is not None:  # else it was dropped
+            child.deadline = time.monotonic() + self._patience_s
+            if is_alive:
+                continue
+            child.answered = number
+            child.pending.remove(number)
+            if self._items.pop(number, None) is not None:  # else it was dropped
                 self._results += make_frame(number, body)
         if (head := child.stream.head()) is None:
             return None
@@ -227,6 +259,8 @@ class _Dispatcher:
         return None
 
     def _expects(self, child: _Child, number: int) -> bool:
+        if self._panel.is_async:
+            return number in child.pending
         return bool(child.pending) and child.pending[0] == number
 
     def _blame(self, child: _Child, number: int, data: bytes | bytearray) -> None:
@@ -250,12 +284,15 @@ class _Dispatcher:
                 self._end(child, Result(problem=f"ran over {self._settings.time_limit_s:g} s", limit="time"))
 
     def _end(self, child: _Child, result: Result | None = None) -> None:
-        """Kill a child. ``result`` is that of its first pending item. Without a result the item is graded anew."""
+        """Kill a child. ``result`` is that of the item that it was at. Without a result the item is graded anew, and so
+        are all on which it worked at once."""
         del self._children[child.pid]
         child.stream.stop_polling()
         child.stream.close()
         self._supervisor.kill(child.pid)
-        if result is not None and child.pending:
+        if result is not None and self._panel.is_async and len(child.pending) > 1:
+            self._alone.update(child.pending)
+        elif result is not None and child.pending:
             number = child.pending.popleft()
             if self._items.pop(number, None) is not None:
                 self._results += make_frame(number, encode(result))

@@ -1,24 +1,28 @@
-"""Run a reward over completions, in processes that can be killed.
+"""Run the reward functions over completions, in processes that can be killed or, for a debugger, in the script.
 
     submit(), grade() ──items───▶ dispatcher ──chunks of items───▶ grading processes
     reader thread     ◀─results──             ◀─one result an item─
 
-The caller's thread sends items. A thread of the grader reads the results and settles futures.
+The caller's thread sends items. A thread of the grader reads the results and settles futures. In the script there are
+no processes: the caller's thread runs the functions.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from podium.errors import ConfigError
 from podium.rewards.config import Grade, RewardConfig
-from podium.rewards.processes import GradingProcesses, Pending
-from podium.rewards.resolve import RewardFn
+from podium.rewards.grades import Source
+from podium.rewards.in_script import GradingInScript
+from podium.rewards.processes import GradingProcesses
+from podium.rewards.resolve import Rewards, check_weights, list_rewards, name_of
 from podium.telemetry import Note, emit
 
 __all__ = ["Grader"]
@@ -31,9 +35,15 @@ class Grader:
     whatever the reward started, end when the grader is closed or collected, and when this process ends in any way.
 
     Args:
-        config: The reward's name, and what happens when it misbehaves.
-        reward: A function to use in place of ``config.name``. It travels by cloudpickle.
+        config: The reward's name, or several, and what happens when it misbehaves.
+        reward: A function, or a list of functions and names, to use in place of ``config.name``. Functions travel by
+            cloudpickle.
         log_path: File to which the reward's own output is appended. By default it goes where this process's goes.
+        columns: The columns that every row has. Parameters of the functions are checked against them at the start. By
+            default they are those of the first rows.
+        steps: The number of steps of the run, which a function may ask for by ``trainer_state``.
+        in_script: Whether the functions run in this process. Breakpoints, prints and debuggers then work, and the
+            limits of time and memory do not.
 
     >>> with Grader(RewardConfig(name="gsm8k")) as grader:
     ...     future = grader.submit("She has 3 + 4 = 7.", {"answer": "#### 7"})
@@ -42,23 +52,43 @@ class Grader:
     """
 
     def __init__(
-        self, config: RewardConfig | None = None, *, reward: RewardFn | None = None, log_path: str | Path | None = None
+        self,
+        config: RewardConfig | None = None,
+        *,
+        reward: Rewards | None = None,
+        log_path: str | Path | None = None,
+        columns: Collection[str] | None = None,
+        steps: int = 0,
+        in_script: bool = False,
     ) -> None:
         self.config = config or RewardConfig()
-        self.name = self.config.name if reward is None else _name_of(reward)
-        self._source = self.config.name if reward is None else reward
+        rewards = list_rewards(self.config, reward)
+        check_weights(self.config, len(rewards))
+        self.name = ", ".join(map(name_of, rewards))
+        self._source = Source(rewards=rewards, columns=None if columns is None else tuple(columns), steps=steps)
         self._log_path = Path(log_path) if log_path is not None else None
+        self._in_script = in_script
         self._lock = threading.RLock()
-        self._processes: GradingProcesses | None = None
+        self._processes: GradingProcesses | GradingInScript | None = None
         self._end: weakref.finalize[..., Grader] | None = None
         self._closed = False
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """What the functions ask for beside text and row: some of completion_ids, prompt_ids and trainer_state.
+
+        Raises:
+            ConfigError, RewardError: :meth:`start` raises it.
+        """
+        with self._lock:
+            return self._start_once().extras
 
     def start(self) -> None:
         """Load the reward now, so that a wrong name or a failing import raises before the run starts.
 
         Raises:
-            ConfigError: The reward does not exist, a library that it needs is missing, or its module
-                raised an exception.
+            ConfigError: The reward does not exist, a library that it needs is missing, its module raised an exception,
+                or a function has a parameter whose value nobody knows.
             RewardError: The function cannot be sent. The message has the traceback.
         """
         with self._lock:
@@ -73,10 +103,18 @@ class Grader:
             ConfigError: :meth:`start` raises it, or the grader is closed.
             RewardError: :meth:`start` raises it, or the row cannot be sent to a grading process.
         """
-        return self._send([completion], [row], batch=False)
+        return self._send([completion], [row], None, batch=False)
 
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Grade]:
+    def grade(
+        self,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        extras: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Grade]:
         """Return one grade for each completion, in order; ``rows[i]`` is the row that belongs to ``completions[i]``.
+
+        ``extras[i]`` has the values of those :attr:`extras` that the functions ask for: ``completion_ids`` and
+        ``prompt_ids`` as lists, and as ``trainer_state`` the number of finished steps.
 
         Raises:
             RewardError: The reward raised, ended its process, or returned no finite score, and ``config.on_error`` is
@@ -85,7 +123,7 @@ class Grader:
         """
         if len(completions) != len(rows):
             raise ConfigError(f"{len(completions)} completions and {len(rows)} rows: expected one row for each")
-        sent = self._send(completions, rows, batch=True)
+        sent = self._send(completions, rows, extras, batch=True)
         return self._wait([sent], sent.result)
 
     def gather(self, futures: Sequence[Future[Grade]]) -> list[Grade]:
@@ -133,33 +171,36 @@ class Grader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _send(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], *, batch: bool) -> Pending:
+    def _send(
+        self,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        extras: Sequence[Mapping[str, Any]] | None,
+        *,
+        batch: bool,
+    ) -> Future[Any]:
         with self._lock:
-            return self._start_once().send(completions, rows, batch=batch)
+            if self._source.columns is None and self._processes is None and rows:
+                columns = sorted(set(rows[0]).intersection(*rows[1:]))
+                self._source = replace(self._source, columns=tuple(columns))
+            return self._start_once().send(completions, rows, extras or [{}] * len(rows), batch=batch)
 
-    def _start_once(self) -> GradingProcesses:
+    def _start_once(self) -> GradingProcesses | GradingInScript:
         if self._closed:
             raise ConfigError(f"the grader for the reward {self.name} is closed; make a new Grader")
         if self._processes is not None and not self._processes.alive():
             self._stop()  # the dispatcher ended while it had no items, so nothing is lost
         if self._processes is None:
-            self._processes = GradingProcesses(self._source, self.name, self.config, self._log_path)
+            if self._in_script:
+                self._processes = GradingInScript(self._source, self.name, self.config)
+            else:
+                self._processes = GradingProcesses(self._source, self.name, self.config, self._log_path)
             self._end = weakref.finalize(self, self._processes.stop)
-            if self._processes.takes_lists:
-                emit(
-                    Note(
-                        f"the reward {self.name} has TRL's signature. Podium calls it with lists of one completion, "
-                        "so it cannot compare completions"
-                    )
-                )
+            for note in self._processes.notes:
+                emit(Note(note))
         return self._processes
 
     def _stop(self) -> None:
         if self._end is not None:
             self._end()
         self._processes = self._end = None
-
-
-def _name_of(function: RewardFn) -> str:
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{module}:{name}" if module else name

@@ -26,10 +26,12 @@ from podium.processes import (
     find_secrets,
     make_frame,
 )
-from podium.rewards.config import Grade, RewardConfig
+from podium.rewards.config import RewardConfig
 from podium.rewards.dispatcher import Settings
-from podium.rewards.grading_process import Result, decode
-from podium.rewards.resolve import RewardFn
+from podium.rewards.grades import Grade, Source, make_grade, show_traceback
+from podium.rewards.grading_process import decode
+from podium.rewards.panel import Result
+from podium.rewards.resolve import RewardFn, name_of
 
 __all__ = ["GradingProcesses", "Pending"]
 
@@ -84,14 +86,16 @@ class GradingProcesses:
     """A dispatcher that has loaded the reward, and the thread that settles pending grades.
 
     Attributes:
-        takes_lists: Whether the reward has TRL's signature and is called with lists of one completion.
+        extras: What the reward asks for beside text and row.
+        notes: What a person should know of how it is called.
 
     Raises:
-        ConfigError: The reward's name is wrong, a library that it needs is missing, or its module raised an exception.
+        ConfigError: The reward's name is wrong, a library that it needs is missing, its module raised an exception, or
+            it has a parameter whose value nobody knows.
         RewardError: The reward cannot be sent, or the dispatcher did not start.
     """
 
-    def __init__(self, source: str | RewardFn, label: str, config: RewardConfig, log_path: Path | None) -> None:
+    def __init__(self, source: Source, label: str, config: RewardConfig, log_path: Path | None) -> None:
         self._label = label
         self._config = config
         loading = Pending(self, 0, [label], batch=False)
@@ -102,9 +106,17 @@ class GradingProcesses:
         self._withheld = find_secrets(config.env)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = config.processes or min(_MOST_PROCESSES, cores)
-        reward = source if isinstance(source, str) else _pickle(source, label)
         memory_bytes = None if config.memory_gib is None else int(config.memory_gib * (1 << 30))
-        settings = pickle.dumps(Settings(reward, config.time_limit_s, memory_bytes, processes))
+        settings = Settings(
+            tuple(reward if isinstance(reward, str) else _pickle(reward) for reward in source.rewards),
+            config.weights,
+            source.columns,
+            source.steps,
+            config.time_limit_s,
+            memory_bytes,
+            processes,
+            is_auto=not config.processes,
+        )
         environment = {
             "OMP_NUM_THREADS": str(max(1, cores // processes)),
             **{name: value for name, value in os.environ.items() if name not in self._withheld},
@@ -112,9 +124,10 @@ class GradingProcesses:
         self._launched = Launched(command("podium.rewards.dispatcher"), env=environment, log_path=log_path)
         self._reader = threading.Thread(target=self._read, name="podium-grader", daemon=True)
         self._reader.start()
-        self._write(make_frame(0, settings))
+        self._write(make_frame(0, pickle.dumps(settings)))
         try:
-            self.takes_lists = loading.result(START_LIMIT_S).parts["lists"] == 1.0
+            loaded = loading.result(START_LIMIT_S).extra
+            self.notes, self.extras = loaded["notes"].splitlines(), frozenset(loaded["extras"].split())
         except BaseException as error:
             self.stop(_LOOKS_S)  # while it imports, the dispatcher does not hear
             if not isinstance(error, TimeoutError):
@@ -128,14 +141,22 @@ class GradingProcesses:
         """Return whether the dispatcher runs."""
         return self._launched.alive() and self._reader.is_alive()
 
-    def send(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], *, batch: bool) -> Pending:
+    def send(
+        self,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        extras: Sequence[Mapping[str, Any]],
+        *,
+        batch: bool,
+    ) -> Pending:
         """Send completions to be graded. Calls must not overlap. Raises RewardError if a row cannot be sent."""
         pending = Pending(self, self._next, completions, batch=batch)
         self._next = pending.numbers.stop
         try:
             for start in range(0, len(completions), _SLICE):  # grading begins while the rest is pickled
                 numbers = pending.numbers[start : start + _SLICE]
-                items = zip(completions[start : start + _SLICE], rows[start : start + _SLICE], strict=True)
+                parts = (values[start : start + _SLICE] for values in (completions, rows, extras))
+                items = zip(*parts, strict=True)
                 frames: list[bytes] = []
                 for number, item in zip(numbers, items, strict=True):
                     try:
@@ -203,26 +224,13 @@ class GradingProcesses:
                 pending.settle(number, error)
 
     def _outcome(self, pending: Pending, number: int, result: Result) -> Grade | Exception:
-        config, problem = self._config, result.problem
-        if result.score is not None:
-            return Grade(result.score, result.parts, result.score >= config.correct_at)
+        missing = self._explain_missing(result.problem + result.traceback)
         if number == 0 and result.limit == "configuration":
-            return ConfigError(problem + self._explain_missing(problem))
-        if number == 0:
-            text = f"the reward {self._label} cannot be imported in a grading process: {problem}"
-        else:
-            if over_memory := result.limit == "memory" and config.memory_gib is not None:
-                problem = f"ran over {config.memory_gib:g} GiB of memory (reward.memory_gib)"
-            if result.limit == "time" or over_memory or config.on_error == "score":
-                return Grade(config.failure_score, error=problem, timed_out=result.limit == "time")
-            text = (
-                f"{pending.name(number)}: the reward {self._label} {problem}; expected a finite number, or a mapping "
-                'of named finite numbers with "score": repair the reward, or set reward.on_error to score, which gives '
-                f"such items {config.failure_score:g} and goes on"
-            )
-        text += self._explain_missing(problem + result.traceback)
-        trace = f"\n\nIn the grading process:\n{result.traceback.rstrip()}" if result.traceback else ""
-        return RewardError(text + trace)
+            return ConfigError(result.problem + missing)
+        if number == 0 and result.problem:
+            text = f"the reward {self._label} cannot be imported in a grading process: {result.problem}{missing}"
+            return RewardError(text + show_traceback(result))
+        return make_grade(result, self._config, self._label, pending.name(number), missing)
 
     def _explain_missing(self, said: str) -> str:
         """The end of a message about an error that names variables which rewards do not have."""
@@ -253,11 +261,11 @@ class GradingProcesses:
             self._reader.join(timeout=1)
 
 
-def _pickle(function: RewardFn, label: str) -> bytes:
+def _pickle(function: RewardFn) -> bytes:
     try:
         return cloudpickle.dumps(function)
     except Exception as error:  # pickling runs code of any class: whatever it raises is our user's to see
         raise RewardError(
-            f"the reward {label} cannot be sent to a grading process: {type(error).__name__}: {error}; load what the "
-            "reward needs inside the function, or name the reward as module:function"
+            f"the reward {name_of(function)} cannot be sent to a grading process: {type(error).__name__}: {error}; "
+            "load what the reward needs inside the function, or name the reward as module:function"
         ) from error

@@ -1,21 +1,22 @@
 """The rewards that have names, and the search for the function that a configuration names."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
-from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.functions import load_function
-from podium.rewards.trl import ListReward, of_one, takes_lists
+from podium.rewards.config import RewardConfig
 
-__all__ = ["NAMED_REWARDS", "READS_ANSWER", "ItemReward", "RewardFn", "item_reward", "resolve_reward"]
+__all__ = ["NAMED_REWARDS", "READS_ANSWER", "RewardFn", "Rewards"]
+__all__ += ["check_weights", "list_rewards", "name_of", "resolve_reward"]
 
-ItemReward = Callable[[str, Any], float | Mapping[str, float]]  # Any: a row may be declared as dict or Mapping
-"""``reward(completion, row)`` takes the completion's text and the row, which has "prompt" and "answer" beside the
-columns of the data. It returns a finite number, or a mapping of named finite numbers that has "score"."""
-RewardFn = ItemReward | ListReward
-"""A reward of Podium's form, or of TRL's: ``reward(completions, **columns)``, see podium.rewards.trl."""
+Score = float | Mapping[str, float] | Sequence[float | None] | None
+RewardFn = Callable[..., Score | Awaitable[Score]]
+"""A reward function: ``reward(completion, row)``, where the row has "prompt" and "answer" beside the columns of the
+data, or another form of podium.rewards.forms. It returns a finite number, a mapping of named finite numbers that has
+"score", or None to abstain; or, with ``async def``, what is to be awaited for that."""
+Rewards = RewardFn | Sequence[str | RewardFn]
+"""One reward function, or several with the names of others, whose weighted sum is the score."""
 
 NAMED_REWARDS: Final[Mapping[str, str]] = {
     "exact": "podium.rewards.text:exact",
@@ -30,14 +31,6 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
 READS_ANSWER: Final = frozenset({"exact", "fraction", "gsm8k", "math"})
 """Those of Podium's rewards that compare with the row's answer as text."""
 
-_NO_COMPLETION: Final = frozenset({"prompt", "question", "row", "answer", "ground_truth"})
-"""Names of a first parameter that expects something else than the completion, which would score it without an error."""
-
-_NO_ROW: Final = frozenset(
-    {"completion", "response", "answer", "prompt", "ground_truth", "solution", "target", "label", "reference"}
-)
-"""Names of a second parameter that expects one column, and not the row."""
-
 
 def resolve_reward(spec: str) -> RewardFn:
     """Return the reward that ``spec`` names: one of ``NAMED_REWARDS``, or a form of :func:`load_function`.
@@ -49,29 +42,35 @@ def resolve_reward(spec: str) -> RewardFn:
     return load_function(spec, key="reward.name", known=NAMED_REWARDS)
 
 
-def item_reward(reward: RewardFn) -> ItemReward:
-    """Return ``reward`` as a function of one completion and its row. Raises ConfigError if it cannot be called so."""
-    if takes_lists(reward):
-        return of_one(reward)
-    by_item = cast("ItemReward", reward)
-    name = getattr(reward, "__name__", type(reward).__name__)
-    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-        raise ConfigError(f"the reward {name} is a coroutine function: write one that returns its score")
-    try:
-        signature = signature_of(reward)
-    except (TypeError, ValueError):  # Some functions that are not written in Python have no signature.
-        return by_item
-    try:
-        signature.bind("", {})
-    except TypeError as error:
+def list_rewards(config: RewardConfig, reward: Rewards | None) -> tuple[str | RewardFn, ...]:
+    """Return the functions or names of a run: those that a script gives, or else those of the configuration."""
+    if reward is None:
+        return config.names
+    return tuple(reward) if isinstance(reward, list | tuple) else (cast("str | RewardFn", reward),)
+
+
+def check_weights(config: RewardConfig, count: int) -> None:
+    """Check that there is a reward, and a weight for each if there are weights. Raises ConfigError."""
+    if not count:
+        raise ConfigError("there is no reward function: give one, or a list of at least one")
+    if config.weights and len(config.weights) != count:
         raise ConfigError(
-            f"the reward {name} is called with two positional arguments, (completion, row), and its signature is "
-            f"{signature}: {error}"
-        ) from None
-    first, second = [*signature.parameters, "", ""][:2]
-    if first in _NO_COMPLETION or second in _NO_ROW:
-        raise ConfigError(
-            f"the reward {name} has the signature {signature} and is called as {name}(completion, row), where row is a "
-            f'mapping of the columns: write `def {name}(completion, row)`, and read row["answer"] in it'
+            f"reward.weights = {list(config.weights)}: expected one weight for each reward function, and the number of "
+            f"functions is {count}"
         )
-    return by_item
+
+
+def name_of(reward: str | RewardFn, *, short: bool = False) -> str:
+    """Return what errors call a reward: its name in the configuration, or ``module:function``.
+
+    The ``short`` name is the function's own, as parts of the score are called.
+    """
+    if isinstance(reward, str):
+        return reward.rpartition(":")[2].rpartition(".")[2] if short else reward
+    function: Any = reward
+    while hasattr(function, "func") and hasattr(function, "keywords"):  # functools.partial
+        function = function.func
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
+    if short:
+        return name.rpartition(".")[2].strip("<>")
+    return f"{module}:{name}" if module else name

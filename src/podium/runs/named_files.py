@@ -222,17 +222,28 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
         sets = [("data", "eval", str(name)) for name in held_out]
     elif isinstance(held_out, list | tuple):
         sets = [("data", "eval", number) for number in range(len(held_out))]
-    for keys in (*_FILES, *_FUNCTIONS, *sets):
-        value: Any = values
-        for key in keys:
-            value = value[key] if isinstance(key, int) else value.get(key) if isinstance(value, Mapping) else None
+    functions: list[Keys] = []
+    for keys in _FUNCTIONS:
+        entries = _read_value(values, keys)
+        functions += (
+            [(*keys, number) for number in range(len(entries))] if isinstance(entries, list | tuple) else [keys]
+        )
+    for keys in (*_FILES, *functions, *sets):
+        value = _read_value(values, keys)
         if not isinstance(value, str):
             continue
         file, colon, name = value.rpartition(":")
-        if keys in _FUNCTIONS and file.endswith(".py"):
+        if keys in functions and file.endswith(".py"):
             yield keys, file, colon + name
-        elif keys not in _FUNCTIONS and value and value not in _WORDS.get(keys, ()):
+        elif keys not in functions and value and value not in _WORDS.get(keys, ()):
             yield keys, value, ""
+
+
+def _read_value(values: Any, keys: Keys) -> Any:
+    """The value of nested keys; None where there is none."""
+    for key in keys:
+        values = values[key] if isinstance(key, int) else values.get(key) if isinstance(values, Mapping) else None
+    return values
 
 
 def _entry(here: str, places: Mapping[str, _Place], run: Path) -> tuple[str, _Place | None]:

@@ -10,6 +10,7 @@ LOSS: Final = "loss"
 REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
 ACCURACY: Final = "reward/accuracy"  # share of completions, or of sessions, whose grade says correct
+ABSTAINED: Final = "reward/abstained"  # completions that every reward function left out, in steps that have some
 FLAT_GROUPS: Final = "reward/flat_groups"  # share of groups whose rewards are all equal: no signal for GRPO
 KL: Final = "policy/kl"  # policy to reference, mean over the completions' tokens
 ENTROPY: Final = "policy/entropy"

@@ -89,25 +89,51 @@ def write_completions(
     Args:
         learned: The columns ``advantages`` and ``old_logprobs`` of the same rows, if they exist.
         texts: The texts of the tokens of earlier steps.
+
+    Rows that the reward left out come last. Their reward is null.
     """
     import pyarrow.parquet as pq  # takes a third of a second, for which a dry run need not wait
 
     path = folder / f"{step_name(scored.step)}.parquet"
     aside = path.with_name(f".{path.name}.tmp")
-    parts = sorted({name for grade in scored.grades or () for name in grade.parts})
+    left_out = scored.left_out
+    grades = [*(scored.grades or ()), *((left_out.grades if left_out else None) or ())]
+    parts = sorted({name for grade in grades for name in grade.parts})
+    extra = sorted({name for grade in grades for name in grade.extra})
     texts = TokenTexts(scored.tokenizer) if texts is None else texts
     with ExitStack() as stack:
         file = None
         for rows in scored.chunks(_WRITTEN_TOKENS):
-            table = _table(scored, learned, rows, parts, texts)
+            table = _table(scored, learned, rows, parts, extra, texts)
             if file is None:
                 file = stack.enter_context(pq.ParquetWriter(aside, table.schema, compression="zstd"))
             file.write_table(table)
+        if left_out is not None and file is not None:
+            for rows in left_out.chunks(_WRITTEN_TOKENS):
+                file.write_table(_fit(_table(left_out, None, rows, parts, extra, texts), file.schema))
     aside.replace(path)
 
 
-def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Sequence[str], texts: TokenTexts) -> Any:
-    """Some of the rows as a pyarrow.Table."""
+def _fit(table: Any, schema: Any) -> Any:
+    """The table with all columns of ``schema``, those that it lacks empty."""
+    import pyarrow as pa
+
+    columns = [
+        table.column(field.name) if field.name in table.column_names else pa.nulls(len(table), field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _table(
+    scored: ScoredBatch,
+    learned: Batch | None,
+    rows: range,
+    parts: Sequence[str],
+    extra: Sequence[str],
+    texts: TokenTexts,
+) -> Any:
+    """Some of the rows as a pyarrow.Table, with the ``parts`` of the reward and the ``extra`` texts that it logged."""
     import pyarrow as pa
 
     columns = (*_NEEDED, *(name for name in (*_IF_THERE, *_OF_SESSIONS) if name in scored.batch))
@@ -120,6 +146,7 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
     prompts = [scored.prompts[group] for group in groups]
     grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
     part_of = [grade.parts if grade else {} for grade in grades]
+    extra_of = [grade.extra if grade else {} for grade in grades]
     completions = [_utf8(text) for text in scored.texts(rows)]
     texts_by_row = (
         conversations(batch, scored.tokenizer, texts) if all(name in batch for name in _OF_SESSIONS) else None
@@ -135,8 +162,8 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
         "prompt": pa.array([_utf8(prompt.text) for prompt in prompts], pa.string()),
         "completion": pa.array(completions, pa.string()),
         "expected": pa.array([_answer(prompt) for prompt in prompts], pa.string()),
-        "correct": pa.array([grade.correct if grade else None for grade in grades], pa.bool_()),
-        "reward": pa.array([float(grade.score) if grade else math.nan for grade in grades], pa.float64()),
+        "correct": pa.array([_is_correct(grade) for grade in grades], pa.bool_()),
+        "reward": pa.array([_score(grade) for grade in grades], pa.float64()),
         "advantage": pa.array(_means(batch, tokens), pa.float64()),
         "finish_reason": pa.array(batch.python(fields.FINISH_REASON), pa.string()),
         "version": pa.array(batch.jagged(fields.VERSIONS).values[lasts].tolist(), pa.int64()),
@@ -148,8 +175,20 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
         },
         **({} if texts_by_row is None else _session_columns(batch, texts_by_row)),
         **{f"reward_{name}": pa.array([row_parts.get(name) for row_parts in part_of], pa.float64()) for name in parts},
+        **{f"logged_{name}": pa.array([logged.get(name) for logged in extra_of], pa.string()) for name in extra},
     }
     return pa.table(table)
+
+
+def _is_correct(grade: Grade | None) -> bool | None:
+    return None if grade is None or grade.abstained else grade.correct
+
+
+def _score(grade: Grade | None) -> float | None:
+    """The reward of a completion: NaN if it was not graded, None if the reward left it out."""
+    if grade is None:
+        return math.nan
+    return None if grade.abstained else float(grade.score)
 
 
 def _session_columns(batch: Batch, said: Sequence[Conversation]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Legend: B rows (completions), prompt-major, n a prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from podium.data import Batch, completion_texts, fields
+from podium.data import Batch, completion_texts, fields, sampled_tokens
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks.examples import template_messages
 from podium.runtime import Handle
@@ -45,6 +45,7 @@ class ScoredBatch:
         tokenizer: The decoder of completions whose generator sent no text.
         grades: One for each row; None until ``graded``.
         figures: Metrics of the step that are known from its rollout.
+        left_out: Rows that every reward function left out by returning None. They are not trained.
     """
 
     step: int
@@ -53,17 +54,48 @@ class ScoredBatch:
     tokenizer: PreTrainedTokenizerBase
     grades: Sequence[Grade] | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
+    left_out: ScoredBatch | None = None
 
     def graded(
-        self, grader: Grader, data: Sequence[str] = (), reward_model: Handle[RewardModel] | None = None
+        self,
+        grader: Grader,
+        data: Sequence[str] = (),
+        reward_model: Handle[RewardModel] | None = None,
+        steps_before: int | None = None,
     ) -> ScoredBatch:
-        """Return a copy with grades, ``rewards``, the parts of rewards and the columns ``data`` of the data.
+        """Return the rows that the reward scored, with grades, ``rewards``, the rewards' parts and the columns ``data``
+        of the data. The other rows are ``left_out``.
 
-        If there is a ``reward_model``, the reward finds its score of a completion in the row, as "model_score".
+        Args:
+            grader: Runs the reward.
+            data: Names of columns.
+            reward_model: The model whose score of a completion the reward finds in its row, as "model_score".
+            steps_before: The number of finished steps, which a reward may ask for; by default those before ``step``.
 
         Raises:
             RewardError: The reward failed.
         """
+        finished = self.step - 1 if steps_before is None else steps_before
+        grades = self.grades_of(grader, reward_model, finished)
+        return self.with_grades(grades, torch.tensor([grade.score for grade in grades], dtype=torch.float32), data)
+
+    def with_grades(self, grades: Sequence[Grade], rewards_B: Tensor, data: Sequence[str] = ()) -> ScoredBatch:
+        """Return this with grades, and without the rows whose grade says that the reward left them out."""
+        columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B}
+        for name in sorted({name for grade in grades for name in grade.parts}):
+            parts = [grade.parts.get(name, math.nan) for grade in grades]
+            columns[fields.PART + name] = torch.tensor(parts, dtype=torch.float32)
+        whole = replace(self, grades=grades, batch=self.batch.with_columns(columns))
+        if not any(grade.abstained for grade in grades):
+            return whole.with_data(data)
+        rows_by_kind: tuple[list[int], list[int]] = ([], [])
+        for row, grade in enumerate(grades):
+            rows_by_kind[grade.abstained].append(row)
+        scored, others = map(whole.with_rows, rows_by_kind)
+        return replace(scored, left_out=others).with_data(data)
+
+    def grades_of(self, grader: Grader, reward_model: Handle[RewardModel] | None, steps_before: int) -> list[Grade]:
+        """The grade of each row, those that the reward leaves out too. Raises RewardError if the reward fails."""
         grades: list[Grade] = []
         examples = [self.prompts[group].example for group in self.groups]
         for rows in self.chunks(_GRADED_TOKENS):
@@ -71,13 +103,22 @@ class ScoredBatch:
             if reward_model is not None:
                 scores = self._model_scores(reward_model, rows, texts)
                 data_rows = [{**row, "model_score": score} for row, score in zip(data_rows, scores, strict=True)]
-            grades += grader.grade(texts, data_rows)
-        rewards_B = torch.tensor([grade.score for grade in grades], dtype=torch.float32)
-        columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B}
-        for name in sorted({name for grade in grades for name in grade.parts}):
-            parts = [grade.parts.get(name, math.nan) for grade in grades]
-            columns[fields.PART + name] = torch.tensor(parts, dtype=torch.float32)
-        return replace(self, grades=grades, batch=self.batch.with_columns(columns)).with_data(data)
+            grades += grader.grade(texts, data_rows, self._extras(rows, grader.extras, steps_before))
+        return grades
+
+    def _extras(self, rows: range, asked: Collection[str], steps_before: int) -> list[dict[str, Any]]:
+        """What the reward asks for beside text and row, for each of these rows."""
+        extras: list[dict[str, Any]] = [{} for _ in rows]
+        if "completion_ids" in asked:
+            batch = self.batch.select(fields.TOKENS, fields.LOSS_MASK).slice(rows.start, rows.stop).fetch()
+            for extra, ids in zip(extras, sampled_tokens(batch).unbind(), strict=True):
+                extra["completion_ids"] = ids.tolist()
+        for extra, group in zip(extras, self.groups[rows.start : rows.stop], strict=True):
+            if "prompt_ids" in asked:
+                extra["prompt_ids"] = self.prompts[group].token_ids.tolist()
+            if "trainer_state" in asked:
+                extra["trainer_state"] = steps_before
+        return extras
 
     def with_data(self, names: Sequence[str]) -> ScoredBatch:
         """Return a copy with these columns of the data."""
@@ -113,10 +154,12 @@ class ScoredBatch:
             part.batch.with_columns(
                 {name: nothing[name].expand(len(part.batch)) for name in named if name not in part.batch}
             )
-            for part in parts
+            for part in [part for part in parts if len(part.batch)] or parts[:1]
         ]
         grades = [grade for part in parts for grade in part.grades or ()]
-        return replace(parts[0], batch=Batch.concat(batches), grades=grades)
+        others = [part.left_out for part in parts if part.left_out is not None]
+        left_out = ScoredBatch.join(others) if others else None
+        return replace(parts[0], batch=Batch.concat(batches), grades=grades, left_out=left_out)
 
     @cached_property
     def groups(self) -> list[int]:
@@ -199,6 +242,7 @@ class ScoredBatch:
                 for name in self.batch
                 if name.startswith(fields.PART)
             },
+            **({} if self.left_out is None else {names.ABSTAINED: float(len(self.left_out.firsts))}),
             **self._agent_rewards(),
         }
 

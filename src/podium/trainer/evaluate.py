@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import completion_texts, fields
 from podium.errors import ConfigError, NoRowsError
 from podium.models import load_tokenizer
-from podium.rewards import Grader, RewardFn
+from podium.rewards import Grader, Rewards
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
@@ -19,7 +19,7 @@ from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation
 from podium.runtime import Cluster, Handle
 from podium.telemetry import Note, emit
-from podium.trainer.checks.preflight import check_answers, check_reward, with_stop_tokens
+from podium.trainer.checks.preflight import check_answers, check_reward, find_columns, with_stop_tokens
 from podium.trainer.completion_files import write_completions
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
@@ -70,7 +70,7 @@ def score_held_out(
     else:
         batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
         scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
-        scored = scored.graded(grader, reward_model=reward_model)
+        scored = scored.graded(grader, reward_model=reward_model, steps_before=step)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         write_completions(keep, scored, None)
@@ -83,7 +83,7 @@ def score_held_out(
     )
 
 
-def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn | None = None) -> dict[str, Evaluation]:
+def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | None = None) -> dict[str, Evaluation]:
     """Score a model, without training it, on ``config.eval.items`` held-out prompts of each evaluation set.
 
     Returns the evaluations by the names of their sets, the first set first. One set without a name has the name "".
@@ -93,7 +93,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
     """
     if not config.eval.items:
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
-    check_reward(config.reward, given=reward is not None)
+    check_reward(config.reward, reward)
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sets: dict[str, list[Prompt]] = {}
     for name, source in config.data.eval_sets.items():
@@ -102,10 +102,12 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
             sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
             continue
         sets[name] = load_held_out(data, tokenizer, config.eval.items)
-        if reward is None:
-            check_answers((prompt.example for prompt in sets[name]), config.reward)
+        check_answers((prompt.example for prompt in sets[name]), config.reward, reward)
+    columns = find_columns((prompt.example for prompts in sets.values() for prompt in prompts), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    with Grader(config.reward, reward=reward) as grader, start_generator(cluster, config) as roles:
+    in_script = not cluster.capabilities.processes
+    grader = Grader(config.reward, reward=reward, columns=columns, steps=config.run.steps, in_script=in_script)
+    with grader, start_generator(cluster, config) as roles:
         sessions = None
         if roles.rollout is not None:
             beside = stand_together(roles.rollout, roles.generator)

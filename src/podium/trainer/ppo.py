@@ -103,7 +103,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         workers: Classes that replace those of roles ("policy", "reference", "critic", "reward", "estimator",
             "generator"). A class gets the arguments of the class that it replaces. ``Mine.bind(...)`` gets only its own
             arguments.
-        reward: A function to use in place of ``config.reward.name``.
+        reward: A function, or a list of functions and of names, to use in place of ``config.reward.name``.
         data: Rows to use in place of ``config.data.train``: a ``datasets.Dataset``, an ``IterableDataset``, a list of
             mappings, or several by split, as in a ``DatasetDict``. They are written to files below ``run.dir``.
         show: Whether the terminal shows progress.
@@ -130,6 +130,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 batch = self.generate(prompts, step)
             with stage("score"), self._keep_if_not_graded([batch], prompts, step):
                 scored = self.score(batch, prompts, step)
+        self._check_left_out(scored)
         if self.config.run.show_samples:
             emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
         return scored
@@ -151,7 +152,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 for over in as_completed(graded):
                     over.result()  # the first error of any part
                 parts = [part.result() for part in graded]
-        return ScoredBatch.join(sorted(parts, key=lambda part: part.groups[0]))
+        return ScoredBatch.join(sorted(parts, key=_first_group))
 
     def collect_sessions(self, sessions: Sessions, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Run ``sampling.n`` sessions for each prompt's task. A prompt is dropped if all of its sessions failed."""
@@ -170,7 +171,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             scored = grade_sessions(scored, self.run.grader, self.config.reward.correct_at, self.run.roles.reward)
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(batch))}
             scored = replace(scored, figures={**scored.figures, **trained})
-            self.ledger.move(step, "graded", places)
+            self._enter_graded(scored, places)
         if gone := sorted({*range(len(prompts))} - {*places}):
             self.ledger.move(step, "dropped", gone, reason="every session failed")
         return scored.with_data(self._declared.data)
@@ -276,8 +277,41 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         places = sorted({*ungraded.groups})
         self.ledger.move(step, "rolled_out", places, versions=ungraded.versions())
         scored = ungraded.graded(self.run.grader, self._declared.data, self.run.roles.reward)
-        self.ledger.move(step, "graded", places)
+        self._enter_graded(scored, places)
         return scored
+
+    def _enter_graded(self, scored: ScoredBatch, places: Sequence[int]) -> None:
+        """Enter the prompts at ``places`` as graded, and as dropped those of which the reward scored no completion."""
+        self.ledger.move(scored.step, "graded", places)
+        if gone := sorted({*places} - {*scored.groups}):
+            self.ledger.move(scored.step, "dropped", gone, reason="the reward scored no completion")
+
+    def _check_left_out(self, scored: ScoredBatch) -> None:
+        """Say once that the reward leaves completions out.
+
+        Raises:
+            RewardError: It leaves so many out that the policy has nothing to train on.
+        """
+        if scored.left_out is None:
+            return
+        count, rows = len(scored.left_out.batch), len(scored.batch)
+        what = (
+            f"step {scored.step}: the reward {self.run.grader.name} returned None for {count} of {count + rows} "
+            "completions"
+        )
+        if rows < (ranks := self.run.roles.policy.group.world_size):
+            raise RewardError(
+                f"{what}, and the policy trains on {ranks} rank{'s' * (ranks > 1)}: a function that ends without "
+                "`return` returns None; return a number for what is to be trained"
+            )
+        if not self._noted_left_out:
+            self._noted_left_out = True
+            emit(
+                Note(
+                    f"{what}, which are not trained ({names.ABSTAINED}). A function that ends without `return` returns "
+                    "None"
+                )
+            )
 
     def _select_ungraded(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         if (
@@ -461,8 +495,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
             return PromptStream[Prompt](tasks, seed, tasks.digest)
         prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
-        if self.options.reward is None:
-            check_answers(prompts.examples, config.reward)
+        check_answers(prompts.examples, config.reward, self.options.reward)
         check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
         check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
         check_lengths(config.model, sampling.max_new_tokens, "training", max(prompts.token_ids.lengths))
@@ -484,6 +517,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             )
         self._mismatch_noted = False
         self._flat_steps = 0
+        self._noted_left_out = False
         stack.callback(self._graders.shutdown, wait=False, cancel_futures=True)
         return run
 
@@ -511,6 +545,12 @@ def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [update[name] for update in updates if name in update]
         joined[name] = max(values) if name in _LARGEST else sum(values) / len(values)
     return joined
+
+
+def _first_group(scored: ScoredBatch) -> int:
+    """The first prompt of a part of a step, in which the reward may have left out all completions."""
+    rows = scored if len(scored.batch) or scored.left_out is None else scored.left_out
+    return rows.groups[0]
 
 
 def _select(batch: Batch, columns: tuple[str, ...]) -> Batch:

@@ -1,6 +1,6 @@
 """The data and settings that a run reads before it starts a worker."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,6 +27,7 @@ class RunData(Generic[E]):
         tokenizer: The tokenizer.
         template: The chat template if it is not the tokenizer's own.
         sampling: How tokens are drawn, with stop tokens.
+        columns: The columns that every row has which the reward gets; None where nothing is graded.
     """
 
     config: PPOConfig | SFTConfig
@@ -35,3 +36,4 @@ class RunData(Generic[E]):
     tokenizer: PreTrainedTokenizerBase
     template: str | None
     sampling: SamplingParams
+    columns: Collection[str] | None = None

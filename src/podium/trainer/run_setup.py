@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.errors import ConfigError
-from podium.rewards import Grader, RewardFn
+from podium.rewards import Grader, Rewards
 from podium.rollout.sampling import SamplingParams
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.directory import RunDirectory
@@ -65,7 +65,7 @@ class RunOptions:
     cluster: Cluster | str = "local"
     backend_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     workers: RoleWorkers | None = None
-    reward: RewardFn | None = None
+    reward: Rewards | None = None
     show: bool = True
     report: bool = True
 
@@ -230,9 +230,15 @@ def _open_lasting(
     data = read_data()
     config = data.config
     _refuse_later_checkpoint(config, checkpoint, directory)
-    log_path = directory.logs / "reward.log"
-    grader = lasting.enter_context(Grader(config.reward, reward=options.reward, log_path=log_path))
-    grader.start()
+    grader = Grader(
+        config.reward,
+        reward=options.reward,
+        log_path=directory.logs / "reward.log",
+        columns=data.columns,
+        steps=config.run.steps,
+        in_script=not cluster.capabilities.processes,
+    )
+    lasting.enter_context(grader).start()
     if cluster.capabilities.processes:  # otherwise the workers load in this process, which does not wait for them
         lasting.enter_context(importing(LATER))
     return _Lasting(cluster, stop, data, data.stream.state(), grader, Losses(config.run.max_restarts))
@@ -251,12 +257,11 @@ def read_held_out(
     config: PPOConfig | SFTConfig,
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
-    *,
-    judged: bool,
+    reward: Rewards | None,
 ) -> dict[str, list[Prompt]]:
     """Read the prompts of each evaluation set by its name, the first set first, and check that the model takes them.
 
-    ``judged`` is True if ``config.reward`` grades the completions, and not a function of the script.
+    ``reward`` is what a script gives to grade them in place of ``config.reward.name``.
     """
     sets: dict[str, list[Prompt]] = {}
     for name, source in config.data.eval_sets.items():
@@ -268,8 +273,7 @@ def read_held_out(
         what = f"held-out ({name})" if name else "held-out"
         check_tokens(config.model, what, max(int(prompt.token_ids.max()) for prompt in prompts))
         check_lengths(config.model, sampling.max_new_tokens, what, max(len(prompt.token_ids) for prompt in prompts))
-        if judged:
-            check_answers((prompt.example for prompt in prompts), config.reward)
+        check_answers((prompt.example for prompt in prompts), config.reward, reward)
         sets[name] = prompts
     return sets
 

@@ -290,22 +290,22 @@ def grade_sessions(
 
     A trajectory is graded once. Its rows share the grade, whose score includes the rewards of turns; the column
     ``rewards`` does not, because these stand in ``token_rewards``. A session that filled the context is not correct.
+    Trajectories that the reward leaves out are ``left_out``.
 
     If there is a ``reward_model``, the reward finds in the row its score of the task's prompt and the last answer.
 
     Raises:
         RewardError: The reward failed.
     """
-    batch = scored.batch
-    numbers = batch.dense(fields.TRAJECTORY).tolist()
-    earned_by_row: list[Earned] = batch.python(fields.GRADE)
+    numbers = scored.batch.dense(fields.TRAJECTORY).tolist()
+    earned_by_row: list[Earned] = scored.batch.python(fields.GRADE)
     missing = [row for row in scored.firsts if earned_by_row[row].score is None]
-    found: dict[int, Grade] = {}
+    answer_grades: dict[int, Grade] = {}
     if missing:
-        answers = scored.with_rows(missing).graded(grader, reward_model=reward_model)
-        found = dict(zip([numbers[row] for row in missing], answers.grades or (), strict=True))
+        answers = scored.with_rows(missing).grades_of(grader, reward_model, scored.step - 1)
+        answer_grades = dict(zip([numbers[row] for row in missing], answers, strict=True))
     row_grades = [
-        found.get(number) or Grade(score=earned.score or 0.0)
+        answer_grades.get(number) or Grade(score=earned.score or 0.0)
         for number, earned in zip(numbers, earned_by_row, strict=True)
     ]
     grades: list[Grade] = []
@@ -313,8 +313,4 @@ def grade_sessions(
         score = grade.score + earned.of_turns
         parts = {**earned.parts, **grade.parts}
         grades.append(replace(grade, score=score, parts=parts, correct=score >= correct_at and not earned.full))
-    columns: dict[str, Any] = {fields.REWARDS: torch.tensor([grade.score for grade in row_grades], dtype=torch.float32)}
-    for name in sorted({name for grade in grades for name in grade.parts}):
-        of_name = [grade.parts.get(name, math.nan) for grade in grades]
-        columns[fields.PART + name] = torch.tensor(of_name, dtype=torch.float32)
-    return replace(scored, grades=grades, batch=batch.with_columns(columns))
+    return scored.with_grades(grades, torch.tensor([grade.score for grade in row_grades], dtype=torch.float32))

@@ -17,9 +17,9 @@ from podium.config import config_to_dict
 from podium.errors import LostTooOften, PodiumError
 from podium.models import load_tokenizer
 from podium.models.manifest import explain, is_refusal
-from podium.rewards import RewardFn
+from podium.rewards import Rewards
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import PromptStream
+from podium.rollout.tasks import Example, PromptStream
 from podium.rollout.tasks.writer import chat_template
 from podium.runs.checkpoints import TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
@@ -45,7 +45,14 @@ from podium.telemetry import (
     metrics as names,
 )
 from podium.trainer.checkpointing import load_checkpoint, write_model
-from podium.trainer.checks.preflight import check_given, check_settings, names_of_given, with_stop_tokens
+from podium.trainer.checks.preflight import (
+    check_given,
+    check_settings,
+    check_signatures,
+    find_columns,
+    names_of_given,
+    with_stop_tokens,
+)
 from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
 from podium.trainer.prompts import Prompt
@@ -88,7 +95,7 @@ class Trainer(ABC, Generic[C, E, R]):
         cluster: Cluster | str = "local",
         backend_options: Mapping[str, Any] | None = None,
         workers: RoleWorkers | None = None,
-        reward: RewardFn | None = None,
+        reward: Rewards | None = None,
         data: Any = None,
         show: bool = True,
         report: bool = True,
@@ -156,8 +163,7 @@ class Trainer(ABC, Generic[C, E, R]):
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[E] | None = None) -> Run[E]:
         """Open all parts of the run. See :func:`podium.trainer.run_setup.open_run` for the arguments."""
         self.config = resolve_resume(self.config)
-        # before functions that the configuration names are loaded
-        check_settings(self.config, reward=self.options.reward is None)
+        check_settings(self.config, self.options.reward)  # before a function that it names is loaded
         run = open_run(self.recipe, self.config, self.options, self.read_data, stack, lasting, before)
         self.config = cast("C", run.config)
         return run
@@ -173,10 +179,14 @@ class Trainer(ABC, Generic[C, E, R]):
         tokenizer = load_tokenizer(config.model.tokenizer_source)
         sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
         stream = self.load_data(tokenizer, sampling)
-        judged = self.options.reward is None
-        held_out = read_held_out(config, tokenizer, sampling, judged=judged) if config.eval.items else None
+        reward = self.options.reward
+        held_out = read_held_out(config, tokenizer, sampling, reward) if config.eval.items else None
+        examples: list[Example] = list(getattr(stream.examples, "examples", ()))  # only prompts have them
+        examples += [prompt.example for prompts in (held_out or {}).values() for prompt in prompts]
+        columns = find_columns(examples, config.reward)
+        check_signatures(config.reward, reward, columns)
         template = chat_template(tokenizer, config.data)
-        return RunData(count_steps(config, len(stream)), stream, held_out, tokenizer, template, sampling)
+        return RunData(count_steps(config, len(stream)), stream, held_out, tokenizer, template, sampling, columns)
 
     def _train(self, run: Run[E], stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
@@ -240,7 +250,7 @@ class Trainer(ABC, Generic[C, E, R]):
         run = self.run
         if run.checkpoint is not None:
             self.state = load_checkpoint(run.checkpoint, run.roles)
-            check_given(self.state.given, self._names_of_given(), self.config.reward.name)
+            check_given(self.state.given, self._names_of_given(), ", ".join(self.config.reward.names))
             self.restore(self.state)
             emit(Note(f"resuming after step {self.state.step} from {run.checkpoint}"))
         elif self.config.run.resume:
@@ -360,7 +370,7 @@ class Trainer(ABC, Generic[C, E, R]):
     # -- details ---------------------------------------------------------------------------------------------------
 
     def _names_of_given(self) -> dict[str, str]:
-        return names_of_given(self.options.reward, self.config.reward.name, self.options.workers)
+        return names_of_given(self.options.reward, ", ".join(self.config.reward.names), self.options.workers)
 
     @property
     def _reached(self) -> bool:

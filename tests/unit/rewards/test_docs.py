@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
 def test_the_examples_run_as_printed(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
-    assert [name for name, _ in blocks] == ["my_rewards.py", "try_it.py", "joined.py"]
+    assert [name for name, _ in blocks] == ["my_rewards.py", "judge.py", "try_it.py", "joined.py"]
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     done = run_python("try_it.py", cwd=tmp_path)

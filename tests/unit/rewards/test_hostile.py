@@ -23,7 +23,8 @@ import pytest
 from podium.errors import ConfigError, RewardError
 from podium.processes import HEADER, make_frame
 from podium.rewards import Grade, Grader, RewardConfig
-from podium.rewards.grading_process import Result, decode, encode
+from podium.rewards.grading_process import decode, encode
+from podium.rewards.panel import Result
 from tests.unit.rewards.deeds import Row, alive_with, family_of, has_variable, misbehave
 from tests.waits import LONG_S, wait_until
 
@@ -164,9 +165,13 @@ def test_an_import_that_answers_for_the_dispatcher_runs_nothing(tmp_path: Path) 
         b"[" * 100_000,
         b"9" * 10_000,
         b'{"score": 1}',
-        b'{"score": 1.0, "part": NaN}',
-        b'{"score": 1.0, "part": "1.0"}',
-        b'{"part": 1.0}',
+        b'{"score": 1, "parts": {}, "extra": {}}',
+        b'{"score": 1.0, "parts": {"part": NaN}, "extra": {}}',
+        b'{"score": 1.0, "parts": {"part": "1.0"}, "extra": {}}',
+        b'{"score": 1.0, "parts": {}, "extra": {"text": 1.0}}',
+        b'{"score": NaN, "parts": {}, "extra": {}}',
+        b'{"score": 1.0, "parts": [], "extra": {}}',
+        b'{"parts": {}, "extra": {}}',
     ],
 )
 def test_data_that_is_no_result_is_a_problem_and_not_an_exception(data: bytes) -> None:
@@ -176,7 +181,12 @@ def test_data_that_is_no_result_is_a_problem_and_not_an_exception(data: bytes) -
 
 
 def test_a_result_survives_its_way() -> None:
-    for result in (Result(0.5), Result(1.0, {"score": 1.0, "\ud800 odd": -0.25}), Result(problem="p\n", limit="time")):
+    for result in (
+        Result(0.5),
+        Result(1.0, {"score": 1.0, "\ud800 odd": -0.25}),
+        Result(None, {"part": 1.0}, {"said": "\ud800"}),
+        Result(problem="p\n", limit="time"),
+    ):
         assert decode(encode(result)) == result
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import cast
 
 import pytest
 
 from podium.errors import ConfigError
 from podium.rewards import NAMED_REWARDS, resolve_reward
-from podium.rewards.resolve import RewardFn, item_reward
 
 
 @pytest.mark.parametrize("name", sorted(NAMED_REWARDS))
@@ -47,25 +44,3 @@ def test_a_library_that_is_missing_is_named_with_its_remedy(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=rf"reward\.name = '{name}' needs .*pip install '{package}"):
         resolve_reward(name)
-
-
-def test_a_reward_of_another_form_is_refused_before_it_scores_nothing() -> None:
-    """Each of these would be called with the row in place of a column, or without being awaited."""
-
-    def with_answer(completion: str, answer: str) -> float:
-        return float(completion == answer)
-
-    def prompt_first(prompt: str, completion: str) -> float:
-        return float(prompt == completion)
-
-    async def awaited(completion: str, row: object) -> float:
-        return float(completion == row)
-
-    for reward, message in ((with_answer, "write `def with_answer"), (prompt_first, "write `def"), (awaited, "corout")):
-        with pytest.raises(ConfigError, match=message):
-            item_reward(cast("RewardFn", reward))
-
-    def with_default(completion: str, row: Mapping[str, object], answer: str = "") -> float:
-        return float(completion == (answer or row["answer"]))
-
-    assert item_reward(cast("RewardFn", with_default)) is with_default

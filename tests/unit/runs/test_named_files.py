@@ -30,6 +30,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (project / "rewards.py").write_text(REWARD)
     monkeypatch.chdir(project)
     begin(asked(), project / "runs" / "one")
+    (project / "runs" / "one" / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
     return project
 
 

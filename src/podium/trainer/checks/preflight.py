@@ -21,7 +21,9 @@ from podium.errors import ConfigError, DataError
 from podium.extras import install_command
 from podium.models import ModelConfig
 from podium.models.weight_files import read_stored_tensors
-from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
+from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, Rewards, resolve_reward
+from podium.rewards.forms import read_form
+from podium.rewards.resolve import check_weights, list_rewards, name_of
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine, find_engines
 from podium.rollout.environments.config import EnvironmentConfig
@@ -69,11 +71,11 @@ _REWARD, _REWARD_NAME = "reward", "reward.name"
 # -- settings, against what is installed and what this machine has ---------------------------------------------------
 
 
-def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> None:
+def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None) -> None:
     """Check that the files, functions and packages that ``config`` names exist.
 
     A reward that is named by its module is not loaded here, because the run imports it in a process of its own.
-    ``reward`` is False if a script passes a function instead.
+    ``reward`` is what a script passes in place of ``reward.name``.
 
     Raises:
         ConfigError: A function, a package or a model's directory is missing, or a file of its weights cannot be read.
@@ -86,10 +88,7 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
         check_environment(config.environment, config.data)
     else:
         check_data(config.data)
-    name = config.reward.name
-    if reward and name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
-        resolve_reward(name)
-    check_reward(config.reward, given=not reward)
+    check_reward(config.reward, reward)
     load_schedule(config.run.schedule)
     check_engine(config.engine)
     for tracker in config.run.trackers:
@@ -152,13 +151,12 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
         ConfigError: A function or a program is in the run's directory. The message says what to do.
     """
     environment = config.environment
-    names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
-    names |= {"environment.name": environment.code}
+    names = {"run.schedule": config.run.schedule, "environment.name": environment.code}
     if engine := find_engines().get(config.engine.name):  # a directory on sys.path may hold metadata of a package
         names["engine.name"] = f"{engine.module}:{engine.attr}"
     if isinstance(config, PPOConfig):
         names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
-    for key, name in names.items():
+    for key, name in [*names.items(), *(("reward.name", name) for name in config.reward.names)]:
         _refuse_code(run, key, name, name.rpartition(":")[0])
     for key, text in _texts(environment.options, "environment.options"):
         if _is_code_of(run, text):
@@ -230,20 +228,57 @@ def _file_of(place: str) -> str:
     return "" if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), "")
 
 
-def check_reward(reward: RewardConfig, *, given: bool) -> None:
-    """Check that the reward reads the score of the reward model, if the run has one. ``given`` is True if a script
-    passes a function in place of ``reward.name``.
+def check_reward(config: RewardConfig, reward: Rewards | None) -> None:
+    """Check that the rewards exist, that each has a weight, and that one reads the score of the reward model if the run
+    has one. A reward that is named by its module is not loaded.
+
+    ``reward`` is what a script gives in place of ``reward.name``.
 
     Raises:
-        ConfigError: The reward does not use the reward model, or needs one that is missing.
+        ConfigError: A reward does not exist, the number of weights differs, no reward uses the reward model, or one
+            needs it and it is missing.
     """
-    if reward.path and not given and reward.name in NAMED_REWARDS and reward.name != "model":
+    rewards = list_rewards(config, reward)
+    for name in rewards:
+        if isinstance(name, str) and name not in NAMED_REWARDS and (":" not in name or _is_in_file(name)):
+            resolve_reward(name)
+    check_weights(config, len(rewards))
+    if config.path and "model" not in rewards and all(name in NAMED_REWARDS for name in rewards):
         raise ConfigError(
-            f"reward.path = {reward.path!r} with reward.name = {reward.name!r}, which does not read the model's score: "
+            f"reward.path = {config.path!r} with reward.name = {config.name!r}, which does not read the model's score: "
             "set reward.name to model, or to a function of your own that reads row['model_score']"
         )
-    if reward.name == "model" and not given and not reward.path:
+    if "model" in rewards and not config.path:
         raise ConfigError("reward.name = 'model' is the score of a reward model: set reward.path to one")
+
+
+def find_columns(examples: Iterable[Example], config: RewardConfig) -> frozenset[str] | None:
+    """Return the columns that every row has which the reward gets; None where there is no row."""
+    columns: set[str] | None = None
+    for row in (example.row for example in examples):
+        if columns is None:
+            columns = {*row}
+        elif not columns <= row.keys():
+            columns &= row.keys()
+    return None if columns is None else frozenset(columns | ({"model_score"} if config.path else set()))
+
+
+def check_signatures(config: RewardConfig, reward: Rewards | None, columns: frozenset[str] | None) -> None:
+    """Check that each parameter of the rewards has a value, for rows with these columns.
+
+    Rewards that are named by their module are checked where the run imports them.
+
+    Raises:
+        ConfigError: A parameter is neither the completion, the row nor a column. The message says what to write.
+    """
+    for function in list_rewards(config, reward) if columns is not None else ():
+        if not isinstance(function, str) or _is_in_file(function):
+            loaded = resolve_reward(function) if isinstance(function, str) else function
+            read_form(loaded, name_of(function, short=True)).check(columns or ())
+
+
+def _is_in_file(name: str) -> bool:
+    return name.rpartition(":")[0].endswith(".py")
 
 
 def load_schedule(name: str) -> Schedule:
@@ -357,16 +392,16 @@ def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
         )
 
 
-def check_answers(examples: Iterable[Example], reward: RewardConfig) -> None:
-    """Check that every example has an answer that the reward can read, if the reward is one of Podium's and reads
-    answers.
+def check_answers(examples: Iterable[Example], config: RewardConfig, reward: Rewards | None = None) -> None:
+    """Check that every example has an answer which the reward can read, if one of Podium's that read it takes part.
 
-    A note says how many answers are empty.
+    A note says how many answers are empty. ``reward`` is what a script gives in place of ``reward.name``.
 
     Raises:
         DataError: An example has no answer, or one that is neither text nor messages, and such rewards end the run.
     """
-    if reward.name not in READS_ANSWER or reward.on_error == "score":
+    names = ", ".join(str(name) for name in list_rewards(config, reward) if name in READS_ANSWER)
+    if not names or config.on_error == "score":
         return
     count = empty = 0
     for example in examples:
@@ -374,11 +409,11 @@ def check_answers(examples: Iterable[Example], reward: RewardConfig) -> None:
             count, empty = count + 1, empty + (not answer_of(example.row).strip())
         except ValueError as error:
             with example.name_in_errors():
-                raise DataError(f"reward.name = {reward.name!r}: {error}") from None
+                raise DataError(f"reward.name = {names!r}: {error}") from None
     if empty:
         emit(
             Note(
-                f"{empty} of {count} answers are empty: the reward {reward.name!r} has nothing to compare their "
+                f"{empty} of {count} answers are empty: the reward {names!r} has nothing to compare their "
                 "completions with"
             )
         )
@@ -427,7 +462,7 @@ def with_stop_tokens(
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
 
 
-def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorkers | None) -> dict[str, str]:
+def names_of_given(reward: Rewards | None, reward_name: str, workers: RoleWorkers | None) -> dict[str, str]:
     """Return the names of the functions and classes that a script passes to a run in addition to its configuration, by
     role.
 
@@ -438,7 +473,10 @@ def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorke
         "reward model" if role == _REWARD else role: _name(worker.cls if isinstance(worker, Bound) else worker)
         for role, worker in (workers or {}).items()
     }
-    return given_objects if reward is None else {**given_objects, _REWARD: _name(reward), _REWARD_NAME: reward_name}
+    if reward is None:
+        return given_objects
+    names = ", ".join(name if isinstance(name, str) else _name(name) for name in list_rewards(RewardConfig(), reward))
+    return {**given_objects, _REWARD: names, _REWARD_NAME: reward_name}
 
 
 def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: str) -> None:

@@ -8,6 +8,7 @@ const KNOWN = {
   "reward/mean": ["Mean reward", "reward"],
   "reward/accuracy": ["Correct completions", "share"],
   "reward/std": ["Spread of the rewards", "standard deviation"],
+  "reward/abstained": ["Completions that no reward scored", "completions"],
   "reward/flat_groups": ["Flat groups: all rewards equal", "share of prompts"],
   loss: ["Loss", "nats"],
   "policy/entropy": ["Entropy", "nats a token"],

@@ -1,0 +1,459 @@
+"""The forms of reward functions: how each is recognized by its signature, and called.
+
+    (completion, row)                                            Podium's. The row is a mapping of the columns
+    (completion, COLUMN, …)                                      the same with columns of the data by name
+    (completions, prompts, COLUMN, …)                            TRL's, which is called with lists of one completion
+    (data_source, solution_str, ground_truth, extra_info)        verl's
+
+Each parameter gets its value by its name. A function with a parameter whose value nobody knows is refused, because it
+would otherwise compare the completion with something else than the answer, and score 0 without an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import keyword
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from podium.annotations import signature_of
+from podium.errors import ConfigError
+
+__all__ = ["EXTRAS", "Form", "Item", "Log", "read_form"]
+
+EXTRAS: Final = ("completion_ids", "prompt_ids", "trainer_state")
+"""What the trainer knows of a completion beside its text and row, and gives to a function that asks for it."""
+
+_COMPLETION: Final = "completion"
+_COMPLETIONS: Final = frozenset(
+    {
+        *("completion", "response", "output", "reply", "text", "content", "message", "generation", "generated"),
+        *("generated_text", "prediction", "pred", "predicted", "completion_text", "response_text", "output_text"),
+        *("model_output", "model_response", "model_answer", "candidate", "hypothesis", "solution", "result"),
+        "student_answer",
+    }
+)
+"""Names of a parameter that can only mean the completion, unless it is a column of the data."""
+_ROWS: Final = frozenset(
+    {"row", "example", "sample", "item", "record", "datum", "doc", "entry", "data", "instance", "inputs"}
+)
+"""Names of a parameter that means the row, unless it is a column of the data."""
+_NO_COMPLETION: Final = frozenset(
+    {"prompt", "question", "answer", "ground_truth", "row", "self", "cls", "args", "state", "batch"}
+)
+_LISTS: Final = frozenset({"completions", "completions_ids", "prompts"})
+_TRUTHS: Final = frozenset({"reward_model", "ground_truth", "answer"})  # columns in which verl's rows have the answer
+_LOGS: Final = ("log_extra", "log_metric")
+_RESERVED: Final = frozenset({"prompt", "completion", "completion_ids"})  # columns that TRL passes under other names
+
+_NAMED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One completion to be scored.
+
+    Attributes:
+        completion: Its text.
+        row: The row of the data that its prompt came from.
+        extras: The values of those of ``EXTRAS`` that a function asks for, as far as the trainer knows them.
+    """
+
+    completion: str
+    row: Mapping[str, Any]
+    extras: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Log:
+    """What functions log of one completion: numbers become parts, everything else text beside the completion."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self.extra: dict[str, str] = {}
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Keep a number, whose mean over completions is a metric."""
+        self.parts[str(name)] = float(value)
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """Keep a column's value, which TRL's functions give as a list of one."""
+        is_list = isinstance(values, list | tuple) and len(values) == 1
+        self.extra[str(column)] = str(values[0] if is_list else values)
+
+
+Getter = Callable[[Item, Log], Any]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a function is called for rows with certain columns: ``reward(*positional, **by_name, **rest(item))``."""
+
+    positional: tuple[Getter, ...]
+    by_name: Mapping[str, Getter]
+    rest: Callable[[Item, Log], Mapping[str, Any]] | None
+
+
+class Form:
+    """A reward function and the way in which it is called.
+
+    Args:
+        reward: The function, or any callable object.
+        name: The name of its part of the score.
+        steps: The number of steps of the run, which ``trainer_state`` holds.
+
+    Attributes:
+        extras: Those of ``EXTRAS`` that it asks for.
+        is_async: Whether it is a coroutine function.
+        is_lenient: Whether a mapping that it returns may hold texts and None, as verl's do.
+        takes_lists: Whether it has TRL's form.
+        where: The function with its file and line, as errors call it.
+
+    Raises:
+        ConfigError: The function has no signature, or one that hides its parameters.
+    """
+
+    is_lenient = False
+    takes_lists = False
+
+    def __init__(self, reward: Callable[..., Any], name: str, steps: int = 0) -> None:
+        self.reward, self.name, self.steps = reward, name, steps
+        self.where = f"the reward {name}{_place(reward)}"
+        self.is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+        every = signature_of(reward).parameters.values()
+        self.parameters = {parameter.name: parameter for parameter in every if parameter.kind in _NAMED}
+        self.takes_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in every)
+        self.bound = _partial_keywords(reward)
+        consts = getattr(inspect.unwrap(_function_of(reward)), "__code__", None)
+        in_rest = {name for name in (consts.co_consts if consts else ()) if isinstance(name, str)}
+        self.extras = frozenset(
+            name for name in EXTRAS if name in self.parameters or (self.takes_rest and name in in_rest)
+        )
+        if "completions_ids" in self.parameters:
+            self.extras |= {"completion_ids"}
+        self._calls: dict[tuple[str, ...], _Call] = {}
+
+    def check(self, columns: Collection[str]) -> None:
+        """Check that every parameter has a value for rows with these columns. Raises ConfigError."""
+        self._bind(frozenset(columns))
+
+    def call(self, item: Item, log: Log) -> Any:
+        """Call the function. Returns what it returns, which may be to await. Raises whatever it raises."""
+        columns = tuple(item.row)
+        if (call := self._calls.get(columns)) is None:
+            call = self._calls[columns] = self._bind(frozenset(columns))
+        arguments = {name: getter(item, log) for name, getter in call.by_name.items()}
+        if call.rest is not None:
+            arguments = {**call.rest(item, log), **arguments}
+        return self.reward(*(getter(item, log) for getter in call.positional), **arguments)
+
+    def read(self, value: Any) -> Any:
+        """Return the score of the one completion in what the function returned."""
+        return value
+
+    def _bind(self, columns: frozenset[str]) -> _Call:
+        """Find the value of each parameter, or leave it at its default. Raises ConfigError where there is none."""
+        getters: dict[str, Getter] = {}
+        empty: list[str] = []
+        for name, parameter in self.parameters.items():
+            if name in self.bound:
+                continue
+            getter = self._find(parameter, columns)
+            if getter is not None:
+                getters[name] = getter
+            elif parameter.default is parameter.empty:
+                raise ConfigError(self._refuse(name, columns))
+            elif parameter.default is None or parameter.default == "":
+                empty.append(name)
+        if empty and not self._reads_row(getters, columns):
+            raise ConfigError(self._refuse(empty[0], columns))
+        positional: list[Getter] = []
+        before = [p for p in self.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+        last = max((place for place, p in enumerate(before) if p.name in getters), default=-1)
+        for parameter in before[: last + 1]:
+            default = parameter.default
+            positional.append(getters.pop(parameter.name, lambda item, log, default=default: default))
+        return _Call(tuple(positional), getters, self._find_rest(columns, getters) if self.takes_rest else None)
+
+    def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
+        """The value of a parameter; None where nobody gives one."""
+        raise NotImplementedError
+
+    def _find_rest(self, columns: frozenset[str], getters: Mapping[str, Getter]) -> Callable[..., Mapping[str, Any]]:
+        """The values of ``**kwargs``."""
+        raise NotImplementedError
+
+    def _reads_row(self, getters: Mapping[str, Getter], columns: frozenset[str]) -> bool:
+        """Whether a parameter gets the row or a column of it."""
+        return any(name in columns for name in getters)
+
+    def _extra(self, name: str) -> Getter | None:
+        """The value of a parameter that the trainer gives, or of one that logs."""
+        if name in EXTRAS:
+            return lambda item, log: self._read_extra(item, name)
+        if name in _LOGS:
+            return lambda item, log: getattr(log, name)
+        return None
+
+    def _read_extra(self, item: Item, name: str) -> Any:
+        if name not in item.extras:
+            raise ValueError(f"{self.where} asks for {name}, which is known in a training run alone")
+        value = item.extras[name]
+        return SimpleNamespace(global_step=value, max_steps=self.steps) if name == "trainer_state" else value
+
+    def _refuse(self, name: str, columns: frozenset[str]) -> str:
+        if name == "environments":
+            return f"{self.where} needs environments, which only TRL's trainer has: see docs/coming-from-trl.md"
+        label = self.name if self.name.isidentifier() and not keyword.iskeyword(self.name) else "score"
+        listed = ", ".join(sorted(columns)) or "none"
+        answer = next((column for column in ("answer", *sorted(columns - {"prompt"})) if column in columns), "answer")
+        what = f"is neither the completion, the row nor a column of the data (which are {listed})"
+        if name in columns:
+            what = "is a column of the data, and no parameter is known to be the completion"
+        return (
+            f"{self.where} has the signature {signature_of(self.reward)}, and its parameter {name!r} {what}: write "
+            f'`def {label}(completion, row)` and read row["{answer}"] in it, or name the parameter after its column, '
+            f"as in `def {label}(completion, {answer})`"
+        )
+
+
+class _RowForm(Form):
+    """Podium's form: one completion, with its row or with columns by name."""
+
+    def _bind(self, columns: frozenset[str]) -> _Call:
+        if not self.parameters:  # lambda *_: 1.0
+            return _Call((lambda item, log: item.completion, lambda item, log: item.row), {}, None)
+        self._completion, self._row = self._find_completion(columns)
+        return super()._bind(columns)
+
+    def _find_completion(self, columns: frozenset[str]) -> tuple[str, str | None]:
+        """The names of the parameters that are the completion and the row; None if the row is not asked for."""
+        names = [name for name in self.parameters if name not in self.bound]
+        others = [name for name in names if name not in columns and name not in EXTRAS]
+        unused = next((name for name in names[1:] if _is_unused(self.parameters[name])), None)
+        exact = "row" if "row" in names else unused
+        completions = [name for name in others if name in _COMPLETIONS]
+        first = names[0] if names else ""
+        is_first = first in others and first not in _NO_COMPLETION
+        second = next((name for name in names[1:2] if name in others and self._is_mapping(name)), None)
+        if _COMPLETION in names:
+            completion = _COMPLETION
+        elif completions:
+            completion = completions[0]
+        elif is_first and (len(names) == 1 or (exact or second) not in (None, first)):
+            completion = first
+        else:
+            raise ConfigError(self._refuse(first, columns))
+        rows = [name for name in others if name in _ROWS and name != completion and not self._is_plain(name)]
+        row = exact or next(iter(rows), None) or second
+        if exact is None and (unclear := next((name for name in names if name in _ROWS and name in columns), None)):
+            raise ConfigError(
+                f"{self.where} has the parameter {unclear!r}, which may be the row or its column {unclear!r}: call it "
+                "row where it is the row"
+            )
+        return completion, row if row != completion else None
+
+    def _is_mapping(self, name: str) -> bool:
+        """Whether a parameter's annotation says that it is a mapping."""
+        return re.search(r"(?i)\b(dict|\w*mapping|typeddict)\b", self._annotation(name)) is not None
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether a parameter's annotation says that it is text, a number or a list."""
+        return re.match(r"(?i)(str|int|float|bool|list|tuple|sequence)\b", self._annotation(name)) is not None
+
+    def _annotation(self, name: str) -> str:
+        """The annotation of a parameter as text."""
+        annotation = self.parameters[name].annotation
+        if isinstance(annotation, type) and issubclass(annotation, Mapping):
+            return "dict"
+        return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+    def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
+        name = parameter.name
+        if name == self._completion:
+            return lambda item, log: item.completion
+        if name == self._row or _is_unused(parameter):
+            return lambda item, log: item.row
+        if (extra := self._extra(name)) is not None:
+            return extra
+        if name in columns and (self._row is None or parameter.default is parameter.empty):
+            return lambda item, log: item.row[name]
+        return None
+
+    def _reads_row(self, getters: Mapping[str, Getter], columns: frozenset[str]) -> bool:
+        return self._row is not None or super()._reads_row(getters, columns)
+
+    def _find_rest(self, columns: frozenset[str], getters: Mapping[str, Getter]) -> Callable[..., Mapping[str, Any]]:
+        def rest(item: Item, log: Log) -> dict[str, Any]:
+            values = {**item.row, **{name: self._read_extra(item, name) for name in self.extras}}
+            return {name: value for name, value in values.items() if name not in self.parameters}
+
+        return rest
+
+
+class _ListForm(Form):
+    """TRL's form. Each completion has its own time limit and place in a process, so the lists have one entry."""
+
+    takes_lists = True
+
+    def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
+        name = parameter.name
+        if name in ("completions", "prompts"):
+            return lambda item, log: _texts(item)[name]
+        if name in ("completion_ids", "completions_ids", "prompt_ids"):
+            extra = name.replace("completions_", "completion_")
+            return lambda item, log: [self._read_extra(item, extra)]
+        if (extra := self._extra(name)) is not None:
+            return extra
+        if name in columns and name not in _RESERVED:
+            return lambda item, log: [item.row[name]]
+        return None
+
+    def _find_rest(self, columns: frozenset[str], getters: Mapping[str, Getter]) -> Callable[..., Mapping[str, Any]]:
+        def rest(item: Item, log: Log) -> dict[str, Any]:
+            values: dict[str, Any] = {name: [value] for name, value in item.row.items() if name not in _RESERVED}
+            values |= {**_texts(item), "log_extra": log.log_extra, "log_metric": log.log_metric}
+            for name in self.extras:
+                value = self._read_extra(item, name)
+                values[name] = value if name == "trainer_state" else [value]
+            return {name: value for name, value in values.items() if name not in self.parameters}
+
+        return rest
+
+    def read(self, value: Any) -> Any:
+        if not hasattr(value, "__len__") or not hasattr(value, "__getitem__") or isinstance(value, str | Mapping):
+            raise ValueError(f"returned {value!r:.60} for a list of one completion: expected a list of one number")
+        if len(value) != 1:
+            raise ValueError(f"returned {len(value)} scores for a list of one completion: expected one")
+        return value[0]
+
+
+class _VerlForm(Form):
+    """verl's form: texts, whatever the prompt is."""
+
+    is_lenient = True
+
+    def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
+        name = parameter.name
+        if name == "solution_str":
+            return lambda item, log: item.completion
+        if name == "ground_truth":
+            if not columns & _TRUTHS:
+                raise ConfigError(
+                    f"{self.where} has verl's signature, and the rows have no ground truth: neither reward_model nor "
+                    "ground_truth nor answer is a column of the data; set data.answer_column"
+                )
+            return lambda item, log: _ground_truth(item.row)
+        if name == "data_source":
+            return lambda item, log: item.row.get(name)
+        if name == "extra_info":
+            return lambda item, log: dict(item.row.get(name) or {})
+        if (extra := self._extra(name)) is not None:
+            return extra
+        return (lambda item, log: item.row[name]) if name in columns else None
+
+    def _reads_row(self, getters: Mapping[str, Getter], columns: frozenset[str]) -> bool:
+        return True
+
+    def _find_rest(self, columns: frozenset[str], getters: Mapping[str, Getter]) -> Callable[..., Mapping[str, Any]]:
+        return lambda item, log: {}
+
+
+def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
+    """Return the form of a function, a callable object, or a class whose objects are callable and need no argument.
+
+    Raises:
+        ConfigError: The function hides its parameters, so that nobody can say what it takes.
+    """
+    if inspect.isclass(reward):
+        reward = _make_object(reward, name)
+    try:
+        parameters = signature_of(reward).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"the reward {name} has no signature that Python can read: write a function of (completion, row) that "
+            "calls it"
+        ) from None
+    named = [parameter.name for parameter in parameters.values() if parameter.kind in _NAMED]
+    if not named and not (parameters and all(parameter.startswith("_") for parameter in parameters)):
+        raise ConfigError(
+            f"the reward {name}{_place(reward)} has the signature {signature_of(reward)}, which does not say what it "
+            "takes: write its parameters out, or put functools.wraps on the wrapper"
+        )
+    if "solution_str" in named:
+        return _VerlForm(reward, name, steps)
+    is_by_ids = bool(named) and named[0] in EXTRAS and not {"completion", "row"} & {*named}
+    return (_ListForm if _LISTS & {*named} or is_by_ids else _RowForm)(reward, name, steps)
+
+
+def _make_object(cls: type, name: str) -> Callable[..., Any]:
+    """An object of a class that was given in place of one of its objects."""
+    try:
+        signature_of(cls).bind()
+    except (TypeError, ValueError):
+        made = None
+    else:
+        made = cls()
+    if not callable(made):
+        raise ConfigError(
+            f"the reward {name} is a class, of which an object would be called with (completion, row): give an object "
+            "that can be called, or a function"
+        )
+    return made
+
+
+def _texts(item: Item) -> dict[str, list[Any]]:
+    """The prompt and the completion in lists of one. The completion is a list of messages where the prompt is one."""
+    prompt = item.row.get("prompt")
+    answer = [{"role": "assistant", "content": item.completion}] if isinstance(prompt, list) else item.completion
+    return {"prompts": [prompt], "completions": [answer]}
+
+
+def _ground_truth(row: Mapping[str, Any]) -> Any:
+    model = row.get("reward_model")
+    if isinstance(model, Mapping) and "ground_truth" in model:
+        return model["ground_truth"]
+    truth = row["ground_truth"] if "ground_truth" in row else row.get("answer")
+    if truth is None:
+        raise ValueError("the row has no reward_model.ground_truth, ground_truth or answer")
+    return truth
+
+
+def _is_unused(parameter: inspect.Parameter) -> bool:
+    """Whether the name of a parameter says that nobody reads it."""
+    return parameter.name.startswith("_") and parameter.default is parameter.empty
+
+
+def _partial_keywords(reward: Callable[..., Any]) -> frozenset[str]:
+    """The parameters that functools.partial has given values."""
+    names: set[str] = set()
+    while isinstance(reward, functools.partial):
+        names |= {*reward.keywords}
+        reward = reward.func
+    return frozenset(names)
+
+
+def _function_of(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a callable calls."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    return reward if hasattr(reward, "__code__") or hasattr(reward, "__func__") else type(reward).__call__
+
+
+def _place(reward: Callable[..., Any]) -> str:
+    """The file and the line of a function, in parentheses; "" where Python does not know them."""
+    function = inspect.unwrap(_function_of(reward))
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        return ""
+    path = Path(code.co_filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f" ({shown}, line {code.co_firstlineno})"

@@ -1,0 +1,137 @@
+"""Runs with several rewards, with rewards that leave completions out, and with rewards that are edited between runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from podium.errors import ConfigError, RewardError
+from podium.runs.records import RunRecord
+from podium.telemetry import Event, Note, metrics, subscribe
+from podium.trainer import GRPOConfig, PPOTrainer
+from tests.integration.training import metrics_rows, tiny, train
+from tests.unit.rewards.test_panel import fails
+
+FILE = """
+import asyncio
+
+def digits(completion, row):
+    return {"score": float(len(completion)), "sevens": float(completion.count("7"))}
+
+def starts(completions, prompts, completion_ids, answer, log_extra, **kwargs):
+    assert all(len(ids) >= len(text) for ids, text in zip(completion_ids, completions))
+    log_extra("wanted", answer)
+    return [None if text < "5" else 1.0 for text in completions]
+
+async def waits(completion, answer, trainer_state):
+    await asyncio.sleep(0)
+    return float(trainer_state.global_step) / trainer_state.max_steps
+"""
+NAMES = ("digits", "starts", "waits")
+
+
+def table_of(run: Path, step: int) -> dict[str, list[Any]]:
+    return pq.read_table(run / "completions" / f"step-{step:06d}.parquet").to_pydict()
+
+
+def test_a_list_of_rewards_of_all_forms(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text(FILE)
+    names = [*(f"{path}:{name}" for name in NAMES), "fraction"]
+    config = tiny(GRPOConfig, tmp_path, reward={"name": names}, eval={"items": 0})
+    run = train(config)
+    for step, row in enumerate(metrics_rows(run), 1):
+        table = table_of(run, step)
+        parts = {name: table[f"reward_{name}"] for name in (*NAMES, "fraction")}
+        assert table["reward"] == pytest.approx(
+            [sum(part or 0.0 for part in row) for row in zip(*parts.values(), strict=True)]
+        )
+        assert parts["starts"] == [None if text < "5" else 1.0 for text in table["completion"]]
+        assert parts["waits"] == [(step - 1) / 2] * 16
+        assert table["reward_digits.sevens"] == [float(text.count("7")) for text in table["completion"]]
+        assert table["logged_wanted"] == table["expected"]
+        assert row["reward_parts/digits"] == pytest.approx(sum(parts["digits"]) / 16)
+        assert row["reward_parts/digits.sevens"] == pytest.approx(sum(table["reward_digits.sevens"]) / 16)
+        assert row[metrics.REWARD_MEAN] == pytest.approx(sum(table["reward"]) / 16)
+        assert metrics.ABSTAINED not in row
+    assert str(path) in json.loads((run / "places.json").read_text())
+    assert RunRecord(run).settings["reward.name"] == names
+
+
+def test_completions_without_a_score_are_not_trained_and_kept(tmp_path: Path) -> None:
+    pid, notes = os.getpid(), list[str]()
+
+    def even(completion: str, row: Mapping[str, Any]) -> float | None:
+        assert os.getpid() == pid, "on inline a reward runs in the script"
+        return float(completion > "5") if int(row["answer"]) % 2 == 0 and completion > "2" else None
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    unsubscribe = subscribe(hear)
+    run = train(tiny(GRPOConfig, tmp_path, batch={"prompts": 8}), reward=[even, lambda completions: [None]])
+    unsubscribe()
+    for step, row in enumerate(metrics_rows(run), 1):
+        table = table_of(run, step)
+        gone = [score is None for score in table["reward"]]
+        assert gone == [
+            int(answer) % 2 == 1 or text <= "2"
+            for answer, text in zip(table["expected"], table["completion"], strict=True)
+        ]
+        assert 0 < sum(gone) == row[metrics.ABSTAINED] < 32 == len(gone)
+        assert gone == sorted(gone), "they come last"
+        assert [advantage is None for advantage in table["advantage"]] == gone
+        assert table["correct"] == [None if score is None else score == 1.0 for score in table["reward"]]
+        means: dict[int, list[float]] = {}
+        for group, score in zip(table["group"], table["reward"], strict=True):
+            means.setdefault(group, []).extend([] if score is None else [score])
+        for group, score, advantage in zip(table["group"], table["reward"], table["advantage"], strict=True):
+            if score is not None:
+                above = score - sum(means[group]) / len(means[group])
+                assert (advantage > 0) == (above > 0), "the group is that of the completions with a score"
+    dropped = sum(not scores for scores in means.values())
+    assert RunRecord(run).summary["dropped"].get("the reward scored no completion", 0) >= dropped
+    assert sum("returned None for" in note for note in notes) == 1
+
+
+def test_a_reward_that_scores_nothing_ends_the_run(tmp_path: Path) -> None:
+    def forgets(completion: str, row: Mapping[str, Any]) -> None:
+        float(len(completion))
+
+    with pytest.raises(RewardError, match=r"returned None for 16 of 16 completions.*ends without `return`"):
+        train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), reward=forgets)
+
+
+def test_a_reward_may_be_edited_until_a_step_is_trained(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def score(completion, row):\n    raise ValueError('no such unit')\n")
+    section = {"name": f"{path}:score", "processes": 1}
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0}, reward=section)
+    with pytest.raises(RewardError, match="no such unit"):
+        train(config, reward=fails)
+    assert [*(tmp_path / "runs/run/completions").iterdir()], "what was drawn can be looked at"
+    path.write_text("def score(completion, row):\n    return float(len(completion))\n")
+    assert [row["step"] for row in metrics_rows(train(config))] == [1]
+    with pytest.raises(ConfigError, match="holds a run"):
+        train(config)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_parameter_that_is_no_column_is_refused_before_the_run(tmp_path: Path, given: bool) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def score(completion, gold):\n    return float(completion == gold)\n")
+    config = tiny(GRPOConfig, tmp_path, reward={"name": f"{path}:score"})
+    reward: Any = (lambda text, gold: float(text == gold)) if given else None
+    with pytest.raises(ConfigError, match="'gold' is neither the completion, the row nor a column") as caught:
+        train(config, reward=reward)
+    assert "(which are answer, prompt)" in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ConfigError, match="'gold' is neither"):
+        PPOTrainer(config, cluster="inline", reward=reward).read_data()  # as a dry run does

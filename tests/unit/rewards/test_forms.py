@@ -1,0 +1,269 @@
+"""Reward functions in whichever form people have them: each scores a right answer with 1, or is refused by name.
+
+What must never happen is that a function runs, and scores a right answer with 0 because it gets something else than it
+asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError, RewardError
+from podium.rewards import Grader, RewardConfig
+from podium.rewards.forms import EXTRAS, Item
+from podium.rewards.panel import Panel, Result, judge
+
+ROW: dict[str, Any] = {"prompt": "2 - 1 =", "answer": "1", "info": {"gold": "1"}, "difficulty": 3.0}
+COMPLETION = "1"
+
+
+def score_of(reward: Any, row: Mapping[str, Any] = ROW, **extras: Any) -> Result:
+    return judge(Panel([reward], columns=frozenset(row)), Item(COMPLETION, row, extras))
+
+
+class Plain:
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
+        return float(completion == row["answer"])
+
+    def by_column(self, completion: str, answer: str) -> float:
+        return float(completion == answer)
+
+    @staticmethod
+    def static(completion: str, answer: str) -> float:
+        return float(completion == answer)
+
+    @classmethod
+    def of_class(cls, completion: str, row: Any) -> float:
+        return float(completion == row["answer"])
+
+
+@dataclass
+class Data:
+    bonus: float = 0.0
+
+    def __call__(self, text: str, row: Mapping[str, Any]) -> float:
+        return float(text == row["answer"]) + self.bonus
+
+
+class NeedsArgument:
+    def __init__(self, path: str) -> None: ...
+
+    def __call__(self, completion: str, row: Any) -> float:
+        return 0.0
+
+
+def wrap(function: Callable[..., Any], *, well: bool) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return functools.wraps(function)(wrapper) if well else wrapper
+
+
+def with_gold(completion: str, row: Mapping[str, Any], gold: str | None = None) -> float:
+    return float(completion == (gold or row["answer"]))
+
+
+def two(completion: str, gold: str) -> float:
+    return float(completion == gold)
+
+
+RIGHT: dict[str, Any] = {
+    "row": lambda completion, row: float(completion == row["answer"]),
+    "other first name": lambda c, row: float(c == row["answer"]),
+    "swapped": lambda row, completion: float(completion == row["answer"]),
+    "column": lambda completion, answer: float(completion == answer),
+    "two columns": lambda response, answer, difficulty: float(response == answer and difficulty == 3.0),
+    "column by keyword": lambda completion, *, answer: float(completion == answer),
+    "column with default": lambda completion, answer="other": float(completion == answer),
+    "all by keyword": lambda *, completion, row: float(completion == row["answer"]),
+    "prompt first": lambda prompt, completion, answer: float(completion == answer and prompt == ROW["prompt"]),
+    "completion alone": lambda text: float(text == "1"),
+    "one letter alone": lambda x: float(x == "1"),
+    "rest": lambda completion, **kwargs: float(completion == kwargs["answer"]),
+    "verifiers' names": lambda completion, answer, **kwargs: float(completion == answer),
+    "mapping column": lambda completion, info: float(completion == info["gold"]),
+    "example": lambda completion, example: float(completion == example["answer"]),
+    "row with a default that is a column": lambda completion, row, difficulty=1.0: float(difficulty == 1.0),
+    "length": lambda completion, longest=5: float(len(completion) < longest),
+    "unused": lambda _completion, _row: 1.0,
+    "anything": lambda *_: 1.0,
+    "builtin": len,
+    "object": Plain(),
+    "class": Plain,
+    "dataclass": Data(),
+    "class of a dataclass": Data,
+    "method": Plain().by_column,
+    "static method": Plain.static,
+    "class method": Plain.of_class,
+    "partial with a keyword": functools.partial(with_gold, gold="1"),
+    "partial of a foreign name": functools.partial(two, gold="1"),
+    "partial with a position": functools.partial(two, "1"),
+    "well decorated": wrap(lambda completion, answer: float(completion == answer), well=True),
+}
+exec(
+    """
+def positional(completion, answer, /): return float(completion == answer)
+def annotated(c: str, r: dict) -> float: return float(c == r["answer"])
+def annotated_late(c: str, r: "Mapping[str, object]") -> float: return float(c == r["answer"])
+def verl(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)
+def verl_defaults(data_source=None, solution_str="", ground_truth="", extra_info=None):
+    return float(solution_str == ground_truth)
+def verl_order(solution_str, extra_info, ground_truth, data_source): return float(solution_str == ground_truth)
+def verl_rest(solution_str, ground_truth, **kwargs): return float(solution_str == ground_truth and not kwargs)
+def trl(completions, answer, **kwargs): return [float(c == a) for c, a in zip(completions, answer)]
+def trl_default(prompts, completions, answer=None): return [float(c == a) for c, a in zip(completions, answer)]
+async def waits(completion, answer): return float(completion == answer)
+async def trl_waits(completions, answer, **kwargs): return [float(c == a) for c, a in zip(completions, answer)]
+""",
+    globals(),
+)
+RIGHT |= {
+    name: globals()[name]
+    for name in (
+        *("positional", "annotated", "annotated_late", "verl", "verl_defaults", "verl_order", "verl_rest"),
+        *("trl", "trl_default", "waits", "trl_waits"),
+    )
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_answer_scores_one(name: str) -> None:
+    result = score_of(RIGHT[name])
+    assert result.score == 1.0, result.problem
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "gold": (two, "'gold' is neither"),
+    "expected": (lambda output, expected: 0.0, "'expected' is neither"),
+    "gt": (lambda text, gt: 0.0, "'gt' is neither"),
+    "label": (lambda prediction, label: 0.0, "'label' is neither"),
+    "reference": (lambda pred, reference: 0.0, "'reference' is neither"),
+    "default of None": (lambda completion, gold=None: 0.0, "'gold' is neither"),
+    "default of no text": (lambda completion, gold="": 0.0, "'gold' is neither"),
+    "answer first": (lambda answer, target: 0.0, "'answer' is a column of the data"),
+    "answer and row": (lambda answer, row: 0.0, "'answer' is a column of the data"),
+    "one letters": (lambda c, r: 0.0, "'c' is neither"),
+    "ART": (lambda trajectory, scenario: 0.0, "'trajectory' is neither"),
+    "slime": (lambda args, sample, **kwargs: 0.0, "'args' is neither"),
+    "OpenRLHF": (lambda queries, prompts, labels, **kwargs: {"rewards": [0.0]}, "'queries' is neither"),
+    "TRL with a foreign column": (lambda completions, solution, **kwargs: [0.0], "'solution' is neither"),
+    "TRL with a default": (lambda completions, solution=None, **kwargs: [0.0], "'solution' is neither"),
+    "TRL's environments": (lambda completions, environments: [0.0], "environments, which only TRL"),
+    "verl with a router": (lambda solution_str, ground_truth, reward_router_address: 0.0, "'reward_router_address'"),
+    "method of no object": (Plain.by_column, "'self' is neither"),
+    "class with an argument": (NeedsArgument, "is a class"),
+    "nothing": (lambda: 1.0, "does not say what it takes"),
+    "badly decorated": (wrap(two, well=False), "functools.wraps"),
+    "without a signature": (max, "no signature that Python can read"),
+    "operator": (operator.eq, "'a' is neither"),
+    "type": (float, "is a class"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_nobody_can_give_is_refused_by_its_name(name: str) -> None:
+    reward, message = WRONG[name]
+    with pytest.raises(ConfigError) as caught:
+        Panel([reward], columns=frozenset(ROW))
+    assert message in str(caught.value)
+
+
+def test_the_refusal_names_function_file_line_parameter_and_what_to_write() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Panel([two], columns=["answer", "prompt"])
+    line = two.__code__.co_firstlineno
+    text = str(caught.value)
+    assert f"the reward two (tests/unit/rewards/test_forms.py, line {line}) has the signature (completion: " in text
+    assert "(which are answer, prompt)" in text
+    assert 'write `def two(completion, row)` and read row["answer"] in it' in text
+    assert "`def two(completion, answer)`" in text
+
+
+def test_a_name_that_may_be_the_row_or_its_column_is_refused() -> None:
+    reward = RIGHT["example"]
+    assert score_of(reward).score == 1.0
+    with pytest.raises(ConfigError, match="'example', which may be the row or its column 'example'"):
+        Panel([reward], columns=["prompt", "answer", "example"])
+
+    def as_text(completion: str, example: str) -> float:
+        return float(completion == example)
+
+    with pytest.raises(ConfigError, match="'example' is neither"):
+        Panel([as_text], columns=["prompt", "answer"])
+
+
+def test_a_grader_checks_the_columns_of_its_first_rows_before_it_scores_anything() -> None:
+    for in_script in (False, True):
+        grader = Grader(RewardConfig(processes=1), reward=two, in_script=in_script)
+        with grader, pytest.raises(ConfigError, match="'gold' is neither"):
+            grader.grade(["1", "1"], [{"answer": "1", "gold": "1"}, {"answer": "1"}])
+    with Grader(RewardConfig(processes=1), reward=two) as grader:
+        grader.start()
+        with pytest.raises(RewardError, match=r"raised ConfigError: .*'gold' is neither"):
+            grader.grade(["1"], [{"answer": "1"}])
+
+
+def test_rows_may_differ_in_columns_that_have_a_default() -> None:
+    panel = Panel([RIGHT["column with default"]], columns=["prompt"])
+    assert judge(panel, Item("1", {"prompt": "", "answer": "1"})).score == 1.0
+    assert judge(panel, Item("other", {"prompt": ""})).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "score"),
+    [
+        ({"reward_model": {"style": "rule", "ground_truth": "1"}, "answer": "2"}, 1.0),
+        ({"ground_truth": "1", "answer": "2"}, 1.0),
+        ({"answer": "1"}, 1.0),
+        ({"reward_model": {"style": "rule"}, "answer": "1"}, 1.0),
+    ],
+)
+def test_verls_ground_truth_is_where_verl_has_it(row: dict[str, Any], score: float) -> None:
+    assert score_of(RIGHT["verl"], {"data_source": "sums", **row}).score == score
+
+
+def test_verls_other_arguments_and_what_it_returns() -> None:
+    seen: list[Any] = []
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+        seen.append((data_source, extra_info))
+        return {"score": 1.0, "acc": True, "pred": solution_str, "unknown": None}
+
+    row = {"data_source": "sums", "prompt": [], "reward_model": {"ground_truth": "1"}, "extra_info": {"index": 3}}
+    result = score_of(compute_score, row)
+    assert seen == [("sums", {"index": 3})]
+    assert (result.score, result.parts, result.extra) == (1.0, {"score": 1.0, "acc": 1.0}, {"pred": "1"})
+    assert Panel([compute_score], columns=["answer"]).notes == [
+        "the data have no column data_source, so the reward compute_score gets None for it"
+    ]
+    with pytest.raises(ConfigError, match="verl's signature, and the rows have no ground truth"):
+        Panel([compute_score], columns=["prompt"])
+    assert "no reward_model.ground_truth" in score_of(compute_score, {"prompt": "", "answer": None}).problem
+
+
+def test_what_the_trainer_knows_is_given_where_a_signature_asks_for_it() -> None:
+    def by_row(completion: str, completion_ids: list[int], prompt_ids: list[int]) -> float:
+        return float(len(completion_ids) + 10 * len(prompt_ids))
+
+    def by_state(completion: str, row: Any, trainer_state: Any) -> float:
+        return trainer_state.global_step / trainer_state.max_steps
+
+    def in_rest(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(len(ids)) for ids in kwargs["completion_ids"]]
+
+    extras: dict[str, Any] = {"completion_ids": [5, 6], "prompt_ids": [7], "trainer_state": 3}
+    panel = Panel([by_row, by_state, in_rest], columns=["answer"], steps=4)
+    assert panel.extras == {*EXTRAS}
+    assert dict(judge(panel, Item("1", {"answer": "1"}, extras)).parts) == {
+        "by_row": 12,
+        "by_state": 0.75,
+        "in_rest": 2,
+    }
+    assert "asks for completion_ids, which is known in a training run alone" in score_of(by_row).problem
+    assert Panel([RIGHT["trl"]]).extras == frozenset()

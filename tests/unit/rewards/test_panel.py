@@ -1,0 +1,143 @@
+"""Several rewards: their weighted sum, their parts, and what it means that one of them returns None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.config import load_config
+from podium.errors import ConfigError, RewardError
+from podium.rewards import Grade, Grader, RewardConfig
+from podium.rewards.forms import Item
+from podium.rewards.panel import Panel, Result, judge
+from podium.telemetry import Event, Note, subscribe
+
+ROW = {"prompt": "2 - 1 =", "answer": "1"}
+
+
+def right(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def short(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
+    return {"score": 1.0 / len(completion), "letters": float(len(completion))}
+
+
+def polite(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [None if "please" not in text else 2.0 for text in completions]
+
+
+def never(completion: str) -> None:
+    return None
+
+
+def fails(completion: str) -> float:
+    raise ValueError("no such unit")
+
+
+def result_of(rewards: Sequence[Any], completion: str = "1", weights: Sequence[float] = ()) -> Result:
+    return judge(Panel(rewards, weights, ["prompt", "answer"]), Item(completion, ROW))
+
+
+def test_the_score_is_the_weighted_sum_and_parts_have_the_functions_names() -> None:
+    result = result_of([right, short, polite], "please", [2.0, 6.0, 0.5])
+    assert result.score == 6.0 / 6 + 1.0
+    assert dict(result.parts) == {"right": 0.0, "short": 1 / 6, "short.letters": 6.0, "polite": 2.0}
+    assert result_of([right, short]).score == 2.0
+    assert result_of([right, short], weights=[1.0, 0.0]).score == 1.0
+    assert result_of([right], weights=[3.0]) == Result(3.0)
+    assert dict(result_of([short], weights=[3.0]).parts) == {"score": 1.0, "letters": 1.0}
+
+
+def test_podiums_rewards_mix_with_functions() -> None:
+    result = result_of(["gsm8k", "exact", right, "tests/unit/rewards/test_panel.py:short"])
+    assert result.score == 4.0
+    assert {*result.parts} == {"gsm8k", "exact", "right", "short", "short.letters"}
+
+
+def test_equal_names_get_a_number_and_that_is_noted() -> None:
+    panel = Panel([right, right, lambda completion: 1.0, lambda completion: 2.0])
+    assert [form.name for form in panel.forms] == ["right", "right_2", "lambda", "lambda_2"]
+    (note,) = panel.notes
+    assert note.endswith("in metrics and completions the later ones are called right_2, lambda_2")
+
+
+def test_none_from_one_leaves_its_term_out_and_none_from_all_leaves_the_completion_out() -> None:
+    result = result_of([right, polite])
+    assert (result.score, dict(result.parts), result.problem) == (1.0, {"right": 1.0}, "")
+    result = result_of([never, polite])
+    assert (result.score, dict(result.parts), result.problem) == (None, {}, "")
+    with Grader(RewardConfig(processes=1), reward=[never, polite]) as grader:
+        first, second = grader.grade(["1", "please"], [ROW] * 2)
+    assert first.abstained
+    assert math.isnan(first.score)
+    assert not first.correct
+    assert second == Grade(2.0, {"polite": 2.0}, True)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "problem"),
+    [
+        ([right, fails], "failed in fails, which raised ValueError: no such unit"),
+        ([fails], "raised ValueError: no such unit"),
+        ([right, lambda completion: "good"], "failed in lambda, which returned 'good' (str)"),
+        ([right, lambda completion: {"part": 1.0}], 'failed in lambda, which returned a mapping without "score"'),
+        ([lambda completion: 3e38, lambda completions: [3e38]], "has the score 6e+38 with the parts"),
+    ],
+)
+def test_a_failure_names_the_function(rewards: Sequence[Any], problem: str) -> None:
+    assert result_of(rewards).problem.startswith(problem)
+
+
+def test_a_failure_of_one_is_the_completions() -> None:
+    message = r"test_panel:right, .*test_panel:fails failed in fails, which raised Val"
+    grader = Grader(RewardConfig(processes=1), reward=[right, fails])
+    with grader, pytest.raises(RewardError, match=message):
+        grader.grade(["1"], [ROW])
+
+
+def test_a_list_is_read_from_yaml_and_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "reward.yaml"
+    path.write_text("name: [gsm8k, 'a.py:format']\n")
+    config = load_config(RewardConfig, path)
+    assert config.names == ("gsm8k", "a.py:format")
+    config = load_config(RewardConfig, None, ["--name", "[gsm8k, a.py:format]"])
+    assert config.names == ("gsm8k", "a.py:format")
+    assert load_config(RewardConfig, None, ["--name", "gsm8k"]).names == ("gsm8k",)
+    for name in ("", " ", "[]", "[gsm8k, '']"):
+        with pytest.raises(ConfigError, match="expected text or a list; each item is text, and neither"):
+            load_config(RewardConfig, None, ["--name", name])
+
+
+def test_what_trls_functions_log_becomes_parts_and_texts() -> None:
+    def accuracy(completions: list[str], answer: list[str], log_extra: Any, log_metric: Any = None) -> list[float]:
+        scores = [float(text == right) for text, right in zip(completions, answer, strict=True)]
+        log_extra("extracted", completions)
+        log_metric("accuracy", sum(scores) / len(scores))
+        return scores
+
+    with Grader(RewardConfig(processes=1), reward=[accuracy, right]) as grader:
+        (grade,) = grader.grade(["1"], [ROW])
+    assert grade == Grade(2.0, {"accuracy": 1.0, "right": 1.0}, True, extra={"extracted": "1"})
+
+
+def test_a_note_says_once_which_functions_get_lists_of_one() -> None:
+    notes: list[str] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    unsubscribe = subscribe(hear)
+    try:
+        with Grader(RewardConfig(processes=1), reward=[polite, right]) as grader:
+            grader.grade(["1"], [ROW])
+            grader.grade(["1"], [ROW])
+    finally:
+        unsubscribe()
+    (note,) = notes
+    assert note.startswith("the reward polite has TRL's signature. Podium calls it with lists of one completion")
