@@ -316,7 +316,7 @@ def end() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    if status and isinstance(status[0], KeyboardInterrupt):
+    if status and isinstance(status[0], KeyboardInterrupt) and not isinstance(status[0], SystemExit):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 0xFF)

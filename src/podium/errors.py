@@ -19,6 +19,8 @@ PodiumError
 ├── CheckpointError      a checkpoint is missing, unfinished or does not fit
 └── LostTooOften         a run has lost workers more often than it goes on after
 
+RunInterrupted is no PodiumError: as KeyboardInterrupt, it passes ``except Exception``.
+
 All of them pickle, so that a worker of a worker can raise them through two processes.
 """
 
@@ -40,6 +42,7 @@ __all__ = [
     "PodiumError",
     "RefLostError",
     "RewardError",
+    "RunInterrupted",
     "SerializationError",
     "StoreFullError",
     "WorkerDied",
@@ -163,4 +166,12 @@ class CheckpointError(PodiumError):
 class LostTooOften(PodiumError):
     """A run has lost workers more often than ``run.max_restarts`` allows. The message lists the losses, the first one
     first.
+    """
+
+
+class RunInterrupted(SystemExit, KeyboardInterrupt):
+    """A signal ended a training run before its step was finished and saved.
+
+    Where nobody catches it, the script ends with the status ``code``, which is 128 plus the signal's number, and prints
+    no traceback.
     """

@@ -18,6 +18,7 @@ from typing import Any
 
 from podium.backends.process import accelerators, machine
 from podium.data.store import Block, BlockInfo, MemoryStore
+from podium.processes import temporary_directory
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode, encode
 from podium.runtime.messages import Capabilities, Failure, Node, OnDeath, ProcessSpec, Reply, Request
@@ -82,7 +83,7 @@ class InlineBackend(Backend):
     def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
         if len(processes) > 1:
             return ""
-        self._directories.append(tempfile.TemporaryDirectory(prefix="podium-"))
+        self._directories.append(temporary_directory())
         return f"file://{self._directories[-1].name}/rendezvous"
 
     def pack(self, value: Any, readers: int) -> _Copy:

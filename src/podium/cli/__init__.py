@@ -5,13 +5,14 @@ Each command imports what it needs when it runs, so that help and mistakes are a
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
 import podium
-from podium.errors import PodiumError
+from podium.errors import PodiumError, RunInterrupted
 from podium.functions import nearest
 from podium.lazy import without_collector
 
@@ -32,7 +33,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 2 for an error of Podium's, 130 when interrupted."""
+    """Run one command. Returns the exit status: 0, 2 for an error of Podium's, 130 or 143 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             sys.stderr.write(f"podium {command}: {_in_short(error)}\n")
         return 2
+    except RunInterrupted as interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the run has said so, and Python's end is not to be disturbed
+            signal.signal(number, signal.SIG_IGN)
+        return int(interruption.code or 0)
     except KeyboardInterrupt:
         sys.stderr.write(f"podium {command}: interrupted\n")
         return 130

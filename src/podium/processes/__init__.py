@@ -33,7 +33,14 @@ Only rewards are kept from secrets: environments and workers need keys, as those
 from podium.processes.channel import HEADER, Channel, Frame, FrameError, Requests, make_frame, read_frame
 from podium.processes.environment import find_secrets
 from podium.processes.fork_server import ForkServer, serve_forks
-from podium.processes.launcher import Launched, command, import_path, working_directory
+from podium.processes.launcher import (
+    Launched,
+    command,
+    end_launched,
+    import_path,
+    temporary_directory,
+    working_directory,
+)
 from podium.processes.limits import LONGEST_BODY, START_LIMIT_S, limit_memory, raise_descriptor_limit
 from podium.processes.supervisor import Supervisor, supervise
 from podium.processes.table import (
@@ -50,6 +57,16 @@ from podium.processes.table import (
 
 __all__ = ["HEADER", "LONGEST_BODY", "START_LIMIT_S", "Channel", "ForkServer", "Frame", "FrameError", "Launched"]
 __all__ += ["Requests", "Supervisor"]
-__all__ += ["become_subreaper", "children_of", "command", "descendants_of", "describe_exit", "end_of", "find_secrets"]
-__all__ += ["import_path", "is_ending", "is_stopped", "kill", "kill_marked", "limit_memory", "make_frame"]
-__all__ += ["raise_descriptor_limit", "read_frame", "serve_forks", "supervise", "working_directory"]
+__all__ += ["become_subreaper", "children_of", "command", "descendants_of", "describe_exit", "end_launched", "end_of"]
+__all__ += [
+    "find_secrets",
+    "import_path",
+    "is_ending",
+    "is_stopped",
+    "kill",
+    "kill_marked",
+    "limit_memory",
+    "make_frame",
+]
+__all__ += ["raise_descriptor_limit", "read_frame", "serve_forks", "supervise", "temporary_directory"]
+__all__ += ["working_directory"]

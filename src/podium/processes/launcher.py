@@ -6,18 +6,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakSet
 
 from podium.errors import ConfigError
 from podium.processes.channel import Channel
 from podium.processes.table import kill_marked
 
-__all__ = ["Launched", "command", "import_path", "working_directory"]
+__all__ = ["Launched", "command", "end_launched", "import_path", "temporary_directory", "working_directory"]
 
 _MARK: Final = "PODIUM_LAUNCHED"
+_LAST_END_S: Final = 0.5  # for processes to end by themselves when this one cannot wait
 
 
 class Launched:
@@ -57,6 +60,7 @@ class Launched:
         except BaseException:
             near.close()
             raise
+        _LAUNCHED.add(self)
 
     def alive(self) -> bool:
         """Return whether the process runs, as far as its channel and the kernel tell."""
@@ -86,6 +90,30 @@ class Launched:
     def kill_descendants(self) -> None:
         """Kill the processes that the process has started, in any session, and has not ended itself. On Linux only."""
         kill_marked(self._mark)
+
+
+_LAUNCHED: Final = WeakSet[Launched]()
+_DIRECTORIES: Final = WeakSet[tempfile.TemporaryDirectory[str]]()
+
+
+def temporary_directory() -> tempfile.TemporaryDirectory[str]:
+    """Make a directory that is removed when it is collected, at the end of this process, or by :func:`end_launched`."""
+    directory = tempfile.TemporaryDirectory(prefix="podium-")
+    _DIRECTORIES.add(directory)
+    return directory
+
+
+def end_launched() -> None:
+    """End all that this process has launched and remove its temporary directories. Any thread may call this when the
+    process is about to end without unwinding its stack."""
+    running = [launched for launched in _LAUNCHED if launched.process.returncode is None]
+    for launched in running:
+        with suppress(OSError):
+            launched.channel.connection.shutdown(socket.SHUT_RDWR)
+    for launched in running:
+        launched.reap(_LAST_END_S)
+    for directory in list(_DIRECTORIES):
+        directory.cleanup()
 
 
 def command(module: str, *args: Any) -> list[str]:

@@ -285,13 +285,26 @@ class RunDirectory:
             if (step_of(file.stem) or 0) > step:
                 file.unlink()
 
+    def describe_latest(self) -> str:
+        """Say from which checkpoint this run can be resumed."""
+        latest = self.checkpoints.latest()
+        return f"the latest checkpoint is {latest}" if latest else "it has no checkpoint yet"
+
+    def tidy(self) -> None:
+        """Remove journals and what was being written: a checkpoint of which a rank went on to write after another one
+        had failed, or a model."""
+        with suppress(OSError):  # a later start tries again
+            self.checkpoints.tidy()
+            for left in (self._journals, *self.path.glob(".*.tmp")):
+                remove(left)
+
     def close(self) -> None:
         """Release the lock, so that another process may write here. A second call does nothing.
 
         If the start failed, the directory and the parents that were created for it are removed, unless a worker has
         written to its log.
         """
-        remove(self._journals)
+        self.tidy()
         if self._made and not self.config_path.exists() and not any(self._find_written_logs()):
             remove(self.path)
             with suppress(OSError):  # one of these directories has other files now

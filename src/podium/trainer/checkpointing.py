@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,11 +108,8 @@ class Saver:
             writing.result()
 
     def close(self) -> None:
-        """End the thread, and remove the files that a rank wrote after another rank had failed. The workers are closed
-        before, so that the thread waits for nothing."""
+        """End the thread. The workers are closed before, so that the thread waits for nothing."""
         self._thread.shutdown()
-        with suppress(OSError):  # a later start tries again
-            self._checkpoints.tidy()
 
     def _write(self, step: int, text: str, roles: Roles) -> None:
         config = self._config

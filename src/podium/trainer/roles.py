@@ -112,6 +112,11 @@ class Roles:
         processes."""
         return () if any(stand_together(self.rollout, handle) for handle in self.generators) else self.generators
 
+    def kill(self) -> None:
+        """End the processes of all roles at once, whatever they do."""
+        for worker in self.workers.values():
+            worker.group.processes.close(0.0)
+
     def check_parameters(self) -> None:
         """Check that all trained parameters are finite. Raises PodiumError for one that is not."""
         for role, ranks in self._progress().items():
@@ -328,8 +333,11 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
 
 
 def _close(handle: Any, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-    """Close a role. An error of closing does not replace the error that ends the run."""
+    """Close a role. An error of closing does not replace the error that ends the run. The processes of an interrupted
+    run are killed, whatever they do."""
     try:
+        if isinstance(error, KeyboardInterrupt):
+            handle.group.processes.close(0.0)
         handle.group.close()
     except PodiumError as late:
         if error is None:

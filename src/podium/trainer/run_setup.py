@@ -222,11 +222,12 @@ def _open_lasting(
     checkpoint: Path | None,
 ) -> _Lasting[E]:
     """Connect to the cluster, read the data and start the grader."""
+    stop = lasting.enter_context(listen_for_stop())
+    stop.describe_latest, stop.tidy = directory.describe_latest, directory.tidy
     cluster = options.cluster
     if isinstance(cluster, str):
         hints = {"log_dir": directory.logs.absolute(), "preload": PRELOAD}
         cluster = lasting.enter_context(connect(cluster, hints=hints, **options.backend_options))
-    stop = lasting.enter_context(listen_for_stop())
     data = read_data()
     config = data.config
     _refuse_later_checkpoint(config, checkpoint, directory)

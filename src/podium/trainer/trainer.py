@@ -139,6 +139,7 @@ class Trainer(ABC, Generic[C, E, R]):
 
         Raises:
             PodiumError: The error that ended the run. What was computed until then is in the run's directory.
+            RunInterrupted: A second signal ended the run, or the first one before it began to train.
         """
         config_before, before, lost = self.config, None, ""
         try:
@@ -200,10 +201,14 @@ class Trainer(ABC, Generic[C, E, R]):
             if self.config.eval.at_start and first == 1:
                 with name_stage("evaluate", 0):
                     self.evaluate(0)
+            run.stop.begun = True
             if first <= self.config.run.steps:
                 run.schedule(self.steps)
             self.steps.check_whole()
             return self.finish(self.steps.done)
+        except KeyboardInterrupt:
+            run.roles.kill()  # before anything on the way out waits for one of them
+            raise
         except Exception as error:
             try:
                 run.saver.wait()  # a checkpoint that was copied before the error is still written

@@ -36,12 +36,13 @@ from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.logs import LogRouter
 from podium.telemetry.sinks.notebook import CellOutput, notebook_console
 
-__all__ = ["STEP_COLUMNS", "Column", "ConsoleSink", "fitting", "terminal"]
+__all__ = ["STEP_COLUMNS", "Column", "ConsoleSink", "fitting", "restore_terminal", "terminal"]
 
 _STEP_WIDTH: Final = 7
 _GAP: Final = 2
 _ROWS_PER_HEADER: Final = 25
 _SAMPLE_CHARACTERS: Final = 600
+_CLEAN_LINE: Final = b"\r\x1b[2K\x1b[?25h"
 _FIELD_WIDTH: Final = 10  # of the names beside a sample's texts
 
 
@@ -96,6 +97,12 @@ def fitting(seen: Collection[str], width: int) -> tuple[Column, ...]:
             break
         present.remove(worst)
     return tuple(present)
+
+
+def restore_terminal() -> None:
+    """Remove the bar and show the cursor, in a process that ends without closing its sinks."""
+    if os.isatty(1):
+        os.write(1, _CLEAN_LINE)
 
 
 def terminal() -> Console:
