@@ -252,7 +252,9 @@ def _saved_splits(spec: str) -> list[str] | None:
     try:
         return [*json.loads((Path(spec) / "dataset_dict.json").read_bytes())["splits"]]
     except (OSError, ValueError, LookupError, TypeError):
-        return ["train"] if (Path(spec) / "state.json").is_file() else None
+        return (
+            ["train"] if os.path.isfile(os.path.join(spec, "state.json")) else None
+        )  # False for a name that is too long
 
 
 def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[PlacedRow]:
