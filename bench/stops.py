@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.chaos.leftovers import Process, below, leftovers, process, segments
-from bench.chaos.training import MODEL, TEMPLATE
+from bench.chaos.training import MODEL, RAY, TEMPLATE
 from podium.data import Batch
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
@@ -152,7 +152,7 @@ class StuckRun:
         self._segments = segments()
         busy, root = folder / "busy", str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-        variables = {BUSY: str(busy), STAGE: stage, "TMPDIR": str(self.temporary), "PYTHONPATH": path}
+        variables = {BUSY: str(busy), STAGE: stage, "TMPDIR": str(self.temporary), "PYTHONPATH": path, **RAY}
         code = f"import sys; sys.path.insert(0, {root!r}); from bench.stops import train; train(*sys.argv[1:])"
         with (folder / "output").open("w") as output:
             self.process = start(
@@ -203,8 +203,8 @@ class StuckRun:
 
 def measure(backend: str, stage: str, number: signal.Signals) -> dict[str, Any]:
     """One row."""
-    with tempfile.TemporaryDirectory(prefix="podium-stops-") as made:
-        run = StuckRun(Path(made) / "run", backend, stage)
+    with tempfile.TemporaryDirectory(prefix="p-") as folder:  # Ray's sockets take short paths
+        run = StuckRun(Path(folder), backend, stage)
         try:
             if stage != "start":
                 run.ask(number)

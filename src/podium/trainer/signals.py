@@ -109,7 +109,7 @@ class _Listener:
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
         self._hung_up = False  # SIGHUP alone has asked so far
-        self._raised = False
+        self._told = self._raised = False
         self._deciding = threading.RLock()  # another handler may interrupt one
         self._over = threading.Event()
         self._before = {*threading.enumerate()}
@@ -146,7 +146,7 @@ class _Listener:
             signal.set_wakeup_fd(other)  # a loop of asyncio has put its own there, so there is no byte
             os.write(self._writes, bytes([number]))
         self._take_in()
-        if self._stop.forced and not self._raised:
+        if self._told and not self._raised:  # the way out closes what shows the note
             self._raised = True
             os.write(self._writes, bytes([_NO_SIGNAL]))
             raise _interruption(self._stop.forced)
@@ -177,6 +177,7 @@ class _Listener:
             if note:
                 latest = self._stop.describe_latest() if note is _ENDS else ""
                 emit(Note(note.format(signal.Signals(number).name, latest)))
+                self._told = self._told or note is _ENDS
         return bool(numbers)
 
     def _decide(self, number: int) -> str:
