@@ -1,46 +1,73 @@
 """Rows of the data that cannot be used."""
 
-from typing import Final
+import math
+from collections.abc import Sequence
+from typing import Final, Literal
 
 from podium.errors import ConfigError, DataError
+from podium.telemetry import Note, emit
 
-__all__ = ["LOOK_AHEAD", "BadRows", "RowError"]
+__all__ = ["SHOWN", "BadRows", "RowError"]
 
 RowError = ConfigError | DataError
 """Why a row cannot be used: it is malformed, or a setting does not fit it."""
 
-LOOK_AHEAD: Final = 1000  # rows: so many are looked at before the first bad one is refused
-_SHOWN: Final = 3
+_LOOK_AHEAD: Final = 1000  # rows: so many are looked at before the first bad one is refused
+SHOWN: Final = 3
+"""Number of bad rows of which the reasons are told."""
 
 
 class BadRows:
-    """Counts the rows that cannot be used, and refuses the data, or reports what is left out, once all were seen."""
+    """Counts the rows that cannot be used. They are refused, or left out and told, once all were seen.
 
-    def __init__(self) -> None:
+    Args:
+        policy: ``data.bad_rows``.
+    """
+
+    def __init__(self, policy: Literal["refuse", "drop"]) -> None:
+        self._policy = policy
         self._errors: list[RowError] = []
         self._count = 0
 
     def add(self, error: RowError) -> None:
         """Count a row, which ``error`` names."""
         self._count += 1
-        if len(self._errors) < _SHOWN:
+        if len(self._errors) < SHOWN:
             self._errors.append(error)
 
     def __len__(self) -> int:
         return self._count
 
-    def settle(self, rows: int) -> None:
-        """Refuse the data because of their bad rows, if there are any.
+    @property
+    def look_ahead(self) -> float:
+        """Number of rows to look at after the first bad one."""
+        return _LOOK_AHEAD if self._policy == "refuse" else math.inf
 
-        Args:
-            rows: Number of rows that were looked at, good and bad.
+    def check(self, rows: int) -> None:
+        """Refuse the data if one of the ``rows`` that were looked at so far is bad, and bad rows are refused.
 
         Raises:
             ConfigError, DataError: The error of the first bad row, with the number of the others.
         """
-        if not self._errors:
+        if not self._errors or self._policy == "drop":
             return
         first = self._errors[0]
-        if self._count in (1, rows):
+        if self._count == rows:  # a setting is wrong
             raise first
-        raise type(first)(f"{first} ({self._count} of the first {rows:,} rows cannot be used)") from first.__cause__
+        others = f"{self._count} of the first {rows:,} rows cannot be used; " if self._count > 1 else ""
+        raise type(first)(f"{first} ({others}data.bad_rows = drop leaves such rows out)") from first.__cause__
+
+    def settle(self, rows: int) -> None:
+        """As :meth:`check`, of all rows, of which one has to be good. Raises ConfigError, DataError."""
+        self.check(rows)
+        if self._errors and self._count == rows:
+            raise self._errors[0]
+
+    def tell(self, count: int, rows: int) -> None:
+        """Tell that ``count`` of all ``rows`` are left out, and why the first of them are."""
+        emit(Note(_describe(count, rows, self._errors)))
+
+
+def _describe(count: int, rows: int, errors: Sequence[RowError]) -> str:
+    reasons = " ".join(f"({number}) {error}" for number, error in enumerate(errors, start=1))
+    return f"{count:,} of {rows:,} rows cannot be used and are left out, the first of them: {reasons}"

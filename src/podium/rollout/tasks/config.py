@@ -28,15 +28,15 @@ class DataConfig:
     """This share of the training data is held out for evaluation where there is no other held-out data."""
     train_items: int | None = Field(default=None, ge=1, le=10**12)
     """Training uses at most this many examples. null means all of a file, and 10000 of a generated task."""
-    prompt_column: str = Field(default="prompt", min_length=1)
-    """This column holds the prompt: text, or a list of chat messages. A field of a column is named with a dot, as in
-    input.messages. Rows without a column "prompt" may have a conversation in "messages" or "conversations" instead."""
+    prompt_column: str | None = Field(default="prompt", min_length=1)
+    """This column holds the prompt: text, or a list of chat messages. A field of a column has a dot, as in
+    input.messages. A template such as "Q: {question}\\nA: " writes the prompt from columns. Rows without a column
+    "prompt" may have a conversation in "messages" or "conversations" instead. null means that the answer is a text
+    without a prompt, of which supervised fine-tuning learns every token."""
     answer_column: str | None = Field(default="answer", min_length=1)
-    """This column holds the answer that a reward compares with: text, a number, or a list of chat messages. Rows
-    without a column "answer" may have "completion" or "reward_model.ground_truth" instead. null means that the data has
-    no answers."""
-    template: str = ""
-    """This template writes the prompt from any columns, as in "Q: {question}\\nA: ". It replaces prompt_column."""
+    """This column holds the answer that a reward compares with: text, a number, or a list of chat messages. A field of
+    a column and a template are written as in prompt_column. Rows without a column "answer" may have "completion" or
+    "reward_model.ground_truth" instead. null means that the data has no answers."""
     system_prompt: str = ""
     """This system message precedes each prompt, and each conversation of a session or of podium serve, that does not
     begin with a system message of its own.
@@ -50,6 +50,9 @@ class DataConfig:
     """A prompt has at most this many tokens, system prompt and template included."""
     overlong: Literal["drop", "cut"] = "drop"
     """A longer prompt is left out (drop), or its text is shortened at the front (cut)."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """A row that cannot be used, because it is malformed or the chat template cannot write it, ends the run with an
+    error that names the row (refuse), or is left out and counted (drop)."""
     train_split: str = Field(default="train", min_length=1)
     """Training uses this split of a hub dataset or directory."""
     eval_split: str = Field(default="test", min_length=1)
@@ -71,3 +74,5 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.eval_sets or (not isinstance(self.eval, str) and not all(self.eval_sets.values())):
             raise ConfigError(f"data.eval = {self.eval!r}: expected a place, or several of which none is empty")
+        if self.prompt_column is None and self.answer_column is None:
+            raise ConfigError("data.prompt_column and data.answer_column are null: set one of the two")

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast, overload
 
 import torch
 from torch import Tensor
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks.bad_rows import BadRows, RowError
+from podium.rollout.tasks.bad_rows import SHOWN, BadRows, RowError
 from podium.rollout.tasks.cache import read_or_compute
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
@@ -142,15 +144,19 @@ def encode_prompts(
     """
     writer = Writer(tokenizer, config)
 
-    def encode() -> dict[str, Tensor]:
-        rows, prompts = _Rows(), _Prompts(writer, examples, answers=False)
+    def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
+        rows, prompts = _Rows(), _Prompts(writer, examples, bad, answers=False)
         for chunk in prompts.chunks():
             for _, _, tokens in chunk:
                 rows.add(tokens)
         return {**rows.tensors(), **prompts.tensors()}
 
     count = len(examples) if writer.is_lasting else 0
-    stored = read_or_compute(encode, "prompts", tokenizer, writer.settings, map(_content, examples), count)
+    bad = BadRows(config.bad_rows)
+    stored = read_or_compute(
+        partial(encode, examples, bad), "prompts", tokenizer, writer.settings, map(_content, examples), count
+    )
+    _tell_bad(bad, encode, examples, stored)
     _check_unknown(writer, examples, stored)
     dropped, cut = stored["counts"].tolist()
     rows = TokenRows(stored["values"], stored["offsets"])
@@ -178,8 +184,8 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     if empty := sum(not _says_something(example) for example in examples):
         emit(Note(f"{empty} of {len(examples)} answers are empty: the model learns to say nothing after these prompts"))
 
-    def encode() -> dict[str, Tensor]:
-        rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, answers=True)
+    def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
+        rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, bad, answers=True)
         for chunk in prompts.chunks():
             pairs = writer.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end)
             for (index, _, _), pair in zip(chunk, pairs, strict=True):
@@ -191,9 +197,9 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
 
     content = ((_content(e), e.row.get("answer", e.answer), e.turns, e.whole) for e in examples)
-    stored = read_or_compute(
-        encode, "pairs", tokenizer, writer.settings, content, len(examples) if writer.is_lasting else 0
-    )
+    bad, count = BadRows(config.bad_rows), len(examples) if writer.is_lasting else 0
+    stored = read_or_compute(partial(encode, examples, bad), "pairs", tokenizer, writer.settings, content, count)
+    _tell_bad(bad, encode, examples, stored)
     _check_unknown(writer, examples, stored, answers=False)
     _check_unknown(writer, examples, stored, answers=True)
     dropped, cut = stored["counts"].tolist()
@@ -213,6 +219,21 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int |
     """
     end = Writer(tokenizer, config).end
     return None if end is None else end[1]
+
+
+def _tell_bad(
+    bad: BadRows,
+    encode: Callable[[Sequence[Example], BadRows], object],
+    examples: Sequence[Example],
+    stored: Mapping[str, Tensor],
+) -> None:
+    """Tell of the rows that are left out, and of those that were when the ids were kept on the disk."""
+    if not len(stored["bad"]):
+        return
+    if not bad:
+        with suppress(ConfigError, DataError):  # of which one was counted
+            encode([examples[index] for index in stored["bad"][:SHOWN].tolist()], bad)
+    bad.tell(len(stored["bad"]), len(examples))
 
 
 def _check_unknown(
@@ -259,7 +280,7 @@ def _check_answer(example: Example) -> None:
 
 
 def _check_media(example: Example, words: Collection[str], *, answer: bool) -> None:
-    if (column := find_media(example.row, example.columns)) is not None:
+    if (column := find_media(example.row, example.fields)) is not None:
         raise DataError(
             f"column {column!r} holds an image, video or audio, which a model that is trained on text alone would not "
             "see; take the row or the column out"
@@ -280,7 +301,7 @@ def _says_something(example: Example) -> bool:
 
 def _content(example: Example) -> tuple[Any, ...]:
     """What the text of a prompt, and whether it is used, depend on, beside the configuration."""
-    return example.prompt, example.row.get("tools"), example.is_text, find_media(example.row, example.columns)
+    return example.prompt, example.row.get("tools"), example.is_text, find_media(example.row, example.fields)
 
 
 class _Rows:
@@ -308,16 +329,17 @@ class _Prompts:
     Args:
         writer: Writes the prompts.
         examples: The examples.
+        bad: Counts the examples that cannot be used.
         answers: Whether the answers are learned, and have to fit, too.
     """
 
-    def __init__(self, writer: Writer, examples: Sequence[Example], *, answers: bool) -> None:
+    def __init__(self, writer: Writer, examples: Sequence[Example], bad: BadRows, *, answers: bool) -> None:
         self._writer = writer
         self._examples = examples
         self._answers = answers
         self._kept = array("q")
         self._taken_out: set[int] = set()
-        self._bad = BadRows()
+        self._bad = bad
         self._dropped = self._cut = 0
 
     def chunks(self) -> Iterator[list[tuple[int, str | Messages, list[int]]]]:
@@ -348,11 +370,12 @@ class _Prompts:
                 self._kept.append(index)
                 chunk.append((index, prompt, tokens))
             yield chunk
-            self._bad.settle(places.stop)
-        if examples and not self._kept:
+            self._bad.check(places.stop)
+        self._bad.settle(len(examples))
+        if self._dropped and not self._kept:
             fact = f"the shortest has {shortest:.0f}" if shortest < float("inf") else "each has far more"
             raise DataError(
-                f"each of the {len(examples)} prompts is longer than data.max_prompt_tokens = {most} ({fact}); "
+                f"each of the {self._dropped} prompts is longer than data.max_prompt_tokens = {most} ({fact}); "
                 f"raise it{'' if writer.config.overlong == 'cut' else ', or set data.overlong to cut'}"
             )
 
@@ -377,5 +400,5 @@ class _Prompts:
 
     def tensors(self) -> dict[str, Tensor]:
         kept = array("q", (index for index in self._kept if index not in self._taken_out))
-        counts = torch.tensor([self._dropped, self._cut])
-        return {"kept": _tensor(kept, torch.int64), "counts": counts}
+        bad, counts = torch.tensor(sorted(self._taken_out), dtype=torch.int64), torch.tensor([self._dropped, self._cut])
+        return {"kept": _tensor(kept, torch.int64), "counts": counts, "bad": bad}

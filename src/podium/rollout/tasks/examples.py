@@ -22,14 +22,17 @@ from typing import Any, Final, Literal, TypeGuard, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
-from podium.rollout.tasks.bad_rows import LOOK_AHEAD, BadRows
+from podium.rollout.tasks.bad_rows import BadRows
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
     NESTED_ANSWERS,
     NESTED_PROMPTS,
     check_meaning,
+    fill_template,
     has_column,
+    is_template,
+    list_fields,
     list_names,
     preference_pair,
     read_column,
@@ -77,7 +80,7 @@ class Example:
         whole: Whether prompt and turns are one conversation, of which supervised fine-tuning learns every turn of the
             assistant.
         place: Where the row comes from, as in "train.jsonl, line 3". Empty for a row that comes from no data.
-        columns: The columns of prompt and answer; None for one that is not in a column.
+        columns: The columns of prompt and answer, or the templates that write them; None for one that is not there.
     """
 
     prompt: str | Messages
@@ -87,6 +90,11 @@ class Example:
     whole: bool = False
     place: str = ""
     columns: tuple[str | None, str | None] = (None, None)
+
+    @property
+    def fields(self) -> list[str]:
+        """The columns, and fields of columns, that prompt and answer are made of."""
+        return [field for column in self.columns for field in list_fields(column)]
 
     @property
     def is_text(self) -> bool:
@@ -174,12 +182,14 @@ def _generate_examples(
     """Draw different problems of a side, which takes the share ``side`` of all, until there are ``wanted`` of them."""
     examples: dict[str, Example] = {}
     since = 0
-    columns = (None if config.template else "question", "answer")
+    if config.prompt_column == "prompt":
+        config = replace(config, prompt_column="question")
     for location, row in gym.generate_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
-        prompt = _fill(config.template, row, location) if config.template else row["question"]
+        example = _map_columns(location, row, config)
+        prompt = _text(example.prompt)
         since += 1
         if prompt not in examples and (side == 1 or _is_held_out(prompt, config.holdout) == held_out):
-            examples[prompt] = _example(prompt, row["answer"], row, place=location, columns=columns)
+            examples[prompt] = example
             since = 0
         if len(examples) == wanted or since > _PATIENCE / side:
             break
@@ -195,8 +205,10 @@ def _generate_examples(
 
 def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | None) -> list[Example]:
     rows, shared = _open(spec, config, held_out)
-    everything = _map_rows(rows, config, None if shared or held_out else limit)
+    everything, bad = _map_rows(rows, config, None if shared or held_out else limit)
     if not (shared and held_out):  # the training side has told of the same rows
+        if bad:
+            bad.tell(len(bad), len(everything) + len(bad))
         _note_forms(spec, everything, config)
     if not shared:
         return _choice(everything, limit) if held_out else everything
@@ -227,10 +239,14 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
     return dataset_rows(spec, split, config.options), shared
 
 
-def _map_rows(rows: Iterator[PlacedRow], config: DataConfig, limit: int | None) -> list[Example]:
-    """Return the examples of ``rows``, at most ``limit``. Raises for rows of which no example can be made."""
+def _map_rows(rows: Iterator[PlacedRow], config: DataConfig, limit: int | None) -> tuple[list[Example], BadRows]:
+    """Return the examples of ``rows``, at most ``limit``, and the rows of which no example can be made.
+
+    Raises:
+        ConfigError, DataError: There are such rows and ``data.bad_rows`` refuses them, or no others.
+    """
     examples: list[Example] = []
-    bad = BadRows()
+    bad = BadRows(config.bad_rows)
     last: float = math.inf
     for location, row in rows:
         try:
@@ -239,11 +255,11 @@ def _map_rows(rows: Iterator[PlacedRow], config: DataConfig, limit: int | None) 
             examples.append(_map_columns(location, row, config))
         except (ConfigError, DataError) as error:
             bad.add(error)
-            last = min(last, len(examples) + LOOK_AHEAD)
+            last = min(last, len(examples) + bad.look_ahead)
         if len(examples) == limit or len(examples) + len(bad) >= last:
             break
     bad.settle(len(examples) + len(bad))
-    return examples
+    return examples, bad
 
 
 def _note_forms(spec: str, examples: Sequence[Example], config: DataConfig) -> None:
@@ -276,10 +292,15 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
     prompt, answer = (
         _read(place, row, part, column) for part, column in (("prompt", prompt_column), ("answer", answer_column))
     )
-    if prompt_column is None and not config.template:
+    if prompt_column is None:
+        if not isinstance(answer, str):
+            raise DataError(
+                f"{place}: column {answer_column!r} holds {str(answer)[:60]!r} ({type(answer).__name__}); expected "
+                "text, since data.prompt_column = null"
+            )
         example = _example(answer, None, row, whole=True)
     else:
-        prompt = _fill(config.template, row, place) if config.template else _with_system(prompt, row)
+        prompt = _with_system(prompt, row, columns)
         _check_columns(place, columns, prompt, answer)
         if (tools := read_tools(row)) is not None:
             row = {**row, "tools": tools}
@@ -293,13 +314,24 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
     if column is None:
         return None
     try:
+        if is_template(column, row):
+            return fill_template(column, row)
         value = read_column(row, column)
     except LookupError:
+        if is_template(column, row):
+            name = next((field for field in list_fields(column) if not has_column(row, field)), "")
+            hint = columns_hint(name, list_names(row))
+            raise DataError(f"{place}: data.{part}_column = {column!r} needs {name!r}; {hint}") from None
         if pair := preference_pair(row):
             raise DataError(f"{place}: no column {column!r} for the {part}; {_explain_preference(*pair)}") from None
         none = " (null if there is no answer)" if part == "answer" else ""
         hint = columns_hint(column, list_names(row))
         raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}") from None
+    except ValueError as error:
+        raise DataError(
+            f"{place}: data.{part}_column = {column!r} cannot be filled: {error}; a column is {{question}}, a part of "
+            "one {metadata.expression}, a brace {{ or }}"
+        ) from None
     if isinstance(value, str) and _WRITTEN_OUT.match(value):
         raise DataError(
             f"{place}: column {column!r} holds a conversation as text, {value[:60]!r}; expected a list of "
@@ -316,9 +348,11 @@ def _explain_preference(better: str, worse: str) -> str:
     )
 
 
-def _with_system(prompt: Any, row: Mapping[str, Any]) -> Any:
+def _with_system(prompt: Any, row: Mapping[str, Any], columns: Sequence[str | None]) -> Any:
     """Return the prompt after the row's own system message, where the row has one in a column of its own."""
     system = read_system(row)
+    if system is not None and any(system[0] in list_fields(column) for column in columns):
+        return prompt
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is None or not _is_conversation(messages) or messages[0]["role"] in ("system", "developer"):
         return prompt
@@ -412,7 +446,7 @@ def _columns(row: Mapping[str, Any], config: DataConfig) -> tuple[str | None, st
     """
     prompt, answer = config.prompt_column, config.answer_column
     usual_answer = answer == "answer" and "answer" not in row
-    if prompt == "prompt" and not config.template:
+    if prompt == "prompt":
         named = (name for name in (*CONVERSATIONS, *NESTED_PROMPTS) if has_column(row, name))
         conversation = next(named, None)
         if conversation is None and usual_answer and "prompt" not in row and reads_as_text(row):
@@ -427,9 +461,9 @@ def _columns(row: Mapping[str, Any], config: DataConfig) -> tuple[str | None, st
             answer = _COMPLETION
         elif nested := next((name for name in NESTED_ANSWERS if has_column(row, name)), None):
             answer = nested
-        elif not config.template and _ends_with_answer(_conversation(row, prompt)):
+        elif prompt is not None and _ends_with_answer(_conversation(row, prompt)):
             answer = None
-    return (None if config.template else prompt), answer
+    return prompt, answer
 
 
 def _conversation(row: Mapping[str, Any], column: str) -> Any:
@@ -520,19 +554,6 @@ def _example(prompt: str | Messages, answer: Any, row: dict[str, Any], **fields:
     text = None if answer is None else answer_text(answer)
     shown = str(answer) if text is None and answer is not None else text
     return Example(prompt, shown, {**row, "prompt": prompt, "answer": answer}, **fields)
-
-
-def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
-    try:
-        return template.format_map(row)
-    except KeyError as error:
-        name = str(error.args[0])
-        raise DataError(f"{place}: data.template needs {name!r}; {columns_hint(name, list(row))}") from None
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"data.template = {template!r} cannot be filled: {error}; a column is {{question}}, a part of one "
-            "{metadata[expression]}, a brace {{ or }}"
-        ) from None
 
 
 def _is_conversation(prompt: object) -> TypeGuard[Messages]:

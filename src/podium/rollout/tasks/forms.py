@@ -6,7 +6,9 @@ reward_model.ground_truth                      ─▶  the field of a column tha
 """
 
 import json
+import math
 import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -17,7 +19,10 @@ __all__ = [
     "NESTED_ANSWERS",
     "NESTED_PROMPTS",
     "check_meaning",
+    "fill_template",
     "has_column",
+    "is_template",
+    "list_fields",
     "list_names",
     "preference_pair",
     "read_column",
@@ -83,6 +88,60 @@ def read_column(row: Mapping[str, Any], name: str) -> Any:
         element = _only(_parse_json(value, '["'))
         return element if isinstance(element, str) else value
     return _only(value)
+
+
+def is_template(column: str | None, row: Mapping[str, Any]) -> bool:
+    """Return whether ``column`` is a template with the names of columns in braces, and no column itself."""
+    return column is not None and "{" in column and column not in row
+
+
+def list_fields(column: str | None) -> list[str]:
+    """Return the columns, or fields of columns, that a column or a template names."""
+    if column is None or "{" not in column:
+        return [] if column is None else [column]
+    try:
+        return [_dotted(name) for _, name, _, _ in string.Formatter().parse(column) if name]
+    except ValueError:
+        return []
+
+
+def fill_template(template: str, row: Mapping[str, Any]) -> str:
+    """Write a text from columns of ``row``, as in ``"Q: {question}\\nA: "``. A column without a value is empty.
+
+    Raises:
+        LookupError: There is no such column or field.
+        ValueError: The template is malformed, names an object or a list, or all columns that it names are empty.
+    """
+    filled = _Template(row)
+    text = filled.vformat(template, (), {})
+    if not filled.has_value:
+        raise ValueError("the columns that it names are empty")
+    return text
+
+
+class _Template(string.Formatter):
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self._row = row
+        self.has_value = False
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        name = field_name if field_name in self._row else _dotted(field_name)
+        value = read_column(self._row, name)
+        missing = value is None or (isinstance(value, float) and math.isnan(value))
+        return ("" if missing else value), name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, Mapping | list):
+            kind = "a list" if isinstance(value, list) else "an object"
+            raise ValueError(f"{str(value)[:40]!r} is {kind}, of which a part is named as in {{choices.0}}")
+        text = str(super().format_field(value, format_spec))
+        self.has_value = self.has_value or bool(text.strip())
+        return text
+
+
+def _dotted(name: str) -> str:
+    """Write ``metadata[expression]`` as ``metadata.expression``."""
+    return re.sub(r"\[([^\]]*)\]", r".\1", name)
 
 
 def list_names(row: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ _MAGIC: Final = re.compile(
 _OBJECTS: Final = ("PIL.", "torchcodec.", "torchvision.", "cv2.")  # where libraries have their images and decoders
 _SCHEMAS: Final = ("tools", "functions", "tool_calls", "function_call")  # whose fields say what others may hold
 _DEEPEST: Final = 6
+_PLAIN: Final = (str, int, float, bool, type(None))
 
 _SIGN: Final = re.compile(
     r"<\|(?:\w+_of_)?(?:image|img|video|audio|vision)[ _\w]*\|>"
@@ -36,15 +37,14 @@ _QUOTES: Final = ("``", '""', "''", "“”")
 _NAMED: Final = re.compile(r"\s+(?:html\W+)?(?:tag|element|token|placeholder|attribute|node|keyword)", re.IGNORECASE)
 
 
-def find_media(row: Mapping[str, Any], read: Collection[str | None] = ()) -> str | None:
+def find_media(row: Mapping[str, Any], read: Collection[str] = ()) -> str | None:
     """Return the name of the first column, or field of one, that holds an image, video or audio; None if none does.
 
     Args:
         read: The columns that are read as text, whatever their names.
     """
     for name, value in row.items():
-        named = name not in read and not (isinstance(value, str) and _LINK.fullmatch(name.lower()))
-        if (path := _find(name, value, 0, named=named)) is not None:
+        if (path := _find(name, value, 0, named=name not in read and not _is_link(name, value))) is not None:
             return path
     return None
 
@@ -55,9 +55,13 @@ def find_links(row: Mapping[str, Any]) -> str | None:
     A text may have such an address without being about the medium: a product has a picture, a transcript a video.
     """
     for name, value in row.items():
-        if isinstance(value, str) and value and _LINK.fullmatch(name.lower()) and _names_media(name.lower()):
+        if _is_link(name, value):
             return name
     return None
+
+
+def _is_link(name: str, value: Any) -> bool:
+    return _names_media(name) and isinstance(value, str) and value != "" and _LINK.fullmatch(name.lower()) is not None
 
 
 def _find(name: str, value: Any, depth: int, *, named: bool) -> str | None:
@@ -68,7 +72,9 @@ def _find(name: str, value: Any, depth: int, *, named: bool) -> str | None:
     """
     if name in _SCHEMAS or depth > _DEEPEST:
         return None
-    if (named and _names_media(name.lower()) and not _is_empty(value)) or _is_medium(value):
+    if type(value) in _PLAIN and not _names_media(name):  # nearly all fields: the rest below is slower
+        return name if _is_medium(value) else None
+    if (named and _names_media(name) and not _is_empty(value)) or _is_medium(value):
         return name
     if isinstance(value, Mapping):
         for field, entry in cast("Mapping[str, Any]", value).items():
@@ -76,17 +82,16 @@ def _find(name: str, value: Any, depth: int, *, named: bool) -> str | None:
                 return f"{name}.{path}"
     elif isinstance(value, list | tuple):
         entries = cast("Sequence[Any]", value)
-        if entries and isinstance(entries[0], int | float):
-            return None
-        for entry in entries:
-            if not isinstance(entry, str) and (path := _find(name, entry, depth + 1, named=False)) is not None:
-                return path
+        if not (entries and type(entries[0]) in _PLAIN):
+            paths = (_find(name, entry, depth + 1, named=False) for entry in entries)
+            return next((path for path in paths if path is not None), None)
     return None
 
 
 @lru_cache(maxsize=4096)
 def _names_media(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and _OTHER.fullmatch(name) is None
+    lowered = name.lower()
+    return _NAME.fullmatch(lowered) is not None and _OTHER.fullmatch(lowered) is None
 
 
 def _is_empty(value: Any) -> bool:

@@ -114,9 +114,9 @@ def _reading(example: Example) -> str:
     if example.is_text:
         parts = f"every token of {answer!r} is learned"
     else:
-        parts = f"prompt {prompt!r}" if prompt else "prompt written by data.template"
+        parts = f"prompt {prompt!r}"
         parts += f", answer {answer!r}" if answer else ", answer the last turn" if example.turns else ", no answer"
-    read = {str(prompt).partition(".")[0], str(answer).partition(".")[0], prompt, answer, "tools"}
+    read = {"tools", *example.fields, *(field.partition(".")[0] for field in example.fields)}
     unread = [repr(name) for name in example.row if name not in {*read, "prompt", "answer"}]
     return visible(f"{example.place}: {parts}" + (f"; not read: {', '.join(unread)}" if unread else ""))
 

@@ -2,21 +2,23 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import constants
 from transformers import PreTrainedTokenizerFast
 
 from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts, load_examples, writer
+from podium.rollout.tasks import DataConfig, Example, cache, encode_pairs, encode_prompts, load_examples, writer
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
-from tests.unit.rollout.tasks.test_encode import CHATML, byte_tokenizer
+from tests.unit.rollout.tasks.test_encode import CHATML, byte_tokenizer, notes_of
 
 # Thinking is written for the last answer only, as Qwen3's template does, and switched off in the opening of an answer.
 QWEN = (
@@ -269,7 +271,7 @@ def test_numbers_are_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA, "<|eot_id|>"), (MARKED, "<|im_end|>")])
 def test_the_templates_end_of_turn_ends_generation(template: str, end: str) -> None:
     tokenizer = tokenizer_of(template)
-    model = ModelConfig(config={"model_type": "qwen3"}, tokenizer="chars:x")
+    model = ModelConfig(config={"model_type": "qwen3", "vocab_size": 400}, tokenizer="chars:x")
     params = with_stop_tokens(SamplingParams(max_new_tokens=4), model, tokenizer, DataConfig())
     assert params.stop_token_ids == (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end))
     plain = with_stop_tokens(SamplingParams(max_new_tokens=4), model, tokenizer, DataConfig(chat_template="none"))
@@ -365,9 +367,9 @@ def test_an_error_about_an_example_names_its_row(
 def test_the_first_bad_row_is_named_with_the_number_of_others(tmp_path: Path) -> None:
     good, bad = {"messages": [USER, LAST]}, {"messages": [USER, USER, LAST]}
     examples = load(tmp_path, [good, bad, good, bad, bad])
-    with pytest.raises(ConfigError, match=r"line 2: .*roles must alternate.*\(3 of the first 5 rows cannot be used\)$"):
+    with pytest.raises(ConfigError, match=r"line 2: .*alternate.*\(3 of the first 5 rows cannot be used; data\.b"):
         encode_pairs(examples, byte_tokenizer(ALTERNATING), DataConfig())
-    with pytest.raises(DataError, match=r"line 2: no column 'prompt'.*\(2 of the first 3 rows cannot be used\)$"):
+    with pytest.raises(DataError, match=r"line 2: no column 'prompt'.*\(2 of the first 3 rows cannot be used; data"):
         load(tmp_path, [good, {"question": "a"}, {"messages": "a"}])
 
 
@@ -451,3 +453,30 @@ def test_roles_of_other_names_and_an_answer_that_repeats_the_prompt_are_read_as_
     for prompt in ("the fox", [USER]):
         (example,) = load(tmp_path, [{"prompt": prompt, "chosen": [USER, LAST]}], answer_column="chosen")
         assert (example.prompt, [*example.turns], example.answer) == (prompt, [LAST], "sleeps")
+
+
+def test_bad_rows_are_left_out_with_their_number_and_the_first_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of which no example can be made, those that the template cannot write, and those without an answer."""
+    monkeypatch.setattr(cache, "_FROM", 1)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    tokenizer, config = byte_tokenizer(ALTERNATING), DataConfig(bad_rows="drop")
+    good, bad = {"messages": [USER, LAST]}, {"messages": [USER, USER, LAST]}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [good, bad, bad, 5, good, bad, {"a": 1}, bad])))
+    config = replace(config, train=str(tmp_path / "rows.jsonl"), holdout=0.0)
+    examples: list[Example] = []
+    kept: list[int] = []
+    (note,) = notes_of(lambda: examples.extend(load_examples(config.train, config)))
+    assert "2 of 8 rows cannot be used and are left out, the first of them: (1) " in note
+    assert "rows.jsonl, line 4: expected a JSON object" in note and "(2) " in note and "line 7: no column" in note
+    for encode in (encode_prompts, encode_pairs):
+        for _ in range(2):  # the second time from the disk
+            notes = notes_of(lambda encode=encode: kept.append(len(encode(examples, tokenizer, config).token_ids)))
+            (note,) = notes
+            assert note.startswith("4 of 6 rows cannot be used and are left out, the first of them: (1) ")
+            assert all(f"({n}) {tmp_path}/rows.jsonl, line {at}: " in note for n, at in ((1, 2), (2, 3), (3, 6)))
+            assert "(4)" not in note
+    assert kept == [2] * 4
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: the chat template cannot write"):
+        encode_pairs([example for example in examples if len(example.prompt) == 2], tokenizer, config)

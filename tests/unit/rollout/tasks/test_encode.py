@@ -280,7 +280,7 @@ def test_a_text_of_30_mb_is_answered_at_once(
 def test_a_tokenizer_without_an_end_is_told() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
-    model = ModelConfig(config={"model_type": "qwen3"}, tokenizer="chars:x")
+    model = ModelConfig(config={"model_type": "qwen3", "vocab_size": 400}, tokenizer="chars:x")
     given = SamplingParams(max_new_tokens=7)
     (note,) = notes_of(lambda: with_stop_tokens(given, model, tokenizer, DataConfig()))
     assert "every completion has sampling.max_new_tokens = 7 tokens: set eos_token" in note

@@ -65,12 +65,46 @@ def test_columns_are_mapped_and_the_reward_sees_both_names(tmp_path: Path) -> No
 
 def test_a_template_writes_the_prompt_from_any_columns(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "1+1", "meta": {"unit": "km"}, "answer": "2"}])
-    (example,) = load(path, template="Q: {q} in {meta[unit]} {{}}\nA: ")
+    (example,) = load(path, prompt_column="Q: {q} in {meta[unit]} {{}}\nA: ")
     assert example.prompt == example.row["prompt"] == "Q: 1+1 in km {}\nA: "
-    with pytest.raises(DataError, match=r"line 1: data\.template needs 'qq'; the columns are 'q', 'meta', 'answer'"):
-        load(path, template="{qq}")
-    with pytest.raises(ConfigError, match=r"data\.template = '\{q' cannot be filled"):
-        load(path, template="{q")
+    with pytest.raises(DataError, match=r"line 1: data\.prompt_column = '\{qq\}' needs 'qq'; the columns are 'q'"):
+        load(path, prompt_column="{qq}")
+    with pytest.raises(DataError, match=r"line 1: data\.prompt_column = '\{q' cannot be filled"):
+        load(path, prompt_column="{q")
+
+
+def test_a_template_writes_the_answer_too_and_reads_fields_of_columns(tmp_path: Path) -> None:
+    row = {"q": "1+1", "steps": ["1", "2"], "nested": {"truth": 2}, "hint": None, "pairs": [{"a": "b"}]}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    config = {
+        "prompt_column": "{q} {hint}{pairs[0][a]}",
+        "answer_column": "{steps.1}\n#### {nested.truth:03d}",
+    }
+    (example,) = load(path, **config)
+    assert (example.prompt, example.answer) == ("1+1 b", "2\n#### 002"), "a column without a value is empty"
+    assert example.fields == ["q", "hint", "pairs.0.a", "steps.1", "nested.truth"]
+    for column, said in (
+        ("{steps}", r"\['1', '2'\]\" is a list, of which a part is named as in \{choices\.0\}"),
+        ("{nested}", "is an object, of which a part is named"),
+        ("{hint}", "the columns that it names are empty"),
+        ("{}", "needs"),
+        ("{q.unit}", r"needs 'q\.unit'"),
+        ("{steps.7}", r"needs 'steps\.7'"),
+    ):
+        with pytest.raises(DataError, match=rf"line 1: data\.answer_column = .*{said}"):
+            load(path, prompt_column="q", answer_column=column)
+
+
+def test_a_text_in_any_column_is_learned_whole_if_there_is_no_prompt(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"system": "Add.", "chat": "USER: 1+1 ASSISTANT: 2", "turns": ["a", "b"]}]
+    )
+    (example,) = load(path, prompt_column=None, answer_column="{system}\n{chat}")
+    assert example.is_text and example.prompt == "Add.\nUSER: 1+1 ASSISTANT: 2"
+    with pytest.raises(DataError, match=r"line 1: column 'turns' holds .*\(list\); expected text, since data"):
+        load(path, prompt_column=None, answer_column="turns")
+    with pytest.raises(ConfigError, match=r"data\.prompt_column and data\.answer_column are null"):
+        DataConfig(prompt_column=None, answer_column=None)
 
 
 def test_conversations_are_prompts(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_problems_are_different_and_the_sides_disjoint_over_all_seeds() -> None:
 def test_a_row_is_what_its_scorer_needs() -> None:
     config = DataConfig(train="reasoning_gym:chain_sum", options=TWO_TERMS, train_items=50)
     config_with_template = DataConfig(
-        train=config.train, options=TWO_TERMS, train_items=50, template="{metadata[expression]} ="
+        train=config.train, options=TWO_TERMS, train_items=50, prompt_column="{metadata[expression]} ="
     )
     for examples in (load(config), load(config_with_template)):
         with Grader(RewardConfig(name="reasoning_gym")) as grader:

@@ -98,9 +98,6 @@ SCHEMAS: Final[dict[str, Schema]] = {
         [user(SUM)],
         "It is 7.",
     ),
-    "DeepScaleR": Schema(
-        {"problem": SUM, "answer": "7", "solution": "It is 7."}, {"prompt_column": "problem"}, SUM, "7"
-    ),
     "GSM8K": Schema(
         {"question": SUM, "answer": "3 + 4 = 7\n#### 7"}, {"prompt_column": "question"}, SUM, "3 + 4 = 7\n#### 7"
     ),
@@ -141,25 +138,25 @@ SCHEMAS: Final[dict[str, Schema]] = {
     ),
     "MMLU": Schema(
         {"question": SUM, "subject": "sums", "choices": ["6", "7"], "answer": 1},
-        {"template": "{question}\n0. {choices[0]}\n1. {choices[1]}"},
+        {"prompt_column": "{question}\n0. {choices[0]}\n1. {choices[1]}"},
         f"{SUM}\n0. 6\n1. 7",
         1,
     ),
     "SQuAD": Schema(
         {"id": "1", "context": "3 + 4 is 7.", "question": SUM, "answers": {"text": ["7"], "answer_start": [9]}},
-        {"template": "{context}\n{question}", "answer_column": "answers.text"},
+        {"prompt_column": "{context}\n{question}", "answer_column": "answers.text"},
         f"3 + 4 is 7.\n{SUM}",
         "7",
     ),
     "Alpaca": Schema(
         {"instruction": "Add.", "input": "3 4", "output": "7", "text": "Below is an instruction …"},
-        {"template": "{instruction}\n{input}", "answer_column": "output"},
+        {"prompt_column": "{instruction}\n{input}", "answer_column": "output"},
         "Add.\n3 4",
         "7",
     ),
     "Dolly": Schema(
         {"instruction": SUM, "context": "Sums.", "response": "7", "category": "open_qa"},
-        {"template": "{context}\n{instruction}", "answer_column": "response"},
+        {"prompt_column": "{context}\n{instruction}", "answer_column": "response"},
         f"Sums.\n{SUM}",
         "7",
     ),
@@ -237,6 +234,11 @@ SCHEMAS: Final[dict[str, Schema]] = {
         {"prompt_column": "query", "answer_column": "answers"},
         SUM,
         f"[{CALL_TEXT}]",
+    ),
+    "Glaive": Schema(
+        {"system": "SYSTEM: Add.", "chat": f"USER: {SUM}\nASSISTANT: 7 <|endoftext|>"},
+        {"prompt_column": None, "answer_column": "{system}\n{chat}"},
+        f"SYSTEM: Add.\nUSER: {SUM}\nASSISTANT: 7 <|endoftext|>",
     ),
     "HelpSteer2": Schema(
         {"prompt": SUM, "response": "7", "helpfulness": 4, "correctness": 4}, {"answer_column": "response"}, SUM, "7"
