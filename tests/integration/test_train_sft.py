@@ -87,7 +87,7 @@ def test_an_example_without_an_answer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
 def test_an_answer_that_is_no_text_is_refused_before_the_first_step(tmp_path: Path, recipe: str) -> None:
     path = tmp_path / "lists.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": [n]}) + "\n" for n in range(60)))
+    path.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": [n, n]}) + "\n" for n in range(60)))
     settings = {"data": {"train": str(path)}, "eval": {"items": 0}}
     with pytest.raises(DataError, match=r"the answer '\[\d+\]' \(list\) is neither text nor messages"):
         if recipe == "sft":
