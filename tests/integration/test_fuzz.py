@@ -243,7 +243,7 @@ class Doors:
         path.write_bytes(damaged(data, rng) if rng.random() < 0.5 else data)
         settings: dict[str, Any] = {}
         if rng.random() < 0.3:
-            name = rng.choice(["template", "system_prompt", "prompt_column", "answer_column", "chat_template"])
+            name = rng.choice(["bad_rows", "system_prompt", "prompt_column", "answer_column", "chat_template"])
             settings[name] = rng.choice(
                 ["{prompt}", "{prompt[0]}", "{level.real}", "{x!r}", "{", "none", "level", "tools"]
             )

@@ -89,7 +89,7 @@ def test_an_answer_that_is_no_text_is_refused_before_the_first_step(tmp_path: Pa
     path = tmp_path / "lists.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": [n, n]}) + "\n" for n in range(60)))
     settings = {"data": {"train": str(path)}, "eval": {"items": 0}}
-    with pytest.raises(DataError, match=r"the answer '\[\d+\]' \(list\) is neither text nor messages"):
+    with pytest.raises(DataError, match=r"the answer '\[\d+, \d+\]' \(list\) is neither text nor messages"):
         if recipe == "sft":
             SFTTrainer(tiny(SFTConfig, tmp_path, **settings), cluster="inline", show=False).fit()
         else:
