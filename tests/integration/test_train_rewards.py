@@ -101,6 +101,38 @@ def test_completions_without_a_score_are_not_trained_and_kept(tmp_path: Path) ->
     assert sum("returned None for" in note for note in notes) == 1
 
 
+def test_sessions_without_a_score_are_not_trained(tmp_path: Path) -> None:
+    template, world = tmp_path / "chat.jinja", tmp_path / "world.py"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    world.write_text(
+        "async def play(task, client):\n"
+        "    await client.chat([{'role': 'user', 'content': task['prompt']}])\n"
+        "    await client.chat([{'role': 'user', 'content': task['answer']}])\n"  # a second row of the trajectory
+    )
+
+    def above(completion: str, answer: str) -> float | None:
+        return float(len(completion)) if completion > "3" else None
+
+    config = tiny(
+        GRPOConfig,
+        tmp_path,
+        environment={"name": f"{world}:play"},
+        data={"chat_template": str(template)},
+        run={"steps": 1},
+        eval={"items": 0},
+    )
+    run = train(config, reward=above)
+    (row,) = metrics_rows(run)
+    table = table_of(run, 1)
+    kept = {session for session, score in zip(table["session"], table["reward"], strict=True) if score is not None}
+    gone = {session for session, score in zip(table["session"], table["reward"], strict=True) if score is None}
+    assert not kept & gone
+    assert len(kept | gone) == 16
+    assert row[metrics.ABSTAINED] == len(gone) > 0
+    assert row[metrics.SESSIONS_TRAINED] == len(kept)
+    assert row[metrics.SESSIONS_ROWS] == sum(score is not None for score in table["reward"])
+
+
 def test_a_reward_that_scores_nothing_ends_the_run(tmp_path: Path) -> None:
     def forgets(completion: str, row: Mapping[str, Any]) -> None:
         float(len(completion))

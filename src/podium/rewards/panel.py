@@ -112,25 +112,18 @@ class Panel:
 
     def add_up(self, values: Sequence[object], log: Log) -> Result:
         """Return the weighted sum of what the functions returned for one completion, with their parts."""
-        total, parts, extra, is_scored = 0.0, dict[str, float](), dict(log.extra), False
+        total, parts, extra, is_scored = 0.0, dict(log.parts), dict(log.extra), False
         for form, weight, value in zip(self.forms, self.weights, values, strict=True):
-            own_parts: dict[str, float] = {}
-            if isinstance(value, Mapping):
-                problem, value = _read_parts(value, own_parts, extra if form.is_lenient else None)
-                if problem:
-                    return self.blame(form, Result(problem=problem))
-            elif value is not None:
-                if (number := _number(value)) is None:
-                    return self.blame(form, Result(problem=f"returned {_show(value)}"))
-                value = number
-            if len(self.forms) > 1:
-                parts |= {f"{form.name}.{name}": part for name, part in own_parts.items() if name != "score"}
-                parts |= {} if value is None else {form.name: value}
-            else:
+            problem, score, own_parts = _read_value(value, extra if form.is_lenient else None)
+            if problem:
+                return self.blame(form, Result(problem=problem))
+            if len(self.forms) == 1:
                 parts |= own_parts
-            if value is not None:
-                total, is_scored = total + weight * value, True
-        parts = {**log.parts, **parts}
+            else:
+                parts |= {f"{form.name}.{name}": part for name, part in own_parts.items() if name != "score"}
+                parts |= {} if score is None else {form.name: score}
+            if score is not None:
+                total, is_scored = total + weight * score, True
         if not is_finite(total) or not all(map(is_finite, parts.values())):
             return Result(problem=f"has the score {total:g} with the parts {parts}"[:_PROBLEM])
         return Result(total if is_scored else None, parts, extra)
@@ -249,13 +242,17 @@ def _failure(error: BaseException) -> Result:
     return Result(problem=problem, traceback=_trace(error)[-_TRACEBACK:], error=error)
 
 
-def _read_parts(
-    value: Mapping[Any, Any], parts: dict[str, float], texts: dict[str, str] | None
-) -> tuple[str, float | None]:
-    """Read a mapping with "score" into ``parts``. Returns a problem, or the score, which is None if it abstains.
+def _read_value(value: object, texts: dict[str, str] | None) -> tuple[str, float | None, Mapping[str, float]]:
+    """Read what a function returned: a problem or "", the score or None if the function abstains, and named parts.
 
-    What is no number is a problem, unless ``texts`` takes it.
+    What is no number in a mapping is a problem, unless ``texts`` takes it.
     """
+    if value is None:
+        return "", None, _NO_PARTS
+    if isinstance(value, float) or not isinstance(value, Mapping):
+        number = _number(value)
+        return "" if number is not None else f"returned {_show(value)}", number, _NO_PARTS
+    parts: dict[str, float] = {}
     for name, part in value.items():
         number = _number(part)
         if number is not None:
@@ -263,11 +260,11 @@ def _read_parts(
         elif texts is not None and name != "score":
             texts |= {} if part is None else {str(name): str(part)}
         elif name != "score" or part is not None:
-            return f"returned {_show(part)} as part {str(name)[:60]!r}", None
+            return f"returned {_show(part)} as part {str(name)[:60]!r}", None, _NO_PARTS
     if "score" not in value:
         names = ", ".join(map(repr, value)) or "nothing"
-        return f'returned a mapping without "score" (it has {names})'[:_PROBLEM], None
-    return "", parts.get("score")
+        return f'returned a mapping without "score" (it has {names})'[:_PROBLEM], None, _NO_PARTS
+    return "", parts.get("score"), parts
 
 
 def is_finite(value: object) -> bool:

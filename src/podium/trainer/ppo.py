@@ -169,7 +169,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         with stage("score"), self._keep_if_not_graded([batch], prompts, step):
             self.ledger.move(step, "rolled_out", places, versions=scored.versions())
             scored = grade_sessions(scored, self.run.grader, self.config.reward.correct_at, self.run.roles.reward)
-            trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(batch))}
+            trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(scored.batch))}
             scored = replace(scored, figures={**scored.figures, **trained})
             self._enter_graded(scored, places)
         if gone := sorted({*range(len(prompts))} - {*places}):
