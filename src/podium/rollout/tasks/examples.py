@@ -327,7 +327,7 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
         none = " (null if there is no answer)" if part == "answer" else ""
         hint = columns_hint(column, list_names(row))
         raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}") from None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise DataError(
             f"{place}: data.{part}_column = {column!r} cannot be filled: {error}; a column is {{question}}, a part of "
             "one {metadata.expression}, a brace {{ or }}"

@@ -51,6 +51,9 @@ _METADATA: Final = re.compile(
     r"language|score|count|tokens|length|size|license|licence|subset|split|hash|sha|repo|version|__index_level_0__)s?"
 )
 """Columns beside a text that say where it comes from, and are not a second half of it."""
+_NEW_LINE: Final = re.compile(
+    r"\\n(?!(u|abla|eq?|eg|ot|otin|i|ewline|mid|leq?|geq?|onumber|orm|ewcommand|earrow|warrow|atural|less|gtr)\b)"
+)
 _CHOSEN: Final = (("chosen", "rejected"), ("preferred", "non_preferred"), ("preferred", "dispreferred"))
 
 
@@ -108,12 +111,14 @@ def list_fields(column: str | None) -> list[str]:
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
     """Write a text from columns of ``row``, as in ``"Q: {question}\\nA: "``. A column without a value is empty.
 
+    A backslash with an n, as a shell passes it on, is a new line where it begins no command of LaTeX.
+
     Raises:
         LookupError: There is no such column or field.
         ValueError: The template is malformed, names an object or a list, or all columns that it names are empty.
     """
     filled = _Template(row)
-    text = filled.vformat(template, (), {})
+    text = filled.vformat(_NEW_LINE.sub("\n", template), (), {})
     if not filled.has_value:
         raise ValueError("the columns that it names are empty")
     return text

@@ -83,6 +83,8 @@ def test_a_template_writes_the_answer_too_and_reads_fields_of_columns(tmp_path: 
     (example,) = load(path, **config)
     assert (example.prompt, example.answer) == ("1+1 b", "2\n#### 002"), "a column without a value is empty"
     assert example.fields == ["q", "hint", "pairs.0.a", "steps.1", "nested.truth"]
+    (example,) = load(path, prompt_column=r"{q}\nso\n\n{q} \neq \nu", answer_column=None)
+    assert example.prompt == "1+1\nso\n\n1+1 \\neq \\nu", "a shell passes a new line on as two characters"
     for column, said in (
         ("{steps}", r"\['1', '2'\]\" is a list, of which a part is named as in \{choices\.0\}"),
         ("{nested}", "is an object, of which a part is named"),
