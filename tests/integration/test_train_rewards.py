@@ -12,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from podium.errors import ConfigError, RewardError
+from podium.runs.reading import RunFiles
 from podium.runs.records import RunRecord
 from podium.telemetry import Event, Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium.view.completions import Completions
 from tests.integration.training import metrics_rows, tiny, train
 from tests.unit.rewards.test_panel import fails
 
@@ -60,6 +62,8 @@ def test_a_list_of_rewards_of_all_forms(tmp_path: Path) -> None:
         assert row["reward_parts/digits.sevens"] == pytest.approx(sum(table["reward_digits.sevens"]) / 16)
         assert row[metrics.REWARD_MEAN] == pytest.approx(sum(table["reward"]) / 16)
         assert metrics.ABSTAINED not in row
+    shown = Completions(RunFiles(run)).group(1, table_of(run, 1)["group"][0])["rows"][0]
+    assert {*shown["parts"]} == {*NAMES, "fraction", "digits.sevens"}, "as podium view shows them"
     assert str(path) in json.loads((run / "places.json").read_text())
     assert RunRecord(run).settings["reward.name"] == names
 

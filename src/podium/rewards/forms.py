@@ -218,6 +218,10 @@ class Form:
         what = f"is neither the completion, the row nor a column of the data (which are {listed})"
         if name in columns:
             what = "is a column of the data, and no parameter is known to be the completion"
+        if self.takes_lists and name in _RESERVED:
+            what = (
+                f"has another name in TRL's form, whose lists are prompts, completions and completion_ids, not {name}"
+            )
         return (
             f"{self.where} has the signature {signature_of(self.reward)}, and its parameter {name!r} {what}: write "
             f'`def {label}(completion, row)` and read row["{answer}"] in it, or name the parameter after its column, '

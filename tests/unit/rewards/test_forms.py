@@ -154,6 +154,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "OpenRLHF": (lambda queries, prompts, labels, **kwargs: {"rewards": [0.0]}, "'queries' is neither"),
     "TRL with a foreign column": (lambda completions, solution, **kwargs: [0.0], "'solution' is neither"),
     "TRL with a default": (lambda completions, solution=None, **kwargs: [0.0], "'solution' is neither"),
+    "AReaL": (
+        lambda prompt, completions, prompt_ids, completion_ids, answer: 0.0,
+        "whose lists are prompts, completions",
+    ),
+    "verl by batches": (lambda data_sources, solution_strs, ground_truths, extra_infos: [0.0], "'data_sources' is nei"),
     "TRL's environments": (lambda completions, environments: [0.0], "environments, which only TRL"),
     "verl with a router": (lambda solution_str, ground_truth, reward_router_address: 0.0, "'reward_router_address'"),
     "method of no object": (Plain.by_column, "'self' is neither"),
