@@ -195,19 +195,24 @@ class Form:
         """Whether a parameter gets the row or a column of it."""
         return any(name in columns for name in getters)
 
-    def _extra(self, name: str) -> Getter | None:
+    def _extra(self, parameter: inspect.Parameter) -> Getter | None:
         """The value of a parameter that the trainer gives, or of one that logs."""
+        name = parameter.name.replace("completions_", "completion_")
         if name in EXTRAS:
-            return lambda item, log: self._read_extra(item, name)
+            return lambda item, log: self._read_extra(item, name, parameter.default)
         if name in _LOGS:
             return lambda item, log: getattr(log, name)
         return None
 
-    def _read_extra(self, item: Item, name: str) -> Any:
+    def _read_extra(self, item: Item, name: str, default: Any = inspect.Parameter.empty) -> Any:
+        if name not in item.extras and default is not inspect.Parameter.empty:
+            return default
         if name not in item.extras:
             raise ValueError(f"{self.where} asks for {name}, which is known in a training run alone")
         value = item.extras[name]
-        return SimpleNamespace(global_step=value, max_steps=self.steps) if name == "trainer_state" else value
+        if name == "trainer_state":
+            return SimpleNamespace(global_step=value, max_steps=self.steps)
+        return [value] if self.takes_lists else value
 
     def _refuse(self, name: str, columns: frozenset[str]) -> str:
         if name == "environments":
@@ -286,7 +291,7 @@ class _RowForm(Form):
             return lambda item, log: item.completion
         if name == self._row or _is_unused(parameter):
             return lambda item, log: item.row
-        if (extra := self._extra(name)) is not None:
+        if (extra := self._extra(parameter)) is not None:
             return extra
         if name in columns and (self._row is None or parameter.default is parameter.empty):
             return lambda item, log: item.row[name]
@@ -297,7 +302,7 @@ class _RowForm(Form):
 
     def _find_rest(self, columns: frozenset[str], getters: Mapping[str, Getter]) -> Callable[..., Mapping[str, Any]]:
         def rest(item: Item, log: Log) -> dict[str, Any]:
-            values = {**item.row, **{name: self._read_extra(item, name) for name in self.extras}}
+            values = {**item.row, **{name: self._read_extra(item, name) for name in self.extras & item.extras.keys()}}
             return {name: value for name, value in values.items() if name not in self.parameters}
 
         return rest
@@ -312,10 +317,7 @@ class _ListForm(Form):
         name = parameter.name
         if name in ("completions", "prompts"):
             return lambda item, log: _texts(item)[name]
-        if name in ("completion_ids", "completions_ids", "prompt_ids"):
-            extra = name.replace("completions_", "completion_")
-            return lambda item, log: [self._read_extra(item, extra)]
-        if (extra := self._extra(name)) is not None:
+        if (extra := self._extra(parameter)) is not None:
             return extra
         if name in columns and name not in _RESERVED:
             return lambda item, log: [item.row[name]]
@@ -325,9 +327,7 @@ class _ListForm(Form):
         def rest(item: Item, log: Log) -> dict[str, Any]:
             values: dict[str, Any] = {name: [value] for name, value in item.row.items() if name not in _RESERVED}
             values |= {**_texts(item), "log_extra": log.log_extra, "log_metric": log.log_metric}
-            for name in self.extras:
-                value = self._read_extra(item, name)
-                values[name] = value if name == "trainer_state" else [value]
+            values |= {name: self._read_extra(item, name) for name in self.extras & item.extras.keys()}
             return {name: value for name, value in values.items() if name not in self.parameters}
 
         return rest
@@ -360,7 +360,7 @@ class _VerlForm(Form):
             return lambda item, log: item.row.get(name)
         if name == "extra_info":
             return lambda item, log: dict(item.row.get(name) or {})
-        if (extra := self._extra(name)) is not None:
+        if (extra := self._extra(parameter)) is not None:
             return extra
         return (lambda item, log: item.row[name]) if name in columns else None
 

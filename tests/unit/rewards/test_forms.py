@@ -271,4 +271,5 @@ def test_what_the_trainer_knows_is_given_where_a_signature_asks_for_it() -> None
         "in_rest": 2,
     }
     assert "asks for completion_ids, which is known in a training run alone" in score_of(by_row).problem
+    assert score_of(lambda completion, row, completion_ids=None: float(completion_ids is None)).score == 1.0
     assert Panel([RIGHT["trl"]]).extras == frozenset()
