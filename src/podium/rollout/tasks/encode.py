@@ -186,6 +186,7 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 
     def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
         rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, bad, answers=True)
+        writer.turns = [0, 0, 0]
         for chunk in prompts.chunks():
             pairs = writer.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end)
             for (index, _, _), pair in zip(chunk, pairs, strict=True):
@@ -194,7 +195,8 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
                     learned.extend(pair[1])
                 else:
                     prompts.take_out(index, pair)
-        return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
+        turns = torch.tensor(writer.turns)
+        return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8), "turns": turns}
 
     content = ((_content(e), e.row.get("answer", e.answer), e.turns, e.whole) for e in examples)
     bad, count = BadRows(config.bad_rows), len(examples) if writer.is_lasting else 0
@@ -205,6 +207,7 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     dropped, cut = stored["counts"].tolist()
     if dropped or cut:
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}"))
+    _tell_turns(*stored["turns"].tolist())
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
     first = examples[int(stored["kept"][0])] if len(rows) else None
@@ -234,6 +237,25 @@ def _tell_bad(
         with suppress(ConfigError, DataError):  # of which one was counted
             encode([examples[index] for index in stored["bad"][:SHOWN].tolist()], bad)
     bad.tell(len(stored["bad"]), len(examples))
+
+
+def _tell_turns(turns: int, rewritten: int, endless: int) -> None:
+    """Tell of turns that are not learned as their rows have them."""
+    if rewritten:
+        emit(
+            Note(
+                f"the chat template writes {rewritten} of {turns} turns of the assistant otherwise than the rows have "
+                "them: many templates leave the reasoning of earlier turns out. The model learns what the template "
+                "writes; a row whose conversation ends with a turn learns that turn whole"
+            )
+        )
+    if endless:
+        emit(
+            Note(
+                f"the chat template ends {endless} of {turns} turns of the assistant without a token of its own: the "
+                "model does not learn to stop there"
+            )
+        )
 
 
 def _check_unknown(

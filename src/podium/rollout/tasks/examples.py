@@ -486,7 +486,9 @@ def _check_messages(place: str, column: str | None, messages: object) -> None:
         )
     for number, message in enumerate(cast(Messages, messages), start=1):
         content = message.get("content")
-        if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        if isinstance(content, str) or (
+            content is None and (message.get("tool_calls") or message.get("function_call"))
+        ):
             continue
         parts = content if isinstance(content, list) else []
         kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts]

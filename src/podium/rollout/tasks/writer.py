@@ -10,7 +10,9 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -18,6 +20,19 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.bad_rows import RowError
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, half_pair, message_text, template_messages
+from podium.rollout.tasks.spans import (
+    MARKING,
+    Span,
+    check_fields,
+    check_learned,
+    check_others,
+    find_turn,
+    mask_tokens,
+    opens_otherwise,
+    read_marks,
+    text_differs_at,
+    to_tool_calls,
+)
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -35,7 +50,6 @@ _PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which t
 _VAST: Final = 1_000_000  # characters: only texts of more are judged by their length before they are encoded
 _EXAMINED: Final = 200  # characters of a text that are looked at for unknown ones
 _PROBE: Final = "podium"
-_MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' keyword around the assistant's text
 
 
@@ -49,6 +63,9 @@ class Writer:
         self._tool_template = chat_template(tokenizer, config, tools=True)
         self._options = _template_options(tokenizer, config, self._template, self._tool_template)
         self._has_written = False
+        self.turns = [0, 0, 0]
+        """Turns of conversations that were encoded; of these, those that the template writes otherwise than the row has
+        them, and those whose end is not learned."""
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
         self.unknown = unknown if isinstance(unknown, int) and unknown not in special else None
@@ -73,22 +90,39 @@ class Writer:
         return not any("strftime_now" in (text or "") for text in (self._template, self._tool_template))
 
     @cached_property
-    def end(self) -> tuple[str, int] | None:
-        """The special token with which the template ends the assistant's turn, and its id."""
+    def ends(self) -> tuple[tuple[str, int], ...]:
+        """The special tokens with which the template ends the assistant's turn, and their ids: most write one."""
         if self._template is None:
-            return None
+            return ()
         messages = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
         try:
             written = _in_time(lambda: self._render(messages, None, opened=False))
         except _Looping:
             raise
         except ConfigError:  # one that writes prompts only
-            return None
+            return ()
         (ids,) = self._encode([written.rpartition(_PROBE)[2]])
-        special = {
-            token_id: token.content for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
-        }
-        return next(((special[token], token) for token in ids if token in special), None)
+        first = next((at for at, token in enumerate(ids) if token in self._special.values()), None)
+        if first is None:
+            return ()
+        names = {token_id: name for name, token_id in self._special.items()}
+        return tuple((names[token], token) for token in takewhile(names.__contains__, ids[first:]))
+
+    @property
+    def end(self) -> tuple[str, int] | None:
+        """The first special token with which the template ends the assistant's turn, and its id."""
+        return self.ends[0] if self.ends else None
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """The texts of the special tokens, and their ids."""
+        return {token.content: at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+
+    @cached_property
+    def _end_signs(self) -> tuple[str, ...]:
+        """The texts that end a turn: all tokens of the template's end, and the first alone."""
+        signs = ("".join(name for name, _ in self.ends), *(name for name, _ in self.ends[:1]))
+        return tuple(dict.fromkeys(sign for sign in signs if sign))
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -122,7 +156,7 @@ class Writer:
         """Return a prompt as messages that a template can write. Where the first is neither a system message nor a
         developer's, ``data.system_prompt`` comes before it."""
         messages: Messages = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else template_messages(prompt)
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else self._to_messages(prompt)
         )
         if self.config.system_prompt and messages[0]["role"] not in INSTRUCTING:
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
@@ -182,21 +216,38 @@ class Writer:
         """
         turns = [(e, prompt, ids) for e, prompt, ids in prompts if e.turns]
         spoken = iter(
-            _in_time(lambda: [_try_row(e, partial(self._conversation, e, p, ids)) for e, p, ids in turns])
+            _in_time(lambda: [_try_row(e, partial(self._conversation, e, p, ids, end)) for e, p, ids in turns])
             if turns
             else ()
         )
-        written = iter(self._encode([e.answer or "" for e, _, _ in prompts if not e.turns]))
+        written = iter(
+            self._encode_answers([(e, prompt, ids) for e, prompt, ids in prompts if not e.turns and not e.is_text])
+        )
+        signs = [token for _, token in self.ends] or [end]
         for example, _, ids in prompts:
             if example.turns:
-                pair = next(spoken)
-                yield pair if self.end or not isinstance(pair, tuple) else ([*pair[0], end], [*pair[1], True])
+                yield next(spoken)
             elif example.is_text:
                 eos = self._tokenizer.eos_token_id
                 yield [*ids, eos if isinstance(eos, int) else end], [False] + [True] * len(ids)
             else:
-                answer = next(written)
-                yield [*ids, *answer, end], [False] * len(ids) + [True] * (len(answer) + 1)
+                answer = [*next(written), *signs]
+                yield [*ids, *answer], [False] * len(ids) + [True] * len(answer)
+
+    def _encode_answers(self, prompts: Sequence[tuple[Example, str | Messages, list[int]]]) -> list[list[int]]:
+        """Encode answers that are text. An answer is encoded with its prompt as one text, where this text begins with
+        the prompt's ids: many tokenizers put a space before each text that they encode. It is encoded alone otherwise.
+        """
+        before = self._write([(prompt, example) for example, prompt, _ in prompts])
+        answers = [example.answer or "" for example, _, _ in prompts]
+        texts = [f"{text}{answer}" for text, answer in zip(before, answers, strict=True)]
+        joined = self._encode_prompts(texts, plain=False)
+        alone = [tokens[: len(ids)] != ids for tokens, (_, _, ids) in zip(joined, prompts, strict=True)]
+        pieces = iter(self._encode([answer for answer, apart in zip(answers, alone, strict=True) if apart]))
+        return [
+            next(pieces) if apart else tokens[len(ids) :]
+            for tokens, (_, _, ids), apart in zip(joined, prompts, alone, strict=True)
+        ]
 
     def check_unknown(self, what: str, texts: Sequence[str], rows: int, total: int) -> None:
         """Report characters that the tokenizer does not know and that ``rows`` of ``total`` texts hold.
@@ -235,7 +286,9 @@ class Writer:
         if example.is_text and isinstance(prompt, str):
             return prompt
         if self._template is not None:
-            return self._render(self.messages(prompt), self._tools(example), opened=True)
+            messages, tools = read_marks(self.messages(prompt))[0], self._tools(example)
+            check_fields(messages, lambda part: self._render(part, tools, opened=True))
+            return self._render(messages, tools, opened=True)
         if not isinstance(prompt, str):
             raise ConfigError(
                 "the prompt is a conversation, and there is no chat template to write it with: set data.chat_template "
@@ -281,58 +334,79 @@ class Writer:
                 + ("; the template may not support system prompts" if system else "")
             ) from error
 
-    def _conversation(self, example: Example, prompt: str | Messages, ids: list[int]) -> tuple[list[int], list[bool]]:
-        """Encode prompt and turns. The mask is True on the assistant's turns, without the prompt's unless it is whole.
+    def _conversation(
+        self, example: Example, prompt: str | Messages, ids: list[int], end: int
+    ) -> tuple[list[int], list[bool]]:
+        """Encode prompt and turns. The mask is True on the assistant's turns, without the prompt's unless it is whole,
+        and without those that the row marks as not to be learned.
 
         Where the template marks the assistant's text, its mask is taken. Otherwise a turn is what the template adds for
-        this turn to what it writes to open it, up to the end of the turn.
+        this turn to what it writes to open it, up to the end of the turn. The text is encoded as a whole where it then
+        begins with the prompt's ids, and in pieces otherwise.
         """
-        tools, before = self._tools(example), self.messages(prompt)
-        messages = [*before, *template_messages(example.turns)]
+        tools = self._tools(example)
+        before = self.messages(prompt)
+        messages, learned = read_marks([*before, *self._to_messages(example.turns)])
         first = 0 if example.whole else len(before)
+        self.turns[1] += check_fields(messages, lambda part: self._render(part, tools, opened=False))
         if _GENERATION.search((self._tool_template if tools else self._template) or ""):
+            if not all(learned[first:]):
+                raise ConfigError(
+                    "a turn is marked as not to be learned, and the chat template marks the assistant's text itself: "
+                    "set data.chat_template to one without {% generation %}"
+                )
             return self._read_marks(messages, tools, 0 if example.whole else len(ids))
-        text, done = self._render(messages, tools, opened=False), 0
-        pieces: list[tuple[str, bool]] = []
+        text = self._render(messages, tools, opened=False)
+        spans: list[Span] = []
         for index in range(first, len(messages)):
             if messages[index]["role"] == "assistant":
-                start, stop = self._turn(text, messages, tools, index)
-                pieces += [(text[done:start], False), (text[start:stop], True)]
-                done = stop
+                span = find_turn(
+                    text,
+                    messages,
+                    index,
+                    lambda part, opened: self._render(part, tools, opened=opened),
+                    self._end_signs,
+                    self._special,
+                )
+                spans.append(replace(span, learned=learned[index]))
+        self.turns[0] += len(spans)
+        self.turns[1] += check_learned(text, messages, spans)
+        while spans and not spans[-1].learned:
+            spans.pop()
+        if not spans:
+            raise DataError("no turn of the conversation is learned: every turn is marked as not to be learned")
+        self.turns[2] += sum(span.learned and not span.ended for span in spans[:-1])
+        tokens, mask = self._encode_spans(text[: spans[-1].stop], spans, ids)
+        return (tokens, mask) if spans[-1].ended else ([*tokens, end], [*mask, True])
+
+    def _encode_spans(self, text: str, spans: list[Span], ids: list[int]) -> tuple[list[int], list[bool]]:
+        if self._tokenizer.is_fast:
+            encoded: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            mask = mask_tokens(encoded["offset_mapping"], spans)
+            if mask is not None and encoded["input_ids"][: len(ids)] == ids:
+                return encoded["input_ids"], mask
+        done, pieces = 0, list[tuple[str, bool]]()
+        for span in spans:
+            pieces += [(text[done : span.start], False), (text[span.start : span.stop], span.learned)]
+            done = span.stop
         tokens: list[int] = []
-        mask: list[bool] = []
-        for encoded, (_, learned) in zip(self._encode([piece for piece, _ in pieces]), pieces, strict=True):
-            tokens += encoded
-            mask += [learned] * len(encoded)
+        mask = []
+        for piece, (_, learned) in zip(self._encode([piece for piece, _ in pieces]), pieces, strict=True):
+            tokens += piece
+            mask += [learned] * len(piece)
         return tokens, mask
 
-    def _turn(self, text: str, messages: Messages, tools: list[Any] | None, place: int) -> tuple[int, int]:
-        """Return where the assistant's turn ``messages[place]`` begins and ends in the ``text`` of all messages."""
-        if place == 0:
-            raise DataError(f"a conversation begins with the assistant's turn {str(messages)[:60]!r}; repair the row")
-        opened = self._render(messages[:place], tools, opened=True)
-        start = len(opened) if text.startswith(opened) else _differs_at(text, opened)
-        # An earlier turn may stand without a part of what opens an answer, such as <think>. The last may not.
-        if start < len(opened) and not (
-            place < len(messages) - 1 and text.startswith(self._render(messages[:place], tools, opened=False))
-        ):
-            raise _opens_otherwise(opened[start:], f"or {_MARKING}")
-        closed = self._render(messages[: place + 1], tools, opened=False)
-        limit = len(closed) if text.startswith(closed) else len(text)
-        sign = self.end[0] if self.end else ""
-        stop = text.find(sign, start, limit) if sign else -1
-        if stop < 0 and limit == len(text) and text != closed:
-            raise ConfigError(
-                f"the chat template writes the turn {str(messages[place])[:60]} otherwise once later messages follow: "
-                + _MARKING
-            )
-        return start, limit if stop < 0 else stop + len(sign)
+    def _to_messages(self, messages: Sequence[Mapping[str, Any]]) -> Messages:
+        """Messages that the template can write, with function calls in the form that it reads."""
+        if "function_call" not in (self._template or ""):
+            messages = [to_tool_calls(message) for message in messages]
+        return template_messages(messages)
 
     def _read_marks(self, messages: Messages, tools: list[Any] | None, known: int) -> tuple[list[int], list[bool]]:
         """Encode a conversation with the template's own mask, to which the end of each turn is added."""
         opened = self._render(messages[:-1], tools, opened=True)
         if not (text := self._render(messages, tools, opened=False)).startswith(opened):
-            raise _opens_otherwise(opened[_differs_at(text, opened) :], "or data.chat_template to another file")
+            raise opens_otherwise(opened[text_differs_at(text, opened) :], "or data.chat_template to another file")
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoding = self._apply_template(messages, tools, **options)
         tokens: list[int] = encoding["input_ids"]
@@ -340,13 +414,29 @@ class Writer:
         end = self.end[1] if self.end else None
         for index in range(1, len(tokens)):
             mask[index] = mask[index] or (mask[index - 1] and tokens[index] == end and tokens[index - 1] != end)
+        self._check_marks(text, messages, tokens, mask)
         mask[:known] = [False] * known
         if not any(mask):
             raise ConfigError(
-                f"the chat template marks nothing of {str(messages)[:60]} as the assistant's text: {_MARKING}"
+                f"the chat template marks nothing of {str(messages)[:60]} as the assistant's text: {MARKING}"
             )
         last = max(index for index, learned in enumerate(mask) if learned) + 1
         return tokens[:last], mask[:last]
+
+    def _check_marks(self, text: str, messages: Messages, tokens: list[int], mask: list[bool]) -> None:
+        """Check that the template's marks do not cover what others than the assistant said. Raises DataError."""
+        if not self._tokenizer.is_fast:
+            return
+        encoded: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if encoded["input_ids"] != tokens:
+            return
+        outside, done = list[str](), 0
+        for (first, last), learned in zip(encoded["offset_mapping"], mask, strict=True):
+            if learned:
+                outside.append(text[done:first])
+                done = last
+        turns = {index for index, message in enumerate(messages) if message["role"] == "assistant"}
+        check_others(text, [*(part for part in outside if part), text[done:]], messages, turns)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -420,18 +510,6 @@ def _in_time(work: Callable[[], T]) -> T:
             "data.chat_template to another, or to none for plain text"
         )
     return outcome.result()
-
-
-def _opens_otherwise(opening: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        f"the chat template opens an answer with {opening[:40]!r}, and writes a conversation's answer without it, so "
-        "that the model would learn what it never generates: set data.chat_template_kwargs, as in "
-        f"{{enable_thinking: false}}, {remedy}"
-    )
-
-
-def _differs_at(text: str, other: str) -> int:
-    return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, tools: bool = False) -> str | None:

@@ -1,0 +1,277 @@
+"""What the model learns of a conversation: one span of its text for each turn of the assistant, found and then checked.
+
+No template is trusted. Whatever a template writes, the learned spans must hold the assistant's turns, each in its own
+span, and everything else must stand outside of them. A conversation for which that does not hold is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.examples import Messages, message_text
+
+__all__ = [
+    "MARKING",
+    "Span",
+    "check_fields",
+    "check_learned",
+    "check_others",
+    "find_turn",
+    "mask_tokens",
+    "opens_otherwise",
+    "read_marks",
+    "text_differs_at",
+]
+
+MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
+_MARKS: Final = ("weight", "train", "trainable", "loss_mask", "loss")
+"""Fields of a message by which the field's data say whether the turn is learned."""
+_SPOKEN: Final = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "function_call", "tool_calls")
+"""Fields of a message that hold what the model said. A template that does not write them would drop it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a turn of the assistant stands in the text of its conversation.
+
+    Attributes:
+        index: The turn's message.
+        start: Its first character after what opens an answer.
+        stop: The character after its end.
+        ended: Whether the span holds a sign that ends the turn.
+        learned: Whether the turn is learned. A row may mark turns that are not.
+    """
+
+    index: int
+    start: int
+    stop: int
+    ended: bool
+    learned: bool = True
+
+
+def read_marks(messages: Messages) -> tuple[Messages, list[bool]]:
+    """Return the messages without the fields that say whether a turn is learned, and what these fields say.
+
+    Raises:
+        DataError: A mark is neither true nor false, or asks to learn what the assistant did not say.
+    """
+    plain: Messages = []
+    learned: list[bool] = []
+    for number, message in enumerate(messages, start=1):
+        marks = {name: message[name] for name in _MARKS if message.get(name) is not None}
+        for name, mark in marks.items():
+            if not isinstance(mark, bool | int | float) or mark not in (0, 1):
+                raise DataError(
+                    f"message {number} has {name} = {str(mark)[:40]}; expected true or false, 1 or 0: a turn is "
+                    "learned or not, and has no other weight"
+                )
+            if mark and message["role"] != "assistant" and name != "weight":
+                raise DataError(
+                    f"message {number} of the role {message['role']!r} has {name} = {mark}; only the assistant's turns "
+                    "are learned: take the field out"
+                )
+        plain.append({name: entry for name, entry in message.items() if name not in marks})
+        learned.append(all(marks.values()))
+    return plain, learned
+
+
+def check_fields(messages: Messages, render: Callable[[Messages], str]) -> int:
+    """Check that the template writes what the fields of messages say. Returns the number of turns of which it leaves
+    out a field because later messages follow, as many templates do with the reasoning of earlier turns.
+
+    Raises:
+        DataError: The template does not write a field that holds what the model said.
+    """
+    stripped = 0
+    for index, message in enumerate(messages):
+        for name in _SPOKEN:
+            if not message.get(name):
+                continue
+            without = [*messages]
+            without[index] = {key: entry for key, entry in message.items() if key != name}
+            if render(messages) != render(without):
+                continue
+            is_reasoning = name not in ("function_call", "tool_calls")
+            if is_reasoning and render(messages[: index + 1]) != render(without[: index + 1]):
+                stripped += 1
+                continue
+            raise DataError(
+                f"message {index + 1} has {name} = {str(message[name])[:40]!r}, which the chat template does not "
+                "write, so that the model would learn to leave it out: set data.chat_template to one that writes this "
+                f"field, put its text into the content, or take {name} out of the rows"
+            )
+    return stripped
+
+
+def find_turn(
+    text: str,
+    messages: Messages,
+    index: int,
+    render: Callable[[Messages, bool], str],
+    ends: Sequence[str],
+    special: Collection[str],
+) -> Span:
+    """Find the assistant's turn ``messages[index]`` in the ``text`` of all messages.
+
+    A turn begins after what the template writes to open it. It ends with the template's sign: with that of the text
+    itself where the template ends the last turn otherwise, and with the next role's token where it writes no sign.
+
+    Args:
+        render: Writes messages, and opens an answer if the second argument is true.
+        ends: The signs that end the last turn of a conversation, the longest first.
+        special: The texts of the tokenizer's special tokens.
+
+    Raises:
+        ConfigError: The template writes the turn otherwise than it is generated, or its end cannot be told.
+        DataError: The conversation begins with the turn.
+    """
+    if index == 0:
+        raise DataError(f"a conversation begins with the assistant's turn {str(messages)[:60]!r}; repair the row")
+    opened = render(messages[:index], True)
+    start = len(opened) if text.startswith(opened) else text_differs_at(text, opened)
+    # An earlier turn may stand without a part of what opens an answer, such as <think>. The last may not.
+    if start < len(opened) and not (index < len(messages) - 1 and text.startswith(render(messages[:index], False))):
+        raise opens_otherwise(opened[start:], f"or {MARKING}")
+    closed = render(messages[: index + 1], False)
+    if text.startswith(closed):
+        for sign in ends:
+            if (at := text.rfind(sign, start, len(closed))) >= 0:
+                return Span(index, start, at + len(sign), ended=True)
+        following = next((token for token in special if text.startswith(token, len(closed))), "")
+        return Span(index, start, len(closed) + len(following), ended=bool(following))
+    if stop := _other_end(text, closed, start, special):
+        return Span(index, start, stop, ended=True)
+    for sign in ends:
+        if (at := text.find(sign, start)) >= 0:
+            return Span(index, start, at + len(sign), ended=True)
+    raise ConfigError(
+        f"the chat template writes the turn {str(messages[index])[:60]} otherwise once later messages follow: {MARKING}"
+    )
+
+
+def _other_end(text: str, closed: str, start: int, special: Collection[str]) -> int:
+    """Return where a turn ends that ends with other special tokens in ``text`` than in ``closed``; 0 if it does not."""
+    differs = text_differs_at(text, closed)
+    for token in special:
+        for at in range(max(start, differs - len(token) + 1), differs + 1):
+            if text.startswith(token, at) and _is_special(closed[at:], special):
+                return at + len(token)
+    return 0
+
+
+def _is_special(text: str, special: Collection[str]) -> bool:
+    """Whether a text consists of special tokens and white space alone, and has a special token."""
+    rest = text
+    for token in sorted(special, key=len, reverse=True):
+        rest = rest.replace(token, "")
+    return not rest.strip() and bool(text.strip())
+
+
+def check_learned(text: str, messages: Messages, spans: Sequence[Span]) -> int:
+    """Check that the spans hold what the assistant said, and nothing that others said.
+
+    Returns:
+        Number of learned turns of which the template writes another text than the row has.
+
+    Raises:
+        DataError: Spans overlap, a span holds a text of another message, or a turn stands outside of its span.
+    """
+    rewritten, done = 0, 0
+    outside: list[str] = []
+    learned = [span for span in spans if span.learned]
+    for span in learned:
+        if span.start < done or span.stop <= span.start:
+            raise _refuse(messages, span.index, "its text cannot be told from another turn's")
+        outside.append(text[done : span.start])
+        done = span.stop
+        content = message_text(messages[span.index]).strip()
+        if content and content not in text[span.start : span.stop]:
+            if content in text:
+                raise _refuse(messages, span.index, "a part of it would not be learned")
+            rewritten += "".join(content.split()) not in "".join(text[span.start : span.stop].split())
+    check_others(text, [*outside, text[done:]], messages, {span.index for span in learned})
+    return rewritten
+
+
+def check_others(text: str, outside: Sequence[str], messages: Messages, turns: Collection[int]) -> None:
+    """Check that the texts of all messages but the learned ``turns`` stand in those parts of the text that are not
+    learned.
+
+    Raises:
+        DataError: The text of another message would be learned.
+    """
+    rest = "\0".join(outside)
+    whole_at = rest_at = 0
+    for index, message in enumerate(messages):
+        content = message_text(message).strip()
+        at = text.find(content, whole_at)
+        if not content or at < 0:
+            continue  # the template writes it otherwise, or before an earlier message
+        whole_at = at + len(content)
+        if index in turns:
+            continue
+        at = rest.find(content, rest_at)
+        if at < 0:
+            raise _refuse(messages, index, "the model would learn to say it, and the assistant did not")
+        rest_at = at + len(content)
+
+
+def _refuse(messages: Messages, index: int, reason: str) -> DataError:
+    return DataError(
+        f"the chat template writes message {index + 1} of the role {messages[index]['role']!r}, "
+        f"{message_text(messages[index])[:40]!r}, so that {reason}: {MARKING}"
+    )
+
+
+def mask_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[bool] | None:
+    """Return whether each token is learned, by the characters that it stands for; None if a token stands on the border
+    of a span.
+
+    Args:
+        offsets: First character of each token, and the one after its last.
+    """
+    mask = [False] * len(offsets)
+    token = 0
+    for span in spans:
+        if not span.learned:
+            continue
+        while token < len(offsets) and offsets[token][1] <= span.start:
+            token += 1
+        while token < len(offsets) and offsets[token][0] < span.stop:
+            first, last = offsets[token]
+            if first < span.start or last > span.stop:
+                return None
+            mask[token] = last > first
+            token += 1
+    return mask
+
+
+def opens_otherwise(opening: str, remedy: str) -> ConfigError:
+    """The error for a template that opens an answer with a text that a conversation's answer lacks."""
+    return ConfigError(
+        f"the chat template opens an answer with {opening[:40]!r}, and writes a conversation's answer without it, so "
+        "that the model would learn what it never generates: set data.chat_template_kwargs, as in "
+        f"{{enable_thinking: false}}, {remedy}"
+    )
+
+
+def text_differs_at(text: str, other: str) -> int:
+    """Return the first place at which two texts differ, or the length of the shorter."""
+    return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+
+
+def to_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of OpenAI's older form, with ``function_call`` or the role "function", in today's form."""
+    entries = dict(message)
+    call = entries.get("function_call")
+    if call and not entries.get("tool_calls"):
+        function = cast("Mapping[str, Any]", call) if isinstance(call, Mapping) else {}
+        if function.get("name"):
+            del entries["function_call"]
+            entries["tool_calls"] = [{"type": "function", "function": dict(function)}]
+    if entries.get("role") == "function":
+        entries["role"] = "tool"
+    return entries
