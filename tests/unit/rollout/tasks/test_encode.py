@@ -152,7 +152,9 @@ def test_characters_of_several_tokens_are_cut_to_length_too() -> None:
 
 def test_a_prompt_that_ends_in_a_call_of_a_tool_has_no_text_to_cut() -> None:
     prompt = [{"role": "user", "content": "x" * 99}, {"role": "assistant", "tool_calls": [{"name": "add"}]}]
-    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}{% endfor %}"
+    )
     config = DataConfig(overlong="cut", max_prompt_tokens=20)
     found = encode_prompts([example(prompt), example("a")], byte_tokenizer(template), config)
     assert (found.kept, found.dropped, found.cut) == ([1], 1, 0)
