@@ -29,6 +29,10 @@ GPU_WHEELS := .gpu-wheels
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
 
+NEWEST_TESTS := tests/unit/training tests/unit/models tests/unit/workers tests/unit/rollout/engines tests/contract/test_engines.py \
+	tests/integration/test_losses_ranks.py tests/integration/test_workers_ranks.py tests/integration/test_shards_ranks.py \
+	tests/integration/test_train_grpo.py tests/integration/test_train_sft.py
+
 PLUGINS := $(wildcard plugins/podium-*)
 PEERS := ray trl verl monarch areal
 
@@ -86,6 +90,15 @@ test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an
 
 test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs, in an environment of its own
 	@.venvs/vllm/bin/python -m pytest $$(grep -rl --include='*.py' 'mark\.vllm' tests) -m vllm $(ARGS)
+
+test-newest:  ## tests of models, training and engines with the newest libraries that pyproject.toml allows: ten minutes
+	@[[ -x .venvs/newest/bin/python ]] || $(PYTHON) -m venv .venvs/newest
+	@.venvs/newest/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
+	@.venvs/newest/bin/pip freeze --disable-pip-version-check | sed -n '/^torch==/p' > .venvs/newest/constraints.txt
+	@.venvs/newest/bin/pip install -q --disable-pip-version-check -c .venvs/newest/constraints.txt \
+		--upgrade --upgrade-strategy eager -e '.[dev]'
+	@.venvs/newest/bin/pip freeze --disable-pip-version-check | grep -E '^(torch|transformers|peft|datasets|tokenizers)=='
+	@.venvs/newest/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(NEWEST_TESTS) $(ARGS)
 
 test-wheel: $(STAMP)  ## build the wheel and use it in a fresh environment without extras and compiler: two minutes
 	@rm -rf dist
@@ -172,4 +185,4 @@ $(STAMP): $(RUNTIME) $(PLUGINS:%=%/pyproject.toml)
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-all test-ray test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke env check lint format test test-all test-ray test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help

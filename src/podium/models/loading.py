@@ -405,6 +405,8 @@ def _reason(error: Exception) -> str:
             f"transformers has no language model for a {match[1]}; choose a model of text, or one of text and images "
             "that transformers loads as a language model, such as Gemma 3 or Qwen3.5"
         )
+    if "does not support an attention implementation" in str(error):
+        return "the model has no attention of the kind that model.attention names; use auto or eager"
     return explain_offline(error) or " ".join(str(error).split()) or type(error).__name__
 
 
@@ -507,6 +509,7 @@ def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTra
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # peft's own patterns, for experts
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft 0.21 reads it
         torch.manual_seed(seed)
         try:
             return cast("PreTrainedModel", peft.get_peft_model(model, settings))

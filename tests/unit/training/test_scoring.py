@@ -59,7 +59,8 @@ def test_padded_and_packed_rows_score_as_each_row_alone(
     alone = torch.cat([oracle_logprobs(model, row, temperature) for row in batch.jagged("tokens").unbind()]) * mask
     got = scores(model, batch, budget, packed=packed).logprobs
     assert torch.allclose(got, alone, atol=1e-5)
-    assert plain_model(model).config._attn_implementation == "sdpa"
+    expected = "sdpa" if plain_model(model)._supports_sdpa else "eager"  # Gemma 2 has it up to transformers 5.23
+    assert plain_model(model).config._attn_implementation == expected
 
 
 def test_packed_gradients_are_those_of_padded_rows() -> None:

@@ -102,9 +102,9 @@ def test_tokens_that_the_model_does_not_know_are_found_before_anything_starts(tm
     with pytest.raises(ConfigError, match=r"such as '9' \(13\), are beyond the model's vocabulary of 13"):
         trainer(config, cluster="inline", show=False).fit()
     special = char_tokenizer("0123456789= ")
-    special.add_special_tokens({"additional_special_tokens": ["<image>"]})  # for which the model has no row
+    special.add_special_tokens({"additional_special_tokens": ["<tool>"]})  # for which the model has no row
     special.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "images.jsonl").write_text('{"prompt": "1<image>=", "answer": "1"}\n' * 40)
+    (tmp_path / "images.jsonl").write_text('{"prompt": "1<tool>=", "answer": "1"}\n' * 40)
     model = {"config": {**MODEL["config"], "vocab_size": 16}, "tokenizer": str(tmp_path / "tokenizer")}  # type: ignore[dict-item]
     config = tiny(recipe, tmp_path, model=model, data={"train": str(tmp_path / "images.jsonl")})
     with pytest.raises(ConfigError, match=r"the training data have the token 16, and the model has a vocabulary of 16"):
