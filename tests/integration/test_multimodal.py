@@ -13,6 +13,7 @@ from torch import Tensor
 from podium.errors import ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.models.loading import lay_out
+from podium.models.other_parts import find_other_parts
 from podium.runs.export import export_model, find_model
 from podium.trainer import SFTConfig, SFTTrainer
 from tests.integration.training import tiny
@@ -117,9 +118,7 @@ def test_a_model_without_a_language_model_of_its_own_is_refused_in_one_sentence(
 
 
 def test_parts_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
-    """The files are pickles, which hold the parts in no order that could be copied."""
-    from podium.models.other_parts import find_other_parts
-
+    """The files are pickles, which are not copied."""
     model = qwen()
     publish(model, tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -127,3 +126,16 @@ def test_parts_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
     text = load_model(ModelConfig(path=str(tmp_path)))
     said = f"the text model alone, without vision_config of {tmp_path}, since its files are no safetensors"
     assert said in find_other_parts(text, ModelConfig(path=str(tmp_path))).lost
+
+
+def test_a_model_whose_text_has_other_names_alone_is_saved_as_text_and_told(tmp_path: Path) -> None:
+    """Llama 4, of which transformers writes the text model by names that the whole does not have."""
+    text = {**TEXT, "intermediate_size_mlp": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+    sizes = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16)
+    seen = {**SEEN, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, **sizes}
+    whole = transformers.Llama4Config(text_config={**text, "pad_token_id": 0}, vision_config=seen)
+    publish(transformers.Llama4ForConditionalGeneration(whole), tmp_path)
+    config = ModelConfig(path=str(tmp_path), allow_tensors=("vision_model.*", "multi_modal_projector.*"))
+    parts = find_other_parts(load_model(config), config)
+    assert not parts.tensors and not parts.texts
+    assert parts.lost.endswith("since transformers gives the text model's tensors other names than the files have")

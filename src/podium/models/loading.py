@@ -244,7 +244,7 @@ def rotary_turn(settings: PretrainedConfig) -> int | None:
 def plain_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model itself, without peft's wrapper."""
     inner = cast(Any, model)
-    return cast("PreTrainedModel", inner.get_base_model() if hasattr(inner, "peft_config") else inner)
+    return cast("PreTrainedModel", inner.get_base_model() if hasattr(inner, "get_base_model") else inner)
 
 
 def save_pretrained(

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from podium.models.config import ModelConfig
+from podium.models.loading import plain_model
 from podium.models.safetensors_writer import Part, write_safetensors
 from podium.models.weight_files import INDEX, WHOLE, StoredTensor, read_stored_tensors
 
@@ -89,35 +91,49 @@ NO_OTHERS: Final = OtherParts({}, {})
 """For a model whose files hold nothing else."""
 
 
-def find_other_parts(model: PreTrainedModel, config: ModelConfig) -> OtherParts:
+def find_other_parts(model: nn.Module, config: ModelConfig) -> OtherParts:
     """Return the parts of the files of ``config.path`` that ``model``, which was loaded from it, does not have."""
-    if not config.path:
+    inner = plain_model(model)
+    if not config.path or not isinstance(inner, PreTrainedModel):
         return NO_OTHERS
     whole: Any = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
-    if not any(_is_other(name) for name in whole.sub_configs) and not model._keys_to_ignore_on_load_unexpected:
+    if not any(_is_other(name) for name in whole.sub_configs) and not inner._keys_to_ignore_on_load_unexpected:
         return NO_OTHERS
     texts = {name: content for name in _PROCESSORS if (content := _read_file(config.path, name)) is not None}
     stored = _read_tensors(config.path)
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    modules = {name for name, _ in model.named_modules()}
+    ignored = [re.compile(pattern) for pattern in inner._keys_to_ignore_on_load_unexpected or ()]
+    modules = {name for name, _ in inner.named_modules()}
     tensors = {
         name: stored[name]
         for name in stored
-        if any(pattern.search(name) for pattern in ignored) and not _is_computed(name, modules, model.base_model_prefix)
+        if (any(pattern.search(name) for pattern in ignored) or any(fnmatchcase(name, p) for p in config.allow_tensors))
+        and not _is_computed(name, modules, inner.base_model_prefix)
     }
-    if type(whole) is type(model.config):
+    if type(whole) is type(inner.config):
         return OtherParts(tensors, texts)
-    composite = _composite(config.path, model.config)
-    if composite is None or not stored:
+    composite = _composite(config.path, inner.config)
+    if why := _why_lost(model, tensors, stored, composite):
         names = ", ".join(name for name in whole.sub_configs if _is_other(name))
-        why = (
-            "its files are no safetensors"
-            if composite is not None
-            else "transformers reads its configuration otherwise"
+        return OtherParts(
+            {}, {}, f"what is saved is the text model alone, without {names} of {config.path}, since {why}"
         )
-        lost = f"what is saved is the text model alone, without {names} of {config.path}, since {why}"
-        return OtherParts({}, {}, lost)
-    return OtherParts(tensors, texts | {_CONFIG: composite})
+    return OtherParts(tensors, texts | {_CONFIG: composite or b""})
+
+
+def _why_lost(model: nn.Module, others: Mapping[str, Any], stored: Mapping[str, Any], composite: bytes | None) -> str:
+    """Return why the text model and the ``others`` would not be the whole again; "" if they would."""
+    from podium.models.model_files import model_layout  # which names this module
+
+    if not stored:
+        return "its files are no safetensors"
+    if composite is None:
+        return "its config.json names no such text model"
+    layout = model_layout(model)
+    written = {part.name for parts in (layout or {}).values() for part in parts}
+    tied = {"lm_head.weight"}  # some files hold it although it is the embedding's
+    if layout is None or not written <= stored.keys() or stored.keys() - written - others.keys() - tied:
+        return "transformers gives the text model's tensors other names than the files have"
+    return ""
 
 
 def freeze_other_parts(model: nn.Module) -> None:
@@ -125,11 +141,12 @@ def freeze_other_parts(model: nn.Module) -> None:
 
     They would get no gradient, but weight decay.
     """
-    if not isinstance(model, PreTrainedModel) or not any(_is_other(name) for name in model.config.sub_configs):
+    inner = plain_model(model)
+    if not isinstance(inner, PreTrainedModel) or not any(_is_other(name) for name in inner.config.sub_configs):
         return
-    reached = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    reached = (inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings())
     text = {id(parameter) for part in reached if part is not None for parameter in part.parameters()}
-    for parameter in model.parameters():
+    for parameter in inner.parameters():
         if id(parameter) not in text:
             parameter.requires_grad_(False)
 

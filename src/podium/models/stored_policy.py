@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from podium.errors import CheckpointError, ConfigError
 from podium.models.adapter_base import BASE, base_checksum, name_base
 from podium.models.config import ModelConfig
-from podium.models.loading import load_model, plain_model, save_pretrained
+from podium.models.loading import load_model, save_pretrained
 from podium.models.manifest import check_manifest
 from podium.models.model_files import RESUME
 from podium.models.other_parts import find_other_parts
@@ -82,7 +82,7 @@ def write_whole(model: nn.Module, config: ModelConfig, to: Path) -> None:
         CheckpointError: The directory cannot be written.
     """
     weights = {name: tensor.clone() for name, tensor in full_weights(model)}
-    others = find_other_parts(plain_model(model), config)
+    others = find_other_parts(model, config)
     save_pretrained(model, weights, to, load_tokenizer(config.tokenizer_source), others)
 
 

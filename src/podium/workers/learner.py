@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
@@ -22,7 +21,6 @@ from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
 from podium.models.adapter_base import BASE, base_checksum
 from podium.models.config import ModelConfig
-from podium.models.loading import plain_model
 from podium.models.manifest import check_manifest, explain, write_manifest
 from podium.models.model_files import (
     RESUME,
@@ -33,7 +31,7 @@ from podium.models.model_files import (
     read_layout,
     read_model,
 )
-from podium.models.other_parts import NO_OTHERS, OtherParts, find_other_parts, freeze_other_parts
+from podium.models.other_parts import OtherParts, find_other_parts, freeze_other_parts
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout
 from podium.training.engine import TrainEngine
@@ -90,7 +88,7 @@ class Learner(Worker):
         check_dropout(model, self.algorithm)
         self.device = choose_device(self.ctx.devices)
         made = self.make_model()
-        freeze_other_parts(plain_model(made))
+        freeze_other_parts(made)
         self.engine = TrainEngine(
             made,
             optim=optim,
@@ -319,8 +317,7 @@ class Learner(Worker):
     @cached_property
     def others(self) -> OtherParts:
         """What the files of the model hold beside what is trained. Checkpoints and the saved model keep it."""
-        model = plain_model(self.engine.model)
-        return find_other_parts(model, self.config) if isinstance(model, PreTrainedModel) else NO_OTHERS
+        return find_other_parts(self.engine.model, self.config)
 
     @cached_property
     def _layout(self) -> ModelLayout | None:
