@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from podium.models.config import ModelConfig
+from podium.models.layout import model_layout
 from podium.models.loading import plain_model
 from podium.models.safetensors_writer import Part, write_safetensors
 from podium.models.weight_files import INDEX, WHOLE, StoredTensor, read_stored_tensors
@@ -122,8 +123,6 @@ def find_other_parts(model: nn.Module, config: ModelConfig) -> OtherParts:
 
 def _why_lost(model: nn.Module, others: Mapping[str, Any], stored: Mapping[str, Any], composite: bytes | None) -> str:
     """Return why the text model and the ``others`` would not be the whole again; "" if they would."""
-    from podium.models.model_files import model_layout  # which names this module
-
     if not stored:
         return "its files are no safetensors"
     if composite is None:

@@ -21,16 +21,9 @@ from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
 from podium.models.adapter_base import BASE, base_checksum
 from podium.models.config import ModelConfig
+from podium.models.layout import ModelLayout, model_layout
 from podium.models.manifest import check_manifest, explain, write_manifest
-from podium.models.model_files import (
-    RESUME,
-    ModelCopy,
-    ModelLayout,
-    model_layout,
-    model_texts,
-    read_layout,
-    read_model,
-)
+from podium.models.model_files import RESUME, ModelCopy, model_texts, read_layout, read_model
 from podium.models.other_parts import OtherParts, find_other_parts, freeze_other_parts
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout

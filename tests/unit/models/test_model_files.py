@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.errors import CheckpointError
+from podium.models.layout import ModelLayout, model_layout
 from podium.models.loading import load_model
 from podium.models.manifest import file_sums, write_manifest
 from podium.models.model_files import (
     RESUME,
     ModelCopy,
-    ModelLayout,
-    model_layout,
     model_texts,
     read_layout,
     read_model,
@@ -94,7 +93,7 @@ def test_transformers_loads_what_was_copied_and_it_is_read_back(tmp_path: Path, 
 def test_a_parameter_that_is_no_stretch_of_the_files_has_no_layout(
     monkeypatch: pytest.MonkeyPatch, written: Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
 ) -> None:
-    monkeypatch.setattr("podium.models.model_files._as_written", written)
+    monkeypatch.setattr("podium.models.layout._as_written", written)
     assert model_layout(make("llama")) is None
     assert model_layout(nn.Linear(2, 2)) is None
 
