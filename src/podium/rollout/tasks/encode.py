@@ -281,7 +281,7 @@ def _check_prompt(example: Example) -> None:
     if example.is_text:
         raise DataError(
             f"column {example.columns[1]!r} is a text without a prompt, of which only supervised fine-tuning learns; "
-            "set data.prompt_column to a column to generate from"
+            "set data.prompt_column to a column to generate from, or eval.items to 0"
         )
 
 

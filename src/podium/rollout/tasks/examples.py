@@ -332,12 +332,13 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
             f"{place}: data.{part}_column = {column!r} cannot be filled: {error}; a column is {{question}}, a part of "
             "one {metadata.expression}, a brace {{ or }}"
         ) from None
-    if isinstance(value, str) and _WRITTEN_OUT.match(value):
+    read = read_messages(_value(value), place, column)
+    if isinstance(read, str) and _WRITTEN_OUT.match(read):
         raise DataError(
-            f"{place}: column {column!r} holds a conversation as text, {value[:60]!r}; expected a list of "
-            "messages, which JSON Lines and Parquet can hold and CSV cannot"
+            f"{place}: column {column!r} holds a conversation as text, {read[:60]!r}; expected a list of messages, "
+            "which JSON Lines and Parquet can hold, and CSV as JSON in a column called messages"
         )
-    return read_messages(_value(value), place, column)
+    return read
 
 
 def _explain_preference(better: str, worse: str) -> str:

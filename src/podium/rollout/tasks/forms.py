@@ -178,11 +178,14 @@ def _only(value: Any) -> Any:
 def read_messages(value: Any, place: str, column: str | None) -> Any:
     """Return a conversation with the roles and fields of the OpenAI API; any other value as it is.
 
+    A column that is called after conversations may hold one as JSON text.
     ShareGPT's entries have "from" and "value" in place of "role" and "content", and a call of a function as JSON text.
 
     Raises:
         DataError: An entry names a speaker that no convention knows, or a call that cannot be read.
     """
+    if isinstance(value, str) and column in CONVERSATIONS:
+        value = _parse_json(value, "[")
     if not isinstance(value, list) or not value:
         return value
     entries = cast("list[Any]", value)
@@ -295,13 +298,15 @@ def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | No
     Raises:
         DataError: There is one. The message names it and the remedy.
     """
-    if "completion" in columns and row.get("label") is False:
+    if "completion" in columns and str(row.get("label")).lower() == "false":
         raise DataError(
             f"{place}: column 'label' is false, which marks the completion as a bad one (KTO), and it would be learned "
             "or rewarded as a good one; take such rows out"
         )
     history = cast("list[Any]", history) if isinstance(history := row.get("history"), list) else []
-    if "instruction" in row and history and all(isinstance(pair, list) for pair in history):
+    pairs = "instruction" in row and all(isinstance(turn, list) for turn in history)
+    turns = all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in history)
+    if history and (pairs or turns) and "history" not in columns:
         raise DataError(
             f"{place}: column 'history' holds {len(history)} earlier turns, which would be left out of the prompt; "
             'write them as messages, [{"role": "user", "content": "…"}, …]'

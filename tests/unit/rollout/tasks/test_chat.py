@@ -215,7 +215,7 @@ def test_conversations_are_prompts_with_answers_for_rewards_too(tmp_path: Path) 
         ({"messages": [USER]}, "line 1: no column 'answer' for the answer"),
         ({"messages": "hello"}, "no column 'answer'"),
         (
-            {"messages": json.dumps([USER, LAST])},
+            {"messages": str([USER, LAST]), "answer": "x"},
             "line 1: column 'messages' holds a conversation as text, .* JSON Lines and Parquet can hold",
         ),
         ({"prompt": str([USER]), "answer": "x"}, "line 1: column 'prompt' holds a conversation as text"),
@@ -409,6 +409,8 @@ def test_a_text_is_learned_token_by_token(tmp_path: Path) -> None:
     ("row", "settings", "said"),
     [
         ({"prompt": "a", "completion": "b", "label": False}, {}, "column 'label' is false, which marks the completion"),
+        ({"prompt": "a", "completion": "b", "label": "False"}, {}, "column 'label' is false"),
+        ({"prompt": "a", "answer": "b", "history": [USER, LAST]}, {}, "column 'history' holds 2 earlier turns"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "'chosen' and 'rejected' are a preference pair"),
         (
             {"instruction": "a", "output": "b", "history": [["c", "d"]]},
@@ -444,6 +446,13 @@ def test_a_row_that_means_something_else_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 1: .*{said}"):
         load(tmp_path, [row], **settings)
+
+
+def test_a_column_of_conversations_may_hold_them_as_json(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_text("messages\n" + json.dumps([USER, LAST]) + "\n")
+    config = DataConfig(train=str(tmp_path / "rows.tsv"), holdout=0)
+    (example,) = load_examples(config.train, config)
+    assert ([*example.prompt], example.answer) == ([USER], "sleeps")
 
 
 def test_roles_of_other_names_and_an_answer_that_repeats_the_prompt_are_read_as_meant(tmp_path: Path) -> None:
