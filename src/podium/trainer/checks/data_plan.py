@@ -102,6 +102,9 @@ def _first(data: RunData[Any]) -> Iterator[str]:
         learned = [token for token, counts in zip(ids, examples.loss_mask[0], strict=True) if counts]
         yield from _text("number 0", f"{len(ids)} tokens, with the answer:", tokenizer, ids)
         yield from _text("to learn", f"{len(learned)} of these tokens:", tokenizer, learned)
+        mask = [*examples.loss_mask[0], False]
+        ends = dict.fromkeys(ids[at] for at in range(len(ids)) if mask[at] and not mask[at + 1])
+        yield f"ends         a learned turn ends with {' or '.join(repr(tokenizer.decode([token])) for token in ends)}"
     else:
         yield from _text("number 0", f"{len(ids)} tokens, as the model reads them:", tokenizer, ids)
         answer = examples.examples[0].answer
