@@ -66,9 +66,7 @@ def notes_of(train_it: Any) -> list[str]:
 def test_a_run_whose_every_step_was_skipped_ends_as_failed(tmp_path: Path, cls: type, wrong: str) -> None:
     algorithm = {"algorithm": {"loss": f"{wrong}:nothing", "minibatches": 2}} if cls is GRPOConfig else {}
     workers: dict[str, Any] = {} if cls is GRPOConfig else {"workers": {"policy": Nan}}
-    with pytest.raises(
-        PodiumError, match=r"each of the \d optimizer steps of the policy was skipped.*optim\.non_finite"
-    ):
+    with pytest.raises(PodiumError, match=r"each of the \d optimizer steps of the policy was skipped"):
         train(tiny(cls, tmp_path, eval={"items": 0}, **algorithm), "inline", **workers)
     run = tmp_path / "runs" / "run"
     assert not (run / "summary.json").exists()

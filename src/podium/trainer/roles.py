@@ -136,8 +136,7 @@ class Roles:
                 raise PodiumError(
                     f"each of the {steps} optimizer steps of the {role} was skipped, because its loss or gradient was "
                     "not finite; nothing was learned, and no model is written: look at the data and the loss "
-                    "(algorithm.loss), or lower the learning rate; with optim.non_finite = error a run ends at the "
-                    "first such step"
+                    "(algorithm.loss), or lower the learning rate"
                 )
             if skipped:
                 why = "loss or gradient was not finite"

@@ -58,8 +58,6 @@ class OptimConfig:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up the learning rate stays constant, or falls to 0 at the end of the run, linearly or as a half
     cosine."""
-    non_finite: Literal["skip", "error"] = "skip"
-    """A step with a NaN or infinite loss or gradient is skipped and counted, or raises an error that ends the run."""
 
     @property
     def end(self) -> int | None:
@@ -129,8 +127,6 @@ class ParallelConfig:
     offload: Offload = "none"
     """This part of a role leaves its device for the host while the role is idle: nothing, the optimizer's state and the
     gradients (optimizer), or the weights too (all). Roles that share a device then fit into less of its memory."""
-    compile: bool = False
-    """torch.compile compiles the decoder layers. Compilation takes minutes and pays off in long runs only."""
 
     def packed(self, device: torch.device) -> bool:
         """Whether rows are packed on this device."""

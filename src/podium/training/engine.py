@@ -180,8 +180,7 @@ class TrainEngine:
 
         Raises:
             DataError: The loss reports other metrics in one micro-batch than in another.
-            PodiumError: Loss or gradient is not finite and ``optim.non_finite`` is "error"; or the engine has no
-                optimizer.
+            PodiumError: The engine has no optimizer.
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates")
@@ -198,11 +197,6 @@ class TrainEngine:
         self.model.eval()
         rate = self.optim.learning_rate(self.step_count)
         skipped = not (math.isfinite(norm) and math.isfinite(total))
-        if skipped and self.optim.non_finite == "error":
-            what = f"the loss of step {self.step_count} is not finite ({total})"
-            if not math.isfinite(norm):
-                what = f"the gradients of step {self.step_count} are not finite (norm {norm})"
-            raise PodiumError(what)
         if not skipped:
             clips = self.optim.grad_clip and norm > self.optim.grad_clip
             factor = (self.optim.grad_clip / norm if clips else 1.0) / self.loss_scale.value

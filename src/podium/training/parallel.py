@@ -190,9 +190,6 @@ def make_parallel(
     if world_size > 1 and not is_sharded(model):
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, src=0)
-    if config.compile:
-        for layer in decoder_layers(model):
-            layer.compile(dynamic=True)
     if config.strategy == "fsdp2":
         return FullyShard(model, world_size, device, precision)
     return Replicate(model, world_size)

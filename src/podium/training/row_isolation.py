@@ -60,10 +60,10 @@ def may_share_prompts(
 ) -> bool:
     """Return whether rows with the same prompt may share it in a forward pass of this model, which gets ``batching``.
 
-    They may not if a layer would be compiled again for each shape, or rotates by the length of the row.
+    They may not if a layer rotates by the length of the row.
     """
     turns = rotary_turn(plain_model(model).config) is not None
-    if config.batching != "auto" or batching == "equal" or config.compile or turns:
+    if config.batching != "auto" or batching == "equal" or turns:
         return False
     return not interference(model, device, precision, share=True)
 
