@@ -47,6 +47,33 @@ def test_ids_that_stand_for_no_text_are_never_drawn(tmp_path: Path, sampling: di
     assert rows[0][metrics.KL] < 0.1  # the reference counts the same ids; over all it would be 2 nats away
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_completions_that_were_cut_off_are_left_out(tmp_path: Path, minibatches: int) -> None:
+    algorithm = {"cut_off": "leave_out", "minibatches": minibatches, "advantage": "gae"}
+    run = train(tiny(GRPOConfig, tmp_path, algorithm=algorithm, sampling={"max_new_tokens": 8, "n": 4}))
+    rows = metrics_rows(run)
+    assert [row[metrics.LEFT_OUT] for row in rows] == [row[metrics.TRUNCATED] for row in rows]
+    assert all(0 < row[metrics.LEFT_OUT] < 1 and row[metrics.GRAD_NORM] > 0 for row in rows)
+    table = pq.read_table(run / "completions").to_pydict()
+    assert {"length", "stop"} == {*table["finish_reason"]}
+    for reason, apart in zip(table["finish_reason"], table["token_mismatch"], strict=True):
+        assert all(math.isnan(value) == (minibatches == 1 and reason == "length") for value in apart)
+
+
+def test_steps_whose_completions_are_all_left_out_are_noted(tmp_path: Path) -> None:
+    notes: list[str] = []
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    trainer = PPOTrainer(tiny(GRPOConfig, tmp_path), cluster="inline", show=False)
+    trainer._flat_steps = 0
+    try:
+        for step in range(1, 6):
+            trainer._watch_signal({metrics.LEFT_OUT: 1.0, metrics.TRUNCATED: 1.0, metrics.REWARD_STD: 0.5}, step)
+    finally:
+        unsubscribe()
+    (note,) = notes
+    assert "all completions were left out (algorithm.cut_off); 100.0% of the completions were cut off" in note
+
+
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused_at_the_start(tmp_path: Path) -> None:
     smaller = {"config": {**MODEL["config"], "vocab_size": 12}}
     with pytest.raises(ConfigError, match=r"token\(s\) of the tokenizer, such as '8' \(12\), are beyond the model's"):

@@ -92,6 +92,10 @@ class AlgorithmConfig:
     """The losses of tokens become one number by this rule: each token counts the same (token-mean), each completion
     counts the same (sequence-mean), or sums over completions are divided by a constant (sequence-sum-constant). null
     means sequence-mean for the loss gspo, sequence-sum-constant for the advantage dr_grpo, and else token-mean."""
+    cut_off: Literal["learn", "leave_out"] = "learn"
+    """Completions that were cut off at sampling.max_new_tokens, and sessions that were cut off at their budget, train
+    like others (learn), or are left out of the loss and of its normalization (leave_out). They count in the statistics
+    of their group in both cases."""
     entropy_coef: float = Field(default=0.0, ge=-1e6, le=1e6)
     """The policy's entropy, times this coefficient, is subtracted from the loss."""
     importance_cap: Annotated[float, Field(gt=1, le=1e9)] | Literal["auto"] | None = "auto"

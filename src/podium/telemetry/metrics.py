@@ -25,6 +25,7 @@ MISMATCH_MAX: Final = "mismatch/max"
 LENGTH_MEAN: Final = "completion/length_mean"
 LENGTH_MAX: Final = "completion/length_max"
 TRUNCATED: Final = "completion/truncated"  # share that ended by length, not by a stop token
+LEFT_OUT: Final = "completion/left_out"  # share that is left out of the loss; only with algorithm.cut_off = leave_out
 SESSIONS_FAILED: Final = "sessions/failed"  # share of a step's sessions of an environment that failed
 SESSIONS_FULL: Final = "sessions/context_full"  # share that ended because the model's context was full
 SESSIONS_SPLITS: Final = "sessions/splits"  # calls whose history the chat template writes otherwise than it was sampled

@@ -41,6 +41,7 @@ from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
+from podium.workers.learner import LEFT_OUT
 
 __all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
 
@@ -66,13 +67,13 @@ _ADVANTAGE_INPUTS = (
     fields.TURN,
 )
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
-_FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, *_SESSION_INPUTS)
+_FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, LEFT_OUT, *_SESSION_INPUTS)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
 _ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
 _KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
 _UPDATE_INPUTS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS),
-    *(fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS),
+    *(fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
 )
 
 
@@ -217,6 +218,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def _watch_signal(self, metrics: Mapping[str, float], step: int) -> None:
         """Emit a note if, for several steps in a row, all completions of each prompt had the same reward."""
         flat = metrics.get(names.FLAT_GROUPS) == 1.0 or metrics.get(names.REWARD_STD) == 0.0
+        flat = flat or metrics.get(names.LEFT_OUT) == 1.0
         self._flat_steps = self._flat_steps + 1 if flat else 0
         if self._flat_steps not in _FLAT_STEPS:
             return
@@ -228,12 +230,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             else "look at completions (run.show_samples, or completions/ in the run's directory), and take prompts "
             "that the model answers now and then, or warm it up with podium train sft"
         )
-        emit(
-            Note(
-                f"nothing is learned: for {self._flat_steps} steps, up to step {step}, all completions of a prompt got "
-                f"the same reward (mean {metrics.get(names.REWARD_MEAN, 0.0):.3g}); {remedy}"
-            )
-        )
+        what = f"all completions of a prompt got the same reward (mean {metrics.get(names.REWARD_MEAN, 0.0):.3g})"
+        if metrics.get(names.LEFT_OUT) == 1.0:
+            what = "all completions were left out (algorithm.cut_off)"
+        emit(Note(f"nothing is learned: for {self._flat_steps} steps, up to step {step}, {what}; {remedy}"))
 
     def keep(self, scored: ScoredBatch, batch: Batch) -> None:
         """Start to write the step's completions with the figures of their tokens."""

@@ -26,6 +26,7 @@ from podium.data import Batch, Jagged, fields
 from podium.data.sampled_text import count_sampled
 from podium.runtime import Worker, concat, endpoint, first, only, shard
 from podium.telemetry import metrics
+from podium.workers.learner import LEFT_OUT
 
 __all__ = ["Estimator"]
 
@@ -53,6 +54,11 @@ class Estimator(Worker):
     @endpoint(dispatch=only(0), collect=first(), returns="ref")
     def advantages(self, batch: Batch, kl_coef: float = 0.0) -> Batch:
         """Compute the token columns ``advantages`` and, where a critic is trained, ``returns``.
+
+        With ``algorithm.cut_off = "leave_out"`` also compute ``left_out``, bool ``[B]``: the rows of completions and
+        trajectories that were cut off. Their rewards count in the statistics of their groups, as in TRL's
+        ``mask_truncated_completions`` and in the overlong filtering of Yu et al. 2025, "DAPO", arXiv:2503.14476,
+        section 3.4, which mask the loss alone.
 
         Of an environment's sessions also compute ``trajectory_tokens`` ``[B]``. An estimator sees the tokens of a
         trajectory in the order in which they were sampled, whatever that of its rows is.
@@ -107,6 +113,8 @@ class Estimator(Worker):
         }
         if outputs.returns_N is not None:
             columns[fields.RETURNS] = mask.like(trajectories.in_rows(outputs.returns_N.float()))
+        if self.algorithm.cut_off == "leave_out" and inputs.truncated_B is not None:
+            columns[LEFT_OUT] = inputs.truncated_B[trajectories.trajectory_B]
         if fields.TRAJECTORY in batch:
             columns[fields.TRAJECTORY_TOKENS] = trajectories.sums(count_sampled(mask))[trajectories.trajectory_B]
         return Batch(columns)
@@ -117,9 +125,9 @@ class Estimator(Worker):
         from the trainer's.
 
         Args:
-            batch: ``rewards``, ``group`` and ``loss_mask``; ``trajectory``, ``agent`` and ``token_rewards`` of an
-                environment's sessions; for the mismatch of log-probabilities, in nats, also ``old_logprobs`` and
-                ``rollout_logprobs``.
+            batch: ``rewards``, ``group`` and ``loss_mask``; ``left_out``, if rows are left out; ``trajectory``,
+                ``agent`` and ``token_rewards`` of an environment's sessions; for the mismatch of log-probabilities, in
+                nats, also ``old_logprobs`` and ``rollout_logprobs``.
         """
         mask, trajectories = batch.jagged(fields.LOSS_MASK), Trajectories.of(batch)
         rewards_R = batch.dense(fields.REWARDS)[trajectories.first_R]
@@ -133,6 +141,8 @@ class Estimator(Worker):
             metrics.LENGTH_MEAN: float(lengths_R.mean()),
             metrics.LENGTH_MAX: float(lengths_R.max()),
         }
+        if LEFT_OUT in batch:
+            figures[metrics.LEFT_OUT] = float(batch.dense(LEFT_OUT)[trajectories.first_R].float().mean())
         if fields.OLD_LOGPROBS in batch and bool(mask.values.any()):
             columns = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
             old_N, rollout_N = (batch.jagged(name).values[mask.values] for name in columns)

@@ -34,7 +34,10 @@ from podium.training.state_copy import StateCopy
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-__all__ = ["Learner", "Progress"]
+__all__ = ["LEFT_OUT", "Learner", "Progress"]
+
+LEFT_OUT = "left_out"
+"""Column bool ``[B]``: rows without a part in the loss and in its normalization."""
 
 _MODEL, _RANDOM, _LOSS_SCALE = "model.", "random.", "loss_scale"
 _OPTIONAL = (_RANDOM, _LOSS_SCALE)  # a rank or a precision of another run may be new
@@ -254,12 +257,17 @@ class Learner(Worker):
     def weighted(self, batch: Batch) -> Batch:
         """Return ``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
 
+        Rows of the column ``left_out`` lose their ``loss_mask``, so that they have no weight and do not count.
         ``batch.meta["max_new_tokens"]`` is the constant of the aggregation ``sequence-sum-constant``. With the column
         ``trajectory_tokens`` the rows of a trajectory count as one row, in whichever minibatches they are.
 
         Raises:
             ConfigError: see :func:`podium.algorithms.loss_weights`.
         """
+        if LEFT_OUT in batch:
+            mask = batch.jagged(fields.LOSS_MASK)
+            counted_N = torch.repeat_interleave(~batch.dense(LEFT_OUT), mask.lengths)
+            batch = batch.with_columns({fields.LOSS_MASK: mask.like(mask.values.bool() & counted_N)})
         if fields.LOSS_WEIGHTS in batch:
             return batch
         mask, mode = batch.jagged(fields.LOSS_MASK), self.algorithm.aggregation_mode

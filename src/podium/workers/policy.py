@@ -91,9 +91,10 @@ class Policy(Learner):
         """Make one optimizer step over a global minibatch.
 
         Args:
-            batch: ``tokens``, ``loss_mask`` and ``loss_weights`` (computed over the minibatch if absent); for a policy
-                loss also ``advantages``, and ``old_logprobs``, ``rollout_logprobs``, ``ref_logprobs`` as it asks for
-                them. Without ``old_logprobs`` the policy counts as unchanged since sampling.
+            batch: ``tokens``, ``loss_mask`` and ``loss_weights`` (computed over the minibatch if absent); ``left_out``,
+                if rows are left out; for a policy loss also ``advantages``, and ``old_logprobs``,
+                ``rollout_logprobs``, ``ref_logprobs`` as it asks for them. Without ``old_logprobs`` the policy counts
+                as unchanged since sampling.
 
         Returns:
             Metrics of the whole minibatch, equal on all ranks, by their names in :mod:`podium.telemetry.metrics`.
@@ -101,12 +102,14 @@ class Policy(Learner):
         Raises:
             DataError: A column is missing, or the loss did not return one number a token.
         """
+        sampled_N = batch.jagged(fields.LOSS_MASK).values.bool()
         batch = self.weighted(batch)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
         figures = self._minibatch_figures(batch, columns)
         self._scored = kept_N = None
         if fields.ROLLOUT_LOGPROBS in batch and fields.OLD_LOGPROBS not in batch:
-            kept_N = torch.zeros(len(batch.jagged(fields.TOKENS).values), device=self.device)
+            left_out_N = sampled_N ^ batch.jagged(fields.LOSS_MASK).values
+            kept_N = torch.where(left_out_N, torch.nan, 0.0).to(self.device)  # rows that are left out are not scored
 
         def compute(micro: MicroBatch) -> TokenLoss:
             grad = self.algorithm.entropy_coef != 0

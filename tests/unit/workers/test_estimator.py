@@ -209,6 +209,29 @@ def out_of_order() -> Batch:
     )
 
 
+def test_what_was_cut_off_is_left_out_with_all_rows_of_its_trajectory_and_counts_in_its_group() -> None:
+    batch = out_of_order().with_columns({fields.GROUP: torch.tensor([0, 0, 0])})
+    for reasons, expected in (
+        (["length", "stop", "stop"], [True, True, False]),  # the first row has the last turn
+        (["stop", "length", "length"], [False, False, True]),
+    ):
+        rows = batch.with_columns({fields.FINISH_REASON: reasons})
+        with podium.connect("inline") as cluster:
+            estimators = [
+                cluster.start(Estimator.bind(AlgorithmConfig(cut_off=cut_off)), cluster.pool([1]))
+                for cut_off in ("learn", "leave_out")
+            ]
+            learned, left = (estimator.advantages(rows).fetch() for estimator in estimators)
+            assert "left_out" not in learned
+            assert left.dense("left_out").tolist() == expected
+            pairs = ((learned, fields.ADVANTAGES), (left, fields.ADVANTAGES))
+            one, other = (columns.jagged(name).values for columns, name in pairs)
+            assert torch.equal(one, other) and bool((one != 0).any())
+            figures = estimators[1].describe(rows.merge(left))
+            assert figures[metrics.LEFT_OUT] == 0.5
+            assert metrics.LEFT_OUT not in estimators[0].describe(rows.merge(learned))
+
+
 def advantages_of(batch: Batch, **algorithm: Any) -> list[list[float]]:
     with podium.connect("inline") as cluster:
         estimator = cluster.start(

@@ -224,6 +224,39 @@ def test_what_a_generator_cannot_do_is_named() -> None:
         generator.generate(PROMPTS, replace(SAMPLING, n=2))
 
 
+LEAVING = {
+    "token-mean": {},
+    "sequence-mean": {"aggregation": "sequence-mean", "kl_in": "loss", "kl_coef": 0.1, "entropy_coef": 0.01},
+    "constant": {"aggregation": "sequence-sum-constant"},
+    "minibatch": {"loss": "clip_cov", "options": {"cov_share": 0.2, "cov_low": -1e9, "cov_high": 1e9}},
+}
+
+
+@pytest.mark.parametrize("algorithm", LEAVING.values(), ids=LEAVING)
+@pytest.mark.parametrize("kind", [Policy, Critic])
+def test_rows_that_are_left_out_have_no_part_in_loss_gradient_or_normalization(
+    kind: type[Policy | Critic], algorithm: dict[str, Any]
+) -> None:
+    batch = recorded(max_new_tokens=7.0).drop("loss_weights")
+    left_out = torch.tensor([True, False, False, False, True, False, True, False])
+    kept = batch.take((~left_out).nonzero()[:, 0].tolist())
+    config = AlgorithmConfig(**algorithm)
+    with_them = kind(TINY, OPTIM, algorithm=config).update(batch.with_columns({"left_out": left_out}))
+    without, every = (kind(TINY, OPTIM, algorithm=config).update(rows) for rows in (kept, batch))
+    assert with_them == pytest.approx(without, rel=1e-5, abs=1e-6)
+    assert with_them["value/grad_norm" if kind is Critic else "policy/grad_norm"] != pytest.approx(
+        every["value/grad_norm" if kind is Critic else "policy/grad_norm"], rel=0.01
+    )
+
+
+def test_a_step_whose_rows_are_all_left_out_has_no_gradient_and_no_logprobs() -> None:
+    policy, batch = Policy(TINY, OPTIM), recorded().drop("loss_weights").drop("old_logprobs")
+    row = policy.update(batch.with_columns({"left_out": torch.ones(8, dtype=torch.bool)}))
+    assert (row["loss"], row["policy/grad_norm"], row["policy/skipped_steps"]) == (0.0, 0.0, 0.0)
+    found = values_of(policy.update_logprobs(batch.select("loss_mask")), "old_logprobs")
+    assert torch.equal(found.isnan(), values_of(batch, "loss_mask"))
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_ids_that_stand_for_no_text_are_neither_drawn_nor_counted(engine: str, sampling: dict[str, Any]) -> None:
