@@ -55,7 +55,12 @@ def test_how_many_prompts_are_too_long_is_said(tmp_path: Path) -> None:
     [
         ([{"question": "1=", "answer": "1"}], {}, DataError, r"copy\.jsonl, line 1: no column 'prompt' for the prompt"),
         ([], {}, DataError, r"copy\.jsonl.*(holds no|is empty)"),
-        ([{"prompt": "0=" * 40, "answer": "0"}] * 9, {}, ConfigError, "the longest .*prompt has 80 tokens"),
+        (
+            [{"prompt": "0=" * 40, "answer": "0"}] * 9,
+            {},
+            ConfigError,
+            "longest .* line 1, has 80 tokens",
+        ),
     ],
 )
 def test_what_the_run_would_refuse_is_refused(

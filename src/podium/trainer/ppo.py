@@ -498,7 +498,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         check_answers(prompts.examples, config.reward, self.options.reward)
         check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
         check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
-        check_lengths(config.model, sampling.max_new_tokens, "training", max(prompts.token_ids.lengths))
+        lengths = prompts.token_ids.lengths
+        check_lengths(config.model, sampling.max_new_tokens, "training", lengths, prompts.examples)
         return PromptStream(prompts, seed, prompts.digest)
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:

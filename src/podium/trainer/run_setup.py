@@ -273,7 +273,8 @@ def read_held_out(
         prompts = load_held_out(data, tokenizer, config.eval.items)
         what = f"held-out ({name})" if name else "held-out"
         check_tokens(config.model, what, max(int(prompt.token_ids.max()) for prompt in prompts))
-        check_lengths(config.model, sampling.max_new_tokens, what, max(len(prompt.token_ids) for prompt in prompts))
+        lengths, examples = [len(prompt.token_ids) for prompt in prompts], [prompt.example for prompt in prompts]
+        check_lengths(config.model, sampling.max_new_tokens, what, lengths, examples)
         check_answers((prompt.example for prompt in prompts), config.reward, reward)
         sets[name] = prompts
     return sets

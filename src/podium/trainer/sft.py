@@ -80,5 +80,5 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
         data, seed = self.config.data, self.config.run.seed
         pairs = encode_pairs(load_examples(data.train, data, "train", seed), tokenizer, data)
         check_tokens(self.config.model, "training", int(pairs.token_ids.values.max()))
-        check_examples(self.config.model, pairs.token_ids.lengths)
+        check_examples(self.config.model, pairs.token_ids.lengths, pairs.examples)
         return PromptStream(pairs, seed, pairs.digest)

@@ -106,14 +106,16 @@ class EncodedPairs(Sequence[tuple[list[int], list[bool]]]):
     """Prompts with their answers: item i is ``(token_ids[i], loss_mask[i])``, two lists of equal length.
 
     Attributes:
-        first: The example of the first item; None if there is none.
+        examples: The example of each item.
         digest: As that of :class:`EncodedPrompts`.
     """
 
-    def __init__(self, token_ids: TokenRows, loss_mask: TokenRows, first: Example | None, digest: str = "") -> None:
+    def __init__(
+        self, token_ids: TokenRows, loss_mask: TokenRows, examples: Sequence[Example], digest: str = ""
+    ) -> None:
         self.token_ids = token_ids
         self.loss_mask = loss_mask
-        self.first = first
+        self.examples = examples
         self.digest = digest
 
     def __len__(self) -> int:
@@ -210,8 +212,8 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     _tell_turns(*stored["turns"].tolist())
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
-    first = examples[int(stored["kept"][0])] if len(rows) else None
-    return EncodedPairs(rows, mask, first, rows.digest if writer.is_lasting else "")
+    kept = [examples[index] for index in stored["kept"].tolist()]
+    return EncodedPairs(rows, mask, kept, rows.digest if writer.is_lasting else "")
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int | None:

@@ -95,8 +95,8 @@ def _first(data: RunData[Any]) -> Iterator[str]:
         yield textwrap.indent(visible(str(examples.examples[0].row), _SHOWN_CHARACTERS), _INDENT, lambda line: True)
         return
     ids = [*examples.token_ids[0]]
-    first = examples.first if isinstance(examples, EncodedPairs) else examples.examples[0]
-    if first is not None and first.place:
+    first = examples.examples[0]
+    if first.place:
         yield textwrap.fill(_reading(first), 110, initial_indent="read from    ", subsequent_indent=_INDENT)
     if isinstance(examples, EncodedPairs):
         learned = [token for token, counts in zip(ids, examples.loss_mask[0], strict=True) if counts]

@@ -303,8 +303,13 @@ def load_schedule(name: str) -> Schedule:
 # -- data, model and functions, once they are loaded -----------------------------------------------------------------
 
 
-def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, longest: int) -> None:
-    """Check that a completion and the longest of the ``what`` prompts, in tokens, fit into the model's positions.
+def check_lengths(
+    model: ModelConfig, max_new_tokens: int, what: str, lengths: Sequence[int], examples: Sequence[Example]
+) -> None:
+    """Check that a completion and the longest of the ``what`` prompts fit into the model's positions.
+
+    Args:
+        lengths: The number of tokens of the prompt of each of the ``examples``.
 
     Raises:
         ConfigError: They do not fit. The message names the settings that would make them fit.
@@ -312,15 +317,16 @@ def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, longest: i
     from podium.models.loading import longest_text
 
     most = longest_text(model, generated=True)
-    if most is not None and longest + max_new_tokens > most:
+    index = max(range(len(lengths)), key=lengths.__getitem__)
+    if most is not None and lengths[index] + max_new_tokens > most:
         room = most - max_new_tokens
         longer = longest_text(model) != most
         why = ", beyond which longrope changes the rotation of all tokens, generated ones included" if longer else ""
         shorter = f", or data.max_prompt_tokens to {room} (data.overlong decides what happens to longer prompts)"
         raise ConfigError(
-            f"the longest {what} prompt has {longest} tokens, which with sampling.max_new_tokens = {max_new_tokens} is "
-            f"more than the model's {most} positions{why}: lower sampling.max_new_tokens"
-            + (shorter if room > 0 else "")
+            f"the longest {what} prompt{_place(examples[index])} has {lengths[index]} tokens, which with "
+            f"sampling.max_new_tokens = {max_new_tokens} is more than the model's {most} positions{why}: lower "
+            "sampling.max_new_tokens" + (shorter if room > 0 else "")
         )
 
 
@@ -375,8 +381,8 @@ def check_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sto
         )
 
 
-def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
-    """Check that each example, whose prompt and answer have a length in tokens, fits into the model's positions.
+def check_examples(model: ModelConfig, lengths: Sequence[int], examples: Sequence[Example]) -> None:
+    """Check that each of ``examples``, of which prompt and answer have a length in tokens, has enough positions.
 
     Raises:
         ConfigError: Some examples do not fit. The message says how many.
@@ -385,11 +391,17 @@ def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
 
     most = longest_text(model)
     if most is not None and (beyond := sum(length > most for length in lengths)):
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
         raise ConfigError(
             f"{beyond} of the {len(lengths)} training examples are longer than the model's {most} positions; the "
-            f"longest has {max(lengths)} tokens, its answer included: take them out of the data, shorten their "
-            "answers, or lower data.max_prompt_tokens (data.overlong decides what happens to longer prompts)"
+            f"longest{_place(examples[longest])} has {lengths[longest]} tokens, its answer included: take them out of "
+            "the data, shorten their answers, or lower data.max_prompt_tokens (data.overlong decides what happens to "
+            "longer prompts)"
         )
+
+
+def _place(example: Example) -> str:
+    return f", {example.place}," if example.place else ""
 
 
 def check_answers(examples: Iterable[Example], config: RewardConfig, reward: Rewards | None = None) -> None:

@@ -14,7 +14,7 @@ from podium.errors import CheckpointError, ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model, load_tokenizer
 from podium.models.loading import longest_text
 from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.tasks import DataConfig
+from podium.rollout.tasks import DataConfig, Example
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from podium.trainer.checks.preflight import check_given, check_lengths, find_unused_settings, names_of_given
@@ -79,9 +79,9 @@ def test_a_start_that_is_refused_for_an_option_leaves_no_directory(tmp_path: Pat
 @pytest.mark.parametrize(
     ("sampling", "data", "message"),
     [
-        (30, {}, r"longest training prompt has 3 tokens.*32 positions.*data\.max_prompt_tokens to 2 \("),
+        (30, {}, r"longest training prompt, .*, line 2, has 3 tokens.*32 positions.*data\.max_prompt_tokens to 2 \("),
         (40, {}, r"32 positions: lower sampling\.max_new_tokens$"),
-        (26, {"eval": "long.jsonl"}, r"longest held-out prompt has 8 tokens"),
+        (26, {"eval": "long.jsonl"}, r"longest held-out prompt, .*, line \d+, has 8 tokens"),
     ],
 )
 def test_a_prompt_that_the_model_has_no_room_for_is_found_before_anything_starts(
@@ -126,11 +126,11 @@ def test_a_run_is_not_resumed_with_another_tokenizer(tmp_path: Path) -> None:
 def test_generation_beyond_a_turn_of_rotary_factors_is_refused() -> None:
     model = ModelConfig(config=LONGROPE, tokenizer="chars:0123")
     assert longest_text(model) == 64
-    check_lengths(model, 10, "training", 6)
-    with pytest.raises(
-        ConfigError, match=r"16 positions, beyond which longrope changes the rotation of all tokens.*lower"
-    ):
-        check_lengths(model, 10, "training", 7)
+    examples = [Example("0", None, {}, place=f"rows.jsonl, line {line}") for line in (1, 2)]
+    check_lengths(model, 10, "training", [6], examples[:1])
+    said = r"prompt, rows.jsonl, line 2, has 7 .* 16 positions, beyond which longrope changes the rotation .*lower"
+    with pytest.raises(ConfigError, match=said):
+        check_lengths(model, 10, "training", [6, 7], examples)
 
 
 def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:
