@@ -23,7 +23,7 @@ def digits_in_order(completion: str, row: Mapping[str, Any]) -> dict[str, float]
 
 
 if __name__ == "__main__":
-    with Grader(RewardConfig(), reward=digits_in_order) as grader:
+    with Grader(RewardConfig(correct_at=1.0), reward=digits_in_order) as grader:
         grades = grader.grade(["42", "49", "none"], [{"answer": "42"}] * 3)
     for grade in grades:
         print(f"{grade.score:.2f}  {'correct' if grade.correct else 'wrong':<8} {dict(grade.parts)}")

@@ -82,7 +82,7 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
         optim=OptimConfig(lr=1e-3, warmup_steps=20),
         batch=ExampleBatch(examples=64),
         placement=placement,
-        eval=EvalConfig(items=200, every=10, at_start=False, stop_at=0.33),
+        eval=EvalConfig(items=200, every=10, at_start=False, metric="accuracy", stop_at=0.33),
     )
     warm = SFTTrainer(warmup, cluster=cluster, report=False).fit()
     if not warm.finished:  # Ctrl-C
@@ -102,14 +102,14 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
 
 
 def copying(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
-    """``123 =`` is to be answered by ``123``; the reward is the share of digits in their places."""
+    """``123 =`` is to be answered by ``123``; the reward is the share of digits in their places, 1 for all of them."""
     numbers = [f"{number:03d}" for number in range(1000)]
     copies = write_rows(out / "copy.jsonl", {f"{number} =": number for number in numbers})
     config = GRPOConfig(
         run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=180),
         model=ModelConfig(config=qwen3(hidden=64, layers=2), tokenizer=TOKENIZER, seed=seed),
         data=DataConfig(train=copies, holdout=0.2),
-        reward=RewardConfig(name="fraction"),
+        reward=RewardConfig(name="fraction", correct_at=1.0),
         sampling=SamplingParams(max_new_tokens=4, n=8),
         optim=OptimConfig(lr=1e-3),
         batch=PromptBatch(prompts=32),
@@ -143,8 +143,8 @@ def main() -> None:
     print(f"  view     {podium_command()} view {out / 'grpo'}")
     prompt = "123 =" if arguments.smoke else "27 + 48 ="
     print(f"  try it   {podium_command()} sample {out / 'grpo'} --prompt '{prompt}'")
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        print(f"  gained   {100 * (summary.accuracy_after - summary.accuracy_before):.1f} points")
+    if summary.before and summary.after:
+        print(f"  gained   {100 * (summary.after['accuracy'] - summary.before['accuracy']):.1f} points")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from small import main, reinforce, shape, write_rows, write_tokenizer
 import podium
 from podium.algorithms import AlgorithmConfig
 from podium.models import ModelConfig
+from podium.rewards import RewardConfig
 from podium.rollout.environments import Step
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
@@ -53,7 +54,17 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
     environment = EnvironmentConfig(name=f"{__file__}:Guess", options={"turns": 1} if single else {})
     algorithm = AlgorithmConfig(advantage="grpo_turns", normalize_advantage=False)
     return reinforce(
-        cluster, out, model, data, environment, seed=seed, steps=120, max_new_tokens=1, lr=2e-3, algorithm=algorithm
+        cluster,
+        out,
+        model,
+        data,
+        environment,
+        seed=seed,
+        steps=120,
+        max_new_tokens=1,
+        lr=2e-3,
+        algorithm=algorithm,
+        reward=RewardConfig(correct_at=1.0),
     )
 
 

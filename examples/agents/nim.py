@@ -16,6 +16,7 @@ from small import main, reinforce, shape, write_rows, write_tokenizer
 import podium
 from podium.algorithms import AlgorithmConfig
 from podium.models import ModelConfig
+from podium.rewards import RewardConfig
 from podium.rollout.environments import Step
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
@@ -78,6 +79,7 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
         max_new_tokens=1,
         lr=3e-4,
         algorithm=AlgorithmConfig(entropy_coef=0.02),
+        reward=RewardConfig(correct_at=1.0),
     )
 
 

@@ -113,7 +113,8 @@ def warm_up(
         optim=OptimConfig(lr=1e-3, warmup_steps=10),
         batch=ExampleBatch(examples=64),
         placement=PlacementConfig(cpus=1),
-        eval=EvalConfig(items=100, every=5, at_start=False, stop_at=stop_at, temperature=1.0),  # as GRPO will draw,
+        # It draws as GRPO will.
+        eval=EvalConfig(items=100, every=5, at_start=False, metric="accuracy", stop_at=stop_at, temperature=1.0),
     )
     warm = SFTTrainer(config, cluster=cluster, report=False).fit()
     if not warm.finished:  # Ctrl-C

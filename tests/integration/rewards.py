@@ -1,6 +1,7 @@
 """Rewards for the tests of training. Grading processes import this module, so it imports nothing that takes long."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -27,3 +28,13 @@ def minus_half(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
 
 def unlucky(completion: str, row: Mapping[str, Any]) -> float:
     raise ValueError("no such luck")
+
+
+def as_planned(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """The score that a held-out prompt's plan has for this evaluation; of others, one that training learns from."""
+    if "plan" not in row:
+        return {"score": len(completion) / 100, "size": float(len(completion))}
+    marks = Path(row["marks"])
+    with marks.open("a") as file:
+        file.write("x")
+    return {"score": row["plan"][marks.stat().st_size - 1], "size": float(len(completion))}

@@ -324,7 +324,7 @@ def test_the_context_of_an_engine_may_be_shorter_than_the_models(
 
 
 def test_a_full_context_leaves_the_rewards_of_turns_and_is_never_correct(tmp_path: Path) -> None:
-    run = train(config_of("endless", tmp_path, options={"earns": 1.0}))
+    run = train(config_of("endless", tmp_path, options={"earns": 1.0}, reward={"correct_at": 1.0}))
     for row in metrics_rows(run):
         assert row[metrics.SESSIONS_TURNS] >= 3
         assert row[metrics.REWARD_MEAN] == pytest.approx(row[metrics.SESSIONS_TURNS])
@@ -447,9 +447,11 @@ def test_an_outage_in_an_evaluation_costs_its_score_and_not_the_run(
 ) -> None:
     marks = {"after": 4 + 16, "marks": str(tmp_path / "marks")}  # the first evaluation, and the sessions of a step
     evaluation = {"items": 4, "every": 1}
+    sections = {"run": {"steps": 1}, "reward": {"failure_score": -0.5}, "eval": evaluation}
     with told() as notes:
-        run = train(config_of("outage", tmp_path, options=marks, run={"steps": 1}, eval=evaluation))
-    assert [row["accuracy"] for row in metrics_rows(run, "eval")] == [1.0, 0.0]
+        run = train(config_of("outage", tmp_path, options=marks, **sections))
+    rows = metrics_rows(run, "eval")
+    assert [(row["accuracy"], row["reward_mean"]) for row in rows] == [(1.0, 1.0), (0.0, -0.5)]
     assert any("the simulator is down" in note and "count as not correct" in note for note in notes)
     marks = {"after": 4 + 16 + 4 + 16, "marks": str(tmp_path / "late")}  # all but the third evaluation
     run = train(config_of("outage", tmp_path / "late_run", options=marks, run={"steps": 2}, eval=evaluation))
@@ -470,7 +472,8 @@ def test_evaluations_are_compared_task_by_task_where_sessions_fail(
     marks = {"fails": 4 + 16 + 1, "marks": str(tmp_path / "marks")}  # the first session of the second evaluation
     evaluation = {"items": 4, "every": 1}
     run = train(config_of("patchy", tmp_path, options=marks, run={"steps": 1}, eval=evaluation))
-    assert [row["accuracy"] for row in metrics_rows(run, "eval")] == [0.0, 0.75]
+    rows = metrics_rows(run, "eval")
+    assert [(row["accuracy"], row["reward_mean"]) for row in rows] == [(0.0, 0.0), (0.75, 0.75)]
     before, after = (pq.read_table(path).to_pydict() for path in sorted((run / "evaluations").iterdir()))
     assert (before["group"], after["group"]) == ([0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3])
     capsys.readouterr()

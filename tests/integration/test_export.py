@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from podium.cli import main
 from podium.models.whole_weights import full_weights
 from podium.runtime import Cluster, endpoint, nothing
-from podium.telemetry.formatting import percent
+from podium.telemetry.held_out import Metric
 from podium.trainer import GRPOConfig
 from podium.workers import Policy
 from tests.integration.finished_runs import compute_logits, copy_folder, read_logits, write_base
@@ -63,7 +63,8 @@ def test_checkpoints_are_exported_evaluated_and_sampled(
     assert main(["eval", f"{run}@best", "--backend", "inline", "--eval.items", "4"]) == 0
     best = json.loads((Path(run) / "summary.json").read_text())["best_checkpoint"]
     state = json.loads((Path(best) / "trainer.json").read_text())
-    assert f"({state['last']['correct']} of 4;" in capsys.readouterr().out
+    value = Metric(state["metric"]).write(state["last"]["figures"][state["metric"]])
+    assert capsys.readouterr().out.startswith(f"reward    {value}  (4 items")
 
 
 def test_adapters_are_exported_for_peft_or_merged(finished_lora: Path, tmp_path: Path) -> None:
@@ -201,23 +202,24 @@ def test_models_are_pushed_by_the_hubs_own_client(finished_lora: Path, tmp_path:
 
 
 def test_two_evaluations_are_compared(finished_grpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second file is changed by hand, so that one prompt broke and one was mended."""
+    """The files are changed by hand, so that one prompt became worse, and one better."""
     run = copy_folder(finished_grpo, tmp_path / "copy") / "runs" / "run"
     files = sorted((run / "evaluations").iterdir())
     assert [file.stem for file in files] == ["step-000000", "step-000002", "step-000003"]
     table = pq.read_table(files[0])
     assert table.num_rows == 4
-    for file, correct in ((files[0], [True, False, True, False]), (files[1], [False, True, True, False])):
-        place = table.schema.get_field_index("correct")
-        pq.write_table(table.set_column(place, "correct", pa.array(correct)), file)
+    for file, scores in ((files[0], [1.0, 0.0, 0.5, 0.0]), (files[1], [0.5, 1.0, 0.5, 0.0])):
+        place = table.schema.get_field_index("reward")
+        pq.write_table(table.set_column(place, "reward", pa.array(scores)), file)
     capsys.readouterr()
     assert main(["changes", f"{run}@0", f"{run}@2"]) == 0
     said = capsys.readouterr().out
     prompts = table.column("prompt").to_pylist()
-    half = f"{percent(0.5)}  (2 of 4)"
-    assert said.startswith(f"before    {half}  {files[0]}\nafter     {half}  {files[1]}\n")
-    assert f"broke     1\nmended    1\n\nbroke     {prompts[0]!r}\nbefore " in said
-    assert f"\nmended    {prompts[1]!r}\n" in said
+    assert said.startswith(
+        f"metric    reward\nbefore    0.375  (4 items)  {files[0]}\nafter     0.500  (4 items)  {files[1]}\n"
+    )
+    assert f"worse     1\nbetter    1\n\nworse     {prompts[0]!r}\nreward    1.000 to 0.500\nbefore " in said
+    assert f"\nbetter    {prompts[1]!r}\nreward    0 to 1.000\n" in said
     assert main(["changes", str(run)]) == 0
     assert f"{files[0]}\n" in (said := capsys.readouterr().out)
     assert f"{files[2]}\n" in said

@@ -82,8 +82,8 @@ def test_smoke_learns_to_copy_from_nothing(tmp_path: Path, backend: str) -> None
         str(EXAMPLES / "quickstart.py"), "--smoke", "--backend", backend, "--out", str(tmp_path / "out"), cwd=tmp_path
     )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["accuracy_before"] < 0.05
-    assert summary["accuracy_after"] > 0.9
+    assert summary["before"]["accuracy"] < 0.05
+    assert summary["after"]["accuracy"] > 0.9
     assert "held-out accuracy" in out
     assert (tmp_path / "out" / "curve.png").stat().st_size > 10_000
     command = out.partition("try it")[2].split()[0]  # the environment of `make quickstart` is on no path

@@ -17,13 +17,15 @@ from podium.cli import main
 from podium.errors import ConfigError, DataError
 from podium.telemetry import metrics
 from podium.telemetry.formatting import percent
+from podium.telemetry.held_out import Metric
 from podium.telemetry.sinks import ConsoleSink
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from tests.integration.training import losses, metrics_rows, tiny
 
 
 def test_the_loss_falls_and_the_model_goes_on_to_grpo(tmp_path: Path) -> None:
-    config = tiny(SFTConfig, tmp_path, run={"steps": 20, "name": "sft"}, eval={"every": 10})
+    evaluation = {"every": 10, "metric": "reward"}
+    config = tiny(SFTConfig, tmp_path, run={"steps": 20, "name": "sft"}, eval=evaluation)
     with podium.connect("inline") as cluster:
         warm = SFTTrainer(config, cluster=cluster, show=False).fit()
         grpo = tiny(GRPOConfig, tmp_path, model={"path": warm.model_path, "config": {}, "tokenizer": ""})
@@ -32,7 +34,7 @@ def test_the_loss_falls_and_the_model_goes_on_to_grpo(tmp_path: Path) -> None:
     assert losses(run)[-1] < 0.8 * losses(run)[0]
     assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 10, 20]
     assert {metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.TOKENS_PER_S} <= metrics_rows(run)[0].keys()
-    assert after.accuracy_before == warm.accuracy_after  # the same weights on the same held-out prompts
+    assert after.before == warm.after  # the same weights on the same held-out prompts
 
 
 def test_sft_resumes_to_the_same_losses(tmp_path: Path) -> None:
@@ -55,12 +57,13 @@ def test_the_learning_rate_falls_to_the_end_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_once_it_is_good_enough(tmp_path: Path) -> None:
-    config = tiny(SFTConfig, tmp_path, run={"steps": 400}, eval={"every": 20, "items": 12, "stop_at": 0.2})
+    config = tiny(SFTConfig, tmp_path, run={"steps": 400}, eval={"every": 20, "items": 12, "stop_at": 1.5})
     summary = SFTTrainer(config, cluster="inline", show=False).fit()
     assert summary.finished
     assert summary.steps < 400
-    assert summary.accuracy_after is not None
-    assert summary.accuracy_after >= 0.2
+    assert summary.metric == "loss"
+    assert summary.before["loss"] > 1.5 >= summary.after["loss"]
+    assert summary.after.keys() == {"loss", "token_accuracy", "perplexity"}
     assert summary.model_path is not None
 
 
@@ -74,7 +77,7 @@ def test_a_run_ends_that_becomes_no_better_also_after_a_resume(tmp_path: Path) -
     config = tiny(SFTConfig, tmp_path, run={"steps": 9, "resume": run}, **sections)
     summary = SFTTrainer(config, cluster="inline", show=False).fit()
     assert (summary.steps, summary.best_step, summary.finished) == (3, 0, True)
-    assert summary.best_accuracy == summary.accuracy_before is not None
+    assert summary.best == summary.before["loss"]
     assert summary.model_path is not None
 
 
@@ -106,12 +109,19 @@ def test_train_eval_and_sample_from_the_command_line(tmp_path: Path, capsys: pyt
     where = ["--run.dir", str(tmp_path), "--run.name", "cli", "--sampling.max_new_tokens", "3"]
     train = ["train", "sft", "--config", str(yaml), *data, *where, "--batch.examples", "4", "--backend", "inline"]
     assert main([*train, "--run.steps", "2", "--optim.lr", "1e-2"]) == 0
-    assert "held-out accuracy" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "held-out loss  with the 95% interval, lower is better" in out
+    assert "also  token accuracy " in out
     run = str(tmp_path / "cli")
     assert main(["train", "sft", "--resume", run, "--run.steps", "3", "--backend", "inline"]) == 0
     assert [row["step"] for row in metrics_rows(tmp_path / "cli")] == [1, 2, 3]
     capsys.readouterr()
     assert main(["eval", run, "--backend", "inline"]) == 0
+    out = capsys.readouterr().out
+    loss = Metric("loss").write(metrics_rows(tmp_path / "cli", "eval")[-1]["loss"])
+    assert out.startswith(f"loss           {loss}  (4 items; 95% interval ")
+    assert [line.split()[0] for line in out.splitlines()] == ["loss", "token", "perplexity"]
+    assert main(["eval", run, "--backend", "inline", "--eval.metric", "accuracy", "--reward.correct_at", "1"]) == 0
     out = capsys.readouterr().out
     assert "of 4; 95% interval" in out
     assert out.count("expected") == 3
@@ -137,7 +147,9 @@ def test_several_evaluation_sets_are_scored_by_name(tmp_path: Path, capsys: pyte
     other.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": "00"}) + "\n" for n in range(9)))
     places = {"copies": str(tmp_path / "copy.jsonl"), "all 0/0": str(other)}
     run: dict[str, Any] = {"steps": 2, "trackers": ["tensorboard"]}
-    config = tiny(SFTConfig, tmp_path, data={"eval": places, "holdout": 0.0}, run=run, eval={"items": 6})
+    evaluation = {"items": 6, "metric": "accuracy"}
+    sections = {"data": {"eval": places, "holdout": 0.0}, "reward": {"correct_at": 1.0}}
+    config = tiny(SFTConfig, tmp_path, run=run, eval=evaluation, **sections)
     with ConsoleSink(console=Console(file=(out := io.StringIO()), width=100)):
         summary = SFTTrainer(config, cluster="inline", show=False).fit()
     rows = metrics_rows(tmp_path / "runs" / "run", "eval")
@@ -145,9 +157,9 @@ def test_several_evaluation_sets_are_scored_by_name(tmp_path: Path, capsys: pyte
     assert all(row["accuracy"] == row["accuracy/copies"] and row["items/all 0/0"] == 6 for row in rows)
     assert list(summary.sets) == ["copies", "all 0/0"]
     for name, scores in summary.sets.items():
-        assert scores["accuracy_before"] == rows[0][f"accuracy/{name}"]
-        assert scores["accuracy_after"] == rows[1][f"accuracy/{name}"]
-    assert summary.accuracy_after == summary.sets["copies"]["accuracy_after"]
+        assert scores["before"]["accuracy"] == rows[0][f"accuracy/{name}"]
+        assert scores["after"]["accuracy"] == rows[1][f"accuracy/{name}"]
+    assert summary.after == summary.sets["copies"]["after"]
     assert [line.split()[:2] for line in out.getvalue().splitlines() if " accuracy " in line] == [
         ["0", "copies"], ["0", "all"], ["2", "copies"], ["2", "all"],
     ]  # fmt: skip

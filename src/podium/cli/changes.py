@@ -1,4 +1,4 @@
-"""``podium changes RUN`` shows which held-out prompts broke, and which were mended, from one evaluation to another."""
+"""``podium changes RUN`` shows which held-out prompts became worse, and which better, between two evaluations."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ def run_changes(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="podium changes",
         usage="podium changes RUN | RUN@STEP RUN@STEP [--show N]",
-        description="Show which held-out prompts broke, and which were mended, from one evaluation to another.",
+        description="Show which held-out prompts became worse, and which better, from one evaluation to another.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -45,20 +45,29 @@ def run_changes(arguments: Sequence[str]) -> int:
 def _show(first: Path, second: Path, count: int) -> None:
     """Print what changed between the evaluations in two files, and ``count`` prompts of each kind."""
     from podium.runs.changes import compare_evaluations
-    from podium.telemetry.formatting import percent
+    from podium.telemetry.held_out import ACCURACY
 
-    comparison = compare_evaluations(first, second)
-    for name, path, correct in (("before", first, comparison.correct[0]), ("after", second, comparison.correct[1])):
-        share = percent(correct / comparison.items)
-        sys.stdout.write(f"{name:<9} {share}  ({correct} of {comparison.items})  {path}\n")
-    for name, changes in (("broke", comparison.broke), ("mended", comparison.mended)):
-        sys.stdout.write(f"{name:<9} {len(changes)}\n")
-    if comparison.apart:
+    changes = compare_evaluations(first, second)
+    metric, is_accuracy = changes.metric, changes.metric.name == ACCURACY
+    if not is_accuracy:
+        sys.stdout.write(f"metric    {metric.title}\n")
+    for name, path, mean in (("before", first, changes.means[0]), ("after", second, changes.means[1])):
+        items = f"{round(mean * changes.items)} of {changes.items}" if is_accuracy else f"{changes.items} items"
+        sys.stdout.write(f"{name:<9} {metric.write(mean)}  ({items})  {path}\n")
+    kinds = {
+        ("broke" if is_accuracy else "worse"): changes.worse,
+        ("mended" if is_accuracy else "better"): changes.better,
+    }
+    for name, prompts in kinds.items():
+        sys.stdout.write(f"{name:<9} {len(prompts)}\n")
+    if changes.apart:
         why = "only one of the two evaluations has these prompts: the data differ, or sessions failed"
-        sys.stdout.write(f"left out  {comparison.apart}  ({why})\n")
-    for name, changes in (("broke", comparison.broke), ("mended", comparison.mended)):
-        for change in changes[:count]:
-            sys.stdout.write(
-                f"\n{name:<9} {change.prompt!r}\nbefore    {change.before!r}\nafter     {change.after!r}\n"
-            )
+        sys.stdout.write(f"left out  {changes.apart}  ({why})\n")
+    for name, prompts in kinds.items():
+        for change in prompts[:count]:
+            sys.stdout.write(f"\n{name:<9} {change.prompt!r}\n")
+            if not is_accuracy:
+                sys.stdout.write(f"{metric.title:<9} {' to '.join(map(metric.write, change.scores))}\n")
+            if change.before is not None:
+                sys.stdout.write(f"before    {change.before!r}\nafter     {change.after!r}\n")
             sys.stdout.write(f"expected  {change.expected!r}\n")

@@ -24,7 +24,7 @@ def run_export(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "model",
         metavar="RUN",
-        help="a run (its final model), RUN@STEP, RUN@best (by held-out accuracy), RUN@latest, or a checkpoint's folder",
+        help="a run (its final model), RUN@STEP, RUN@best (by eval.metric), RUN@latest, or a checkpoint's folder",
     )
     parser.add_argument("--to", metavar="DIR", help="write it into this directory, which must be empty or new")
     parser.add_argument("--merge", action="store_true", help="merge adapters into the weights of their base model")

@@ -1,13 +1,15 @@
 """``podium eval MODEL`` and ``podium sample MODEL``. MODEL is a run, a checkpoint, a directory or a hub name."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
@@ -17,6 +19,10 @@ from podium.runs.config import InferenceConfig
 from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.records import is_run
 
+if TYPE_CHECKING:
+    from podium.runs.evaluation import Evaluation
+    from podium.telemetry.held_out import Metric
+
 __all__ = ["connect", "inference_config", "open_config", "run_eval", "run_sample"]
 
 _WRITES_PROMPTS: Final = ("data.chat_template",)
@@ -24,10 +30,10 @@ _SCORES: Final = ("data.eval", "data.chat_template", "environment", "reward")
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Score a model on the held-out prompts of each set and print the results. Returns the exit status."""
+    """Score a model on the held-out data of each set and print the results. Returns the exit status."""
     parser = _parser("eval", "Score a model on held-out prompts.")
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
-    from podium.telemetry.formatting import percent
+    from podium.runs.judging import choose_metric
     from podium.trainer import evaluate_model
 
     with (
@@ -35,19 +41,35 @@ def run_eval(arguments: Sequence[str]) -> int:
         connect(backend) as cluster,
     ):
         evaluations = evaluate_model(config, cluster)
+        judge, _ = choose_metric(config, next(iter(evaluations.values())))
     for name, evaluation in evaluations.items():
-        low, high = evaluation.interval()
         sys.stdout.write(f"set       {name}\n" if name else "")
-        sys.stdout.write(
-            f"accuracy  {percent(evaluation.accuracy)}  ({evaluation.correct} of {evaluation.items}; 95% interval "
-            f"{percent(low)} to {percent(high)})\nreward    {evaluation.reward_mean:.4f}\n"
-        )
+        sys.stdout.writelines(f"{line}\n" for line in _describe(evaluation, judge))
     for name, evaluation in evaluations.items():
         for sample in evaluation.samples:
             sys.stdout.write(f"\nset       {name}\n" if name else "\n")
             sys.stdout.write(f"prompt    {sample.prompt!r}\nanswer    {sample.completion!r}\n")
             sys.stdout.write(f"expected  {sample.expected!r}  reward {sample.reward:g}\n")
     return 0
+
+
+def _describe(evaluation: Evaluation, judge: Metric) -> Iterator[str]:
+    """The figures of an evaluation, a line each: that of the metric ``judge`` first, and with its interval."""
+    from podium.telemetry.held_out import ACCURACY, Metric
+
+    names = sorted(evaluation.figures, key=lambda name: name != judge.name)
+    width = max(9, *(len(Metric(name).title) for name in names))
+    for name in names:
+        metric, value = Metric(name), evaluation.figures[name]
+        line = f"{metric.title:<{width}} {metric.write(value)}"
+        bounds = evaluation.interval(name)
+        if metric == judge:
+            items = f"{evaluation.count(name)} items"
+            if name == ACCURACY:
+                items = f"{round(value * evaluation.count(name))} of {evaluation.count(name)}"
+            interval = "" if bounds is None else f"; 95% interval {' to '.join(map(metric.write, bounds))}"
+            line += f"  ({items}{interval})"
+        yield line
 
 
 def run_sample(arguments: Sequence[str]) -> int:
@@ -122,6 +144,8 @@ def inference_config(
         # training samples several completions of a prompt, and these commands sample one
         values.get("sampling", {}).pop("n", None)
         values["model"] = {"path": str(source.checkpoint or source.run / "model")}
+        if "algorithm" not in source.values:  # of supervised fine-tuning, which the loss of answers judges
+            values["eval"] = {**values.get("eval", {}), "metric": _of_answers(values)}
     else:
         _check_model(model)
     for name, section in read_values(InferenceConfig, path).items():
@@ -140,6 +164,12 @@ def inference_config(
 
         refuse_code_of(source.run, config)
     return config
+
+
+def _of_answers(values: Mapping[str, Any]) -> str:
+    """The metric of a run of supervised fine-tuning, as any evaluation knows it."""
+    metric = str(values.get("eval", {}).get("metric", "auto"))
+    return f"loss{metric.removeprefix('auto')}" if metric.split("/")[0] == "auto" else metric
 
 
 def _with_train(needs: Sequence[str], held_out: bool) -> Sequence[str]:

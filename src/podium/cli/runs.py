@@ -20,6 +20,7 @@ __all__ = ["run_runs"]
 _EPILOG: Final = """\
 examples:
   podium runs                          a line for each run below runs/, the newest first
+  podium runs --best                   the same, the best first
   podium runs runs/NAME                one run: its result, its prompts and its curve
   podium runs compare runs/A runs/B    settings and results that differ, and a picture of the curves
   podium runs clean                    remove runs that ended without a step, after asking
@@ -33,15 +34,33 @@ def run_runs(arguments: Sequence[str]) -> int:
         return (_compare if first == "compare" else _clean)(rest[:-1])
     parser = _parser("podium runs", "List runs, or show one.", epilog=_EPILOG)
     parser.add_argument("paths", nargs="*", default=["runs"], help="runs, or directories of runs (default: runs)")
-    paths = [Path(path) for path in parser.parse_args(arguments).paths]
+    parser.add_argument(
+        "--best", action="store_true", help="the best runs first, by the held-out figure that judges them (eval.metric)"
+    )
+    options = parser.parse_args(arguments)
+    paths = [Path(path) for path in options.paths]
     from podium.runs.records import find_runs
 
     runs = [run for path in paths for run in find_runs(path)]
     if len(runs) == 1 and runs[0].path == paths[0]:
         _show(runs[0])
     else:
-        _list(sorted(runs, key=lambda run: run.modified, reverse=True))
+        runs.sort(key=lambda run: run.modified, reverse=True)
+        _list(sorted(runs, key=_rank) if options.best else runs)
     return 0
+
+
+def _rank(run: RunRecord) -> tuple[str, float]:
+    """The place of a run among others: those of one metric together, the best first, and those without one last."""
+    if run.judged is None:
+        return chr(sys.maxunicode), 0.0
+    metric, value = run.judged
+    return metric.name, -metric.rank(value)
+
+
+def _held_out(run: RunRecord) -> str:
+    """What was measured last, such as "accuracy 42.3%"."""
+    return "-" if run.judged is None else f"{run.judged[0].title} {run.judged[0].write(run.judged[1])}"
 
 
 def _parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -53,12 +72,12 @@ def _parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentP
 def _list(runs: Sequence[RunRecord]) -> None:
     from podium.telemetry.formatting import duration
 
-    lines = [("run", "state", "step", "accuracy", "took", "last written")]
+    lines = [("run", "state", "step", "held-out", "took", "last written")]
     for run in runs:
         when = datetime.datetime.fromtimestamp(run.modified).strftime("%Y-%m-%d %H:%M")
         total = run.settings.get("run.steps")
         step = f"{run.step} of {total}" if isinstance(total, int) else str(run.step)
-        lines.append((str(run.path), run.state, step, _percent(run.accuracy), duration(run.seconds), when))
+        lines.append((str(run.path), run.state, step, _held_out(run), duration(run.seconds), when))
     _write_table(lines)
 
 
@@ -76,10 +95,10 @@ def _show(run: RunRecord) -> None:
 
 
 def _describe_run(run: RunRecord) -> str:
-    """Return a line about a run: its state, its accuracy, and the states of its prompts."""
+    """Return a line about a run: its state, what judges it, and the states of its prompts."""
     facts = [run.progress]
-    if run.accuracy is not None:
-        facts.append(f"accuracy {run.accuracy:.1%}")
+    if run.judged is not None:
+        facts.append(f"held-out {_held_out(run)}")
     prompts = run.prompts
     facts += [f"{count} prompts {name.replace('_', ' ')}" for name, count in prompts.counts().items()]
     facts += [f"({count} dropped: {reason})" for reason, count in prompts.reasons.items()]
@@ -112,7 +131,9 @@ def _compare(arguments: Sequence[str]) -> int:
         nargs="+",
         help="runs, or directories of runs; runs that differ only in their seeds are drawn as a band",
     )
-    parser.add_argument("--metric", default="", help="the metric to draw (default: accuracy, else reward, else loss)")
+    parser.add_argument(
+        "--metric", default="", help="the metric to draw (default: what judges the runs, else accuracy, reward or loss)"
+    )
     parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
     from podium.runs.comparison import differing, groups_of, plot_runs
@@ -127,10 +148,11 @@ def _compare(arguments: Sequence[str]) -> int:
         [("", *names)]
         + [(key, *(_short(value) for value in values)) for key, values in differing(runs).items()]
         + [("state", *(run.state for run in runs)), ("step", *(str(run.step) for run in runs))]
-        + [("held-out accuracy", *(_percent(run.accuracy) for run in runs))]
+        + [("held-out", *(_held_out(run) for run in runs))]
         + [(name, *(_number(run.last(name)) for run in runs)) for name in (metrics.REWARD_MEAN, metrics.LOSS)]
     )
-    preferred = (metrics.ACCURACY, metrics.REWARD_MEAN, metrics.LOSS)
+    judges = {run.judged[0].of_steps for run in runs if run.judged is not None}
+    preferred = (*(judges if len(judges) == 1 else ()), metrics.ACCURACY, metrics.REWARD_MEAN, metrics.LOSS)
     metric = options.metric or next((name for name in preferred if all(run.last(name) is not None for run in runs)), "")
     if not metric or all(run.last(metric) is None for run in runs):
         raise ConfigError(f"--metric {metric or 'NAME'}: no metric of this name is in metrics.jsonl of these runs")
@@ -185,10 +207,6 @@ def _write_table(lines: Sequence[Sequence[str]]) -> None:
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _number(value: float | None) -> str:

@@ -30,8 +30,9 @@ class RewardConfig:
     """A completion gets this score if its grader was killed, or failed while reward.on_error is score."""
     on_error: Literal["raise", "score"] = "raise"
     """A reward that raises, dies or returns NaN ends the run (raise) or gives failure_score (score)."""
-    correct_at: float = Field(default=1.0, ge=-1e9, le=1e9)
-    """A completion counts as correct in the accuracy if its score is at least this value."""
+    correct_at: float | None = Field(default=None, ge=-1e9, le=1e9)
+    """A completion counts as correct in the accuracy if its score is at least this value. null means that a completion
+    with the score 1 is correct, and that there is no accuracy where scores are neither 0 nor 1."""
     memory_gib: float | None = Field(default=4.0, gt=0, le=2**20)
     """A grading process may take this much memory in addition to what importing the reward took. null sets no limit."""
     env: tuple[str, ...] = ()
@@ -48,6 +49,12 @@ class RewardConfig:
                 f"reward.name = {self.name!r}: expected text or a list; each item is text, and neither may be empty"
             )
 
+    def is_correct(self, score: float) -> bool | None:
+        """Return whether a completion with this score is correct; None for a score that is no verdict."""
+        if self.correct_at is not None:
+            return score >= self.correct_at
+        return bool(score) if score in (0, 1) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Grade:
@@ -57,7 +64,8 @@ class Grade:
         score: The finite number that training uses.
         parts: The named parts, with "score", if the reward returned a mapping; by function where there are several;
             else empty.
-        correct: Whether the score is at least ``RewardConfig.correct_at``. False if grading failed.
+        correct: Whether the completion is correct, by :meth:`RewardConfig.is_correct`; None where the score does not
+            say. False if grading failed.
         error: Why the reward gave no score, so that ``failure_score`` is used; None if the score is the reward's own.
         timed_out: Whether grading ran over its time limit and was killed.
         abstained: Whether every reward function returned None, so that there is no score. ``score`` is NaN then.
@@ -66,7 +74,7 @@ class Grade:
 
     score: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    correct: bool = False
+    correct: bool | None = False
     error: str | None = None
     timed_out: bool = False
     abstained: bool = False

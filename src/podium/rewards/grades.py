@@ -34,7 +34,7 @@ def make_grade(result: Result, config: RewardConfig, label: str, item: str, reme
     if not result.problem and result.score is None:
         return Grade(nan, result.parts, abstained=True, extra=result.extra)
     if not result.problem and result.score is not None:
-        return Grade(result.score, result.parts, result.score >= config.correct_at, extra=result.extra)
+        return Grade(result.score, result.parts, config.is_correct(result.score), extra=result.extra)
     problem = result.problem
     if over_memory := result.limit == "memory" and config.memory_gib is not None:
         problem = f"ran over {config.memory_gib:g} GiB of memory (reward.memory_gib)"

@@ -1,4 +1,4 @@
-"""What changed from one evaluation to another: the held-out prompts that broke, and those that were mended."""
+"""What changed from one evaluation to another: the held-out prompts that became worse, and those that became better."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from urllib.parse import unquote
 
 from podium.errors import ConfigError
 from podium.runs.files import SET, step_of
-from podium.runs.records import RunRecord, check_run
+from podium.runs.records import RunRecord, check_run, is_run
+from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric
+from podium.telemetry.metrics import REWARD_PART_PREFIX
 
 __all__ = ["Change", "Changes", "compare_evaluations", "find_evaluations", "without_completions"]
 
-_COLUMNS = ("prompt", "completion", "expected", "correct")
+_COLUMNS = ("prompt", "completion", "expected")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A held-out prompt with its answers in two evaluations."""
+    """A held-out prompt with its answers and scores in two evaluations. Examples of which the loss is computed have no
+    answers but that of the data."""
 
     prompt: str
     expected: str | None
-    before: str
-    after: str
+    before: str | None
+    after: str | None
+    scores: tuple[float, float]
+    weight: float = 1.0  # in the means: the tokens to learn of an example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +39,19 @@ class Changes:
     Attributes:
         items: Number of prompts that both have.
         apart: Number of prompts that only one of the two evaluations has: their data differ, or a session failed.
-        correct: Number of prompts that were answered correctly in the first and in the second evaluation.
-        broke: Prompts that the first evaluation has correct and the second one wrong.
-        mended: Prompts that the first evaluation has wrong and the second one correct.
+        metric: The figure that is compared.
+        means: Its mean over these prompts in the first and in the second evaluation.
+        worse: Prompts whose score is worse in the second evaluation, those that changed most first. By accuracy these
+            were correct and are wrong.
+        better: Prompts whose score is better in the second evaluation, those that changed most first.
     """
 
     items: int
     apart: int
-    correct: tuple[int, int]
-    broke: tuple[Change, ...]
-    mended: tuple[Change, ...]
+    metric: Metric
+    means: tuple[float, float]
+    worse: tuple[Change, ...]
+    better: tuple[Change, ...]
 
 
 def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
@@ -71,32 +79,62 @@ def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
 def without_completions(run: Path, name: str, last: Path) -> list[int]:
     """Return the steps after the file ``last``, the newest one of the set ``name``, at which the run evaluated this
     set. These evaluations have a row in metrics.jsonl but no file, for example because all sessions failed."""
-    metric, last_step = f"accuracy/{name}" if name else "accuracy", step_of(last.stem) or 0
-    rows = [row for row in RunRecord(run).rows if row["kind"] == "eval" and metric in row]
+    items, last_step = f"items/{name}" if name else "items", step_of(last.stem) or 0
+    rows = [row for row in RunRecord(run).rows if row["kind"] == "eval" and items in row]
     return [row["step"] for row in rows if row["step"] > last_step]
 
 
 def compare_evaluations(first: Path, second: Path) -> Changes:
-    """Compare the files of two evaluations. Prompts that only one of them has are counted and not compared.
+    """Compare the files of two evaluations by the metric that judges the run of the second file.
+
+    Prompts that only one of them has are counted and not compared.
 
     Raises:
-        ConfigError: They have no prompt in common, or a file cannot be read.
+        ConfigError: They have no prompt in common, a file cannot be read, or the scores are not in both files.
     """
-    before, after = _rows(first), _rows(second)
+    judged = RunRecord(find_run(second)).judged
+    metric = Metric(ACCURACY) if judged is None else judged[0]
+    by_token = metric.name in (LOSS, TOKEN_ACCURACY)
+    before, after = _rows(first, metric), _rows(second, metric)
     both = [(before[key], after[key]) for key in before if key in after]
     if not both:
         raise ConfigError(f"{first} and {second} have no prompt in common: they evaluated other data")
-    changes = {
-        good: tuple(
-            Change(prompt=a["prompt"], expected=a["expected"], before=a["completion"], after=b["completion"])
-            for a, b in both
-            if a["correct"] != b["correct"] and b["correct"] == good
+    changes = [
+        Change(
+            prompt=b["prompt"],
+            expected=b["expected"],
+            before=a["completion"],
+            after=b["completion"],
+            scores=(float(a["score"]), float(b["score"])),
+            weight=float(len(b["tokens"] or ())) if by_token else 1.0,
         )
-        for good in (False, True)
-    }
-    correct = sum(bool(a["correct"]) for a, _ in both), sum(bool(b["correct"]) for _, b in both)
-    apart = len(before.keys() ^ after.keys())
-    return Changes(items=len(both), apart=apart, correct=correct, broke=changes[False], mended=changes[True])
+        for a, b in both
+        if a["score"] is not None and b["score"] is not None
+    ]
+    changes.sort(key=lambda change: -abs(change.scores[1] - change.scores[0]))
+    gains = [metric.rank(change.scores[1]) - metric.rank(change.scores[0]) for change in changes]
+    weight = sum(change.weight for change in changes) or 1.0
+    means = [sum(change.weight * change.scores[index] for change in changes) / weight for index in (0, 1)]
+    return Changes(
+        items=len(changes),
+        apart=len(before.keys() ^ after.keys()),
+        metric=metric,
+        means=(means[0], means[1]),
+        worse=tuple(change for change, gain in zip(changes, gains, strict=True) if gain < 0),
+        better=tuple(change for change, gain in zip(changes, gains, strict=True) if gain > 0),
+    )
+
+
+def find_run(file: Path) -> Path:
+    """The directory of the run to which a file of an evaluation belongs."""
+    return next((folder for folder in file.parents if is_run(folder)), file.parent)
+
+
+def _column_of(metric: Metric) -> str:
+    """The column of an evaluation's file with the scores of a metric."""
+    if metric.name.startswith(REWARD_PART_PREFIX):
+        return f"reward_{metric.name.removeprefix(REWARD_PART_PREFIX)}"
+    return {ACCURACY: "correct", REWARD: "reward"}.get(metric.name, metric.name)
 
 
 def _evaluations(run: Path) -> dict[str, list[Path]]:
@@ -127,8 +165,10 @@ def _evaluation(name: str) -> dict[str, Path]:
     return evaluations
 
 
-def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the rows by their prompt and by their number among the rows with this prompt.
+
+    The key ``score`` of a row is its score by ``metric``.
 
     A session is represented by its first row, which has the verdict. Its number is that of its task, because other
     sessions may have failed.
@@ -136,13 +176,18 @@ def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    column = _column_of(metric)
     try:
-        of_sessions = "session" in pq.read_schema(path).names
-        columns = [*_COLUMNS, "group", "session"] if of_sessions else [*_COLUMNS]
-        rows = pq.read_table(path, columns=columns).to_pylist()
+        present = pq.read_schema(path).names
+        weighing = ("tokens",) if metric.name in (LOSS, TOKEN_ACCURACY) else ()
+        names = [name for name in (*_COLUMNS, column, *weighing, "group", "session") if name in present]
+        rows = pq.read_table(path, columns=names).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if of_sessions:
+    if column not in present:
+        raise ConfigError(f"{path} has no column {column!r}, which holds the {metric.title} of its items")
+    rows = [{"completion": None, **row, "score": row[column]} for row in rows]
+    if "session" in present:
         firsts = {row["session"]: row for row in reversed(rows)}
         return {(row["prompt"], row["group"]): row for row in reversed(firsts.values())}
     seen = Counter[str]()

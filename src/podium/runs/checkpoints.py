@@ -34,6 +34,7 @@ from podium.errors import CheckpointError
 from podium.runs.evaluation import Evaluation
 from podium.runs.files import STATE_FILE, remove, step_name, step_of, sync_folder, sync_tree
 from podium.telemetry import CheckpointSaved, Sample, emit
+from podium.telemetry.held_out import ACCURACY, REWARD, Metric
 
 __all__ = ["Checkpoints", "StoredCheckpoints", "TrainerState"]
 
@@ -49,8 +50,9 @@ class TrainerState:
         step: The last step that is finished.
         prompts: Place in the stream of prompts or examples, after those of ``step``.
         kl_coef: Coefficient of the KL, from its controller.
-        first, last, best: Evaluations, which may be the same one. ``best`` is the first evaluation with the highest
-            accuracy.
+        metric: The name of the figure that judges the run; "" before an evaluation has decided that.
+        first, last, best: Evaluations of the set that judges the run, which may be the same one. Best is the first one
+            with the best figure, and has no scores.
         waited: Evaluations since the best one.
         wall_s: Seconds of training so far.
         stage_s, stage_tokens: Totals by stage, for the speeds in the summary.
@@ -61,6 +63,7 @@ class TrainerState:
     step: int = 0
     prompts: Mapping[str, Any] = field(default_factory=dict)
     kl_coef: float = 0.0
+    metric: str = ""
     first: Evaluation | None = None
     last: Evaluation | None = None
     best: Evaluation | None = None
@@ -71,22 +74,60 @@ class TrainerState:
     ledger: int = 0
     given: Mapping[str, str] = field(default_factory=dict)
 
-    def after(self, found: Evaluation) -> TrainerState:
-        """Return this after one more evaluation."""
-        better = self.best is None or found.accuracy > self.best.accuracy
-        best, waited = (found, 0) if better else (self.best, self.waited + 1)
-        return replace(self, first=self.first or found, last=found, best=best, waited=waited)
+    @property
+    def judge(self) -> Metric:
+        """The metric that judges the run. Before an evaluation has decided that, all scores are 0."""
+        undecided = ACCURACY if self.last is not None and ACCURACY in self.last.figures else REWARD
+        return Metric(self.metric or undecided)
+
+    def after(self, evaluation: Evaluation, metric: Metric) -> TrainerState:
+        """Return this after one more evaluation, which ``metric`` judges."""
+        name, best = metric.name, self.best
+        if best is None or metric.rank(evaluation.value(name)) > metric.rank(best.value(name)):
+            best, waited = evaluation.without_scores, 0
+        else:
+            waited = self.waited + 1
+        return replace(self, first=self.first or evaluation, last=evaluation, best=best, waited=waited)
+
+    def judged_by(self, figure: str, set_name: str) -> TrainerState:
+        """Return this for a run that is judged by ``figure`` of the evaluation set ``set_name`` from now on.
+
+        ``figure`` is "auto" where an evaluation decides. Evaluations of another set, or without the figure, are
+        forgotten, and the best of the others is chosen anew.
+        """
+        if figure in ("auto", self.metric) and (self.last is None or self.last.set_name == set_name):
+            return self
+        name = self.metric if figure == "auto" else figure
+        first, last = (
+            evaluation if evaluation and evaluation.set_name == set_name and name in evaluation.figures else None
+            for evaluation in (self.first, self.last)
+        )
+        evaluations = [evaluation for evaluation in (first, last) if evaluation is not None]
+        best = max(evaluations, key=lambda evaluation: Metric(name).rank(evaluation.value(name)), default=None)
+        return replace(
+            self,
+            metric=name if evaluations else "",
+            first=first,
+            last=last,
+            best=best and best.without_scores,
+            waited=0,
+        )
 
     @staticmethod
     def read(path: Path) -> TrainerState:
         """Read the state in the file at ``path``. Raises CheckpointError for anything else."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            values = {"best": None, **values}  # checkpoints once had no best
             for name in ("first", "last", "best"):
                 if (evaluation := values[name]) is not None:
+                    if "figures" not in evaluation:
+                        raise CheckpointError(
+                            f"{path} was written by an earlier Podium, whose runs had no eval.metric: resume the run "
+                            "with that version, or begin a new run with this checkpoint's policy/ as its model.path"
+                        )
+                    samples = tuple(Sample(**sample) for sample in evaluation["samples"])
                     values[name] = Evaluation(
-                        **{**evaluation, "samples": tuple(Sample(**sample) for sample in evaluation["samples"])}
+                        **{**evaluation, "samples": samples, "weights": tuple(evaluation["weights"])}
                     )
             return TrainerState(**values)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -117,17 +158,24 @@ class StoredCheckpoints:
         return newest
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the highest held-out accuracy, the newest of equals; None if none was measured."""
+        """Return the best checkpoint by the metric of the newest, the newest of equals; None if none was measured."""
         return next(iter(self.ranked()), None)
 
     def ranked(self) -> list[Path]:
-        """Return the checkpoints whose step was evaluated, the best first."""
-        scores: list[tuple[float, int, Path]] = []
+        """Return the checkpoints whose step was evaluated, the best first by the metric of the newest one.
+
+        While a run has not decided what judges it, all figures are 0.
+        """
+        states: list[tuple[TrainerState, Path]] = []
         for path in self.all():
             with suppress(CheckpointError):
-                state = TrainerState.read(path / STATE_FILE)
-                if state.last is not None and state.last.step == state.step:
-                    scores.append((state.last.accuracy, state.step, path))
+                states.append((TrainerState.read(path / STATE_FILE), path))
+        metric = Metric(next((state.metric for state, _ in reversed(states) if state.metric), REWARD))
+        scores = [
+            (metric.rank(state.last.figures[metric.name]), state.step, path)
+            for state, path in states
+            if state.last is not None and state.last.step == state.step and metric.name in state.last.figures
+        ]
         return [path for *_, path in sorted(scores, reverse=True)]
 
 

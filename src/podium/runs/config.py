@@ -21,6 +21,8 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
+from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric
+from podium.telemetry.metrics import REWARD_PART_PREFIX
 from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import EndingOptim, check_dropout
 
@@ -38,10 +40,12 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "SaveConfig",
+    "check_goal",
 ]
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator", "rollout"]
+_METRICS: Final = {"auto": "auto", "reward": REWARD, ACCURACY: ACCURACY, LOSS: LOSS, TOKEN_ACCURACY: TOKEN_ACCURACY}
 _CAP_AHEAD: Final = 2.0  # cap of importance weights if older weights sample completions
 
 
@@ -263,10 +267,17 @@ class EvalConfig:
     """Evaluation samples at this temperature. 0 always takes the most probable token."""
     at_start: bool = True
     """The run starts with an evaluation of the initial model."""
-    stop_at: float | None = Field(default=None, gt=0, le=1)
-    """The run ends once an evaluation reaches this accuracy. null never ends it early."""
+    metric: str = Field(default="auto", min_length=1)
+    """This figure of held-out evaluations judges the run: reward, accuracy, reward_parts/NAME, loss or token_accuracy,
+    with /SET behind it for another than the first set of data.eval. auto means loss for supervised fine-tuning. For
+    other recipes auto means accuracy if reward.correct_at is set or all scores of the first evaluation are 0 or 1, and
+    reward if not."""
+    stop_at: float | None = Field(default=None, ge=-1e9, le=1e9)
+    """The run ends once an evaluation reaches this value of eval.metric: this accuracy or reward or a higher one, or
+    this loss or a lower one. null never ends it early."""
     patience: int = Field(default=0, ge=0, le=10**9)
-    """The run ends after this many evaluations in a row without a new best accuracy. 0 never ends it early."""
+    """The run ends after this many evaluations in a row without a new best value of eval.metric. 0 never ends it
+    early."""
 
 
 @section("save")
@@ -282,8 +293,7 @@ class SaveConfig:
     keep: int = Field(default=2, ge=0, le=10**9)
     """The run keeps this many of its newest checkpoints. 0 keeps all."""
     keep_best: int = Field(default=0, ge=0, le=10**9)
-    """The run also keeps this many checkpoints of those with the highest held-out accuracy, where their step was
-    evaluated."""
+    """The run also keeps this many of the best checkpoints by eval.metric, of those whose step was evaluated."""
     model: bool = True
     """The run writes the model and its tokenizer at its end, in the format of transformers."""
 
@@ -318,8 +328,27 @@ class InferenceConfig:
         """``engine``, in float32 on accelerators too where the run asks training for that."""
         return self.engine
 
+    @property
+    def judged_by(self) -> tuple[str, str]:
+        """The figure that ``eval.metric`` names, or "auto", and the evaluation set that judges the run."""
+        return _split_metric(self.eval.metric, self.data.eval_sets)
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The places of held-out examples by name. The set that judges the run comes first."""
+        _, first = self.judged_by
+        return {first: self.data.eval_sets[first], **self.data.eval_sets}
+
+    @property
+    def scores_answers(self) -> bool:
+        """Whether evaluations compute the loss of held-out answers. Otherwise they draw completions and grade them."""
+        return self.judged_by[0] in (LOSS, TOKEN_ACCURACY)
+
     def __post_init__(self) -> None:
         self.check_roles()
+        figure, _ = self.judged_by
+        if figure != "auto":
+            check_goal(Metric(figure), self.eval.stop_at)
 
     def check_roles(self) -> None:
         """Check that each role has a place. Raises ConfigError."""
@@ -339,7 +368,7 @@ class _TrainingConfig(InferenceConfig):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return ("policy", *super().roles) if self.eval.items else ("policy",)
+        return ("policy", *super().roles) if self.eval.items and not self.scores_answers else ("policy",)
 
     @property
     def resolved_engine(self) -> EngineConfig:
@@ -389,6 +418,11 @@ class PPOConfig(_TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.scores_answers:
+            raise ConfigError(
+                f"eval.metric = {self.eval.metric!r} is measured by podium train sft and podium eval alone: expected "
+                "auto, reward, accuracy or reward_parts/NAME"
+            )
         if self.algorithm.loss in LOSSES:  # a user's own function is not loaded here, because each learner checks it
             check_dropout(self.model, self.algorithm)
         rows, cuts = self.rows, self.algorithm.minibatches
@@ -470,7 +504,10 @@ class GRPOConfig(PPOConfig):
 
 @section()
 class SFTConfig(_TrainingConfig):
-    """A run of supervised fine-tuning. ``sampling``, ``engine`` and ``reward`` serve its evaluation."""
+    """A run of supervised fine-tuning.
+
+    ``sampling``, ``engine`` and ``reward`` serve its evaluation where ``eval.metric`` is a figure of completions.
+    """
 
     batch: ExampleBatch = Field(default_factory=ExampleBatch)
 
@@ -478,6 +515,10 @@ class SFTConfig(_TrainingConfig):
     def taken(self) -> int:
         """Examples of the data that a step takes."""
         return self.batch.examples
+
+    @property
+    def scores_answers(self) -> bool:
+        return self.judged_by[0] in ("auto", LOSS, TOKEN_ACCURACY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -494,3 +535,31 @@ RECIPES: Mapping[str, type[PPOConfig] | type[SFTConfig]] = {"grpo": GRPOConfig, 
 def _divisor(rows: int, near: int) -> int:
     """The divisor of ``rows`` that is nearest to ``near``."""
     return next(cut for away in count() for cut in (near - away, near + away) if cut > 0 and rows % cut == 0)
+
+
+def check_goal(metric: Metric, goal: float | None) -> None:
+    """Check that a run can reach ``eval.stop_at``. Raises ConfigError for a share above 1, which is never reached."""
+    if goal is not None and metric.is_share and goal > 1:
+        raise ConfigError(
+            f"eval.stop_at = {goal:g}, and {metric.title} is a share from 0 to 1: write {goal / 100:g} for {goal:g} %"
+        )
+
+
+def _split_metric(name: str, sets: Mapping[str, str]) -> tuple[str, str]:
+    """The figure and the evaluation set that a value of ``eval.metric`` names.
+
+    Raises:
+        ConfigError: There is no such figure, or no such set.
+    """
+    of_sets = [(name.removesuffix(f"/{key}"), key) for key in sets if key and name.endswith(f"/{key}")]
+    for figure, chosen in (*of_sets, (name, next(iter(sets)))):
+        if figure in _METRICS:
+            return _METRICS[figure], chosen
+        if figure.startswith(REWARD_PART_PREFIX) and figure != REWARD_PART_PREFIX:
+            return figure, chosen
+    known = ", ".join(filter(None, sets))
+    raise ConfigError(
+        f"eval.metric = {name!r}: expected auto, reward, accuracy, {REWARD_PART_PREFIX}NAME, loss or token_accuracy"
+        + (f", or one of these with /SET behind it; the sets of data.eval are {known}" if known else "")
+        + ("; the sets of data.eval have no names" if "/" in name and not known else "")
+    )

@@ -67,8 +67,11 @@ def library_versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of a run. Accuracies are held-out, in 0..1, over ``items`` prompts; None means not measured.
+    """The result of a run.
 
+    ``before`` and ``after`` are the figures of the evaluations before the first step and after the last one, over
+    ``items`` held-out prompts or examples, by the names of :mod:`podium.telemetry.held_out`; empty where there was no
+    such evaluation. ``metric`` is the name of the figure that judges the run; None without an evaluation.
     ``tokens_per_s`` is by stage, over the whole run. ``finished`` is False when somebody stopped the run early.
     """
 
@@ -76,16 +79,17 @@ class Summary:
     seed: int
     steps: int
     wall_s: float
-    accuracy_before: float | None = None
-    accuracy_after: float | None = None
+    metric: str | None = None
+    before: Mapping[str, float] = field(default_factory=dict[str, float])
+    after: Mapping[str, float] = field(default_factory=dict[str, float])
     items: int = 0
     tokens_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
-    sets: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)  # scores of evaluation sets, by name
+    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # the same of evaluation sets, by name
     finished: bool = True
     model_path: str | None = None  # in Hugging Face format
-    best_step: int | None = None  # of the evaluation with the highest accuracy
-    best_accuracy: float | None = None
-    best_checkpoint: str | None = None  # the one with the highest held-out accuracy of those that are kept
+    best_step: int | None = None  # of the evaluation with the best value of the metric
+    best: float | None = None  # that value
+    best_checkpoint: str | None = None  # the best one of those that are kept
     prompts: Mapping[str, int] = field(default_factory=dict)  # number of prompts in each state of the ledger
     dropped: Mapping[str, int] = field(default_factory=dict)  # number of prompts that were dropped, by reason
     versions: Mapping[str, str] = field(default_factory=library_versions)

@@ -1,48 +1,231 @@
-"""A held-out evaluation of a run, and the intervals of its figures."""
+"""A held-out evaluation of a run, the intervals of its figures, and the gain from one evaluation to another.
+
+An item is a held-out prompt or example. Its scores have weights where an item stands for several tokens.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from podium.telemetry import Sample
+from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, TOKEN_ACCURACY
 
-__all__ = ["Evaluation", "gain_interval"]
+__all__ = ["Evaluation", "Gain", "Interval", "Scores", "accuracy_interval", "gain"]
 
 _Z95: Final = 1.959964  # of the normal distribution, two-sided
+_FEWEST_CHANGES: Final = 6  # of fewer, all may have one sign by chance: 2 / 2^5 is more than 5 %
+
+Interval = tuple[float, float]
+Scores = Sequence[float | None]
+"""The score of each item; None where it has none, such as a part that the reward left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One held-out evaluation: ``correct`` of ``items`` prompts after ``step`` steps, and a few completions."""
+    """One held-out evaluation of one set, after ``step`` steps.
+
+    Attributes:
+        items: Number of prompts or examples.
+        figures: The mean of each kind of score, by the names of :mod:`podium.telemetry.held_out`.
+        scores: The scores of each kind, by the same names; empty where only the figures were kept.
+        weights: The weight of each item in the means; () where all count the same.
+        set_name: The name of the evaluation set; "" for one without a name.
+        samples: The first completions.
+    """
 
     step: int
-    correct: int
     items: int
-    reward_mean: float
+    figures: Mapping[str, float]
+    scores: Mapping[str, Scores] = field(default_factory=dict)
+    weights: Sequence[float] = ()
+    set_name: str = ""
     samples: tuple[Sample, ...] = ()
 
+    @staticmethod
+    def of(
+        step: int,
+        items: int,
+        scores: Mapping[str, Scores],
+        *,
+        weights: Sequence[float] = (),
+        set_name: str = "",
+        samples: tuple[Sample, ...] = (),
+    ) -> Evaluation:
+        """Make an evaluation from the scores of its items. A kind of score that no item has is left out."""
+        scores = {name: column for name, column in scores.items() if any(score is not None for score in column)}
+        figures = {name: _mean(*_present(column, weights)) for name, column in scores.items()}
+        if LOSS in figures:
+            figures[PERPLEXITY] = math.exp(min(figures[LOSS], 700.0))
+        return Evaluation(
+            step=step,
+            items=items,
+            figures=figures,
+            scores=scores,
+            weights=tuple(weights),
+            set_name=set_name,
+            samples=samples,
+        )
+
+    def value(self, name: str) -> float:
+        """Return a figure; NaN where the evaluation has none of this name."""
+        return self.figures.get(name, math.nan)
+
+    def count(self, name: str) -> int:
+        """Return the number of items with this kind of score."""
+        return sum(score is not None for score in self.scores[name]) if name in self.scores else self.items
+
     @property
-    def accuracy(self) -> float:
-        """Share of correct prompts, in 0..1."""
-        return self.correct / self.items
+    def without_scores(self) -> Evaluation:
+        """This evaluation with its figures alone."""
+        return replace(self, scores={}, weights=())
 
-    def interval(self) -> tuple[float, float]:
-        """The 95 % score interval of the accuracy (Wilson 1927, eq. 3), right also near 0 and 1."""
-        n, p, z2 = self.items, self.accuracy, _Z95**2
-        middle = (p + z2 / (2 * n)) / (1 + z2 / n)
-        half = _Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-        # Rounding must not push a bound past the share itself, where the two meet at 0 and at 1.
-        return min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))
+    def interval(self, name: str) -> Interval | None:
+        """Return the 95 % interval of a figure; None where it is not known.
+
+        For a share of items it is the score interval (Wilson 1927, eq. 3), which is right also near 0 and 1. For a mean
+        it is Student's.
+        """
+        if name not in self.figures:
+            return None
+        if name == ACCURACY:
+            return accuracy_interval(self.figures[name], self.count(name))
+        if name == PERPLEXITY:
+            bounds = self.interval(LOSS)
+            return None if bounds is None else (math.exp(bounds[0]), math.exp(bounds[1]))
+        if name not in self.scores:
+            return None
+        error = _error(*_present(self.scores[name], self.weights))
+        if error is None:
+            return None
+        least = 0.0 if name in (LOSS, TOKEN_ACCURACY) else -math.inf  # beyond which no value lies
+        most = 1.0 if name == TOKEN_ACCURACY else math.inf
+        return max(least, self.figures[name] - error), min(most, self.figures[name] + error)
 
 
-def gain_interval(before: Evaluation, after: Evaluation) -> tuple[float, float]:
-    """The 95 % interval of the gain in accuracy for independent samples (Newcombe 1998, method 10).
+@dataclass(frozen=True)
+class Gain:
+    """How much a figure rose from one evaluation to another.
 
-    If both were measured on the same prompts, the interval is wider than necessary.
+    Attributes:
+        value: The difference.
+        interval: Its 95 % interval; None where it is not known.
+        may_be_chance: Whether the interval holds 0, or fewer than six items changed.
+        changed: Number of items whose score changed; None where the evaluations are not of the same items.
     """
-    (low_1, high_1), (low_2, high_2) = before.interval(), after.interval()
-    p_1, p_2 = before.accuracy, after.accuracy
-    gain = p_2 - p_1
-    return gain - math.hypot(p_2 - low_2, high_1 - p_1), gain + math.hypot(high_2 - p_2, p_1 - low_1)
+
+    value: float
+    interval: Interval | None
+    may_be_chance: bool
+    changed: int | None = None
+
+
+def gain(before: Evaluation, after: Evaluation, name: str) -> Gain:
+    """Return the gain in a figure. Evaluations of the same items are compared item by item.
+
+    The interval of a gain in accuracy is that of paired proportions (Newcombe 1998, Statistics in Medicine 17:2635,
+    method 10), and Student's of the items' differences for a mean. Evaluations of other items are compared as
+    independent samples (Newcombe 1998, Statistics in Medicine 17:873, method 10; or the means' intervals joined).
+    """
+    value = after.value(name) - before.value(name)
+    old, new = before.scores.get(name, ()), after.scores.get(name, ())
+    is_paired = len(old) == len(new) > 0 and tuple(before.weights) == tuple(after.weights)
+    pairs = [
+        (one, other, weight)
+        for one, other, weight in zip(old, new, after.weights or [1.0] * len(new), strict=True)
+        if one is not None and other is not None
+    ] if is_paired else []  # fmt: skip
+    changed = sum(one != other for one, other, _ in pairs) if pairs else None
+    if math.isnan(value):
+        bounds = None
+    elif name == ACCURACY:
+        correlation = _correlation([(bool(one), bool(other)) for one, other, _ in pairs])
+        bounds = _newcombe(before, after, correlation)
+    elif pairs:
+        error = _error([other - one for one, other, _ in pairs], [weight for *_, weight in pairs])
+        bounds = None if error is None else (value - error, value + error)
+    else:
+        bounds = _join(before.interval(name), after.interval(name), value)
+    is_apart = bounds is not None and not bounds[0] <= 0 <= bounds[1]
+    return Gain(value, bounds, not is_apart or (changed or _FEWEST_CHANGES) < _FEWEST_CHANGES, changed)
+
+
+def accuracy_interval(share: float, items: int) -> Interval:
+    """Return the 95 % score interval of a share of ``items`` (Wilson 1927, eq. 3)."""
+    n, p, z2 = items, share, _Z95**2
+    middle = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    # Rounding must not push a bound past the share itself, where the two meet at 0 and at 1.
+    return min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))
+
+
+def _present(scores: Scores, weights: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The scores that there are, and their weights."""
+    pairs = [
+        (score, weight)
+        for score, weight in zip(scores, weights or [1.0] * len(scores), strict=True)
+        if score is not None
+    ]
+    return [score for score, _ in pairs], [weight for _, weight in pairs]
+
+
+def _mean(scores: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(score * weight for score, weight in zip(scores, weights, strict=True)) / sum(weights)
+
+
+def _error(scores: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Half the 95 % interval of a weighted mean, whose items were drawn with their weights; None for fewer than two."""
+    if (count := len(scores)) < 2:
+        return None
+    mean = _mean(scores, weights)
+    squares = sum((weight * (score - mean)) ** 2 for score, weight in zip(scores, weights, strict=True))
+    return _student95(count - 1) * math.sqrt(squares * count / (count - 1)) / sum(weights)
+
+
+def _student95(freedom: int) -> float:
+    """The 97.5 % quantile of Student's distribution (Abramowitz and Stegun 1964, eq. 26.7.5).
+
+    It is right to 1 % from three degrees of freedom on, and to 6 % for one.
+    """
+    z = _Z95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def _newcombe(before: Evaluation, after: Evaluation, correlation: float) -> Interval:
+    """The interval of a difference of shares from the score intervals of both."""
+    p_1, p_2 = before.figures[ACCURACY], after.figures[ACCURACY]
+    (low_1, high_1), (low_2, high_2) = (
+        accuracy_interval(share, evaluation.count(ACCURACY)) for share, evaluation in ((p_1, before), (p_2, after))
+    )
+
+    def join(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
+
+    return p_2 - p_1 - join(p_2 - low_2, high_1 - p_1), p_2 - p_1 + join(high_2 - p_2, p_1 - low_1)
+
+
+def _correlation(pairs: Sequence[tuple[bool, bool]]) -> float:
+    """Newcombe's correlation of paired outcomes, corrected towards 0; 0 for none."""
+    both, first, second = (pairs.count(pair) for pair in ((True, True), (True, False), (False, True)))
+    neither = len(pairs) - both - first - second
+    product = (both + first) * (second + neither) * (both + second) * (first + neither)
+    if not product:
+        return 0.0
+    excess = both * neither - first * second
+    return (max(0.0, excess - len(pairs) / 2) if excess > 0 else excess) / math.sqrt(product)
+
+
+def _join(one: Interval | None, other: Interval | None, value: float) -> Interval | None:
+    """The interval of a difference of the means of independent samples."""
+    if one is None or other is None:
+        return None
+    error = math.hypot((one[1] - one[0]) / 2, (other[1] - other[0]) / 2)
+    return value - error, value + error

@@ -16,11 +16,11 @@ from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import InferenceConfig
-from podium.runs.evaluation import Evaluation
+from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import STATE_FILE, remove, step_of
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
 from podium.runs.records import CONFIG, RunRecord, flatten, is_run
-from podium.telemetry.formatting import percent
+from podium.telemetry.held_out import Metric
 
 __all__ = ["StoredModel", "export_model", "find_model", "open_model"]
 
@@ -107,7 +107,8 @@ def find_model(name: str, *, final: bool = True) -> StoredModel | None:
         checkpoint = next((path for path in stored.all() if step_of(path.name) == int(which)), None)
     elif which in ("best", "latest"):
         checkpoint = stored.best() if which == "best" else stored.latest()
-        if checkpoint is None and stored.all():
+        if checkpoint is None and (latest := stored.latest()) is not None:
+            TrainerState.read(latest / STATE_FILE)  # which says so where a state cannot be read
             raise ConfigError(
                 f"{name}: no step of these checkpoints was evaluated: {checkpoints}; set eval.every to save.every"
             )
@@ -219,7 +220,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     """Return the text of the model card, from the run's own figures."""
     settings = dict(flatten(as_given(found.values, found.run)))
     base = settings.get("model.path", "")
-    first, last, step = _figures(found)
+    judge, first, last, step = _figures(found)
     head = [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
     stored = Path(found.values.get("model", {}).get("path", "")).expanduser()
     if base and not stored.is_absolute() and not stored.exists():  # the hub knows no directories
@@ -229,12 +230,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     lines = ["---", *head, "tags: [podium]", "---", "", f"# {found.run.absolute().name}", ""]
     lines.append(f"{what} {origin}, trained by Podium for {step} steps.")
     if last is not None:
-        lines += ["", "| held-out prompts | accuracy | 95 % interval | mean reward |", "|---|---|---|---|"]
-        for name, evaluation in (("before training", first), (f"after step {last.step}", last)):
-            if evaluation is not None and (evaluation is last or evaluation.step == 0):
-                low, high = evaluation.interval()
-                figures = f"{percent(evaluation.accuracy)} of {evaluation.items} | {percent(low)} to {percent(high)}"
-                lines.append(f"| {name} | {figures} | {evaluation.reward_mean:.4f} |")
+        lines += ["", *_results(judge, first, last)]
     lines += ["", "| setting | value |", "|---|---|"]
     for path in ("data.train", *_TOLD):
         if (value := settings.get(path)) not in (None, ""):
@@ -242,8 +238,30 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _figures(found: StoredModel) -> tuple[Evaluation | None, Evaluation | None, int]:
-    """The first evaluation, the last one, and the step of the model."""
+def _results(judge: Metric, first: Evaluation | None, last: Evaluation) -> Iterator[str]:
+    """A table of the held-out figures before and after training, the one that judges the run first, and its gain."""
+    names = sorted(last.figures, key=lambda name: name != judge.name)
+    titles = " | ".join(Metric(name).title for name in names[1:])
+    yield f"| held-out | {judge.title} | 95 % interval | {titles} |"
+    yield "|---|---|---|" + "---|" * len(names[1:])
+    evaluations = {f"after step {last.step}": last}
+    if first is not None and first.step == 0:
+        evaluations = {"before training": first, **evaluations}
+    for name, evaluation in evaluations.items():
+        bounds = evaluation.interval(judge.name)
+        interval = "" if bounds is None else " to ".join(map(judge.write, bounds))
+        figures = " | ".join(Metric(figure).write(evaluation.value(figure)) for figure in names[1:])
+        value = f"{judge.write(evaluation.value(judge.name))} of {evaluation.count(judge.name)}"
+        yield f"| {name} | {value} | {interval} | {figures} |"
+    if len(evaluations) == 2 and first is not last and first is not None:
+        found = gain(first, last, judge.name)
+        chance = ", which may be chance" * found.may_be_chance
+        yield ""
+        yield f"The {judge.title} changed by {judge.write_change(found.value)}{chance}."
+
+
+def _figures(found: StoredModel) -> tuple[Metric, Evaluation | None, Evaluation | None, int]:
+    """The metric that judges the run, its first evaluation, the last one, and the step of the model."""
     checkpoint = found.checkpoint
     if checkpoint is None:
         checkpoint = StoredCheckpoints(found.run / "checkpoints").latest()
@@ -253,4 +271,5 @@ def _figures(found: StoredModel) -> tuple[Evaluation | None, Evaluation | None, 
         state = TrainerState()
     end = RunRecord(found.run).end if found.checkpoint is None else None
     step = state.step if end is None else end
-    return (state.first, state.last, step) if step == state.step else (None, None, step)
+    first, last = (state.first, state.last) if step == state.step else (None, None)
+    return state.judge, first, last, step

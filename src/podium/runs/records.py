@@ -21,9 +21,10 @@ from podium.runs.files import LOCK, is_locked, step_of
 from podium.runs.ledger import States, read_ledger
 from podium.runs.named_files import PLACES, as_given
 from podium.runs.reading import RunFiles
+from podium.telemetry.held_out import ACCURACY, Metric
 
 __all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "RunRecord"]
-__all__ += ["check_run", "find_runs", "flatten", "is_run", "parse_rows"]
+__all__ += ["check_run", "find_runs", "flatten", "is_run", "metric_of", "parse_rows"]
 
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
 _MOST_SETTINGS: Final = 10_000
@@ -165,19 +166,26 @@ class RunRecord:
         return max((row["step"] for row in self.rows), default=0)
 
     @property
-    def accuracy(self) -> float | None:
-        """The held-out accuracy that was measured last."""
-        return next((row.get("accuracy") for row in reversed(self.rows) if row["kind"] == "eval"), None)
+    def judged(self) -> tuple[Metric, float] | None:
+        """The metric that judges the run, and its value when it was measured last; None without an evaluation."""
+        row = next((row for row in reversed(self.rows) if row["kind"] == "eval"), {})
+        metric = metric_of(row)
+        value = row.get(metric.name)
+        return (metric, float(value)) if isinstance(value, int | float) else None
 
-    def scores_by_set(self, names: Sequence[str], done: int) -> dict[str, dict[str, float | None]]:
-        """Return the scores of the evaluation sets ``names`` before the first step and after step ``done``, for the
-        summary."""
+    def scores_by_set(self, names: Sequence[str], done: int) -> dict[str, dict[str, Any]]:
+        """The figures of the evaluation sets ``names`` before the first step and after step ``done``."""
         rows = {row["step"]: row for row in self.rows if row["kind"] == "eval"}
         before, after = rows.get(0, {}), rows.get(done if done else -1, {})
+
+        def select(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+            figures = {key.removesuffix(f"/{name}"): row[key] for key in row if key.endswith(f"/{name}")}
+            return {key: value for key, value in figures.items() if key in row and key != "items"}
+
         return {
             name: {
-                "accuracy_before": before.get(f"accuracy/{name}"),
-                "accuracy_after": after.get(f"accuracy/{name}"),
+                "before": select(before, name),
+                "after": select(after, name),
                 "items": after.get(f"items/{name}", before.get(f"items/{name}")),
             }
             for name in names
@@ -199,6 +207,12 @@ class RunRecord:
     def modified(self) -> float:
         """The time of the last write: that of metrics.jsonl, or else of the directory."""
         return (self.files.signature(METRICS)[1] or self.path.stat().st_mtime_ns) / 1e9
+
+
+def metric_of(row: Mapping[str, Any]) -> Metric:
+    """The metric that judges a run, by a row of an evaluation. Runs of before ``eval.metric`` had accuracies."""
+    name = row.get("metric")
+    return Metric(name if isinstance(name, str) else ACCURACY)
 
 
 def is_run(path: Path) -> bool:

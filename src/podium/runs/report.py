@@ -1,9 +1,9 @@
-"""The report at the end of a run has accuracies, completions before and after, the learning curve and paths."""
+"""The report at the end of a run: the figure that judges it, completions before and after, the curve, and paths."""
 
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -17,17 +17,18 @@ from rich.text import Text
 
 from podium.extras import install_command
 from podium.runs.directory import RunDirectory, Summary
-from podium.runs.evaluation import Evaluation, gain_interval
-from podium.runs.records import RunRecord
+from podium.runs.evaluation import Evaluation, Gain, Interval, accuracy_interval, gain
+from podium.runs.records import RunRecord, metric_of
 from podium.telemetry import Note, Sample, emit, metrics
-from podium.telemetry.formatting import duration, percent, plain, visible
+from podium.telemetry.formatting import duration, plain, visible
+from podium.telemetry.held_out import ACCURACY, Metric
 
-__all__ = ["Curve", "build_curve", "draw_curve", "plot_curve", "render", "report", "smooth"]
+__all__ = ["Curve", "Point", "build_curve", "draw_curve", "plot_curve", "render", "report", "smooth"]
 
 _CURVES: Final = {
     metrics.ACCURACY: "accuracy on the training prompts",
     metrics.REWARD_MEAN: "reward on the training prompts",
-    metrics.LOSS: "loss",
+    metrics.LOSS: "loss on the training data",
 }
 _BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8f98"
 _CELL_CHARACTERS: Final = 400
@@ -35,22 +36,45 @@ _INDENT: Final = (0, 0, 0, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Point:
+    """A held-out evaluation on the curve: its value, and its 95 % interval, or the value twice for an unknown one."""
+
+    step: int
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A metric over steps, and the held-out evaluations."""
+    """A metric over steps, and held-out evaluations by the metric ``judge``."""
 
     metric: str
     steps: Sequence[int]
     values: Sequence[float]
-    evaluations: Sequence[Evaluation] = ()
+    judge: Metric = field(default_factory=lambda: Metric(ACCURACY))
+    points: Sequence[Point] = ()
 
     @property
     def is_share(self) -> bool:
-        """Whether the values are shares of 0..1, as the held-out accuracy is."""
+        """Whether the values are shares of 0..1."""
         return self.metric == metrics.ACCURACY
+
+    @property
+    def shares_axis(self) -> bool:
+        """Whether the evaluations have the unit of the values."""
+        return self.metric == self.judge.of_steps
+
+    @property
+    def title(self) -> str:
+        """The metric as people read it."""
+        part = self.metric.removeprefix(metrics.REWARD_PART_PREFIX)
+        return _CURVES.get(self.metric, f"reward part {part} on the training prompts")
 
 
 def report(
     summary: Summary,
+    judge: Metric,
     first: Evaluation | None,
     last: Evaluation | None,
     directory: RunDirectory,
@@ -59,7 +83,8 @@ def report(
 ) -> Path | None:
     """Draw the curve of a run into its directory, and print the report on ``console`` if there is one.
 
-    ``first`` and ``last`` are the run's evaluations, which may be the same one. Returns the picture, if there is one.
+    ``judge`` is the metric that judges the run. ``first`` and ``last`` are its evaluations, which may be the same one.
+    Returns the picture, if there is one.
     """
     paths: dict[str, Path | str] = {"run": directory.path, "metrics": directory.metrics_path}
     curve = build_curve(RunRecord(directory.path).rows)
@@ -71,30 +96,39 @@ def report(
     paths |= {"model": summary.model_path} if summary.model_path else {}
     paths["trace"] = directory.trace_path
     if console is not None:
-        render(title, summary, first, last, curve, paths, console)
+        render(title, summary, judge, first, last, curve, paths, console)
         as_text = io.StringIO()
         # Not a notebook's: there, rich shows in the cell what is printed on any console.
         text_console = Console(file=as_text, width=100, color_system=None, force_jupyter=False)
-        render(title, summary, first, last, curve, paths, text_console)
+        render(title, summary, judge, first, last, curve, paths, text_console)
         directory.log(as_text.getvalue())
     return None if curve is None else directory.curve_path
 
 
 def build_curve(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
-    """Return the learning curve in the rows of a run: accuracy if it is there, else reward, else loss; else None."""
+    """Return the learning curve in the rows of a run: of the metric that judges the run, else of accuracy, reward or
+    loss, the first of these that steps have; else None."""
     steps = [row for row in rows if row["kind"] == "step"]
-    metric = next((name for name in _CURVES if any(row.get(name) is not None for row in steps)), None)
-    if metric is None:
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    judge = metric_of(evaluations[-1]) if evaluations else Metric(ACCURACY)
+    names = [name for name in (judge.of_steps, *_CURVES) if any(row.get(name) is not None for row in steps)]
+    if not names:
         return None
-    evaluations: list[Evaluation] = []
-    for row in rows if metric != metrics.LOSS else ():
-        if row["kind"] == "eval" and row["accuracy"] is not None and (items := row["items"]):
-            correct = round(row["accuracy"] * items)
-            evaluations.append(
-                Evaluation(step=row["step"], correct=correct, items=items, reward_mean=row["reward_mean"])
-            )
-    points = {row["step"]: row[metric] for row in steps if row.get(metric) is not None}
-    return Curve(metric=metric, steps=[*points], values=[*points.values()], evaluations=evaluations)
+    points = {row["step"]: row[names[0]] for row in steps if row.get(names[0]) is not None}
+    held_out = [point for row in evaluations if (point := _point(row, judge)) is not None]
+    return Curve(metric=names[0], steps=[*points], values=[*points.values()], judge=judge, points=held_out)
+
+
+def _point(row: Mapping[str, Any], judge: Metric) -> Point | None:
+    """An evaluation on the curve; None where the metric was not measured."""
+    if (value := row.get(judge.name)) is None:
+        return None
+    low, high = value, value
+    if row.get("metric") == judge.name and row.get("low") is not None:
+        low, high = row["low"], row["high"]
+    elif judge.name == ACCURACY and row.get("items"):
+        low, high = accuracy_interval(value, row["items"])
+    return Point(step=row["step"], value=value, low=low, high=high)
 
 
 def smooth(values: Sequence[float], window: int | None = None) -> list[float]:
@@ -122,32 +156,34 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
     axes = figure.add_subplot()
     axes.margins(x=0.02)
     axes.plot(curve.steps, curve.values, color=_BLUE, linewidth=0.7, alpha=0.3)
-    axes.plot(curve.steps, smooth(curve.values), color=_BLUE, linewidth=2, label=_CURVES[curve.metric])
-    if curve.evaluations:
-        # Beside a reward, whose scale is another, the accuracy has an axis of its own.
-        held_out = axes if curve.is_share else axes.twinx()
-        if not curve.is_share:
+    axes.plot(curve.steps, smooth(curve.values), color=_BLUE, linewidth=2, label=curve.title)
+    shares = [axes] if curve.is_share else []
+    if curve.points:
+        # Beside a metric with another unit, the evaluations have an axis of their own.
+        held_out = axes if curve.shares_axis else axes.twinx()
+        if not curve.shares_axis:
             axes.tick_params(axis="y", labelcolor=_BLUE)
             held_out.tick_params(axis="y", labelcolor=_ORANGE)
-        below = [evaluation.accuracy - evaluation.interval()[0] for evaluation in curve.evaluations]
-        above = [evaluation.interval()[1] - evaluation.accuracy for evaluation in curve.evaluations]
+            shares += [held_out] if curve.judge.is_share else []
+        below = [point.value - point.low for point in curve.points]
+        above = [point.high - point.value for point in curve.points]
         held_out.errorbar(
-            [evaluation.step for evaluation in curve.evaluations],
-            [evaluation.accuracy for evaluation in curve.evaluations], yerr=[below, above],
+            [point.step for point in curve.points],
+            [point.value for point in curve.points], yerr=[below, above],
             color=_ORANGE, marker="o", markersize=5.5, linewidth=1.2, linestyle=":", capsize=3,
-            label="held-out accuracy, 95% interval", zorder=5,
+            label=f"held-out {curve.judge.title}, 95% interval", zorder=5,
         )  # fmt: skip
     top = _top_share(curve)
-    for shares in figure.axes if curve.is_share else figure.axes[1:]:
-        shares.set_ylim(-0.02 * top, 1.04 * top)
-        shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if top >= 0.05 else 1))
+    for share_axes in shares:
+        share_axes.set_ylim(-0.02 * top, 1.04 * top)
+        share_axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if top >= 0.05 else 1))
     axes.set_xlabel("step", color=_GREY)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     for axis in figure.axes:
         axis.spines[["top", "left", "right"]].set_visible(False)
         axis.tick_params(length=0)
-    figure.suptitle(title or _CURVES[curve.metric], x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
+    figure.suptitle(title or curve.title, x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -156,8 +192,8 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
 
 def _top_share(curve: Curve) -> float:
     """The largest share among the values and the evaluations' intervals: at least 1 %."""
-    shares = curve.values if curve.is_share else ()
-    return max([0.01, *shares, *(evaluation.interval()[1] for evaluation in curve.evaluations)])
+    points = [point.high for point in curve.points] if curve.judge.is_share else []
+    return max([0.01, *points, *(curve.values if curve.is_share else ())])
 
 
 # The curve in the terminal
@@ -175,15 +211,15 @@ def draw_curve(curve: Curve, width: int = 80, height: int = 16) -> Text:
         means = smooth(curve.values)
         figure.draw(figure.signal(list(curve.steps), means, marker=plotext.marker("braille", "cyan")).lines())
         low, high = min(means), max(means)
-        if curve.evaluations and curve.is_share:
-            steps = [evaluation.step for evaluation in curve.evaluations]
-            shares = [evaluation.accuracy for evaluation in curve.evaluations]
-            figure.draw(figure.signal(steps, shares, marker=plotext.marker("●", "orange")))
-            low, high = min(low, *shares), max(high, *shares)
+        points = curve.points if curve.shares_axis else ()
+        if points:
+            values = [point.value for point in points]
+            figure.draw(figure.signal([point.step for point in points], values, marker=plotext.marker("●", "orange")))
+            low, high = min(low, *values), max(high, *values)
         ticks = _ticks(low, high)
         figure.ruler("y").lim(ticks[0], ticks[-1])
         figure.ruler("y").ticks(ticks, [f"{100 * tick:g}%" if curve.is_share else f"{tick:g}" for tick in ticks])
-        first, last = min([curve.steps[0], *(evaluation.step for evaluation in curve.evaluations)]), curve.steps[-1]
+        first, last = min([curve.steps[0], *(point.step for point in points)]), curve.steps[-1]
         marks = [round(tick) for tick in _ticks(first, last) if first <= tick <= last and tick == round(tick)]
         figure.ruler("x").ticks(marks, [str(mark) for mark in marks])
         return Text.from_ansi(figure.build().string())
@@ -206,6 +242,7 @@ def _ticks(low: float, high: float) -> list[float]:
 def render(
     title: str,
     summary: Summary,
+    judge: Metric,
     first: Evaluation | None,
     last: Evaluation | None,
     curve: Curve | None,
@@ -222,8 +259,8 @@ def render(
     console.print(Rule(heading, align="left", style="dim", characters="─"), width=width)
     console.print()
     if first is not None and last is not None:
-        accuracies = Group(*_accuracies(first, last, summary.steps, width - 4), "")
-        console.print(Padding(accuracies, _INDENT, expand=False), highlight=False)
+        results = Group(*_results(judge, first, last, summary.steps, width - 4), "")
+        console.print(Padding(results, _INDENT, expand=False), highlight=False)
         if first.step != last.step and (pairs := _pairs(first.samples, last.samples)):
             console.print(Padding(_comparisons(pairs), _INDENT, expand=False), width=width, highlight=False)
     if curve is not None and len(curve.steps) > 1:
@@ -235,35 +272,70 @@ def render(
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _accuracies(first: Evaluation, last: Evaluation, steps: int, width: int) -> Iterator[Text]:
+def _results(judge: Metric, first: Evaluation, last: Evaluation, steps: int, width: int) -> Iterator[Text]:
+    """The metric that judges the run before and after, the gain, and the other figures in a line."""
     before = first if first.step < last.step or first.step == 0 else None
     after = last if last.step > 0 else None
-    heading = Text.assemble(("held-out accuracy", "bold"), ("  with the 95% interval", "dim"))
+    measured = [evaluation for evaluation in (before, after) if evaluation is not None]
+    heading = Text.assemble((f"held-out {judge.title}", "bold"), ("  with the 95% interval", "dim"))
+    if not judge.higher_is_better:
+        heading.append(", lower is better", "dim")
     if after is not None and after.step != steps:
         heading.append(f", last measured after step {after.step}", "dim")
     yield heading
-    bar = max(10, min(40, width - 46))
-    yield from (
-        _accuracy(name, evaluation, bar)
-        for name, evaluation in (("before", before), ("after", after))
-        if evaluation is not None
-    )
+    bounds = [_bounds(evaluation, judge) for evaluation in measured]
+    low, high = min(0.0, *(low for low, _ in bounds), 0.0), max(high for _, high in bounds)
+    scale = low, high if high > 1.0 or not judge.higher_is_better else 1.0
+    bar = max(10, min(40, width - 50))
+    for name, evaluation in (("before", before), ("after", after)):
+        if evaluation is not None:
+            yield _result(name, evaluation, judge, scale, bar)
     if before is not None and after is not None:
-        low, high = gain_interval(before, after)
-        points = 100 * (after.accuracy - before.accuracy)
-        style = "bold green" if low > 0 else "bold red" if high < 0 else "bold"
-        gain = Text.assemble("gain".rjust(6), "  ", (f"{points:+.1f} points", style))
-        gain.append(f"  ({100 * low:+.1f} to {100 * high:+.1f})", "dim")
-        yield gain.append("  may be chance", "yellow") if low <= 0 <= high else gain
+        yield _describe_gain(gain(before, after, judge.name), judge)
+    if others := list(_other_figures(judge, measured)):
+        yield Text("also".rjust(6) + "  " + ", ".join(others), "dim")
 
 
-def _accuracy(name: str, found: Evaluation, width: int) -> Text:
-    low, high = found.interval()
+def _bounds(evaluation: Evaluation, judge: Metric) -> Interval:
+    """The interval of the metric; where it is not known, the value twice, and 0 without a value."""
+    value = evaluation.value(judge.name)
+    return evaluation.interval(judge.name) or ((value, value) if math.isfinite(value) else (0.0, 0.0))
+
+
+def _result(name: str, evaluation: Evaluation, judge: Metric, scale: Interval, width: int) -> Text:
+    bounds = _bounds(evaluation, judge)
+    span = scale[1] - scale[0] or 1.0
     # A cell is solid below the interval, half-toned within it, and empty above.
-    solid, shaded = round(low * width), max(1, round(high * width) - round(low * width))
-    row = Text.assemble(name.rjust(6), "  ", (percent(found.accuracy).rjust(6), "bold"), "  ")
+    solid, end = (min(width, max(0, round((bound - scale[0]) / span * width))) for bound in bounds)
+    shaded = min(width - solid, max(1, end - solid))
+    row = Text.assemble(name.rjust(6), "  ", (judge.write(evaluation.value(judge.name)).rjust(6), "bold"), "  ")
     row.append("█" * solid, "cyan").append("▒" * shaded, "cyan").append("·" * (width - solid - shaded), "dim")
-    return row.append(f"  {percent(low)} to {percent(high)}, n = {found.items}", "dim")
+    interval = "" if bounds[0] == bounds[1] else f"{judge.write(bounds[0])} to {judge.write(bounds[1])}, "
+    return row.append(f"  {interval}n = {evaluation.count(judge.name)}", "dim")
+
+
+def _describe_gain(found: Gain, judge: Metric) -> Text:
+    better = judge.rank(found.value)
+    style = "bold" if found.may_be_chance else "bold green" if better > 0 else "bold red"
+    name = "gain" if judge.higher_is_better else "change"
+    text = Text.assemble(name.rjust(6), "  ", (judge.write_change(found.value), style))
+    if found.interval is not None:
+        low, high = (100 * bound if judge.is_share else bound for bound in found.interval)
+        write = "{:+.1f}".format if judge.is_share else "{:+.3g}".format
+        text.append(f"  ({write(low)} to {write(high)})", "dim")
+    if not found.may_be_chance:
+        return text
+    text.append("  may be chance", "yellow")
+    few = found.interval is not None and not found.interval[0] <= 0 <= found.interval[1]
+    return text.append(f": {found.changed} items changed", "dim") if few else text
+
+
+def _other_figures(judge: Metric, measured: Sequence[Evaluation]) -> Iterator[str]:
+    """The other figures of evaluations, before and after, unless they say the same."""
+    for name in dict.fromkeys(name for evaluation in measured for name in evaluation.figures):
+        values = [evaluation.value(name) for evaluation in measured]
+        if not any(map(math.isnan, values)) and values != [evaluation.value(judge.name) for evaluation in measured]:
+            yield f"{Metric(name).title} {' → '.join(map(Metric(name).write, values))}"
 
 
 def _pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
@@ -293,8 +365,8 @@ def _answer(sample: Sample) -> Text:
 
 
 def _curve(curve: Curve, width: int) -> Iterator[Text]:
-    heading = Text.assemble((_CURVES[curve.metric], "bold"))
-    if curve.evaluations and curve.is_share:
+    heading = Text.assemble((curve.title, "bold"))
+    if curve.points and curve.shares_axis:
         heading.append("    ● ", "orange1").append("held-out", "dim")
     yield heading
     yield draw_curve(curve, width=min(width, 100))

@@ -154,17 +154,19 @@ class StepFinished(Event):
 
 @dataclass(frozen=True)
 class EvalFinished(Event):
-    """A held-out evaluation ended: ``accuracy`` in 0..1 over ``items`` prompts.
+    """A held-out evaluation over ``items`` prompts or examples ended. ``figures`` are its results by the names of
+    :mod:`podium.telemetry.held_out`.
 
-    ``reward_mean`` is over the completions that have a reward. A session that failed has none, and is not correct.
-    Where there are several evaluation sets, each has a ``name``. This is the first, and ``others`` are the rest.
-    ``samples`` are the completions of the set's first prompts.
+    The figure ``metric`` judges the run, and ``interval`` is its 95 % interval; None where it is not known.
+    Where there are several evaluation sets, each has a ``name``. This is the one that judges the run, and ``others``
+    are the rest. ``samples`` are the completions of the set's first prompts.
     """
 
     step: int
-    accuracy: float
     items: int
-    reward_mean: float
+    figures: Mapping[str, float]
+    metric: str = "accuracy"
+    interval: tuple[float, float] | None = None
     name: str = ""
     others: tuple["EvalFinished", ...] = ()
     samples: tuple["Sample", ...] = ()

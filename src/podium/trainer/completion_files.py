@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields, sampled_tokens
 from podium.rewards import Grade
@@ -23,10 +24,10 @@ from podium.runs.files import step_name
 from podium.runtime import Call
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.conversation_texts import Conversation, conversations
-from podium.trainer.prompts import Prompt
+from podium.trainer.prompts import Pair, Prompt
 from podium.trainer.token_texts import TokenTexts
 
-__all__ = ["CompletionsLog", "write_completions"]
+__all__ = ["CompletionsLog", "write_completions", "write_examples"]
 
 _WRITTEN_TOKENS: Final = 1 << 16  # tokens of the rows of a chunk, prompts included
 _MISMATCH_STEP: Final = 1e-5  # nats
@@ -125,6 +126,39 @@ def _fit(table: Any, schema: Any) -> Any:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
+def write_examples(
+    folder: Path,
+    step: int,
+    pairs: Sequence[Pair],
+    tokenizer: PreTrainedTokenizerBase,
+    scores: Mapping[str, Sequence[float]],
+) -> None:
+    """Write held-out examples of supervised fine-tuning, with their ``scores`` by the names of columns, to the Parquet
+    file of ``step`` in ``folder``. The column ``tokens`` has the ids that are learned."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    prompts, answers, ids = list[str](), list[str](), list[list[int]]()
+    for tokens, mask in pairs:
+        first = mask.index(True) if True in mask else len(mask)
+        learned = [token for token, is_learned in zip(tokens, mask, strict=True) if is_learned]
+        prompts.append(_utf8(str(tokenizer.decode(tokens[:first]))))
+        answers.append(_utf8(str(tokenizer.decode(learned))))
+        ids.append(learned)
+    table = {
+        "step": pa.array([step] * len(prompts), pa.int64()),
+        "group": pa.array(range(len(prompts)), pa.int64()),
+        "prompt": pa.array(prompts, pa.string()),
+        "expected": pa.array(answers, pa.string()),
+        "tokens": pa.array(ids, pa.list_(pa.int32())),
+        **{name: pa.array(column, pa.float64()) for name, column in scores.items()},
+    }
+    path = folder / f"{step_name(step)}.parquet"
+    aside = path.with_name(f".{path.name}.tmp")
+    pq.write_table(pa.table(table), aside, compression="zstd")
+    aside.replace(path)
+
+
 def _table(
     scored: ScoredBatch,
     learned: Batch | None,
@@ -162,7 +196,7 @@ def _table(
         "prompt": pa.array([_utf8(prompt.text) for prompt in prompts], pa.string()),
         "completion": pa.array(completions, pa.string()),
         "expected": pa.array([_answer(prompt) for prompt in prompts], pa.string()),
-        "correct": pa.array([_is_correct(grade) for grade in grades], pa.bool_()),
+        "correct": pa.array([_is_correct(grade, scored.verdicts_known) for grade in grades], pa.bool_()),
         "reward": pa.array([_score(grade) for grade in grades], pa.float64()),
         "advantage": pa.array(_means(batch, tokens), pa.float64()),
         "finish_reason": pa.array(batch.python(fields.FINISH_REASON), pa.string()),
@@ -180,8 +214,8 @@ def _table(
     return pa.table(table)
 
 
-def _is_correct(grade: Grade | None) -> bool | None:
-    return None if grade is None or grade.abstained else grade.correct
+def _is_correct(grade: Grade | None, known: bool) -> bool | None:
+    return None if grade is None or grade.abstained or not known else grade.correct
 
 
 def _score(grade: Grade | None) -> float | None:

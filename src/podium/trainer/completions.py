@@ -222,17 +222,32 @@ class ScoredBatch:
         """The score of each row: float32 ``[B]``."""
         return self.batch.dense(fields.REWARDS)
 
-    @property
-    def correct_B(self) -> Tensor:
-        """Whether each row was graded correct: bool ``[B]``."""
-        return torch.tensor([grade.correct for grade in self.grades or ()], dtype=torch.bool)
+    @cached_property
+    def verdicts_known(self) -> bool:
+        """Whether each of the verdicts says correct or not correct."""
+        return self.grades is not None and all(grade.correct is not None for grade in self.verdicts)
+
+    def with_verdicts(self, known: bool | None) -> ScoredBatch:
+        """Return this with a verdict in each grade, where a score of at least 1 is correct, or, if ``known`` is False,
+        with none. None changes nothing."""
+        if known is None or self.grades is None:
+            return self
+        grades = [
+            replace(grade, correct=(grade.score >= 1 if grade.correct is None else grade.correct) if known else None)
+            for grade in self.grades
+        ]
+        return replace(self, grades=grades)
 
     def metrics(self) -> dict[str, float]:
-        """Accuracy, completions that were cut off, and tokens: the metrics that this process knows by itself."""
+        """Accuracy, completions that were cut off, and tokens: the metrics that this process knows by itself.
+
+        There is no accuracy where some score is no verdict.
+        """
         reasons, judged = self.batch.python(fields.FINISH_REASON), torch.tensor(self.judged)
         ends = [reasons[row] for row in self._lasts]
+        correct = torch.tensor([bool(grade.correct) for grade in self.verdicts])
         return {
-            names.ACCURACY: float(self.correct_B[judged].float().mean()),
+            **({names.ACCURACY: float(correct.float().mean())} if self.verdicts_known else {}),
             names.TRUNCATED: ends.count("length") / len(ends),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
             **{

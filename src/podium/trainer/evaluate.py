@@ -1,5 +1,6 @@
 """Evaluation on held-out prompts: the generator answers, and the grader judges the answers."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,27 +12,37 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import completion_texts, fields
 from podium.errors import ConfigError, NoRowsError
 from podium.models import load_tokenizer
-from podium.rewards import Grader, Rewards
+from podium.rewards import Grade, Grader, Rewards
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import Example
+from podium.rollout.tasks import EncodedPairs, Example, encode_pairs, load_examples
 from podium.runs.config import InferenceConfig
-from podium.runs.evaluation import Evaluation
+from podium.runs.evaluation import Evaluation, Scores
+from podium.runs.judging import knows_accuracy
 from podium.runtime import Cluster, Handle
-from podium.telemetry import Note, emit
-from podium.trainer.checks.preflight import check_answers, check_reward, find_columns, with_stop_tokens
-from podium.trainer.completion_files import write_completions
+from podium.telemetry import Note, emit, metrics
+from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY
+from podium.trainer.checks.preflight import (
+    check_answers,
+    check_examples,
+    check_reward,
+    check_tokens,
+    find_columns,
+    with_stop_tokens,
+)
+from podium.trainer.completion_files import write_completions, write_examples
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
-from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, prompt_batch
-from podium.trainer.roles import stand_together, start_generator
+from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, pair_batch, prompt_batch
+from podium.trainer.roles import stand_together, start_generator, start_scorer
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import load_tasks
-from podium.workers import Generator, RewardModel
+from podium.workers import Generator, Policy, RewardModel
 
-__all__ = ["evaluate_model", "open_sampler", "score_held_out"]
+__all__ = ["evaluate_model", "load_held_out_pairs", "open_sampler", "score_answers", "score_held_out"]
 
 _SAMPLES: Final = 3
+_TOGETHER: Final = 512  # held-out examples that are sent to the policy at once
 
 
 def score_held_out(
@@ -45,18 +56,23 @@ def score_held_out(
     reward_model: Handle[RewardModel] | None = None,
     keep: Path | None = None,
     sessions: Sessions | None = None,
+    set_name: str = "",
+    known: bool | None = None,
 ) -> Evaluation:
     """Score one completion of each of ``prompts`` with the generator's current weights.
 
-    Completions are sampled at ``config.eval.temperature`` from the whole distribution, with the same seeds every time.
-    The report has the first three, and a Parquet file in the directory ``keep`` has all of them. With ``sessions``,
-    each prompt is the task of a session of the environment. A session that fails counts as not correct.
+    Completions are drawn at ``config.eval.temperature``, from the whole distribution, with the same seeds every time.
+    The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``. With
+    ``sessions`` each prompt is the task of an environment's session. A session that fails, or ends before the model is
+    asked, is not correct and has the score ``config.reward.failure_score``. ``known`` is that of
+    :meth:`.ScoredBatch.with_verdicts`. The accuracy is left out where it is not known.
 
     Raises:
         NoRowsError: All sessions of an evaluation before the first step failed.
     """
     sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
     seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
+    grades: list[Grade | None] = [Grade(config.reward.failure_score)] * len(prompts)
     if sessions is not None:
         try:
             batch, _ = sessions.live(prompts, seeds, sampling, step, training=False)
@@ -64,39 +80,117 @@ def score_held_out(
             if not step:  # if the first evaluation fails, no later one will work
                 raise
             emit(Note(f"{error}\nAll items of this evaluation count as not correct, and the run continues"))
-            return Evaluation(step=step, correct=0, items=len(prompts), reward_mean=0.0)
+            return Evaluation.of(step, len(prompts), scores_of(grades), set_name=set_name)
         scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
-        scored = grade_sessions(scored, grader, config.reward.correct_at, reward_model)
+        scored = grade_sessions(scored, grader, config.reward, reward_model)
     else:
         batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
         scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
         scored = scored.graded(grader, reward_model=reward_model, steps_before=step)
+    if known and not scored.verdicts_known:
+        emit(Note(_explain_scores(scored.verdicts, set_name)))
+    scored = scored.with_verdicts(known)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         write_completions(keep, scored, None)
-    return Evaluation(
-        step=step,
-        correct=sum(grade.correct for grade in scored.verdicts),
-        items=len(prompts),
-        reward_mean=sum(grade.score for grade in scored.verdicts) / max(1, len(scored.verdicts)),
-        samples=scored.samples(_SAMPLES),
+    for row, grade in zip(scored.judged, scored.verdicts, strict=True):
+        grades[scored.groups[row]] = grade
+    for group in () if scored.left_out is None else scored.left_out.groups:
+        grades[group] = None
+    samples = scored.samples(_SAMPLES)
+    return Evaluation.of(step, len(prompts), scores_of(grades), set_name=set_name, samples=samples)
+
+
+def scores_of(grades: Sequence[Grade | None]) -> dict[str, Scores]:
+    """The scores of items by the names of their figures. An item that the reward left out has None.
+
+    There is no accuracy where a grade is no verdict.
+    """
+    present = [grade for grade in grades if grade is not None]
+    scores: dict[str, Scores] = {}
+    if all(grade.correct is not None for grade in present):
+        scores[ACCURACY] = [None if grade is None else float(bool(grade.correct)) for grade in grades]
+    scores[REWARD] = [None if grade is None else grade.score for grade in grades]
+    for name in dict.fromkeys(name for grade in present for name in grade.parts if name != "score"):
+        parts = [math.nan if grade is None else grade.parts.get(name, math.nan) for grade in grades]
+        scores[metrics.REWARD_PART_PREFIX + name] = [None if math.isnan(part) else part for part in parts]
+    return scores
+
+
+def _explain_scores(grades: Sequence[Grade], set_name: str) -> str:
+    scores = [grade.score for grade in grades if grade.correct is None]
+    return (
+        f"{len(scores)} of {len(grades)} held-out scores{f' of {set_name}' * bool(set_name)} are neither 0 nor 1, such "
+        f"as {scores[0]:g}, and the run is judged by accuracy: a completion stays correct from a score of 1 on. "
+        "eval.metric = reward judges a run by the scores themselves, and reward.correct_at sets another lowest score"
     )
+
+
+def score_answers(
+    policy: Handle[Policy],
+    pairs: EncodedPairs,
+    tokenizer: PreTrainedTokenizerBase,
+    step: int = 0,
+    keep: Path | None = None,
+    set_name: str = "",
+) -> Evaluation:
+    """Compute the loss of held-out examples with the policy's weights, by a forward pass, and how many of the tokens to
+    learn are the most probable ones. Both are means over all these tokens.
+
+    The examples with their figures are kept in a Parquet file in the directory ``keep``.
+    """
+    scores: dict[str, list[float]] = {LOSS: [], TOKEN_ACCURACY: []}
+    weights: list[float] = []
+    for start in range(0, len(pairs), _TOGETHER):
+        batch = pair_batch(pairs[start : start + _TOGETHER])
+        weights += [float(sum(mask)) for _, mask in pairs[start : start + _TOGETHER]]
+        columns = policy.score_examples(batch)
+        for name, column in scores.items():
+            column += columns.dense(name).tolist()
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        write_examples(keep, step, pairs, tokenizer, scores)
+    return Evaluation.of(step, len(pairs), scores, weights=weights, set_name=set_name)
+
+
+def load_held_out_pairs(config: InferenceConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, EncodedPairs]:
+    """Read the held-out examples of each evaluation set by its name, the set that judges the run first, and check that
+    the model takes them.
+
+    Raises:
+        ConfigError, DataError: The examples have no answers to learn, or the model cannot take them.
+    """
+    sets: dict[str, EncodedPairs] = {}
+    for name, source in config.eval_sets.items():
+        data = replace(config.data, eval=source)
+        pairs = encode_pairs(load_examples(data.train, data, "test", limit=config.eval.items), tokenizer, data)
+        what = f"held-out ({name})" if name else "held-out"
+        check_tokens(config.model, what, int(pairs.token_ids.values.max()))
+        check_examples(config.model, pairs.token_ids.lengths, pairs.examples, what)
+        sets[name] = pairs
+    return sets
 
 
 def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | None = None) -> dict[str, Evaluation]:
     """Score a model, without training it, on ``config.eval.items`` held-out prompts of each evaluation set.
 
-    Returns the evaluations by the names of their sets, the first set first. One set without a name has the name "".
+    Returns the evaluations by the names of their sets, the set of ``eval.metric`` first. One set without a name has the
+    name "". Where ``eval.metric`` is the loss or the accuracy of tokens, held-out answers are scored, and the model
+    answers nothing.
 
     Raises:
         ConfigError: The model, the data or the reward cannot be loaded, or ``eval.items`` is 0.
     """
     if not config.eval.items:
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
-    check_reward(config.reward, reward)
     tokenizer = load_tokenizer(config.model.tokenizer_source)
+    if config.scores_answers:
+        pairs = load_held_out_pairs(config, tokenizer)
+        with start_scorer(cluster, config) as policy:
+            return {name: score_answers(policy, examples, tokenizer) for name, examples in pairs.items()}
+    check_reward(config.reward, reward)
     sets: dict[str, list[Prompt]] = {}
-    for name, source in config.data.eval_sets.items():
+    for name, source in config.eval_sets.items():
         data = replace(config.data, eval=source)
         if config.environment.name:
             sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
@@ -105,6 +199,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | 
         check_answers((prompt.example for prompt in sets[name]), config.reward, reward)
     columns = find_columns((prompt.example for prompts in sets.values() for prompt in prompts), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
+    known = knows_accuracy(config, "", 0)
     in_script = not cluster.capabilities.processes
     grader = Grader(config.reward, reward=reward, columns=columns, steps=config.run.steps, in_script=in_script)
     with grader, start_generator(cluster, config) as roles:
@@ -122,6 +217,8 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | 
                 sampling,
                 reward_model=roles.reward,
                 sessions=sessions,
+                set_name=name,
+                known=known or None,
             )
             for name, prompts in sets.items()
         }

@@ -95,7 +95,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     """Trains a policy by reinforcement learning: GRPO and similar algorithms, or PPO if the advantage estimator reads a
     critic.
 
-    >>> PPOTrainer(GRPOConfig(model=..., data=...), cluster="local").fit().accuracy_after  # doctest: +SKIP
+    >>> PPOTrainer(GRPOConfig(model=..., data=...), cluster="local").fit().after["reward_mean"]  # doctest: +SKIP
 
     Args:
         config: A :class:`GRPOConfig` or :class:`PPOConfig`.
@@ -169,7 +169,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         places = sorted({*scored.groups})
         with stage("score"), self._keep_if_not_graded([batch], prompts, step):
             self.ledger.move(step, "rolled_out", places, versions=scored.versions())
-            scored = grade_sessions(scored, self.run.grader, self.config.reward.correct_at, self.run.roles.reward)
+            scored = grade_sessions(scored, self.run.grader, self.config.reward, self.run.roles.reward)
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(scored.batch))}
             scored = replace(scored, figures={**scored.figures, **trained})
             self._enter_graded(scored, places)
@@ -184,6 +184,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             The step's metrics, by their names in :mod:`podium.telemetry.metrics`.
         """
         step, batch = scored.step, scored.batch
+        known = self.knows_accuracy(step)
+        if not self.state.metric and self.state.last is not None:  # all scores were 0, and the next evaluation decides
+            known = known or False
+        scored = scored.with_verdicts(known)
         self.check_staleness(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
         if self.config.run.staleness == 0:  # the generators sample nothing while the policy learns

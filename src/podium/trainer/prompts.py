@@ -21,7 +21,11 @@ from podium.rollout.tasks.examples import message_text
 from podium.telemetry import Note, emit
 from podium.telemetry.formatting import percent
 
-__all__ = ["Prompt", "Prompts", "completion_seeds", "encode_rows", "load_held_out", "prompt_batch", "row_order"]
+__all__ = ["Pair", "Prompt", "Prompts", "completion_seeds", "encode_rows", "load_held_out", "pair_batch"]
+__all__ += ["prompt_batch", "row_order"]
+
+Pair = tuple[list[int], list[bool]]
+"""The tokens of a prompt with its answer, and their loss mask."""
 
 _EVALUATION = -1
 
@@ -83,6 +87,13 @@ def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:
         fields.GROUP: torch.arange(len(prompts)),
     }
     return Batch(columns, {"text": True})
+
+
+def pair_batch(pairs: Sequence[Pair]) -> Batch:
+    """The batch of examples to learn, with ``tokens`` and ``loss_mask``."""
+    tokens = Jagged.from_rows([torch.tensor(row) for row, _ in pairs])
+    mask = tokens.like(torch.cat([torch.tensor(row) for _, row in pairs]))
+    return Batch({fields.TOKENS: tokens, fields.LOSS_MASK: mask})
 
 
 def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> list[Prompt]:

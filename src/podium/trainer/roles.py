@@ -41,6 +41,7 @@ from podium.workers import (
 from podium.workers.learner import Progress
 
 __all__ = ["InferenceRoles", "RoleWorkers", "Roles", "bind_roles", "start_generator", "start_roles"]
+__all__ += ["start_scorer"]
 
 _logger = logging.getLogger(__name__)
 
@@ -187,6 +188,8 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
     apart = ("generator",) in [roles for roles, _ in config.processes]
     if role == "generator" and apart and "rollout" in config.roles:
         needed["serve"] = "which rollout workers in other processes call (environment.name)"
+    if role == "policy" and config.eval.items and config.scores_answers:
+        needed["score_examples"] = f"by which eval.metric = {config.eval.metric} judges the run"
     if role == "estimator" and apart:
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
     if role == "generator" and declaration_of(find_schedule(config.run.schedule)).side_by_side:
@@ -244,6 +247,18 @@ def start_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[Infer
     bound = {role: _ROLES[role].bind(**_inference_arguments(role, config)) for role in config.roles}
     with _start_workers(cluster, config, bound) as (started, (generator,)):
         yield InferenceRoles(generator, started.get("reward"), started.get("rollout"))
+
+
+@contextmanager
+def start_scorer(cluster: Cluster, config: InferenceConfig) -> Iterator[Handle[Policy]]:
+    """Start a policy that is not trained, for the loss of held-out examples; end it with the block."""
+    bound = Policy.bind(config.model, algorithm=AlgorithmConfig(loss="cross_entropy"))
+    ranks = config.placement.ranks_of("policy") if cluster.capabilities.collectives else 1
+    with reserve_places(cluster, ranks, config.placement) as pool, ExitStack() as stack:
+        emit(Waiting(f"loading {config.model.path or 'a new model'} for policy", 0, len(pool)))
+        policy = cluster.start(bound, pool, seed=config.run.seed, timeout_s=config.run.timeout_s)
+        stack.push(partial(_close, policy))
+        yield policy
 
 
 @contextmanager

@@ -2,18 +2,20 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import PromptStream
+from podium.rollout.tasks import EncodedPairs, PromptStream
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.trainer.prompts import Prompt
 
-__all__ = ["RunData"]
+__all__ = ["HeldOut", "RunData"]
 
 E = TypeVar("E")
+HeldOut: TypeAlias = Sequence[Prompt] | EncodedPairs
+"""The prompts of an evaluation set; or examples with their answers, of which the loss is computed."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class RunData(Generic[E]):
     Attributes:
         config: The configuration, whose ``run.steps`` follows from ``run.epochs``.
         stream: The prompts, from which ``collect`` takes.
-        held_out: The prompts of each evaluation set by its name, the first set first; None without evaluation.
+        held_out: The evaluation sets by name, that which judges the run first; None without evaluation.
         tokenizer: The tokenizer.
         template: The chat template if it is not the tokenizer's own.
         sampling: How tokens are drawn, with stop tokens.
@@ -32,7 +34,7 @@ class RunData(Generic[E]):
 
     config: PPOConfig | SFTConfig
     stream: PromptStream[E]
-    held_out: Mapping[str, Sequence[Prompt]] | None
+    held_out: Mapping[str, HeldOut] | None
     tokenizer: PreTrainedTokenizerBase
     template: str | None
     sampling: SamplingParams

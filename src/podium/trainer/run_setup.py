@@ -239,7 +239,9 @@ def _open_lasting(
         steps=config.run.steps,
         in_script=not cluster.capabilities.processes,
     )
-    lasting.enter_context(grader).start()
+    lasting.enter_context(grader)
+    if not (isinstance(config, SFTConfig) and (config.scores_answers or not config.eval.items)):
+        grader.start()
     if cluster.capabilities.processes:  # otherwise the workers load in this process, which does not wait for them
         lasting.enter_context(importing(LATER))
     return _Lasting(cluster, stop, data, data.stream.state(), grader, Losses(config.run.max_restarts))
@@ -260,12 +262,13 @@ def read_held_out(
     sampling: SamplingParams,
     reward: Rewards | None,
 ) -> dict[str, list[Prompt]]:
-    """Read the prompts of each evaluation set by its name, the first set first, and check that the model takes them.
+    """Read the prompts of each evaluation set by its name, the set that judges the run first, and check that the model
+    takes them.
 
     ``reward`` is what a script gives to grade them in place of ``config.reward.name``.
     """
     sets: dict[str, list[Prompt]] = {}
-    for name, source in config.data.eval_sets.items():
+    for name, source in config.eval_sets.items():
         data = replace(config.data, eval=source)
         if config.environment.name:
             sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]

@@ -284,7 +284,7 @@ def _join_figures(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
 
 
 def grade_sessions(
-    scored: ScoredBatch, grader: Grader, correct_at: float, reward_model: Handle[RewardModel] | None = None
+    scored: ScoredBatch, grader: Grader, reward: RewardConfig, reward_model: Handle[RewardModel] | None = None
 ) -> ScoredBatch:
     """Return ``scored`` with the grades of the environment, or with the reward's grades for rows that have none.
 
@@ -312,5 +312,6 @@ def grade_sessions(
     for grade, earned in zip(row_grades, earned_by_row, strict=True):
         score = grade.score + earned.of_turns
         parts = {**earned.parts, **grade.parts}
-        grades.append(replace(grade, score=score, parts=parts, correct=score >= correct_at and not earned.full))
+        correct = reward.is_correct(score)
+        grades.append(replace(grade, score=score, parts=parts, correct=False if correct and earned.full else correct))
     return scored.with_grades(grades, torch.tensor([grade.score for grade in row_grades], dtype=torch.float32))

@@ -7,22 +7,22 @@ learn     update
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from podium.algorithms import loss_weights
-from podium.data import Batch, Jagged, fields
+from podium.data import Batch, fields
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import PromptStream, encode_pairs, load_examples
+from podium.rollout.tasks import EncodedPairs, PromptStream, encode_pairs, load_examples
 from podium.runs.config import SFTConfig
+from podium.runs.evaluation import Evaluation
 from podium.telemetry import metrics as names
 from podium.trainer.checks.preflight import check_examples, check_tokens
+from podium.trainer.evaluate import load_held_out_pairs, score_answers
+from podium.trainer.prompts import Pair, pair_batch
+from podium.trainer.run_data import HeldOut
 from podium.trainer.trainer import Trainer
 
 __all__ = ["Examples", "SFTTrainer"]
-
-Pair = tuple[list[int], list[bool]]
-"""The tokens of a prompt with its answer, and their loss mask."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class Examples:
 
 
 class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
-    """Trains a policy on prompts with answers. An evaluation samples completions and grades them, as in every recipe.
+    """Trains a policy on prompts with answers.
+
+    Evaluation computes the loss of held-out answers. Where ``eval.metric`` is a figure of completions, evaluation
+    generates and grades as in every recipe.
 
     Args:
         config: A :class:`SFTConfig`.
@@ -55,11 +58,10 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
         """Take examples and weigh their tokens."""
         with self.clock.stage("examples", step, "collect"):
             pairs = self.take(step, self.config.batch.examples)
-            tokens = Jagged.from_rows([torch.tensor(row) for row, _ in pairs])
-            mask = tokens.like(torch.cat([torch.tensor(row) for _, row in pairs]))
+            batch = pair_batch(pairs)
+            mask = batch.jagged(fields.LOSS_MASK)
             weights = mask.like(loss_weights(mask.values, mask.offsets))
-            columns = {fields.TOKENS: tokens, fields.LOSS_MASK: mask, fields.LOSS_WEIGHTS: weights}
-            return Examples(step, Batch(columns))
+            return Examples(step, batch.with_columns({fields.LOSS_WEIGHTS: weights}))
 
     def learn(self, examples: Examples) -> Mapping[str, float]:
         """Take one optimizer step."""
@@ -75,10 +77,21 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
             self.run.generators.sync_weights(step)  # only here: nothing else is generated
         return super().evaluate(step)
 
+    def score_set(self, held_out: HeldOut, step: int, name: str) -> Evaluation:
+        if not isinstance(held_out, EncodedPairs):
+            return super().score_set(held_out, step, name)
+        folder = self.run.directory.evaluations_of(name)
+        return score_answers(self.run.roles.policy, held_out, self.run.data.tokenizer, step, folder, name)
+
+    def load_held_out(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> Mapping[str, HeldOut]:
+        if not self.config.scores_answers:
+            return super().load_held_out(tokenizer, sampling)
+        return load_held_out_pairs(self.config, tokenizer)
+
     def load_data(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> PromptStream[Pair]:
         del sampling
         data, seed = self.config.data, self.config.run.seed
         pairs = encode_pairs(load_examples(data.train, data, "train", seed), tokenizer, data)
         check_tokens(self.config.model, "training", int(pairs.token_ids.values.max()))
-        check_examples(self.config.model, pairs.token_ids.lengths, pairs.examples)
+        check_examples(self.config.model, pairs.token_ids.lengths, pairs.examples, "training")
         return PromptStream(pairs, seed, pairs.digest)

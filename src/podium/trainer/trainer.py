@@ -6,7 +6,7 @@ fit ─▶ prepare: all that a run has ─▶ resume ─▶ schedule: collect, l
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
@@ -19,12 +19,13 @@ from podium.models import load_tokenizer
 from podium.models.manifest import explain, is_refusal
 from podium.rewards import Rewards
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import Example, PromptStream
+from podium.rollout.tasks import EncodedPairs, Example, PromptStream
 from podium.rollout.tasks.writer import chat_template
 from podium.runs.checkpoints import TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.directory import Summary
 from podium.runs.evaluation import Evaluation
+from podium.runs.judging import choose_metric, knows_accuracy
 from podium.runs.ledger import Ledger
 from podium.runs.named_files import as_given, record
 from podium.runs.paths import resolve_resume
@@ -44,6 +45,7 @@ from podium.telemetry import (
     flush,
     metrics as names,
 )
+from podium.telemetry.held_out import ACCURACY, Metric
 from podium.trainer.checkpointing import load_checkpoint, write_model
 from podium.trainer.checks.preflight import (
     check_given,
@@ -55,10 +57,9 @@ from podium.trainer.checks.preflight import (
 )
 from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
-from podium.trainer.prompts import Prompt
 from podium.trainer.restart_limit import RunLost
 from podium.trainer.roles import RoleWorkers
-from podium.trainer.run_data import RunData
+from podium.trainer.run_data import HeldOut, RunData
 from podium.trainer.run_setup import Run, RunOptions, count_steps, open_run, read_held_out
 from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, name_stage
 
@@ -180,14 +181,23 @@ class Trainer(ABC, Generic[C, E, R]):
         tokenizer = load_tokenizer(config.model.tokenizer_source)
         sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
         stream = self.load_data(tokenizer, sampling)
-        reward = self.options.reward
-        held_out = read_held_out(config, tokenizer, sampling, reward) if config.eval.items else None
+        held_out = self.load_held_out(tokenizer, sampling) if config.eval.items else None
         examples: list[Example] = list(getattr(stream.examples, "examples", ()))  # only prompts have them
-        examples += [prompt.example for prompts in (held_out or {}).values() for prompt in prompts]
+        for prompts in (held_out or {}).values():
+            examples += [] if isinstance(prompts, EncodedPairs) else [prompt.example for prompt in prompts]
         columns = find_columns(examples, config.reward)
-        check_signatures(config.reward, reward, columns)
+        if not config.scores_answers:
+            check_signatures(config.reward, self.options.reward, columns)
         template = chat_template(tokenizer, config.data)
         return RunData(count_steps(config, len(stream)), stream, held_out, tokenizer, template, sampling, columns)
+
+    def load_held_out(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> Mapping[str, HeldOut]:
+        """Read the held-out prompts of each evaluation set by its name, that which judges the run first.
+
+        Raises:
+            ConfigError, DataError: The run is refused for its data.
+        """
+        return read_held_out(self.config, tokenizer, sampling, self.options.reward)
 
     def _train(self, run: Run[E], stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
@@ -257,6 +267,7 @@ class Trainer(ABC, Generic[C, E, R]):
             self.state = load_checkpoint(run.checkpoint, run.roles)
             check_given(self.state.given, self._names_of_given(), ", ".join(self.config.reward.names))
             self.restore(self.state)
+            self.state = self.state.judged_by(*self.config.judged_by)
             emit(Note(f"resuming after step {self.state.step} from {run.checkpoint}"))
         elif self.config.run.resume:
             emit(Note(f"{run.directory.path} has no checkpoint yet: starting at step 1"))
@@ -291,29 +302,43 @@ class Trainer(ABC, Generic[C, E, R]):
         return taken
 
     def evaluate(self, step: int) -> bool:
-        """Score the held-out prompts with the weights after ``step``. Returns whether that ends the run."""
+        """Evaluate the weights after ``step`` on the held-out data. Returns whether that ends the run.
+
+        Raises:
+            ConfigError: The first evaluation lacks the figure that ``eval.metric`` names.
+        """
         held_out = self.run.data.held_out
-        if held_out is None or self.run.generators is None:
+        if held_out is None:
             return False
-        sets = {name: self._score(prompts, step, name) for name, prompts in held_out.items()}
-        (_, first), *_ = sets.items()
-        self.state = self.state.after(first)
+        sets = {name: self.score_set(examples, step, name) for name, examples in held_out.items()}
+        judged, *_ = sets.values()
+        metric, decides = Metric(self.state.metric), False
+        if not self.state.metric:
+            metric, decides = choose_metric(self.config, judged)
+        if metric.name not in judged.figures:
+            emit(Note(f"step {step}: the evaluation has no {metric.title}, by which the run is judged (eval.metric)"))
+        self.state = replace(self.state.after(judged, metric), metric=metric.name if decides else self.state.metric)
+        interval = judged.interval(metric.name)
         event, *others = (
-            EvalFinished(step, e.accuracy, e.items, e.reward_mean, name, samples=e.samples) for name, e in sets.items()
+            EvalFinished(step, e.items, e.figures, metric.name, interval, name, samples=e.samples)
+            for name, e in sets.items()
         )
         emit(replace(event, others=tuple(others)))
         best = self.state.best
         if self._tired and best is not None:
-            emit(Note(f"no evaluation was better than that of step {best.step}, {best.accuracy:.1%} (eval.patience)"))
+            value = f"{metric.title} {metric.write(best.value(metric.name))}"
+            emit(Note(f"no evaluation was better than that of step {best.step}, {value} (eval.patience)"))
         return self._reached
 
-    def _score(self, prompts: Sequence[Prompt], step: int, name: str) -> Evaluation:
+    def score_set(self, held_out: HeldOut, step: int, name: str) -> Evaluation:
+        """Evaluate the weights after ``step`` on one evaluation set."""
         run = self.run
         assert run.generators is not None
+        assert not isinstance(held_out, EncodedPairs)
         return score_held_out(
             self.config,
             run.generators,
-            prompts,
+            held_out,
             run.grader,
             run.data.tokenizer,
             run.data.sampling,
@@ -321,7 +346,16 @@ class Trainer(ABC, Generic[C, E, R]):
             run.roles.reward,
             run.directory.evaluations_of(name),
             run.sessions,
+            name,
+            self.knows_accuracy(step),
         )
+
+    def knows_accuracy(self, step: int) -> bool | None:
+        """Whether completions are correct or not; None where their scores say so."""
+        judge, last = self.state.metric, self.state.last
+        if knows_accuracy(self.config, judge, step):
+            return True
+        return False if judge and last is not None and ACCURACY not in last.figures else None
 
     def save(self, step: int) -> None:
         """Begin a checkpoint from which the run resumes at ``step + 1``. It is written while the next steps run."""
@@ -345,18 +379,20 @@ class Trainer(ABC, Generic[C, E, R]):
         model = write_model(run.directory.path / "model", run.roles.policy, run.data.template) if writes else None
         first, last = self.state.first, self.state.last
         flush()
-        sets = [name for name in self.config.data.eval_sets if name]
+        sets = [name for name in self.config.eval_sets if name]
+        metric = self.state.judge
         summary = Summary(
             task=as_given(config_to_dict(self.config), run.directory.path)["data"]["train"],
             seed=self.config.run.seed,
             steps=done,
             wall_s=self.state.wall_s,
-            accuracy_before=first.accuracy if first and first.step == 0 else None,
-            accuracy_after=last.accuracy if last and last.step == done else None,
+            metric=metric.name if last else None,
+            before=first.figures if first and first.step == 0 else {},
+            after=last.figures if last and last.step == done else {},
             items=last.items if last else 0,
             tokens_per_s=self.clock.tokens_per_s(),
             best_step=self.state.best.step if self.state.best else None,
-            best_accuracy=self.state.best.accuracy if self.state.best else None,
+            best=self.state.best.value(metric.name) if self.state.best else None,
             best_checkpoint=str(best) if (best := run.directory.checkpoints.best()) else None,
             prompts=self.ledger.states.counts(),
             dropped=dict(self.ledger.states.reasons),  # of a Counter, asdict() would count the pairs
@@ -368,7 +404,7 @@ class Trainer(ABC, Generic[C, E, R]):
         console = run.console if self.options.report else None
         emit(PhaseFinished(self.recipe))
         flush()  # the report reads the metrics, and stands below the rows of the steps, without a bar
-        curve = report(summary, first, last, run.directory, f"{self.recipe}: {summary.task}", console)
+        curve = report(summary, metric, first, last, run.directory, f"{self.recipe}: {summary.task}", console)
         emit(RunSummarized(done, summary.figures(), str(curve or "")))
         return summary
 
@@ -379,8 +415,9 @@ class Trainer(ABC, Generic[C, E, R]):
 
     @property
     def _reached(self) -> bool:
-        goal, last = self.config.eval.stop_at, self.state.last
-        return self._tired or (goal is not None and last is not None and last.accuracy >= goal)
+        goal, last, metric = self.config.eval.stop_at, self.state.last, self.state.judge
+        reached = goal is not None and last is not None and metric.rank(last.value(metric.name)) >= metric.rank(goal)
+        return self._tired or reached
 
     @property
     def _tired(self) -> bool:

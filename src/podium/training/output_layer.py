@@ -78,10 +78,12 @@ _EVERY_ID: Final = TextIds()
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities and, where asked for, entropies of K tokens, float32 ``[K]``, in nats."""
+    """Log-probabilities of K tokens and, where asked for, entropies and the log-probabilities of the most probable
+    tokens in their places: float32 ``[K]``, in nats."""
 
     logprobs: Tensor
     entropy: Tensor | None
+    best: Tensor | None = None
 
 
 class LogitsTail(NamedTuple):
@@ -112,6 +114,7 @@ class _Asked:
     entropy: bool
     entropy_grad: bool
     text_ids: TextIds
+    best: bool = False
 
     @cached_property
     def holes(self) -> Tensor | None:
@@ -228,6 +231,7 @@ def output_scores(
     text_ids: TextIds = _EVERY_ID,
     entropy: bool = False,
     entropy_grad: bool = False,
+    best: bool = False,
     forward: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenScores:
     """Return log-probabilities of ``targets_K``, and entropies, under the distributions that ``layer`` gives.
@@ -241,6 +245,7 @@ def output_scores(
         kept: Distributions are those over these ids, if given.
         text_ids: Distributions are over no other ids. The layer gets no gradient of theirs.
         entropy: Whether entropies are computed, without gradients unless ``entropy_grad``.
+        best: Whether the log-probabilities of the most probable tokens are read, without gradients.
         forward: The function that runs the layer, if not its own call.
 
     Raises:
@@ -248,46 +253,48 @@ def output_scores(
     """
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
-    request = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad, text_ids)
+    request = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad, text_ids, best)
     layer_forward = forward or layer.forward
     if isinstance(layer, nn.Linear) and getattr(layer_forward, "__func__", None) is nn.Linear.forward:
-        scores = cast("tuple[Tensor, Tensor]", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, request))
+        scores = cast("_Scores", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, request))
     else:
         scores = _by_checkpoints(hidden_KH, forward or layer, request)
-    return TokenScores(scores[0], scores[1] if entropy else None)
+    return TokenScores(scores[0], scores[1] if entropy else None, scores[2] if best else None)
 
 
-def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], asked: _Asked) -> tuple[Tensor, Tensor]:
+_Scores = tuple[Tensor, Tensor, Tensor]
+
+
+def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], asked: _Asked) -> _Scores:
     """The same for any layer, by autograd. The backward pass runs the layer again."""
 
-    def score(hidden_CH: Tensor, here: slice, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
+    def score(hidden_CH: Tensor, here: slice, kept: KeptTokens | None) -> _Scores:
         logits_CV = asked.tail(forward(hidden_CH)[:, : asked.text_ids.limit].float()) / asked.temperature
         logprobs_C, log_p = _read(logits_CV, asked.targets_K[here], kept, asked.holes)
+        best_C = log_p.detach().amax(-1) if asked.best else logprobs_C.detach()
         with torch.set_grad_enabled(asked.entropy_grad and torch.is_grad_enabled()):
-            return logprobs_C, _entropies(log_p, kept, len(logprobs_C))
+            return logprobs_C, _entropies(log_p, kept, len(logprobs_C)), best_C
 
     with torch.no_grad():
         vocabulary = forward(hidden_KH[:1]).shape[-1]
     parts = [
-        cast("tuple[Tensor, Tensor]", checkpoint(score, hidden_KH[chunk], chunk, kept, use_reentrant=False))
+        cast("_Scores", checkpoint(score, hidden_KH[chunk], chunk, kept, use_reentrant=False))
         for chunk, kept in asked.chunks(vocabulary)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    logprobs, entropies, best = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(best)
 
 
 class _LinearScores(torch.autograd.Function):
     """Log-probabilities and entropies ``[K]`` of a linear layer. Gradients are summed over chunks in float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, asked: _Asked
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, asked: _Asked) -> _Scores:
         device = hidden_KH.device
         ctx.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_VH.dtype
         ctx.asked = asked
         logprobs_K = torch.empty(len(hidden_KH), device=device)
-        entropy_K = torch.zeros_like(logprobs_K)
+        entropy_K, best_K = torch.zeros_like(logprobs_K), torch.zeros_like(logprobs_K if asked.best else logprobs_K[:0])
         limit = asked.text_ids.limit
         hidden, weight = hidden_KH.to(ctx.dtype), weight_VH[:limit].to(ctx.dtype)
         size = len(hidden) * len(weight) if asked.kept is None else len(asked.kept.ids)
@@ -298,12 +305,13 @@ class _LinearScores(torch.autograd.Function):
             logprobs_K[chunk], log_p = _read(logits_CV, asked.targets_K[chunk], kept, asked.holes)
             if asked.entropy:
                 entropy_K[chunk] = _entropies(log_p, kept, len(logits_CV))
+            if asked.best:
+                best_K[chunk] = log_p.amax(-1)
             if keeps:
                 log_ps.append(log_p)
         ctx.save_for_backward(hidden_KH, weight_VH, bias_V, entropy_K, *log_ps)
-        if not asked.entropy_grad:
-            ctx.mark_non_differentiable(entropy_K)
-        return logprobs_K, entropy_K
+        ctx.mark_non_differentiable(best_K, *(() if asked.entropy_grad else (entropy_K,)))
+        return logprobs_K, entropy_K, best_K
 
     @staticmethod
     @once_differentiable

@@ -53,7 +53,13 @@ def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
 
 
 def score_tokens(
-    model: nn.Module, batch: Batch, micro: MicroBatch, *, entropy: bool = False, entropy_grad: bool = False
+    model: nn.Module,
+    batch: Batch,
+    micro: MicroBatch,
+    *,
+    entropy: bool = False,
+    entropy_grad: bool = False,
+    best: bool = False,
 ) -> TokenScores:
     """Make one forward pass over a micro-batch of ``batch``. Logits exist for a few tokens at a time.
 
@@ -63,6 +69,7 @@ def score_tokens(
 
     Args:
         entropy: Whether the entropy is computed too, without gradients unless ``entropy_grad``.
+        best: Whether the log-probability of the most probable token is read too. The batch then has no kept sets.
 
     Raises:
         DataError: see :func:`kept_tokens`.
@@ -76,6 +83,7 @@ def score_tokens(
         "text_ids": TextIds(*batch.meta.get("text_ids") or ()),
         "entropy": entropy,
         "entropy_grad": entropy_grad,
+        "best": best,
     }
     if tail is None:  # the model changes the layer's values in a way of its own, so that it has to see them all
         logits = run_model(model, micro).logits[0]
@@ -94,7 +102,7 @@ def score_tokens(
     entropies = scores.entropy
     if entropies is not None and entropies.requires_grad:
         entropies = entropies + nothing
-    return TokenScores(scores.logprobs + nothing, entropies)
+    return TokenScores(scores.logprobs + nothing, entropies, scores.best)
 
 
 def run_model(model: nn.Module, micro: MicroBatch) -> Any:

@@ -188,7 +188,7 @@ def _is_as_written(name: str, kind: Any) -> bool:
         return types.is_list(kind) and is_number(kind.value_type)
     if name == "correct":
         return types.is_boolean(kind)
-    if name in ("reward", "advantage") or name.startswith("reward_"):
+    if name in ("reward", "advantage", "loss") or name.startswith("reward_"):
         return is_number(kind)
     return name in ("prompt", "expected", "completion", "finish_reason", "agent") and types.is_string(kind)
 

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from podium.runs.reading import GrowingFile, RunFiles
-from podium.runs.records import METRICS, parse_rows
+from podium.runs.records import METRICS, metric_of, parse_rows
+from podium.telemetry.held_out import ACCURACY, Metric
 from podium.view.numbers import finite, number
 
 __all__ = ["Curves"]
 
 _MOST_POINTS: Final = 5000  # points of a curve; with more steps, a point is the mean of several
 _MOST_NAMES: Final = 1000  # of metrics, and of values that are not finite
+_BESIDE: Final = ("items", "low", "high")  # of the figures of an evaluation
 _OURS: Final = ("kind", "phase", "step", "time", "nonfinite")
 Column = list[float | None]
 
@@ -29,6 +31,7 @@ class Curves:
         self.nonfinite: list[tuple[int, str, str]] = []
         self._steps = _Table()
         self._evaluations = _Table()
+        self._judge = Metric(ACCURACY)
 
     def update(self) -> None:
         """Read what is new."""
@@ -43,6 +46,8 @@ class Curves:
         if isinstance(row.get("nonfinite"), dict):
             entries = [(row["step"], str(name)[:200], str(what)[:20]) for name, what in row["nonfinite"].items()]
             self.nonfinite += entries[: _MOST_NAMES - len(self.nonfinite)]
+        if row.get("kind") == "eval":
+            self._judge = metric_of(row)
         table = self._steps if row.get("kind") == "step" else self._evaluations
         table.enter(row["step"], finite(row.get("time")) or 0.0, row)
 
@@ -50,9 +55,10 @@ class Curves:
         """Return the columns of the steps and those of the evaluations.
 
         Returns:
-            ``every``: the number of steps that a point stands for. ``steps`` and ``evaluations``: ``step``, ``minutes``
-            since the first row, and ``series``, a list for each metric, with None where it has no value. Steps also
-            have ``tokens``, the sum of the tokens so far.
+            ``every``: how many steps a point stands for. ``held_out``: by the name of a chart, the figure of
+            evaluations that it shows. ``steps`` and ``evaluations``: ``step``, ``minutes`` since the first row, and
+            ``series``, a list for each metric with None where it has no value. Steps also have ``tokens``, the sum of
+            the tokens so far.
         """
         self.update()
         start = min([*self._steps.times[:1], *self._evaluations.times[:1]], default=0.0)
@@ -68,14 +74,23 @@ class Curves:
             "phase": self.phase,
             "steps": steps,
             "evaluations": self._evaluations.columns(start, 1),
+            "held_out": self._held_out(),
             "nonfinite": self.nonfinite,
         }
 
     @property
-    def accuracies(self) -> tuple[float | None, float | None]:
-        """The first held-out accuracy and the last one."""
-        accuracies = [value for value in self._evaluations.series.get("accuracy", []) if value is not None]
-        return (accuracies[0], accuracies[-1]) if accuracies else (None, None)
+    def judged(self) -> tuple[Metric, float | None, float | None]:
+        """The metric that judges the run, and its first held-out value and the last one."""
+        column = self._evaluations.series.get(self._judge.name, [])
+        values = [value for value in column if value is not None]
+        return (self._judge, values[0], values[-1]) if values else (self._judge, None, None)
+
+    def _held_out(self) -> dict[str, str]:
+        """By the name of a chart, the figure of evaluations: the chart is of the metric of steps that has its unit."""
+        series, count = self._evaluations.series, len(self._evaluations.numbers)
+        figures = [name for name in series if len(series[name]) == count]  # those that the last evaluation has
+        names = {Metric(name).of_steps or name: name for name in figures if "/" not in name or Metric(name).of_steps}
+        return {chart: name for chart, name in names.items() if name not in _BESIDE}
 
 
 class _Table:

@@ -18,8 +18,8 @@ __all__ = ["Evaluations"]
 _FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
 _FOLDER: Final = "evaluations"
 _HEAD: Final = 160  # characters of a prompt in the list of prompts
-_COLUMNS: Final = ("prompt", "completion", "expected", "correct", "reward", "finish_reason", "session")
-_REMEMBERED: Final = 2  # files whose rows are kept: the two that are compared
+_COLUMNS: Final = ("prompt", "completion", "expected", "correct", "reward", "loss", "finish_reason", "session")
+_REMEMBERED: Final = 2  # files whose rows are known: what is compared
 
 
 class Evaluations:
@@ -40,20 +40,23 @@ class Evaluations:
         """Return the results of each prompt of the set number ``place`` at ``step``.
 
         Returns:
-            ``rows``, each with the head of its ``prompt``, its ``reward``, whether it is ``correct``, and a ``key``,
-            which the same prompt has at other steps too.
+            ``rows``, each with the head of its ``prompt``, its ``reward``, whether it is ``correct``, the ``loss`` of
+            the answer where none was drawn, and a ``key``, by which the same prompt is found in another step.
 
         Raises:
             DataError: The file cannot be read, or there is none.
         """
-        names = ("key", "reward", "correct")
+        names = ("key", "reward", "correct", "loss")
         rows = self._rows(place, step)
         return {"rows": [{name: row[name] for name in names} | {"prompt": row["prompt"][:_HEAD]} for row in rows]}
 
     def answer(self, place: int, step: int, row: int) -> dict[str, Any]:
-        """Return the row number ``row`` of :meth:`prompts`, with its whole ``prompt`` and ``completion``, and
-        ``expected``, ``correct``, ``reward`` and ``finish_reason``. Raises DataError as :meth:`prompts`, and if there
-        is no such row."""
+        """The row number ``row`` of :meth:`prompts`: its whole ``prompt``, and ``completion``, ``expected``,
+        ``correct``, ``reward``, ``loss`` and ``finish_reason``.
+
+        Raises:
+            DataError: As :meth:`prompts`, or there is no such row.
+        """
         rows = self._rows(place, step)
         if row >= len(rows):
             raise DataError(f"step {step} evaluated {len(rows)} prompts")
@@ -96,7 +99,7 @@ def _by_prompt(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     texts, sessions = Counter[str](), set[int]()
     for group, *values in zip(table["group"], *columns, strict=True):
-        prompt, completion, expected, correct, reward, finish_reason, session = values
+        prompt, completion, expected, correct, reward, loss, finish_reason, session = values
         if session in sessions:
             continue
         if session is not None:
@@ -106,5 +109,6 @@ def _by_prompt(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
         texts[text] += 1
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
         row = {"key": f"{key}-{place}", "prompt": text, "completion": str(completion or ""), "expected": expected}
-        rows.append(row | {"correct": correct, "reward": number(reward), "finish_reason": finish_reason})
+        row |= {"correct": correct, "reward": number(reward), "loss": number(loss), "finish_reason": finish_reason}
+        rows.append(row)
     return rows

@@ -11,7 +11,6 @@ from podium.errors import ConfigError, DataError
 from podium.runs.comparison import UNCOMPARED
 from podium.runs.named_files import PLACES
 from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, is_run
-from podium.telemetry import metrics
 from podium.view.completions import Completions
 from podium.view.curves import Curves
 from podium.view.evaluations import Evaluations
@@ -106,7 +105,7 @@ class Run:
             complaint = ""
         except DataError as error:
             complaint = str(error)
-        before, after = self._curves.accuracies
+        judge, before, after = self._curves.judged
         last = self._curves.last_time
         return {
             "name": self.name,
@@ -119,9 +118,9 @@ class Run:
             "schedule": _shorten(record.settings.get("run.schedule")),
             "state": record.state_after(self._curves.last_step),
             "quiet_s": None if last is None else max(0, round(time.time() - last)),
-            "before": before,
-            "after": after,
-            "metric": metrics.ACCURACY,
+            "before": None if before is None else judge.write(before),
+            "after": None if after is None else judge.write(after),
+            "metric": judge.title,
             "complaint": complaint,
         }
 

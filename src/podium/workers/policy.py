@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import LossInputs, TokenLoss, loss_declaration, policy_loss
+from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
 from podium.data.sampled_text import count_sampled
 from podium.devices import memory_peak_bytes
@@ -20,6 +21,7 @@ from podium.models.tokenizers import load_tokenizer
 from podium.models.whole_weights import WholeWeights, full_weights
 from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
+from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
 from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import score_tokens
 from podium.workers.learner import Learner
@@ -85,6 +87,29 @@ class Policy(Learner):
             entropy: Whether ``entropy`` is computed too, which reads the distribution over the vocabulary once more.
         """
         return Batch(self._scores(batch, entropy), batch.meta)
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), readonly=True)
+    def score_examples(self, batch: Batch) -> Batch:
+        """Compute the loss of examples and how well their tokens are predicted, without gradients.
+
+        Args:
+            batch: ``tokens`` and ``loss_mask``, with at least one token to learn in each row.
+
+        Returns:
+            ``loss``, the mean cross-entropy of each row's tokens to learn in nats, and ``token_accuracy``, the share of
+            these tokens that are the most probable ones: float64 ``[B]``.
+        """
+
+        def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
+            scores = score_tokens(self.model, batch, micro, best=True)
+            assert scores.best is not None
+            return {LOSS: -scores.logprobs, TOKEN_ACCURACY: (scores.logprobs >= scores.best).float()}
+
+        columns = self.engine.evaluate(batch, compute, (LOSS, TOKEN_ACCURACY))
+        mask = batch.jagged(fields.LOSS_MASK).to("cpu")
+        counts_B, row_N = count_sampled(mask), rows_of_tokens(mask.offsets)
+        sums = {name: row_sums(column.values.double(), row_N, len(counts_B)) for name, column in columns.items()}
+        return Batch({name: sums_B / counts_B.clamp(min=1) for name, sums_B in sums.items()})
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:

@@ -42,11 +42,11 @@ def test_runs_are_listed_the_newest_first(tmp_path: Path, capsys: pytest.Capture
         os.utime(run / "metrics.jsonl", (1e9 - age, 1e9 - age))
     assert main(["runs", str(tmp_path)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "state", "step", "accuracy", "took", "last", "written"]
+    assert head.split() == ["run", "state", "step", "held-out", "took", "last", "written"]
     assert [line.split()[:7] for line in lines] == [
-        [str(tmp_path / "new"), "finished", "3", "of", "3", "25.0%", "1m12s"],
-        [str(tmp_path / "old"), "stopped", "3", "of", "3", "25.0%", "1m12s"],
-        [str(tmp_path / "killed"), "unfinished", "3", "of", "3", "25.0%", "1m29s"],
+        [str(tmp_path / "new"), "finished", "3", "of", "3", "accuracy", "25.0%"],
+        [str(tmp_path / "old"), "stopped", "3", "of", "3", "accuracy", "25.0%"],
+        [str(tmp_path / "killed"), "unfinished", "3", "of", "3", "accuracy", "25.0%"],
     ]
     with lock_directory(tmp_path / "killed"):
         main(["runs", str(tmp_path)])
@@ -58,7 +58,7 @@ def test_one_run_is_shown_with_its_curve(tmp_path: Path, capsys: pytest.CaptureF
     run = make_run(tmp_path / "a", finished=True, model_path="runs/a/model")
     assert main(["runs", str(run)]) == 0
     out = capsys.readouterr().out
-    assert f"{run}: finished at step 3, accuracy 25.0%, took 1m12s" in out
+    assert f"{run}: finished at step 3, held-out accuracy 25.0%, took 1m12s" in out
     assert "model path: runs/a/model" in out
     assert "reward/mean" in out
     assert "┤" in out

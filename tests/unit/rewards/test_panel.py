@@ -71,7 +71,7 @@ def test_none_from_one_leaves_its_term_out_and_none_from_all_leaves_the_completi
     assert (result.score, dict(result.parts), result.problem) == (1.0, {"right": 1.0}, "")
     result = result_of([never, polite])
     assert (result.score, dict(result.parts), result.problem) == (None, {}, "")
-    with Grader(RewardConfig(processes=1), reward=[never, polite]) as grader:
+    with Grader(RewardConfig(processes=1, correct_at=1.0), reward=[never, polite]) as grader:
         first, second = grader.grade(["1", "please"], [ROW] * 2)
     assert first.abstained
     assert math.isnan(first.score)
@@ -120,7 +120,7 @@ def test_what_trls_functions_log_becomes_parts_and_texts() -> None:
         log_metric("accuracy", sum(scores) / len(scores))
         return scores
 
-    with Grader(RewardConfig(processes=1), reward=[accuracy, right]) as grader:
+    with Grader(RewardConfig(processes=1, correct_at=1.0), reward=[accuracy, right]) as grader:
         (grade,) = grader.grade(["1"], [ROW])
     assert grade == Grade(2.0, {"accuracy": 1.0, "right": 1.0}, True, extra={"extracted": "1"})
 

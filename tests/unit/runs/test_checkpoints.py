@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -51,12 +52,21 @@ def test_a_checkpoint_is_complete_before_latest_moves(checkpoints: Checkpoints) 
 
 
 def test_the_best_are_kept_beside_the_newest(checkpoints: Checkpoints) -> None:
-    for step, correct in ((1, 3), (2, 5), (3, 5), (4, None), (5, 1)):
+    for step, value in ((1, 3.0), (2, 5.0), (3, 5.0), (4, None), (5, 1.0)):
         with checkpoints.writing(step, keep=1, keep_best=1) as folder:
-            last = Evaluation(step=step if correct else 3, correct=correct or 9, items=9, reward_mean=0.0)
-            (folder / "trainer.json").write_text(json.dumps(asdict(TrainerState(step=step, last=last))))
+            last = Evaluation(step=step if value else 3, items=9, figures={"reward_mean": value or 9.0})
+            state = TrainerState(step=step, last=last, metric="reward_mean" if step > 1 else "")
+            (folder / "trainer.json").write_text(json.dumps(asdict(state)))
     assert [path.name for path in checkpoints.all()] == ["step-000003", "step-000005"]
     assert checkpoints.best() == checkpoints.folder / "step-000003"
+
+
+def test_the_best_by_a_loss_is_the_lowest(checkpoints: Checkpoints) -> None:
+    for step, loss in ((1, 3.0), (2, 0.5), (3, math.nan), (4, 0.7)):
+        with checkpoints.writing(step) as folder:
+            last = Evaluation(step=step, items=9, figures={"loss": loss})
+            (folder / "trainer.json").write_text(json.dumps(asdict(TrainerState(step=step, last=last, metric="loss"))))
+    assert [path.name for path in checkpoints.ranked()] == [f"step-00000{step}" for step in (2, 4, 1, 3)]
 
 
 def test_a_checkpoint_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:
@@ -216,13 +226,37 @@ def test_what_a_rank_writes_after_another_one_has_failed_is_removed_with_the_wor
 
 
 def test_the_best_evaluation_is_remembered_and_how_many_followed_it(tmp_path: Path) -> None:
-    state = TrainerState()
-    for step, correct in enumerate((3, 5, 5, 4)):
-        state = state.after(Evaluation(step=step, correct=correct, items=9, reward_mean=0.0))
+    state = TrainerState(metric="reward_mean")
+    for step, score in enumerate((3.0, 5.0, 5.0, 4.0)):
+        state = state.after(Evaluation.of(step, 2, {"reward_mean": [score, score]}), state.judge)
     assert (state.first and state.first.step, state.last and state.last.step) == (0, 3)
     assert (state.best and state.best.step, state.waited) == (1, 2)
     (tmp_path / "trainer.json").write_text(json.dumps(asdict(state)))
     assert TrainerState.read(tmp_path / "trainer.json") == state
-    before = {name: value for name, value in asdict(state).items() if name not in ("best", "waited")}
-    (tmp_path / "trainer.json").write_text(json.dumps(before))  # a checkpoint from before there was a best one
-    assert TrainerState.read(tmp_path / "trainer.json").last == state.last
+    assert state.last is not None
+    assert state.last.scores == {"reward_mean": [4.0, 4.0]}
+
+
+def test_a_state_from_before_there_was_a_metric_is_refused_in_words(tmp_path: Path) -> None:
+    evaluation = {"step": 0, "correct": 3, "items": 9, "reward_mean": 0.3, "samples": []}
+    state = {"step": 4, "first": evaluation, "last": evaluation, "best": evaluation, "waited": 1}
+    (tmp_path / "trainer.json").write_text(json.dumps(state))
+    with pytest.raises(
+        CheckpointError, match=r"earlier Podium, whose runs had no eval\.metric: resume the run with that"
+    ):
+        TrainerState.read(tmp_path / "trainer.json")
+
+
+def test_a_run_that_is_resumed_with_another_metric_goes_on_by_that() -> None:
+    state = TrainerState(metric="accuracy")
+    for step, (correct, score) in enumerate(((1.0, 0.2), (0.0, 0.9))):
+        scores = {"accuracy": [correct] * 2, "reward_mean": [score] * 2}
+        state = state.after(Evaluation.of(step, 2, scores), state.judge)
+    assert (state.best and state.best.step, state.waited) == (0, 1)
+    assert state.judged_by("auto", "") == state.judged_by("accuracy", "") == state
+    by_reward = state.judged_by("reward_mean", "")
+    assert (by_reward.metric, by_reward.best and by_reward.best.step, by_reward.waited) == ("reward_mean", 1, 0)
+    assert by_reward.first == state.first
+    by_loss, of_other_set = state.judged_by("loss", ""), state.judged_by("auto", "hard")
+    for other in (by_loss, of_other_set):
+        assert (other.metric, other.first, other.last, other.best) == ("", None, None, None)

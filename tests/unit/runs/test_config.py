@@ -108,7 +108,7 @@ def test_a_number_is_accepted_or_refused_by_the_name_of_its_key(path: str) -> No
         ("reward.time_limit_s", 0),
         ("reward.name", " "),
         ("run.timeout_s", math.inf),
-        ("eval.stop_at", 2),
+        ("eval.stop_at", 2e9),
         ("algorithm.gamma", 1.5),
         ("algorithm.dual_clip", 1),
         ("algorithm.kl_in", "rewards"),

@@ -56,7 +56,7 @@ def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
         RunDirectory(run.path)
     run.close()
     with JsonlSink(run.metrics_path) as sink:
-        sink.handle(EvalFinished(step=0, accuracy=0.5, items=2, reward_mean=0.5))
+        sink.handle(EvalFinished(step=0, items=2, figures={"accuracy": 0.5}))
     with pytest.raises(
         ConfigError, match=r"holds a run \(unfinished at step 0\): resume it \(--resume .*\), or choose another"
     ):
@@ -243,15 +243,16 @@ def test_the_summary_is_valid_json_with_versions(run: RunDirectory) -> None:
             seed=3,
             steps=160,
             wall_s=math.inf,
-            accuracy_before=0.25,
-            accuracy_after=0.75,
+            metric="accuracy",
+            before={"accuracy": 0.25},
+            after={"accuracy": 0.75},
             items=500,
             tokens_per_s={"generate": 1000.0, "update": math.nan},
         )
     )
     read = json.loads(run.summary_path.read_text())
     assert read["tokens_per_s"] == {"generate": 1000.0, "update": None}
-    assert (read["accuracy_before"], read["accuracy_after"], read["wall_s"]) == (0.25, 0.75, None)
+    assert (read["before"], read["after"], read["wall_s"]) == ({"accuracy": 0.25}, {"accuracy": 0.75}, None)
     assert read["versions"] == library_versions()
     assert {"python", "torch", "transformers"} <= set(read["versions"])
 
@@ -282,7 +283,7 @@ def test_the_examples_of_the_documentation_run(
     with JsonlSink(run.metrics_path):
         for step in (1, 2):
             emit(StepFinished(step, {"reward/mean": 0.5, "policy/entropy": 1.0, "tokens_per_s/step": 1000.0}))
-        emit(EvalFinished(2, 0.5, 500, 0.5))
+        emit(EvalFinished(2, 500, {"accuracy": 0.5, "reward_mean": 0.5}))
     batch = rollouts().with_columns({fields.FINISH_REASON: ["length", "length", "stop", "stop"]})
     with CompletionsLog(run.completions) as log:
         log.write(scored([Grade(0.5)] * 4, batch), None)

@@ -16,23 +16,31 @@ from rich.console import Console
 
 from podium.extras import install_command
 from podium.runs.directory import RunDirectory, Summary
-from podium.runs.evaluation import Evaluation
+from podium.runs.evaluation import Evaluation, accuracy_interval
 from podium.runs.records import RunRecord
-from podium.runs.report import Curve, build_curve, draw_curve, plot_curve, render, report, smooth
+from podium.runs.report import Curve, Point, build_curve, draw_curve, plot_curve, render, report, smooth
 from podium.telemetry import EvalFinished, Note, PhaseStarted, Sample, StepFinished, emit, metrics, subscribe
+from podium.telemetry.held_out import Metric
 from podium.telemetry.sinks import JsonlSink
+
+ACCURACY = Metric("accuracy")
 
 
 def evaluation(step: int, correct: int, items: int = 100, samples: tuple[Sample, ...] = ()) -> Evaluation:
-    return Evaluation(step=step, correct=correct, items=items, reward_mean=0.5, samples=samples)
+    return Evaluation(step=step, items=items, figures={"accuracy": correct / items}, samples=samples)
+
+
+def point(step: int, correct: int, items: int = 500) -> Point:
+    low, high = accuracy_interval(correct / items, items)
+    return Point(step=step, value=correct / items, low=low, high=high)
 
 
 def grpo_curve(metric: str = metrics.ACCURACY, evaluations: bool = True) -> Curve:
     draw = random.Random(0)
     steps = list(range(1, 161))
     values = [0.4 + 0.4 * (1 - math.exp(-step / 60)) + draw.gauss(0, 0.03) for step in steps]
-    held_out = [evaluation(0, 211, 500), evaluation(80, 350, 500), evaluation(160, 396, 500)]
-    return Curve(metric=metric, steps=steps, values=values, evaluations=held_out if evaluations else ())
+    held_out = [point(0, 211), point(80, 350), point(160, 396)]
+    return Curve(metric=metric, steps=steps, values=values, points=held_out if evaluations else ())
 
 
 def rendered(
@@ -42,12 +50,12 @@ def rendered(
     curve: Curve | None = None,
     paths: Mapping[str, Path | str] | None = None,
     width: int = 100,
+    judge: Metric = ACCURACY,
 ) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=False, highlight=False)
-    render(
-        "grpo: sums", Summary(task="sums", seed=0, steps=steps, wall_s=231.4), first, last, curve, paths or {}, console
-    )
+    summary = Summary(task="sums", seed=0, steps=steps, wall_s=231.4)
+    render("grpo: sums", summary, judge, first, last, curve, paths or {}, console)
     return out.getvalue()
 
 
@@ -65,10 +73,10 @@ def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with JsonlSink(path):
         emit(PhaseStarted("grpo", 3))
-        emit(EvalFinished(0, 0.422, 500, 0.5))
+        emit(EvalFinished(0, 500, {"accuracy": 0.422, "reward_mean": 0.5}))
         for step, accuracy in ((1, 0.4), (2, math.nan), (3, 0.6)):
             emit(StepFinished(step, {metrics.LOSS: 0.0, metrics.REWARD_MEAN: 0.5, metrics.ACCURACY: accuracy}))
-        emit(EvalFinished(3, 0.612, 500, 0.5))
+        emit(EvalFinished(3, 500, {"accuracy": 0.612, "reward_mean": 0.5}))
     with path.open("a") as file:
         file.write('{"kind": "st')
     curve = build_curve(RunRecord(tmp_path).rows)
@@ -76,7 +84,7 @@ def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
         metric=metrics.ACCURACY,
         steps=[1, 3],
         values=[0.4, 0.6],
-        evaluations=[evaluation(0, 211, 500), evaluation(3, 306, 500)],
+        points=[point(0, 211), point(3, 306)],
     )
 
 
@@ -206,7 +214,7 @@ def test_without_the_plotting_libraries_the_report_has_no_curve_and_a_note_names
                 for step in (1, 2):
                     emit(StepFinished(step, {metrics.LOSS: 1.0 / step}))
             summary = Summary(task="sums", seed=0, steps=2, wall_s=1.0)
-            report(summary, None, None, directory, "sft: sums", Console(file=out, width=100))
+            report(summary, ACCURACY, None, None, directory, "sft: sums", Console(file=out, width=100))
             assert not directory.curve_path.exists()
     finally:
         unsubscribe()

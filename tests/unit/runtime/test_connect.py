@@ -107,7 +107,7 @@ def test_a_backend_without_the_usual_options_runs_commands_and_examples(
         (out / "grpo").mkdir(parents=True)
         for name in ("summary.json", "curve.png"):
             (out / "grpo" / name).touch()
-        return SimpleNamespace(accuracy_before=None, accuracy_after=None)
+        return SimpleNamespace(metric=None, before={}, after={})
 
     monkeypatch.setattr(quickstart, "copying", copying)
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--smoke", "--backend", "bare", "--out", str(tmp_path / "out")])

@@ -92,10 +92,10 @@ def test_a_file_gets_plain_lines_with_the_columns_that_matter() -> None:
         emit(WorkerStarted("policy", 0, "node-0", 1))
         emit(WorkerStarted("policy", 1, "node-0", 2))
         emit(PhaseStarted("grpo", 2))
-        emit(EvalFinished(0, 0.422, 500, 0.5))
+        emit(EvalFinished(0, 500, {"accuracy": 0.422, "reward_mean": 0.5}))
         emit(StepFinished(1, GRPO))
         emit(StepFinished(2, {**GRPO, metrics.REWARD_MEAN: float("nan")}))
-        emit(EvalFinished(2, 0.45, 500, 0.52))
+        emit(EvalFinished(2, 500, {"accuracy": 0.45, "reward_mean": 0.52}))
         emit(CheckpointSaved(2, "runs/a/checkpoints/step-000002"))
     lines = out.getvalue().splitlines()
     assert "\x1b" not in out.getvalue()
@@ -165,14 +165,14 @@ def test_a_terminal_has_one_bar_below_the_rows_and_it_goes_away() -> None:
     console, out = on_terminal()
     with ConsoleSink(console=console, row_every_s=0):
         emit(PhaseStarted("grpo", 4))
-        emit(EvalFinished(0, 0.422, 500, 0.5))
+        emit(EvalFinished(0, 500, {"accuracy": 0.422, "reward_mean": 0.5}))
         emit(StepFinished(1, GRPO))
         emit(StepFinished(2, GRPO))
         during = drawn(out, "2/4")
     after = screen(out.getvalue())
     assert during[-1].startswith("grpo ━━━")
     assert "2/4" in during[-1]
-    assert "held-out 42.2%" in during[-1]
+    assert "held-out accuracy 42.2%" in during[-1]
     assert len(during[-1]) <= 100
     assert sum("━" in line for line in during) == 1
     assert not any("━" in line for line in after)

@@ -25,7 +25,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_a_row_a_step_and_a_row_an_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     with JsonlSink(path):
-        emit(EvalFinished(0, 0.25, 500, 0.4))
+        hard = EvalFinished(0, 9, {"accuracy": 0.5}, name="hard")
+        figures = {"accuracy": 0.25, "reward_mean": 0.4}
+        emit(EvalFinished(0, 500, figures, "reward_mean", (0.3, 0.5), "easy", (hard,)))
         emit(PhaseStarted("grpo", 10))
         emit(Note("no row"))
         emit(StepFinished(1, {"reward/mean": 0.5, "tokens": 128}))
@@ -34,7 +36,11 @@ def test_a_row_a_step_and_a_row_an_evaluation(tmp_path: Path) -> None:
     emit(StepFinished(2, {"reward/mean": 0.5}))
     first, second = rows(path)
     assert first.pop("time") > 1.6e9
-    assert first == {"kind": "eval", "phase": None, "step": 0, "accuracy": 0.25, "items": 500, "reward_mean": 0.4}
+    assert first == {
+        **{"kind": "eval", "phase": None, "step": 0, "metric": "reward_mean", "low": 0.3, "high": 0.5},
+        **{"accuracy": 0.25, "items": 500, "reward_mean": 0.4},
+        **{"accuracy/easy": 0.25, "items/easy": 500, "reward_mean/easy": 0.4, "accuracy/hard": 0.5, "items/hard": 9},
+    }
     del second["time"]
     assert second == {"kind": "step", "phase": "grpo", "step": 1, "reward/mean": 0.5, "tokens": 128}
 

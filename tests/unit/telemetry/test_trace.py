@@ -144,7 +144,7 @@ def test_failures_stalls_and_the_rest_are_marks(tmp_path: Path) -> None:
             call("policy", 0, 1, 1, 2, 3, ok=False),
             WorkerLost("policy", 1, "node-0", "signal SIGKILL"),
             Stalled("policy", "update", (1, 3), 31.5),
-            EvalFinished(4, float("nan"), 500, 0.1),
+            EvalFinished(4, 500, {"accuracy": float("nan"), "reward_mean": 0.1}),
             CheckpointSaved(4, "checkpoints/step-000004"),
             Note("hello"),
             StepFinished(4, {"reward/mean": 0.5, "tokens_per_s/step": float("inf"), "policy/kl": 0.1}),

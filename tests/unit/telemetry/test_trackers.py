@@ -37,19 +37,19 @@ SAMPLES = (Sample("2 + 2?", "4\n<b>", 1.0, "4"),)
 def one_run(curve: Path | None = None) -> None:
     """Emit the events of a run, and draw its curve in a file of 20 x 10 pixels at ``curve``."""
     emit(PhaseStarted("grpo", 2))
-    emit(EvalFinished(0, 0.4, 500, 0.5, samples=SAMPLES))
+    emit(EvalFinished(0, 500, {"accuracy": 0.4, "reward_mean": 0.5}, samples=SAMPLES))
     emit(StepFinished(1, {"reward/mean": 0.25, "policy/kl": float("nan")}))
     emit(CompletionsSampled(1, SAMPLES))
     emit(StepFinished(2, {"reward/mean": 0.75}))
-    hard = EvalFinished(2, 0.5, 9, 0.5, "hard", samples=SAMPLES)
-    emit(EvalFinished(2, 0.6, 500, 0.7, "easy", (hard,), SAMPLES))
+    hard = EvalFinished(2, 9, {"accuracy": 0.5, "reward_mean": 0.5}, name="hard", samples=SAMPLES)
+    emit(EvalFinished(2, 500, {"accuracy": 0.6, "loss": math.nan}, name="easy", others=(hard,), samples=SAMPLES))
     if curve is not None:
         Image.new("RGB", (20, 10), "red").save(curve)
-    figures = {"accuracy_after": 0.6, "task": "sums.jsonl", "finished": True, "best_step": None, "wall_s": math.nan}
+    figures = {"after/accuracy": 0.6, "task": "sums.jsonl", "finished": True, "best_step": None, "wall_s": math.nan}
     emit(RunSummarized(2, figures, str(curve or "")))
 
 
-SUMMARY = {"accuracy_after": 0.6, "finished": 1.0}
+SUMMARY = {"after/accuracy": 0.6, "finished": 1.0}
 CONFIG = {"run": {"seed": 1}, "model": {"lora": None}, "data": {"eval": ["a", "b"]}}
 
 
@@ -75,7 +75,7 @@ def test_a_second_phase_goes_on_where_the_first_ended() -> None:
         emit(StepFinished(1, {"loss": 2.0}))
         emit(StepFinished(2, {"loss": 1.0}))
         emit(PhaseStarted("grpo", 1))
-        emit(EvalFinished(0, 0.4, 500, 0.5))
+        emit(EvalFinished(0, 500, {"accuracy": 0.4, "reward_mean": 0.5}))
         emit(StepFinished(1, {"reward/mean": 0.3}))
     assert [step for step, _ in sink.rows] == [1, 2, 2, 3]
 
@@ -132,7 +132,7 @@ def test_tensorboard_event_files_hold_the_run(tmp_path: Path) -> None:
         assert text.tensor_proto.string_val[0].endswith(b"    completion\n    4\n    <b>")
     (text,) = read.Tensors("summary/text_summary")
     assert text.tensor_proto.string_val[0].endswith(
-        b"| accuracy_after | 0.6 |\n| task | sums.jsonl |\n| finished | True |"
+        b"| after/accuracy | 0.6 |\n| task | sums.jsonl |\n| finished | True |"
     )
     assert {name: read.Scalars(f"summary/{name}")[0].value for name in SUMMARY} == pytest.approx(SUMMARY)
     (picture,) = read.Images("curve")
@@ -204,7 +204,7 @@ with TrackioSink("podium-test", name="a", config=CONFIG):
             found.setdefault(name, []).append((step, value))
     assert found["reward/mean"] == [(1, 0.25), (2, 0.75)]
     assert found["eval/accuracy"] == [(0, 0.4), (2, 0.6)]
-    assert found["summary/accuracy_after"] == [(2, 0.6)]
+    assert found["summary/after/accuracy"] == [(2, 0.6)]
     row = {"prompt": "2 + 2?", "completion": "4\n<b>", "reward": 1.0, "expected": "4"}
     for name, step in (("samples", 1), ("eval/samples", 0), ("eval/easy/samples", 2), ("eval/hard/samples", 2)):
         assert found[name] == [(step, {"_type": "trackio.table", "_value": [row]})]

@@ -194,7 +194,7 @@ def _write_events(folder: Path, steps: int, chance: random.Random, trouble: bool
     for role in ("policy", "generator"):
         for rank in range(2):
             tell(WorkerStarted(role, rank, "localhost", 4000 + rank))
-    tell(EvalFinished(0, 0.1, 100, 0.1))
+    tell(EvalFinished(0, 100, {"accuracy": 0.1, "reward_mean": 0.1}))
     for step in range(1, steps + 1):
         begun = now
         for role, method, half, length in (
@@ -217,7 +217,7 @@ def _write_events(folder: Path, steps: int, chance: random.Random, trouble: bool
         if trouble and step == 2:
             tell(WorkerLost("policy", 1, "localhost", "signal SIGKILL"))
             tell(Stalled("policy", "update", (1,), 60.0))
-    tell(EvalFinished(steps, 0.8, 100, 0.8))
+    tell(EvalFinished(steps, 100, {"accuracy": 0.8, "reward_mean": 0.8}))
     rows.finish()
     trace.finish()
 

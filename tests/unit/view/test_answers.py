@@ -23,7 +23,8 @@ def test_a_run_in_a_few_facts(made: Path) -> None:
     about = Run(made, "mine").answer("about")
     assert about["name"] == "mine"
     assert (about["phase"], about["step"], about["steps"], about["state"]) == ("grpo", 3, 3, "finished")
-    assert (about["before"], about["after"], about["data"]) == (0.1, 0.8, "copy.jsonl")
+    assert (about["metric"], about["before"], about["after"]) == ("accuracy", "10.0%", "80.0%")
+    assert about["data"] == "copy.jsonl"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

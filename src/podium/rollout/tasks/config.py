@@ -21,8 +21,8 @@ class DataConfig:
     dataset, or reasoning_gym:TASK."""
     eval: str | tuple[str, ...] | Mapping[str, str] = ""
     """Held-out examples come from this source, named as in data.train, or from several sources: a list of them, or a
-    mapping of names to them. The first source decides eval.stop_at and the best checkpoint. An empty value means the
-    share data.holdout of the training data, or the split data.eval_split of a hub dataset.
+    mapping of names to them. The first source judges the run unless eval.metric names another. An empty value means
+    the share data.holdout of the training data, or the split data.eval_split of a hub dataset.
     """
     holdout: float = Field(default=0.1, ge=0, lt=1)
     """This share of the training data is held out for evaluation where there is no other held-out data."""

@@ -32,6 +32,7 @@ from rich.text import Text
 from podium.telemetry import events, metrics
 from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, PhaseStarted, StepFinished, Waiting
 from podium.telemetry.formatting import compact, duration, percent, plain, visible
+from podium.telemetry.held_out import ACCURACY, Metric
 from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.logs import LogRouter
 from podium.telemetry.sinks.notebook import CellOutput, notebook_console
@@ -157,8 +158,8 @@ class ConsoleSink(Sink):
         self._columns: tuple[Column, ...] = ()
         self._rows_since_header = 0
         self._last_row_s = -float("inf")
-        self._accuracies: dict[str, float] = {}  # by phase, and by the name of an evaluation set that has one
-        self._first_set = ""
+        self._held_out: dict[tuple[str, str, str], float] = {}  # by phase, evaluation set and figure
+        self._judged = ("", "", "")  # the key of the figure that judges the run
         self._workers: Counter[str] = Counter()
         self._waiting = ""
         self._made = 0  # workers, of those that the run waits for
@@ -189,9 +190,9 @@ class ConsoleSink(Sink):
             case Waiting():
                 self._wait(event)
             case EvalFinished(others=others):
-                self._first_set = event.name
                 for evaluation in (event, *others):
-                    self._evaluation(evaluation)
+                    self._evaluation(evaluation, Metric(event.metric))
+                self._judged = self._phase.name, event.name, event.metric
             case CompletionsSampled():
                 self._samples(event)
             case events.WorkerStarted(role=role):
@@ -330,8 +331,9 @@ class ConsoleSink(Sink):
         if self._progress is None:
             self._start_bar(step - 1)  # a breakpoint took it away
         if self._progress is not None:
-            accuracy = self._accuracies.get(f"{self._phase.name} {self._first_set}".rstrip())
-            state = f"· held-out {percent(accuracy)}" if accuracy is not None else ""
+            value, metric = self._held_out.get(self._judged), Metric(self._judged[-1])
+            is_current = self._judged[0] == self._phase.name
+            state = f"· held-out {metric.title} {metric.write(value)}" if is_current and value is not None else ""
             self._progress.update(self._progress.task_ids[0], completed=step, state=state)
         now = self.emitted_ns / 1e9
         if now - self._last_row_s < self._row_every_s and step != self._phase.total_steps:
@@ -352,18 +354,26 @@ class ConsoleSink(Sink):
             row.append(column.cell(values), "cyan" if column.metric in (metrics.REWARD_MEAN, metrics.ACCURACY) else "")
         self._say(row)
 
-    def _evaluation(self, event: EvalFinished) -> None:
-        of = self._phase.name if not event.name else f"{self._phase.name} {event.name}"
-        before = self._accuracies.get(of)
-        self._accuracies[of] = event.accuracy
+    def _evaluation(self, event: EvalFinished, judge: Metric) -> None:
+        """Show the figures of an evaluation, that of the metric ``judge`` first, and how that has changed."""
         row = Text(f"{event.step:>{_STEP_WIDTH}}  ")
         row.append(visible(event.name) or "held-out", "bold")
-        row.append("  accuracy ").append(percent(event.accuracy), "bold green")
-        row.append(f" of {event.items}")
-        if before is not None:
-            points = 100 * (event.accuracy - before)
-            row.append(f"  {points:+.1f} points", "green" if points > 0 else "red" if points < 0 else "dim")
-        row.append(f"  reward {plain(event.reward_mean)}", "dim")
+        for name in sorted(event.figures, key=lambda name: name != judge.name):
+            metric, value = Metric(name), event.figures[name]
+            if name.startswith(metrics.REWARD_PART_PREFIX) and metric != judge:
+                continue
+            key = self._phase.name, event.name, name
+            before = self._held_out.get(key)
+            self._held_out[key] = value
+            if metric != judge:
+                row.append(f"  {metric.title} {metric.write(value)}", "dim")
+                continue
+            row.append(f"  {metric.title} ").append(metric.write(value), "bold green")
+            row.append(f" {'of' if name == ACCURACY else 'over'} {event.items}")
+            if before is not None:
+                better = metric.rank(value) - metric.rank(before)
+                style = "green" if better > 0 else "red" if better < 0 else "dim"
+                row.append(f"  {metric.write_change(value - before)}", style)
         self._say(row)
 
     def _samples(self, event: CompletionsSampled) -> None:

@@ -19,7 +19,7 @@ class JsonlSink(Sink):
 
     Every row has ``kind`` ("step" or "eval"), ``phase`` (of the last PhaseStarted, else null), ``step`` and ``time``
     (of the event, in unix seconds). A step's metrics stand beside them under their own names; an evaluation adds
-    ``accuracy``, ``items`` and ``reward_mean``.
+    ``items``, its figures, the name of the ``metric`` that judges the run, and the bounds ``low`` and ``high`` of that.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -39,22 +39,26 @@ class JsonlSink(Sink):
                 self._phase = name
             case StepFinished(step=step, metrics=metrics):
                 self._write("step", step, metrics)
-            case EvalFinished(step=step):
+            case EvalFinished(step=step, metric=metric):
                 sets = [("", event)] + [
                     (f"/{evaluation.name}", evaluation) for evaluation in (event, *event.others) if evaluation.name
                 ]
-                names = ("accuracy", "items", "reward_mean")
-                self._write(
-                    "eval",
-                    step,
-                    {name + suffix: getattr(evaluation, name) for suffix, evaluation in sets for name in names},
-                )
+                figures = {
+                    name + suffix: value
+                    for suffix, evaluation in sets
+                    for name, value in {**evaluation.figures, "items": evaluation.items}.items()
+                }
+                if event.interval is not None:
+                    figures |= dict(zip(("low", "high"), event.interval, strict=True))
+                self._write("eval", step, figures, {"metric": metric})
             case _:
                 pass
 
-    def _write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+    def _write(
+        self, kind: str, step: int, metrics: Mapping[str, float], texts: Mapping[str, str] | None = None
+    ) -> None:
         age_s = (time.monotonic_ns() - self.emitted_ns) / 1e9
-        row = {"kind": kind, "phase": self._phase, "step": step, "time": round(time.time() - age_s, 3)}
+        row = {"kind": kind, "phase": self._phase, "step": step, "time": round(time.time() - age_s, 3), **(texts or {})}
         # The first four names are ours: a metric that is called "step" does not hide the step.
         row |= {name: value for name, value in _finite(metrics).items() if name not in row}
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")

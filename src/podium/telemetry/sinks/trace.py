@@ -90,8 +90,10 @@ class TraceSink(Sink):
                 self._instant(f"lost: {cause}", self._worker(role, rank), {"node": node})
             case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
                 self._remark(f"stalled: {role}.{method}", waiting_for=list(ranks), seconds=seconds)
-            case events.EvalFinished(step=step, accuracy=accuracy, items=items):
-                self._remark("evaluated", step=step, accuracy=str(accuracy), items=items)
+            case events.EvalFinished(step=step, figures=figures, items=items):
+                self._remark(
+                    "evaluated", step=step, items=items, **{name: str(value) for name, value in figures.items()}
+                )
             case events.CheckpointSaved(step=step, path=path):
                 self._remark("checkpoint saved", step=step, path=path)
             case events.Note(text=text):

@@ -86,14 +86,14 @@ class TrackerSink(Sink):
 
     def _log_evaluation(self, event: EvalFinished) -> None:
         step = self._offset + event.step
-        values = {"eval/accuracy": event.accuracy, "eval/reward_mean": event.reward_mean}
+        values = {f"eval/{name}": value for name, value in event.figures.items()}
         sets = {
             f"eval/{evaluation.name}" if evaluation.name else "eval": evaluation
             for evaluation in (event, *event.others)
         }
         for name, evaluation in sets.items():
-            values |= {f"{name}/accuracy": evaluation.accuracy, f"{name}/reward_mean": evaluation.reward_mean}
-        self.log(step, values)
+            values |= {f"{name}/{figure}": value for figure, value in evaluation.figures.items()}
+        self.log(step, {name: value for name, value in values.items() if math.isfinite(value)})
         for name, evaluation in sets.items():
             if evaluation.samples:
                 self.log_samples(f"{name}/samples", step, evaluation.samples)

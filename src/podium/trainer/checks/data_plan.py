@@ -18,7 +18,7 @@ from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.formatting import visible
 from podium.trainer.prompts import Prompts
-from podium.trainer.run_data import RunData
+from podium.trainer.run_data import HeldOut, RunData
 from podium.trainer.tasks import Tasks
 
 __all__ = ["describe_data"]
@@ -72,10 +72,15 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
     if data.held_out is not None:
-        prompt_lengths = [len(prompt.token_ids) for prompts in data.held_out.values() for prompt in prompts]
-        yield f"held-out     {len(prompt_lengths):,} " + (
-            "tasks" if what == "tasks" else f"prompts of {_span(prompt_lengths)}"
-        )
+        held_out = [length for examples in data.held_out.values() for length in _token_counts(examples)]
+        kind = "examples" if data.config.scores_answers else "prompts"
+        yield f"held-out     {len(held_out):,} " + ("tasks" if what == "tasks" else f"{kind} of {_span(held_out)}")
+
+
+def _token_counts(held_out: HeldOut) -> list[int]:
+    if isinstance(held_out, EncodedPairs):
+        return held_out.token_ids.lengths
+    return [len(prompt.token_ids) for prompt in held_out]
 
 
 def _examples(data: RunData[Any]) -> Prompts | EncodedPairs | Tasks:

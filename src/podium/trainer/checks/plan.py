@@ -15,6 +15,7 @@ from podium.models.weight_files import find_replaced_heads
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import Node, backend_class
+from podium.telemetry.held_out import ACCURACY, LOSS, Metric
 from podium.trainer.checks.placement import check_placement, sharing
 from podium.trainer.checks.preflight import check_settings
 
@@ -99,6 +100,8 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
     evaluated = "before and after" if config.eval.at_start else "after"
     evaluated = f"every {config.eval.every} steps" if config.eval.every else evaluated
     evaluation = f"at most {config.eval.items} held-out items {evaluated}" if config.eval.items else "none"
+    if config.eval.items:
+        yield f"judged by    {_judge(config)}"
     rhythm = {"steps": config.save.every, "minutes": config.save.minutes}
     saved = " and ".join([f"every {most:g} {unit}" for unit, most in rhythm.items() if most] + ["at the end"])
     steps = f"{config.run.steps} steps = {config.optimizer_steps} optimizer steps"
@@ -113,6 +116,26 @@ def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
         for number, (key, setting) in enumerate(config.algorithm.explain().items()):
             value = str(setting.value).lower() if isinstance(setting.value, bool) else setting.value
             yield f"{'' if number else 'algorithm':12} {key} = {value} ({setting.origin})"
+
+
+def _judge(config: PPOConfig | SFTConfig) -> str:
+    """What judges the run, and what ends it early."""
+    figure, set_name = config.judged_by
+    title = Metric(figure).title
+    if figure == "auto" and config.scores_answers:
+        figure, title = LOSS, LOSS
+    elif figure == "auto":
+        title = "accuracy if all scores of the first evaluation are 0 or 1, else reward"
+        if config.reward.correct_at is not None:
+            figure, title = ACCURACY, f"accuracy, from a score of {config.reward.correct_at:g} on"
+    ends = []
+    if (goal := config.eval.stop_at) is not None:
+        bound = "at least" if Metric(figure).higher_is_better else "at most"
+        ends.append(f"it is {bound} {goal:g}")
+    if config.eval.patience:
+        ends.append(f"{config.eval.patience} evaluations in a row bring no new best")
+    early = f"; the run ends early once {' or '.join(ends)}" if ends else ""
+    return f"held-out {title}{f' of {set_name}' if set_name else ''}{early}"
 
 
 def _share(rows: int, ranks: int) -> str:

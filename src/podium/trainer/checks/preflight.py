@@ -381,8 +381,9 @@ def check_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sto
         )
 
 
-def check_examples(model: ModelConfig, lengths: Sequence[int], examples: Sequence[Example]) -> None:
-    """Check that each of ``examples``, of which prompt and answer have a length in tokens, has enough positions.
+def check_examples(model: ModelConfig, lengths: Sequence[int], examples: Sequence[Example], what: str) -> None:
+    """Check that each of the ``what`` ``examples``, of which prompt and answer have a length in tokens, has enough
+    positions.
 
     Raises:
         ConfigError: Some examples do not fit. The message says how many.
@@ -393,7 +394,7 @@ def check_examples(model: ModelConfig, lengths: Sequence[int], examples: Sequenc
     if most is not None and (beyond := sum(length > most for length in lengths)):
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         raise ConfigError(
-            f"{beyond} of the {len(lengths)} training examples are longer than the model's {most} positions; the "
+            f"{beyond} of the {len(lengths)} {what} examples are longer than the model's {most} positions; the "
             f"longest{_place(examples[longest])} has {lengths[longest]} tokens, its answer included: take them out of "
             "the data, shorten their answers, or lower data.max_prompt_tokens (data.overlong decides what happens to "
             "longer prompts)"

@@ -11,6 +11,8 @@ const KNOWN = {
   "reward/abstained": ["Completions that no reward scored", "completions"],
   "reward/flat_groups": ["Flat groups: all rewards equal", "share of prompts"],
   loss: ["Loss", "nats"],
+  perplexity: ["Perplexity of held-out answers", ""],
+  token_accuracy: ["Tokens of held-out answers predicted", "share"],
   "policy/entropy": ["Entropy", "nats a token"],
   "policy/kl": ["KL to the reference", "nats a token"],
   "policy/approx_kl": ["KL of one update", "nats a token"],
@@ -78,8 +80,7 @@ export class CurvesView {
   draw() {
     const shown = this.app.shown();
     const names = new Set(shown.flatMap((index) => Object.keys(this.data[index].steps.series)));
-    const evaluated = shown.some((index) => this.data[index].evaluations.step.length);
-    if (evaluated) names.add("reward/accuracy");
+    for (const index of shown) for (const name of Object.keys(this.data[index].held_out)) names.add(name);
     const wanted = [...names].filter((name) => `${name} ${KNOWN[name]?.[0] ?? ""}`.toLowerCase().includes(this.filter.toLowerCase()));
     const constant = wanted.filter((name) => this.isConstant(name, shown));
     const focused = document.activeElement?.dataset?.metric;
@@ -105,7 +106,7 @@ export class CurvesView {
 
   isConstant(name, shown) {
     const values = new Set(shown.flatMap((index) => this.data[index].steps.series[name] ?? []).filter((value) => value !== null));
-    const evaluated = name === "reward/accuracy" && shown.some((index) => this.data[index].evaluations.step.length);
+    const evaluated = shown.some((index) => name in this.data[index].held_out);
     return values.size <= 1 && !evaluated && shown.some((index) => this.data[index].steps.step.length > 1);
   }
 
@@ -121,7 +122,7 @@ export class CurvesView {
   point(x) { for (const chart of this.charts) chart.point(x); }
 }
 
-const sectionOf = (name) => ({ loss: "policy", tokens: "completion" })[name] ?? name.split("/")[0];
+const sectionOf = (name) => ({ loss: "policy", perplexity: "policy", token_accuracy: "policy", tokens: "completion" })[name] ?? name.split("/")[0];
 
 function ordered(names) {
   const places = Object.keys(KNOWN);
@@ -162,9 +163,9 @@ class Chart {
   }
 
   line(index) {
-    const { steps, evaluations } = this.view.data[index], run = this.view.app.runs[index];
+    const { steps, evaluations, held_out } = this.view.data[index], run = this.view.app.runs[index];
     const raw = steps.series[this.name] ?? steps.step.map(() => null);
-    const held = this.name === "reward/accuracy" ? evaluations.series.accuracy ?? [] : [];
+    const held = evaluations.series[held_out[this.name]] ?? [];
     if (!held.length && !raw.some((value) => value !== null)) return null;
     const x = steps[this.view.axis], values = smoothed(raw, this.view.smoothing);
     const heldX = this.view.axis === "tokens" ? evaluations.step.map((step) => tokensAt(steps, step)) : evaluations[this.view.axis];
@@ -288,7 +289,7 @@ class Chart {
     const own = value === null && held !== undefined ? "" : el("b", {}, write(value));
     return el("span", {}, swatch(line.index), this.lines.length > 1 ? `${line.label} ` : "", own, where,
       mean === null ? "" : el("span", { class: "quiet" }, ` smoothed ${write(mean)}`),
-      held === undefined ? "" : el("span", { class: "quiet" }, ` ○ held-out ${percent(held)}`));
+      held === undefined ? "" : el("span", { class: "quiet" }, ` ○ held-out ${write(held)}`));
   }
 }
 

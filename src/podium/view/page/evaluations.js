@@ -5,10 +5,13 @@ import { percent, short } from "./scales.js";
 
 const CHANGES = { all: "all", worse: "worse", better: "better", same: "as good" };
 
-/** Whether a prompt's completion is better than before: by the verdict, or by the reward where both have the same. */
+const worth = (row) => (row.loss === null ? row.reward : -row.loss);
+
+/** Whether a prompt is better than before: by the verdict, or by the score where both or one of them have none. */
 function changeOf(before, after) {
   if (!before || !after) return "same";
-  const [old, now] = before.correct !== after.correct ? [Number(before.correct), Number(after.correct)] : [before.reward, after.reward];
+  const judged = before.correct !== null && after.correct !== null && before.correct !== after.correct;
+  const [old, now] = judged ? [Number(before.correct), Number(after.correct)] : [worth(before), worth(after)];
   return now > old ? "better" : now < old ? "worse" : "same";
 }
 
@@ -81,11 +84,11 @@ export class EvaluationsView {
   }
 
   item(pair) {
-    const { before, after } = pair, how = (row) => (!row ? "–" : row.correct === null ? short(row.reward) : row.correct ? "✓" : "✗");
+    const { before, after } = pair, how = (row) => (!row ? "–" : row.correct === null ? short(row.loss ?? row.reward) : row.correct ? "✓" : "✗");
     const style = { better: "pill good", worse: "pill bad", same: "quiet" }[pair.kind];
     return el("button", { class: "group", role: "option", "aria-selected": "false", tabindex: -1, "data-key": after.key, id: `held-${after.key}`, onclick: () => this.open(pair) },
       el("span", { class: "prompt" }, visible(after.prompt).replaceAll("\n", " ")),
-      el("span", { class: "facts" }, el("span", { class: style }, `${how(before)} → ${how(after)}`), ` reward ${short(before?.reward)} → ${short(after.reward)}`));
+      el("span", { class: "facts" }, el("span", { class: style }, `${how(before)} → ${how(after)}`), after.loss === null ? ` reward ${short(before?.reward)} → ${short(after.reward)}` : " loss"));
   }
 
   key(event) {
@@ -118,7 +121,7 @@ export class EvaluationsView {
     if (!row) return el("article", { class: "card quiet" }, `Step ${step} did not evaluate this prompt.`);
     const verdict = row.correct === null ? "" : el("span", { class: row.correct ? "pill good" : "pill bad" }, row.correct ? "✓ correct" : "✗ not correct");
     return el("article", { class: "card" }, el("div", { class: "facts" }, el("b", {}, `step ${step}`), verdict,
-      row.finish_reason === "length" ? el("span", { class: "pill warn" }, "cut off") : "", el("span", {}, "reward ", el("b", {}, short(row.reward)))),
-    el("div", { class: "text" }, visible(row.completion) || el("span", { class: "quiet" }, "(nothing)")));
+      row.finish_reason === "length" ? el("span", { class: "pill warn" }, "cut off") : "", el("span", {}, row.loss === null ? "reward " : "loss ", el("b", {}, short(row.loss ?? row.reward)))),
+    el("div", { class: "text" }, visible(row.completion) || el("span", { class: "quiet" }, row.loss === null ? "(nothing)" : "The loss of the expected answer was computed, and no completion was drawn.")));
   }
 }

@@ -5,7 +5,7 @@ import { CurvesView } from "./curves.js";
 import { el, runColor, visible } from "./dom.js";
 import { EvaluationsView } from "./evaluations.js";
 import { FailuresView } from "./failures.js";
-import { duration, percent } from "./scales.js";
+import { duration } from "./scales.js";
 import { SettingsView } from "./settings.js";
 import { openSource } from "./source.js";
 import { TimelineView } from "./timeline.js";
@@ -108,7 +108,7 @@ class App {
   card(run, index) {
     const swatch = el("i", { class: "swatch" }), several = this.runs.length > 1;
     swatch.style.background = runColor(index);
-    const gain = run.before === null ? "" : el("span", {}, "held-out ", el("b", {}, run.before === run.after ? percent(run.after) : `${percent(run.before)} → ${percent(run.after)}`));
+    const gain = run.before === null ? "" : el("span", {}, `held-out ${visible(run.metric)} `, el("b", {}, run.before === run.after ? run.after : `${run.before} → ${run.after}`));
     const facts = [
       el("span", { class: `state ${run.state}` }, this.stateOf(run)),
       el("span", {}, "step ", el("b", {}, run.step), run.steps ? ` of ${run.steps}` : ""), gain,

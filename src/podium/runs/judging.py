@@ -1,0 +1,59 @@
+"""The choice of the metric that judges a run, from its settings and its first evaluation."""
+
+from __future__ import annotations
+
+from podium.errors import ConfigError
+from podium.runs.config import InferenceConfig, check_goal
+from podium.runs.evaluation import Evaluation
+from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, Metric
+from podium.telemetry.metrics import REWARD_PART_PREFIX
+
+__all__ = ["choose_metric", "knows_accuracy"]
+
+
+def choose_metric(config: InferenceConfig, evaluation: Evaluation) -> tuple[Metric, bool]:
+    """Return the metric that judges a run, and whether ``evaluation`` decides that for all later ones.
+
+    With ``eval.metric: auto`` the metric is the loss where evaluations score answers. Otherwise the metric is the
+    accuracy if it is known, and else the reward. Where all scores are 0, the next evaluation decides: a reward with
+    partial credit begins like that too, and both figures are 0 meanwhile.
+
+    Raises:
+        ConfigError: The evaluation has no such figure, or ``eval.stop_at`` cannot be reached.
+    """
+    figure, _ = config.judged_by
+    decides = True
+    if figure == "auto" and config.scores_answers:
+        figure = LOSS
+    elif figure == "auto":
+        figure = ACCURACY if ACCURACY in evaluation.figures else REWARD
+        decides = config.reward.correct_at is not None or any(evaluation.scores.get(REWARD, ()))
+    if figure not in evaluation.figures:
+        raise ConfigError(_explain_missing(config, figure, evaluation))
+    check_goal(metric := Metric(figure), config.eval.stop_at)
+    return metric, decides
+
+
+def knows_accuracy(config: InferenceConfig, metric: str, step: int) -> bool:
+    """Whether completions count as correct or not although some of their scores are neither 0 nor 1.
+
+    ``metric`` is the name of the metric that was chosen; "" before that. An evaluation before the first step must show
+    that ``eval.metric: accuracy`` has a meaning. A later one takes 1 as the lowest score of a correct completion.
+    """
+    wanted = step > 0 and config.judged_by[0] == ACCURACY
+    return config.reward.correct_at is not None or metric == ACCURACY or wanted
+
+
+def _explain_missing(config: InferenceConfig, figure: str, evaluation: Evaluation) -> str:
+    subject = f"eval.metric = {config.eval.metric!r}"
+    if figure == ACCURACY:
+        scores = [score for score in evaluation.scores.get(REWARD, ()) if score not in (0, 1)]
+        return (
+            f"{subject}, and {len(scores)} of {evaluation.items} held-out scores are neither 0 nor 1, such as "
+            f"{scores[0]:g}: set reward.correct_at to the lowest score of a correct completion, or eval.metric to "
+            "reward"
+        )
+    if figure == REWARD:
+        return f"{subject}, and the reward returned None for all {evaluation.items} held-out completions"
+    names = ", ".join(name for name in evaluation.figures if name.startswith(REWARD_PART_PREFIX))
+    return f"{subject}, and the evaluation has no such part: the reward returned {names or 'no parts'}"
