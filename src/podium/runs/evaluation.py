@@ -58,7 +58,7 @@ class Evaluation:
         scores = {name: column for name, column in scores.items() if any(score is not None for score in column)}
         figures = {name: _mean(*_present(column, weights)) for name, column in scores.items()}
         if LOSS in figures:
-            figures[PERPLEXITY] = math.exp(min(figures[LOSS], 700.0))
+            figures[PERPLEXITY] = _exp(figures[LOSS])
         return Evaluation(
             step=step,
             items=items,
@@ -94,11 +94,11 @@ class Evaluation:
             return accuracy_interval(self.figures[name], self.count(name))
         if name == PERPLEXITY:
             bounds = self.interval(LOSS)
-            return None if bounds is None else (math.exp(bounds[0]), math.exp(bounds[1]))
+            return None if bounds is None else (_exp(bounds[0]), _exp(bounds[1]))
         if name not in self.scores:
             return None
         error = _error(*_present(self.scores[name], self.weights))
-        if error is None:
+        if error is None or not math.isfinite(error):
             return None
         least = 0.0 if name in (LOSS, TOKEN_ACCURACY) else -math.inf  # beyond which no value lies
         most = 1.0 if name == TOKEN_ACCURACY else math.inf
@@ -138,7 +138,7 @@ def gain(before: Evaluation, after: Evaluation, name: str) -> Gain:
         if one is not None and other is not None
     ] if is_paired else []  # fmt: skip
     changed = sum(one != other for one, other, _ in pairs) if pairs else None
-    if math.isnan(value):
+    if not math.isfinite(value):
         bounds = None
     elif name == ACCURACY:
         correlation = _correlation([(bool(one), bool(other)) for one, other, _ in pairs])
@@ -159,6 +159,10 @@ def accuracy_interval(share: float, items: int) -> Interval:
     half = _Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     # Rounding must not push a bound past the share itself, where the two meet at 0 and at 1.
     return min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # more is no float
 
 
 def _present(scores: Scores, weights: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -284,7 +284,7 @@ def _results(judge: Metric, first: Evaluation, last: Evaluation, steps: int, wid
         heading.append(f", last measured after step {after.step}", "dim")
     yield heading
     bounds = [_bounds(evaluation, judge) for evaluation in measured]
-    low, high = min(0.0, *(low for low, _ in bounds), 0.0), max(high for _, high in bounds)
+    low, high = min(0.0, *(low for low, _ in bounds)), max(high for _, high in bounds)
     scale = low, high if high > 1.0 or not judge.higher_is_better else 1.0
     bar = max(10, min(40, width - 50))
     for name, evaluation in (("before", before), ("after", after)):

@@ -143,6 +143,16 @@ def test_intervals_of_gains_hold_the_true_gain_19_times_of_20(name: str) -> None
     assert 0.92 <= held / 300 <= 0.99
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e5])
+def test_a_loss_beyond_all_bounds_has_no_interval_or_gain_that_is_sure(loss: float) -> None:
+    broken = scored("loss", [loss, 1.0])
+    assert broken.figures["perplexity"] > 1e300 or math.isnan(broken.figures["perplexity"])
+    for name in broken.figures:
+        bounds = broken.interval(name)
+        assert bounds is None or not any(map(math.isnan, bounds))
+    assert gain(scored("loss", [2.0, 1.0]), broken, "loss").may_be_chance
+
+
 def test_a_figure_that_an_evaluation_lacks_gains_nothing() -> None:
     result = gain(scored("loss", [1.0, 2.0]), scored("reward_mean", [1.0, 2.0]), "loss")
     assert math.isnan(result.value)
