@@ -87,7 +87,10 @@ def compare(model: nn.Module, *, with_sets: bool, entropy_grad: bool, **meta: An
         )
     if not with_sets:
         best = score_tokens(model, batch, micro, best=True).best
-        log_p = (run_model(model, micro).logits[0].double() / batch.meta["temperature"]).log_softmax(-1)
+        logits = run_model(model, micro).logits[0].double() / batch.meta["temperature"]
+        if (text_ids := batch.meta.get("text_ids")) is not None:
+            logits[:, [*text_ids[1], *range(text_ids[0], logits.shape[1])]] = -torch.inf
+        log_p = logits.log_softmax(-1)
         assert best is not None
         assert not best.requires_grad
         assert torch.allclose(best.double(), log_p.amax(-1), rtol=1e-5, atol=1e-5)
