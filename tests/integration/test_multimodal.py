@@ -30,7 +30,12 @@ def gemma() -> Any:
     """transformers loads it whole."""
     text = {**TEXT, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     seen = {**SEEN, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
-    tokens = {"mm_tokens_per_image": 4, "image_token_index": 39, "boi_token_index": 38, "eoi_token_index": 37}
+    tokens: dict[str, Any] = {
+        "mm_tokens_per_image": 4,
+        "image_token_index": 39,
+        "boi_token_index": 38,
+        "eoi_token_index": 37,
+    }
     return transformers.Gemma3ForConditionalGeneration(
         transformers.Gemma3Config(text_config=text, vision_config=seen, **tokens)
     )
@@ -42,7 +47,12 @@ def qwen() -> Any:
     heads = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
     text = {**TEXT, **linear, **heads, "layer_types": ["full_attention"] * 2}
     seen = {**SEEN, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
-    tokens = {"image_token_id": 39, "video_token_id": 38, "vision_start_token_id": 37, "vision_end_token_id": 36}
+    tokens: dict[str, Any] = {
+        "image_token_id": 39,
+        "video_token_id": 38,
+        "vision_start_token_id": 37,
+        "vision_end_token_id": 36,
+    }
     return transformers.Qwen3_5ForConditionalGeneration(
         transformers.Qwen3_5Config(text_config=text, vision_config=seen, **tokens)
     )
@@ -83,7 +93,8 @@ def test_what_is_not_trained_comes_back_bit_for_bit(tmp_path: Path, make: Any) -
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert changed == {name for name in before if "vis" not in name and "multi_modal" not in name}
         assert (folder / "preprocessor_config.json").read_text() == PROCESSOR
-        loaded, report = transformers.AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+        auto: Any = transformers.AutoModelForImageTextToText
+        loaded, report = auto.from_pretrained(folder, output_loading_info=True)
         assert type(loaded).__name__ == make().__class__.__name__ and not any(report.values())
         wholes[folder.name] = loaded.state_dict()
         content = json.loads((folder / "config.json").read_text())

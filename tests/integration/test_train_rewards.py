@@ -82,6 +82,7 @@ def test_completions_without_a_score_are_not_trained_and_kept(tmp_path: Path) ->
     unsubscribe = subscribe(hear)
     run = train(tiny(GRPOConfig, tmp_path, batch={"prompts": 8}), reward=[even, lambda completions: [None]])
     unsubscribe()
+    means: dict[int, list[float]] = {}
     for step, row in enumerate(metrics_rows(run), 1):
         table = table_of(run, step)
         gone = [score is None for score in table["reward"]]
@@ -93,7 +94,7 @@ def test_completions_without_a_score_are_not_trained_and_kept(tmp_path: Path) ->
         assert gone == sorted(gone), "they come last"
         assert [advantage is None for advantage in table["advantage"]] == gone
         assert table["correct"] == [None if score is None else score == 1.0 for score in table["reward"]]
-        means: dict[int, list[float]] = {}
+        means = {}
         for group, score in zip(table["group"], table["reward"], strict=True):
             means.setdefault(group, []).extend([] if score is None else [score])
         for group, score, advantage in zip(table["group"], table["reward"], table["advantage"], strict=True):

@@ -58,7 +58,7 @@ SETTINGS = {  # by what names functions: clip_low, clip_high, aggregation, norma
 
 @pytest.mark.parametrize("names", SETTINGS)
 def test_losses_and_estimators_bring_the_settings_of_their_papers(names: str) -> None:
-    chosen = {("loss" if name in LOSSES else "advantage"): name for name in names.split()}
+    chosen: dict[str, Any] = {("loss" if name in LOSSES else "advantage"): name for name in names.split()}
     config = AlgorithmConfig(**chosen)
     resolved = config.resolve()
     low, high, aggregation, normalizes = SETTINGS[names]

@@ -35,7 +35,7 @@ def endless() -> Iterator[dict[str, Any]]:
         iter(ROWS),
         datasets.Dataset.from_list(ROWS),
         datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
-        datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)),
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
         {"train": ROWS},
     ],
     ids=lambda data: type(data).__name__,

@@ -76,7 +76,7 @@ def test_a_template_writes_the_prompt_from_any_columns(tmp_path: Path) -> None:
 def test_a_template_writes_the_answer_too_and_reads_fields_of_columns(tmp_path: Path) -> None:
     row = {"q": "1+1", "steps": ["1", "2"], "nested": {"truth": 2}, "hint": None, "pairs": [{"a": "b"}]}
     path = write_jsonl(tmp_path / "a.jsonl", [row])
-    config = {
+    config: dict[str, Any] = {
         "prompt_column": "{q} {hint}{pairs[0][a]}",
         "answer_column": "{steps.1}\n#### {nested.truth:03d}",
     }
@@ -367,7 +367,7 @@ def test_directories_of_save_to_disk_are_read(tmp_path: Path) -> None:
 
     rows = datasets.Dataset.from_list([dict(row) for row in ROWS])
     rows.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(tmp_path / "both")
     assert [example.prompt for example in load(tmp_path / "one")] == [row["prompt"] for row in ROWS]
     config = DataConfig(train=str(tmp_path / "both"))
     assert [len(load_examples(config.train, config, side)) for side in ("train", "test")] == [len(ROWS), 3]
