@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -19,7 +19,8 @@ class RewardConfig:
     name: str | tuple[str, ...] = "exact"
     """This reward, or the sum of the rewards of this list, scores completions: exact, fraction, gsm8k, math, model,
     reasoning_gym, module:function, or path/file.py:function."""
-    weights: ClassVar[tuple[float, ...]] = ()
+    weights: tuple[float, ...] = ()
+    """The rewards of a list have these weights in the sum. An empty list gives each the weight 1."""
     path: str = ""
     """A reward model is loaded from this directory or hub name. The reward finds its score in row["model_score"]."""
     time_limit_s: float = Field(default=5.0, gt=0, le=86400)

@@ -113,6 +113,18 @@ def test_a_list_is_read_from_yaml_and_from_the_command_line(tmp_path: Path) -> N
             load_config(RewardConfig, None, ["--name", name])
 
 
+def test_weights_are_settings_and_each_reward_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def short(completion):\n    return 1.0\ndef long(completion, row):\n    return 2.0\n")
+    names = (f"{path}:short", f"{path}:long")
+    with Grader(RewardConfig(name=names, weights=(0.5, 0.25), processes=1)) as grader:
+        (grade,) = grader.grade(["x"], [ROW])
+    assert (grade.score, dict(grade.parts)) == (1.0, {"short": 1.0, "long": 2.0})
+    with pytest.raises(ConfigError, match="one weight for each reward function, and the number of functions is 2"):
+        Grader(RewardConfig(name=names, weights=(0.5,), processes=1))
+    assert load_config(RewardConfig, None, ["--name", "[a, b]", "--weights", "[1, 0.2]"]).weights == (1.0, 0.2)
+
+
 def test_what_trls_functions_log_becomes_parts_and_texts() -> None:
     def accuracy(completions: list[str], answer: list[str], log_extra: Any, log_metric: Any = None) -> list[float]:
         scores = [float(text == right) for text, right in zip(completions, answer, strict=True)]

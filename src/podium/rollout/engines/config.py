@@ -17,6 +17,7 @@ from podium.errors import ConfigError
 __all__ = ["EngineConfig", "VllmOptions", "find_engines"]
 
 AUTO: Final = "auto"
+PREFILL_TOKENS: Final = 8192
 S = TypeVar("S")
 
 
@@ -37,8 +38,6 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The engine computes in this data type. null means bfloat16 on accelerators, unless parallel.precision is float32,
     and model.dtype on the CPU. Another type than model.dtype needs a copy of the weights."""
-    prefill_tokens: int = Field(default=8192, ge=1, le=10**9)
-    """One forward pass of the engine takes at most this many prompt tokens."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """These options belong to the engine that engine.name names, which declares them."""
 
@@ -72,6 +71,8 @@ class NativeOptions:
     cuda_graphs: bool = False
     """Decode steps are recorded as CUDA graphs and replayed: one graph for each number of rows (1, 2, 4, 8, ...) and of
     positions (128, 256, ...). A CPU runs the same steps without graphs. Off by default: no GPU has run this yet."""
+    prefill_tokens: int = Field(default=PREFILL_TOKENS, ge=1, le=10**9)
+    """One forward pass of the engine takes at most this many prompt tokens."""
 
 
 @section("engine.options")
@@ -88,6 +89,8 @@ class VllmOptions:
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
     """vLLM spreads each layer over this many accelerators of the generator's slot, with a process for each. The model
     that new weights are written into is then in the memory of the CPU."""
+    prefill_tokens: int = Field(default=PREFILL_TOKENS, ge=1, le=10**9)
+    """One forward pass of the engine takes at most this many prompt tokens."""
 
 
 OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(

@@ -395,7 +395,7 @@ def _make_engine(config: EngineConfig, model: Any, dtype: torch.dtype) -> Any:
             dtype=str(dtype).removeprefix("torch."),
             enforce_eager=devices[0].type == "cpu" if options.enforce_eager is None else options.enforce_eager,
             max_num_seqs=config.max_sequences + 1,  # and the probe
-            max_num_batched_tokens=max(config.prefill_tokens, config.max_sequences + 1),
+            max_num_batched_tokens=max(options.prefill_tokens, config.max_sequences + 1),
             max_model_len=options.max_model_len or -1,  # -1: the model's positions, or what fits into memory
             max_logprobs=-1,
             logprobs_mode="processed_logprobs",

@@ -84,7 +84,8 @@ def test_new_weights_come_in_between_two_tokens(
 ) -> None:
     """With 17 slots completions wait, and prompts are seen ahead of their turn; with 128 all are under way."""
     models = {version: make_model(family, seed=version) for version in (0, 3, 4)}
-    engine = make_engine(EngineConfig(name="native", max_sequences=slots, prefill_tokens=128), copy.deepcopy(models[0]))
+    config = EngineConfig(name="native", max_sequences=slots, options={"prefill_tokens": 128})
+    engine = make_engine(config, copy.deepcopy(models[0]))
     swaps = Swapping(engine, {4: (3, models[3].state_dict()), 12: (4, models[4].state_dict())})
     hooked(monkeypatch, Decoder, "decode", swaps)
     params = SamplingParams(max_new_tokens=24, n=3, stop_token_ids=(1, 2, 3), **SAMPLING[sampling])

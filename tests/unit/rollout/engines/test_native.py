@@ -115,7 +115,7 @@ def test_a_prompt_goes_through_the_model_once_for_all_its_completions(
     make_model: MakeModel, prompts: list[list[int]]
 ) -> None:
     params = SamplingParams(max_new_tokens=12, n=8, stop_token_ids=STOPS)
-    native = _native(make_model("llama"), max_sequences=20, prefill_tokens=64)
+    native = _native(make_model("llama"), max_sequences=20, options={"prefill_tokens": 64})
     assert len(native.generate(prompts, params, range(80))) == 80
     assert native.prefilled_tokens == sum(map(len, prompts))
 

@@ -45,10 +45,11 @@ class NativeEngine(ModelEngine):
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)
         self._decoder = Decoder(read_weights(self.model))
-        self._graphs = DecodeGraphs() if config.read_options(NativeOptions).cuda_graphs else None
+        options = config.read_options(NativeOptions)
+        self._graphs = DecodeGraphs() if options.cuda_graphs else None
         if self._graphs is not None and (reason := graphless(self._decoder.weights)):
             raise ConfigError(f"engine.options.cuda_graphs: the model has experts, and {reason}; leave it off")
-        self._lanes = Lanes(self.gate, lambda: self._decoder, config.prefill_tokens, self._graphs)
+        self._lanes = Lanes(self.gate, lambda: self._decoder, options.prefill_tokens, self._graphs)
 
     def restrict(self, limit: int, holes: Sequence[int] = ()) -> None:
         super().restrict(limit, holes)
