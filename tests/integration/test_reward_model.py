@@ -193,5 +193,5 @@ def test_a_score_that_nobody_reads_is_refused(tmp_path: Path) -> None:
 
 def test_a_resume_without_the_class_of_the_reward_model_is_refused() -> None:
     before = names_of_given(None, "model", {"reward": RewardModel})
-    with pytest.raises(ConfigError, match=r"given its own reward model \(.*RewardModel\)"):
+    with pytest.raises(ConfigError, match=r"passed its own reward model \(.*RewardModel\)"):
         check_given(before, {}, "model")

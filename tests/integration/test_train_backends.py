@@ -184,7 +184,7 @@ def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(place: Place, 
     assert second.process.returncode == 0
     done = Run.latest(first.path / "checkpoints")
     words = " ".join(place.words) if place.backend != "local" else ""
-    assert f"stopped after step {done}; podium train sft --resume {first.path} {words}".strip() in out
+    assert f"stopped after step {done}; to continue: podium train sft --resume {first.path} {words}".strip() in out
     rows = timeless(first.path)
     assert [row["step"] for row in rows] == list(range(1, done + 1))
     assert read_ledger(first.path / "ledger.jsonl").counts() == {"trained": 8 * done}  # each example once

@@ -34,7 +34,7 @@ from podium.models.weight_files import read_stored_tensors, read_stored_value_he
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from podium.models.other_parts import OtherParts
+    from podium.models.untrained import OtherParts
 
 __all__ = [
     "attention_implementation",

@@ -15,87 +15,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from podium.models.config import ModelConfig
 from podium.models.layout import model_layout
 from podium.models.loading import plain_model
-from podium.models.safetensors_writer import Part, write_safetensors
-from podium.models.weight_files import INDEX, WHOLE, StoredTensor, read_stored_tensors
+from podium.models.untrained import NO_OTHERS, OtherParts
+from podium.models.weight_files import StoredTensor, read_stored_tensors
 
-__all__ = ["NO_OTHERS", "OtherParts", "find_other_parts", "freeze_other_parts"]
+__all__ = ["find_other_parts", "freeze_other_parts"]
 
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _CONFIG: Final = "config.json"
-_TRAINED: Final = "model-trained.safetensors"
-_OTHERS: Final = "model-other-parts.safetensors"
-
-
-@dataclass(frozen=True)
-class OtherParts:
-    """The parts of a model's files that are not trained.
-
-    Attributes:
-        tensors: The tensors that transformers does not load, by name.
-        texts: The files beside the weights, by name: those of image processors, and the configuration of the whole
-            where transformers loads a part of it.
-        lost: What cannot be kept, and why; "" if all is kept.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    texts: Mapping[str, bytes]
-    lost: str = ""
-
-    def read(self) -> list[Part]:
-        """Return the tensors as they are stored. Raises OSError."""
-        parts: list[Part] = []
-        try:
-            for file in sorted({tensor.file for tensor in self.tensors.values()}):
-                with safe_open(file, framework="pt") as stored:
-                    names = (name for name, tensor in self.tensors.items() if tensor.file == file)
-                    parts += [Part(name, stored.get_tensor(name)) for name in names]
-        except SafetensorError as error:
-            raise OSError(f"the files of model.path have changed: {error}") from error
-        return parts
-
-    def add_to(self, folder: Path) -> None:
-        """Add the parts to ``folder``, into which transformers has written what was trained. Raises OSError."""
-        for name, content in self.texts.items():
-            (folder / name).write_bytes(content)
-        if not self.tensors or (not (folder / INDEX).exists() and not (folder / WHOLE).exists()):
-            return
-        index = folder / INDEX
-        if index.exists():
-            content = json.loads(index.read_bytes())
-        else:
-            names = read_stored_tensors(str(folder))
-            (folder / WHOLE).rename(folder / _TRAINED)
-            nbytes = (folder / _TRAINED).stat().st_size
-            content = {"metadata": {"total_size": nbytes}, "weight_map": dict.fromkeys(names, _TRAINED)}
-        parts = self.read()
-        content["metadata"]["total_size"] += sum(part.values.nbytes for part in parts)
-        content["weight_map"] |= dict.fromkeys(self.tensors, _OTHERS)
-        write_safetensors(folder / _OTHERS, parts)
-        index.write_text(json.dumps(content, indent=2), encoding="utf-8")
-
-
-NO_OTHERS: Final = OtherParts({}, {})
-"""For a model whose files hold nothing else."""
 
 
 def find_other_parts(model: nn.Module, config: ModelConfig) -> OtherParts:
     """Return the parts of the files of ``config.path`` that ``model``, which was loaded from it, does not have."""
     inner = plain_model(model)
-    if not config.path or not isinstance(inner, PreTrainedModel):
+    if not config.path or not isinstance(inner, transformers.PreTrainedModel):
         return NO_OTHERS
     whole: Any = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
     if not any(_is_other(name) for name in whole.sub_configs) and not inner._keys_to_ignore_on_load_unexpected:
@@ -141,7 +84,9 @@ def freeze_other_parts(model: nn.Module) -> None:
     They would get no gradient, but weight decay.
     """
     inner = plain_model(model)
-    if not isinstance(inner, PreTrainedModel) or not any(_is_other(name) for name in inner.config.sub_configs):
+    if not isinstance(inner, transformers.PreTrainedModel) or not any(
+        _is_other(name) for name in inner.config.sub_configs
+    ):
         return
     reached = (inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings())
     text = {id(parameter) for part in reached if part is not None for parameter in part.parameters()}

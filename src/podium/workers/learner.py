@@ -24,7 +24,8 @@ from podium.models.config import ModelConfig
 from podium.models.layout import ModelLayout, model_layout
 from podium.models.manifest import check_manifest, explain, write_manifest
 from podium.models.model_files import RESUME, ModelCopy, model_texts, read_layout, read_model
-from podium.models.other_parts import OtherParts, find_other_parts, freeze_other_parts
+from podium.models.other_parts import find_other_parts, freeze_other_parts
+from podium.models.untrained import OtherParts
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout
 from podium.training.engine import TrainEngine
