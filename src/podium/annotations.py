@@ -12,13 +12,14 @@ from typing import Any
 __all__ = ["list_annotated_names", "signature_of"]
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function or class. Raises TypeError or ValueError for one that has none."""
+def signature_of(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    """Return the signature of a function or class, by default that of what it wraps. Raises TypeError or ValueError for
+    one that has none."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format
 
-        return inspect.signature(function, annotation_format=Format.FORWARDREF)
-    return inspect.signature(function)
+        return inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function, follow_wrapped=follow_wrapped)
 
 
 def list_annotated_names(cls: type) -> Iterable[str]:

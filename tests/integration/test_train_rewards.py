@@ -68,6 +68,30 @@ def test_a_list_of_rewards_of_all_forms(tmp_path: Path) -> None:
     assert RunRecord(run).settings["reward.name"] == names
 
 
+def test_text_of_a_reward_is_kept_with_the_completion_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """verl's rewards return "[INVALID]" for the answer that they did not find. Half a surrogate is no UTF-8."""
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+        pred = solution_str if solution_str > "5" else "[INVALID]\ud800"
+        return {"score": float(pred == ground_truth), "acc": pred == ground_truth, "pred": pred}
+
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1, "show_samples": 1}, eval={"items": 0})
+    PPOTrainer(config, cluster="inline", reward=compute_score).fit()
+    run = tmp_path / "runs" / "run"
+    table = table_of(run, 1)
+    expected = [text if text > "5" else "[INVALID]?" for text in table["completion"]]
+    assert table["logged_pred"] == expected
+    rows = Completions(RunFiles(run)).group(1, table["group"][0])["rows"]
+    assert [row["logged"] for row in rows] == [{"pred": text} for text in expected[: len(rows)]]
+    assert "reward_parts/acc" in metrics_rows(run)[0]
+    assert not any("pred" in name for name in metrics_rows(run)[0])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("reward ")]
+    assert "acc 0" in line or "acc 1" in line
+    assert "pred '" in line
+
+
 def test_completions_without_a_score_are_not_trained_and_kept(tmp_path: Path) -> None:
     pid, notes = os.getpid(), list[str]()
 

@@ -18,13 +18,14 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any, Final
 
 from podium.annotations import signature_of
 from podium.errors import ConfigError
+from podium.rewards.keys import list_read_keys
 
-__all__ = ["EXTRAS", "Form", "Item", "Log", "read_form"]
+__all__ = ["EXTRAS", "CallError", "Form", "Item", "Log", "read_form"]
 
 EXTRAS: Final = ("completion_ids", "prompt_ids", "trainer_state")
 """What the trainer knows of a completion beside its text and row, and gives to a function that asks for it."""
@@ -56,6 +57,11 @@ _NAMED = (
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
     inspect.Parameter.KEYWORD_ONLY,
 )
+
+
+class CallError(ValueError):
+    """A function cannot be called for an item, or returned what its form does not. The message goes on from "the
+    reward"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,6 @@ class Form:
     Attributes:
         extras: Those of ``EXTRAS`` that it asks for.
         is_async: Whether it is a coroutine function.
-        is_lenient: Whether a mapping that it returns may hold texts and None, as verl's do.
         takes_lists: Whether it has TRL's form.
         where: The function with its file and line, as errors call it.
 
@@ -121,29 +126,36 @@ class Form:
         ConfigError: The function has no signature, or one that hides its parameters.
     """
 
-    is_lenient = False
     takes_lists = False
 
     def __init__(self, reward: Callable[..., Any], name: str, steps: int = 0) -> None:
         self.reward, self.name, self.steps = reward, name, steps
         self.where = f"the reward {name}{_place(reward)}"
         self.is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-        every = signature_of(reward).parameters.values()
+        self.signature = _read_signature(reward)
+        every = self.signature.parameters.values()
         self.parameters = {parameter.name: parameter for parameter in every if parameter.kind in _NAMED}
-        self.takes_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in every)
+        self.rest = next((parameter.name for parameter in every if parameter.kind is parameter.VAR_KEYWORD), None)
         self.bound = _partial_keywords(reward)
-        consts = getattr(inspect.unwrap(_function_of(reward)), "__code__", None)
-        in_rest = {name for name in (consts.co_consts if consts else ()) if isinstance(name, str)}
+        self._code = _code_of(reward)
+        in_rest = {name for name in (self._code.co_consts if self._code else ()) if isinstance(name, str)}
         self.extras = frozenset(
-            name for name in EXTRAS if name in self.parameters or (self.takes_rest and name in in_rest)
+            name for name in EXTRAS if name in self.parameters or (self.rest is not None and name in in_rest)
         )
         if "completions_ids" in self.parameters:
             self.extras |= {"completion_ids"}
         self._calls: dict[tuple[str, ...], _Call] = {}
 
-    def check(self, columns: Collection[str]) -> None:
-        """Check that every parameter has a value for rows with these columns. Raises ConfigError."""
-        self._bind(frozenset(columns))
+    def check(self, columns: Collection[str]) -> list[str]:
+        """Check that every parameter has a value for rows with these columns.
+
+        Returns sentences on what the function reads that these rows do not have.
+
+        Raises:
+            ConfigError: A parameter has no value.
+        """
+        call = self._bind(columns := frozenset(columns))
+        return [*self._explain_defaults(call, columns), *self._explain_keys(columns)]
 
     def call(self, item: Item, log: Log) -> Any:
         """Call the function. Returns what it returns, which may be to await. Raises whatever it raises."""
@@ -171,7 +183,7 @@ class Form:
                 getters[name] = getter
             elif parameter.default is parameter.empty:
                 raise ConfigError(self._refuse(name, columns))
-            elif parameter.default is None or parameter.default == "":
+            elif _is_empty(parameter.default):
                 empty.append(name)
         if empty and not self._reads_row(getters, columns):
             raise ConfigError(self._refuse(empty[0], columns))
@@ -181,7 +193,7 @@ class Form:
         for parameter in before[: last + 1]:
             default = parameter.default
             positional.append(getters.pop(parameter.name, lambda item, log, default=default: default))
-        return _Call(tuple(positional), getters, self._find_rest(columns, getters) if self.takes_rest else None)
+        return _Call(tuple(positional), getters, None if self.rest is None else self._find_rest(columns, getters))
 
     def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
         """The value of a parameter; None where nobody gives one."""
@@ -190,6 +202,32 @@ class Form:
     def _find_rest(self, columns: frozenset[str], getters: Mapping[str, Getter]) -> Callable[..., Mapping[str, Any]]:
         """The values of ``**kwargs``."""
         raise NotImplementedError
+
+    def _explain_defaults(self, call: _Call, columns: frozenset[str]) -> list[str]:
+        """Sentences on parameters that keep their defaults although their names may mean columns."""
+        kept = [name for name in self.parameters if name not in (*call.by_name, *self.bound)]
+        kept = [name for name in kept if self.parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY]
+        listed = ", ".join(f"{name} = {self.parameters[name].default!r:.60}" for name in kept)
+        if kept and self.rest is None and not self._reads_row(call.by_name, columns):
+            return [f"{self.where} reads nothing of the row, and keeps {listed}: no column of the data has such a name"]
+        if same := [name for name in kept if name in columns]:
+            why = f"gets the row, so its parameter {same[0]} keeps its default"
+            return [f"{self.where} {why} {self.parameters[same[0]].default!r:.60}, and not the column of this name"]
+        return []
+
+    def _explain_keys(self, columns: frozenset[str]) -> list[str]:
+        """A sentence on what the function reads of the row, or of ``**kwargs``, that some rows do not have."""
+        for variable, names in self._list_mappings(columns).items():
+            missing = [key for key in list_read_keys(self._code, variable) if key not in names]
+            if missing:
+                listed = ", ".join(sorted(names)) or "nothing"
+                what = f"reads {missing[0]!r} of {variable}, which not every row of the data has"
+                return [f"{self.where} {what}: {variable} has {listed}"]
+        return []
+
+    def _list_mappings(self, columns: frozenset[str]) -> dict[str, frozenset[str]]:
+        """The parameters that get mappings, with the names that these have."""
+        return {}
 
     def _reads_row(self, getters: Mapping[str, Getter], columns: frozenset[str]) -> bool:
         """Whether a parameter gets the row or a column of it."""
@@ -208,11 +246,16 @@ class Form:
         if name not in item.extras and default is not inspect.Parameter.empty:
             return default
         if name not in item.extras:
-            raise ValueError(f"{self.where} asks for {name}, which is known in a training run alone")
+            raise CallError(f"asks for {name}, which a run knows: Grader.grade gets it as extras")
         value = item.extras[name]
         if name == "trainer_state":
             return SimpleNamespace(global_step=value, max_steps=self.steps)
         return [value] if self.takes_lists else value
+
+    def _read_extras(self, item: Item) -> dict[str, Any]:
+        """Those of ``EXTRAS`` that ``**kwargs`` gets."""
+        names = (self.extras & item.extras.keys()) - self.parameters.keys()
+        return {name: self._read_extra(item, name) for name in names}
 
     def _refuse(self, name: str, columns: frozenset[str]) -> str:
         if name == "environments":
@@ -221,6 +264,10 @@ class Form:
         listed = ", ".join(sorted(columns)) or "none"
         answer = next((column for column in ("answer", *sorted(columns - {"prompt"})) if column in columns), "answer")
         what = f"is neither the completion, the row nor a column of the data (which are {listed})"
+        if name in ("self", "cls"):
+            what = "is what a method belongs to: give the method of an object, as in `Judge().score`. Or"
+        elif name in _ROWS and len(self.parameters) == 1:
+            what = "is the row, and no parameter is known to be the completion"
         if name in columns:
             what = "is a column of the data, and no parameter is known to be the completion"
         if self.takes_lists and name in _RESERVED:
@@ -228,7 +275,7 @@ class Form:
                 f"has another name in TRL's form, whose lists are prompts, completions and completion_ids, not {name}"
             )
         return (
-            f"{self.where} has the signature {signature_of(self.reward)}, and its parameter {name!r} {what}: write "
+            f"{self.where} has the signature {self.signature}, and its parameter {name!r} {what}: write "
             f'`def {label}(completion, row)` and read row["{answer}"] in it, or name the parameter after its column, '
             f"as in `def {label}(completion, {answer})`"
         )
@@ -237,9 +284,11 @@ class Form:
 class _RowForm(Form):
     """Podium's form: one completion, with its row or with columns by name."""
 
+    _row: str | None = None
+
     def _bind(self, columns: frozenset[str]) -> _Call:
         if not self.parameters:  # lambda *_: 1.0
-            return _Call((lambda item, log: item.completion, lambda item, log: item.row), {}, None)
+            return _Call((), {}, None)
         self._completion, self._row = self._find_completion(columns)
         return super()._bind(columns)
 
@@ -302,10 +351,14 @@ class _RowForm(Form):
 
     def _find_rest(self, columns: frozenset[str], getters: Mapping[str, Getter]) -> Callable[..., Mapping[str, Any]]:
         def rest(item: Item, log: Log) -> dict[str, Any]:
-            values = {**item.row, **{name: self._read_extra(item, name) for name in self.extras & item.extras.keys()}}
+            values = {**item.row, **self._read_extras(item)}
             return {name: value for name, value in values.items() if name not in self.parameters}
 
         return rest
+
+    def _list_mappings(self, columns: frozenset[str]) -> dict[str, frozenset[str]]:
+        names = columns - self.parameters.keys() | {*EXTRAS}
+        return {**({self._row: columns} if self._row else {}), **({self.rest: names} if self.rest else {})}
 
 
 class _ListForm(Form):
@@ -327,23 +380,25 @@ class _ListForm(Form):
         def rest(item: Item, log: Log) -> dict[str, Any]:
             values: dict[str, Any] = {name: [value] for name, value in item.row.items() if name not in _RESERVED}
             values |= {**_texts(item), "log_extra": log.log_extra, "log_metric": log.log_metric}
-            values |= {name: self._read_extra(item, name) for name in self.extras & item.extras.keys()}
+            values |= self._read_extras(item)
             return {name: value for name, value in values.items() if name not in self.parameters}
 
         return rest
 
+    def _list_mappings(self, columns: frozenset[str]) -> dict[str, frozenset[str]]:
+        names = columns - _RESERVED | {"prompts", "completions", *_LOGS, *EXTRAS}
+        return {self.rest: names - self.parameters.keys()} if self.rest else {}
+
     def read(self, value: Any) -> Any:
         if not hasattr(value, "__len__") or not hasattr(value, "__getitem__") or isinstance(value, str | Mapping):
-            raise ValueError(f"returned {value!r:.60} for a list of one completion: expected a list of one number")
+            raise CallError(f"returned {value!r:.60} for a list of one completion: expected a list of one number")
         if len(value) != 1:
-            raise ValueError(f"returned {len(value)} scores for a list of one completion: expected one")
+            raise CallError(f"returned {len(value)} scores for a list of one completion: expected one")
         return value[0]
 
 
 class _VerlForm(Form):
     """verl's form: texts, whatever the prompt is."""
-
-    is_lenient = True
 
     def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
         name = parameter.name
@@ -368,7 +423,10 @@ class _VerlForm(Form):
         return True
 
     def _find_rest(self, columns: frozenset[str], getters: Mapping[str, Getter]) -> Callable[..., Mapping[str, Any]]:
-        return lambda item, log: {}
+        return lambda item, log: self._read_extras(item)
+
+    def _list_mappings(self, columns: frozenset[str]) -> dict[str, frozenset[str]]:
+        return {self.rest: frozenset(EXTRAS)} if self.rest else {}
 
 
 def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
@@ -377,10 +435,16 @@ def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
     Raises:
         ConfigError: The function hides its parameters, so that nobody can say what it takes.
     """
+    if not callable(reward):
+        raise ConfigError(
+            f"the reward {reward!r:.60} is of type {type(reward).__name__}: expected a function, or a list of "
+            "functions and of names"
+        )
     if inspect.isclass(reward):
         reward = _make_object(reward, name)
     try:
-        parameters = signature_of(reward).parameters
+        signature = _read_signature(reward)
+        parameters = signature.parameters
     except (TypeError, ValueError):
         raise ConfigError(
             f"the reward {name} has no signature that Python can read: write a function of (completion, row) that "
@@ -389,7 +453,7 @@ def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
     named = [parameter.name for parameter in parameters.values() if parameter.kind in _NAMED]
     if not named and not (parameters and all(parameter.startswith("_") for parameter in parameters)):
         raise ConfigError(
-            f"the reward {name}{_place(reward)} has the signature {signature_of(reward)}, which does not say what it "
+            f"the reward {name}{_place(reward)} has the signature {signature}, which does not say what it "
             "takes: write its parameters out, or put functools.wraps on the wrapper"
         )
     if "solution_str" in named:
@@ -427,7 +491,7 @@ def _ground_truth(row: Mapping[str, Any]) -> Any:
         return model["ground_truth"]
     truth = row["ground_truth"] if "ground_truth" in row else row.get("answer")
     if truth is None:
-        raise ValueError("the row has no reward_model.ground_truth, ground_truth or answer")
+        raise CallError("cannot be called: the row has no reward_model.ground_truth, ground_truth or answer")
     return truth
 
 
@@ -445,6 +509,24 @@ def _partial_keywords(reward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(names)
 
 
+def _is_empty(default: Any) -> bool:
+    """Whether a default says that there is no value."""
+    return default is None or (isinstance(default, str | list | tuple | dict | set | frozenset) and not default)
+
+
+def _read_signature(reward: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a reward: a wrapper's own where it says what it takes, else that of what it wraps.
+
+    Raises:
+        TypeError, ValueError: It has none.
+    """
+    if inspect.isfunction(reward) and hasattr(reward, "__wrapped__"):
+        signature = signature_of(reward, follow_wrapped=False)
+        if not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in signature.parameters.values()):
+            return signature
+    return signature_of(reward)
+
+
 def _function_of(reward: Callable[..., Any]) -> Callable[..., Any]:
     """The function that a callable calls."""
     while isinstance(reward, functools.partial):
@@ -454,10 +536,15 @@ def _function_of(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _place(reward: Callable[..., Any]) -> str:
     """The file and the line of a function, in parentheses; "" where Python does not know them."""
-    function = inspect.unwrap(_function_of(reward))
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    code = _code_of(reward)
     if code is None:
         return ""
     path = Path(code.co_filename)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f" ({shown}, line {code.co_firstlineno})"
+
+
+def _code_of(reward: Callable[..., Any]) -> CodeType | None:
+    """The code of a function; None where Python does not know it."""
+    function = inspect.unwrap(_function_of(reward))
+    return getattr(getattr(function, "__func__", function), "__code__", None)

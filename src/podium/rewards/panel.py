@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from podium.rewards.forms import Form, Item, Log, read_form
+from podium.rewards.forms import CallError, Form, Item, Log, read_form
 from podium.rewards.resolve import RewardFn, name_of, resolve_reward
 
 __all__ = ["Clock", "Panel", "Result", "is_finite", "judge", "judge_awaited"]
@@ -23,6 +23,7 @@ __all__ = ["Clock", "Panel", "Result", "is_finite", "judge", "judge_awaited"]
 _LARGEST: Final = 3.4028234663852886e38  # of float32, in which rewards train
 _PROBLEM: Final = 2_000  # characters; a result stays under the dispatcher's limit
 _TRACEBACK: Final = 20_000
+_TEXT: Final = 10_000
 _NO_PARTS: Final[Mapping[str, float]] = MappingProxyType({})
 _NO_EXTRA: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -84,13 +85,13 @@ class Panel:
         self.extras = frozenset[str]().union(*(form.extras for form in self.forms))
         self.is_async = any(form.is_async for form in self.forms)
         for form in self.forms if columns is not None else ():
-            form.check(columns or ())
+            self.notes += form.check(columns or ())
         if lists := [form.name for form in self.forms if form.takes_lists]:
             self.notes.append(
                 f"the reward {', '.join(lists)} has TRL's signature. Podium calls it with lists of one completion, so "
                 "it cannot compare completions"
             )
-        lone = [form.name for form in self.forms if form.is_lenient and "data_source" in form.parameters]
+        lone = [form.name for form in self.forms if {"data_source", "solution_str"} <= form.parameters.keys()]
         if lone and columns is not None and "data_source" not in columns:
             self.notes.append(f"the data have no column data_source, so the reward {lone[0]} gets None for it")
 
@@ -114,12 +115,13 @@ class Panel:
         """Return the weighted sum of what the functions returned for one completion, with their parts."""
         total, parts, extra, is_scored = 0.0, dict(log.parts), dict(log.extra), False
         for form, weight, value in zip(self.forms, self.weights, values, strict=True):
-            problem, score, own_parts = _read_value(value, extra if form.is_lenient else None)
+            problem, score, own_parts, texts = _read_value(value)
             if problem:
                 return self.blame(form, Result(problem=problem))
             if len(self.forms) == 1:
-                parts |= own_parts
+                parts, extra = {**parts, **own_parts}, {**extra, **texts}
             else:
+                extra |= {f"{form.name}.{name}": text for name, text in texts.items()}
                 parts |= {f"{form.name}.{name}": part for name, part in own_parts.items() if name != "score"}
                 parts |= {} if score is None else {form.name: score}
             if score is not None:
@@ -238,33 +240,41 @@ def _failure(error: BaseException) -> Result:
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)  # frees what filled the memory
         return Result(problem="raised MemoryError", limit="memory")
-    problem = f"raised {type(error).__name__}: {error}"[:_PROBLEM]
+    if isinstance(error, CallError):
+        return Result(problem=str(error)[:_PROBLEM])
+    try:
+        problem = f"raised {type(error).__name__}: {error}"[:_PROBLEM]
+    except Exception:  # noqa: BLE001 - a user's own class, whose text may raise anything
+        problem = f"raised {type(error).__name__}"
     return Result(problem=problem, traceback=_trace(error)[-_TRACEBACK:], error=error)
 
 
-def _read_value(value: object, texts: dict[str, str] | None) -> tuple[str, float | None, Mapping[str, float]]:
-    """Read what a function returned: a problem or "", the score or None if the function abstains, and named parts.
-
-    What is no number in a mapping is a problem, unless ``texts`` takes it.
-    """
+def _read_value(value: object) -> tuple[str, float | None, Mapping[str, float], Mapping[str, str]]:
+    """Read what a function returned: a problem or "", the score or None if the function abstains, named parts, and
+    what a mapping has beside numbers, as text."""
     if value is None:
-        return "", None, _NO_PARTS
+        return "", None, _NO_PARTS, _NO_EXTRA
     if isinstance(value, float) or not isinstance(value, Mapping):
         number = _number(value)
-        return "" if number is not None else f"returned {_show(value)}", number, _NO_PARTS
+        return "" if number is not None else f"returned {_show(value)}", number, _NO_PARTS, _NO_EXTRA
     parts: dict[str, float] = {}
+    texts: dict[str, str] = {}
     for name, part in value.items():
         number = _number(part)
         if number is not None:
             parts[str(name)] = number
-        elif texts is not None and name != "score":
-            texts |= {} if part is None else {str(name): str(part)}
-        elif name != "score" or part is not None:
-            return f"returned {_show(part)} as part {str(name)[:60]!r}", None, _NO_PARTS
+        elif part is not None and (name == "score" or isinstance(part, float | int | complex)):
+            return f"returned {_show(part)} as part {str(name)[:60]!r}", None, _NO_PARTS, _NO_EXTRA
+        elif part is not None:
+            texts[str(name)] = _shorten(str(part))
     if "score" not in value:
         names = ", ".join(map(repr, value)) or "nothing"
-        return f'returned a mapping without "score" (it has {names})'[:_PROBLEM], None, _NO_PARTS
-    return "", parts.get("score"), parts
+        return f'returned a mapping without "score" (it has {names})'[:_PROBLEM], None, _NO_PARTS, _NO_EXTRA
+    return "", parts.get("score"), parts, texts
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _TEXT else f"{text[:_TEXT]} … ({len(text):,} characters)"
 
 
 def is_finite(value: object) -> bool:
@@ -284,7 +294,10 @@ def _number(value: object) -> float | None:
 
 
 def _show(value: object) -> str:
-    return f"{repr(value)[:60]} ({type(value).__name__})"
+    try:
+        return f"{repr(value)[:60]} ({type(value).__name__})"
+    except Exception:  # noqa: BLE001 - a user's own class, whose text may raise anything
+        return f"an object of {type(value).__name__}"
 
 
 _OURS: Final = frozenset({__file__, str(Path(__file__).with_name("forms.py"))})

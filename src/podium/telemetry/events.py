@@ -182,13 +182,15 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion as a person reads it. ``place`` is that of its prompt in the evaluation or the step."""
+    """One completion as a person reads it. ``place`` is that of its prompt in the evaluation or the step, ``details``
+    the parts of the reward and the texts that it logged."""
 
     prompt: str
     completion: str
     reward: float
     expected: str | None = None
     place: int | None = None
+    details: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
 
 
 @dataclass(frozen=True)

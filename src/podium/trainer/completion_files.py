@@ -180,7 +180,6 @@ def _table(
     prompts = [scored.prompts[group] for group in groups]
     grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
     part_of = [grade.parts if grade else {} for grade in grades]
-    extra_of = [grade.extra if grade else {} for grade in grades]
     completions = [_utf8(text) for text in scored.texts(rows)]
     texts_by_row = (
         conversations(batch, scored.tokenizer, texts) if all(name in batch for name in _OF_SESSIONS) else None
@@ -209,7 +208,7 @@ def _table(
         },
         **({} if texts_by_row is None else _session_columns(batch, texts_by_row)),
         **{f"reward_{name}": pa.array([row_parts.get(name) for row_parts in part_of], pa.float64()) for name in parts},
-        **{f"logged_{name}": pa.array([logged.get(name) for logged in extra_of], pa.string()) for name in extra},
+        **{f"logged_{name}": pa.array([_logged(grade, name) for grade in grades], pa.string()) for name in extra},
     }
     return pa.table(table)
 
@@ -271,6 +270,10 @@ def _means(batch: Batch, tokens: Jagged) -> Sequence[float | None]:
     row_N = torch.repeat_interleave(torch.arange(len(batch)), advantages.lengths)
     sums_B = torch.zeros(len(batch)).index_add(0, row_N, advantages.values.float())
     return (sums_B / tokens.lengths.clamp(min=1)).tolist()
+
+
+def _logged(grade: Grade | None, name: str) -> str | None:
+    return None if grade is None or name not in grade.extra else _utf8(grade.extra[name])
 
 
 def _utf8(text: str) -> str:

@@ -280,8 +280,9 @@ class ScoredBatch:
         samples: list[Sample] = []
         for row in firsts:
             prompt, text = self.prompts[self.groups[row]], self.texts(range(row, row + 1))[0]
-            score = self.grades[row].score if self.grades else math.nan
-            samples.append(Sample(prompt.shown, text, score, prompt.example.answer, self.groups[row]))
+            grade = self.grades[row] if self.grades else Grade(math.nan)
+            details = {**{name: part for name, part in grade.parts.items() if name != "score"}, **grade.extra}
+            samples.append(Sample(prompt.shown, text, grade.score, prompt.example.answer, self.groups[row], details))
         return tuple(samples)
 
     def with_rows(self, rows: Sequence[int]) -> ScoredBatch:

@@ -82,7 +82,8 @@ class Completions:
 
         Returns:
             ``prompt``, ``expected``, ``n`` completions in all, and ``rows``. A row has ``text``, ``reward``, ``parts``
-            of the reward, ``advantage``, ``correct``, ``finish_reason``, ``version``, the ids of its ``tokens``, and
+            of the reward, the texts that it ``logged``, ``advantage``, ``correct``, ``finish_reason``, ``version``, the
+            ids of its ``tokens``, and
             if the file has them, a list for each of ``chars`` (the number of characters that a token wrote),
             ``advantages``, ``mismatch``, ``versions`` and ``kept``. A list whose entries are all equal is replaced by
             this entry. A row of an environment's session also has the number of its ``session``, its ``agent``, and its
@@ -98,8 +99,9 @@ class Completions:
             if not numbers:
                 raise DataError(f"step {step} has no group {group}")
             parts = [name for name in file.names if name.startswith("reward_")]
+            logged = [name for name in file.names if name.startswith("logged_")]
             own_columns = ("completion", "session", "agent", *_SCALARS, *_TOKEN_COLUMNS, *_TURN_COLUMNS)
-            columns = ("prompt", "expected", "tokens", *own_columns, *parts)
+            columns = ("prompt", "expected", "tokens", *own_columns, *parts, *logged)
             wanted = [name for name in columns if name in file.names]
             table = file.read(wanted, numbers, group)
         count, nothing = len(table["tokens"]), [None] * len(table["tokens"])
@@ -111,7 +113,8 @@ class Completions:
                 break
             row_columns = {name: table.get(name, nothing)[index] for name in own_columns}
             reward_parts = {name.removeprefix("reward_"): number(table[name][index]) for name in parts}
-            rows.append(_row(row_columns, table["tokens"][index], reward_parts))
+            texts = {name.removeprefix("logged_"): table[name][index] for name in logged}
+            rows.append({**_row(row_columns, table["tokens"][index], reward_parts), "logged": texts})
         prompt, expected = (str(table.get(name, nothing)[0] or "") for name in ("prompt", "expected"))
         return {"step": step, "group": group, "first": first, "n": count, "rows": rows} | {
             "prompt": prompt,
@@ -190,7 +193,8 @@ def _is_as_written(name: str, kind: Any) -> bool:
         return types.is_boolean(kind)
     if name in ("reward", "advantage", "loss") or name.startswith("reward_"):
         return is_number(kind)
-    return name in ("prompt", "expected", "completion", "finish_reason", "agent") and types.is_string(kind)
+    is_text = name in ("prompt", "expected", "completion", "finish_reason", "agent") or name.startswith("logged_")
+    return is_text and types.is_string(kind)
 
 
 class CompletionsFile:

@@ -146,6 +146,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "reference": (lambda pred, reference: 0.0, "'reference' is neither"),
     "default of None": (lambda completion, gold=None: 0.0, "'gold' is neither"),
     "default of no text": (lambda completion, gold="": 0.0, "'gold' is neither"),
+    "default of no list": (lambda completion, golds=[]: 0.0, "'golds' is neither"),
+    "default of no tuple": (lambda completion, golds=(): 0.0, "'golds' is neither"),
+    "default of no mapping": (lambda completions, facts={}: [0.0], "'facts' is neither"),
+    "row alone": (lambda row: 0.0, "'row' is the row, and no parameter is known to be the completion"),
+    "mapping of functions": ({"right": with_gold}, "is of type dict: expected a function, or a list of functions"),
+    "number": (3, "the reward 3 is of type int"),
     "answer first": (lambda answer, target: 0.0, "'answer' is a column of the data"),
     "answer and row": (lambda answer, row: 0.0, "'answer' is a column of the data"),
     "one letters": (lambda c, r: 0.0, "'c' is neither"),
@@ -161,7 +167,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "verl by batches": (lambda data_sources, solution_strs, ground_truths, extra_infos: [0.0], "'data_sources' is nei"),
     "TRL's environments": (lambda completions, environments: [0.0], "environments, which only TRL"),
     "verl with a router": (lambda solution_str, ground_truth, reward_router_address: 0.0, "'reward_router_address'"),
-    "method of no object": (Plain.by_column, "'self' is neither"),
+    "method of no object": (Plain.by_column, "'self' is what a method belongs to: give the method of an object"),
     "class with an argument": (NeedsArgument, "is a class"),
     "nothing": (lambda: 1.0, "does not say what it takes"),
     "badly decorated": (wrap(two, well=False), "functools.wraps"),
@@ -270,6 +276,62 @@ def test_what_the_trainer_knows_is_given_where_a_signature_asks_for_it() -> None
         "by_state": 0.75,
         "in_rest": 2,
     }
-    assert "asks for completion_ids, which is known in a training run alone" in score_of(by_row).problem
+    assert score_of(by_row).problem == "asks for completion_ids, which a run knows: Grader.grade gets it as extras"
     assert score_of(lambda completion, row, completion_ids=None: float(completion_ids is None)).score == 1.0
     assert Panel([RIGHT["trl"]]).extras == frozenset()
+
+
+def test_the_rest_of_each_form_gets_what_the_trainer_knows() -> None:
+    def verl(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any) -> float:
+        return -float(len(kwargs["completion_ids"]) > 2)
+
+    def row(completion: str, **kwargs: Any) -> float:
+        return -float(len(kwargs.get("completion_ids", ())) > 2)
+
+    for reward in (verl, row):
+        assert [score_of(reward, completion_ids=[1] * count).score for count in (2, 3)] == [0.0, -1.0]
+
+
+def test_a_wrapper_with_its_own_parameters_is_called_by_these() -> None:
+    def matches(completion: str, pattern: str) -> float:
+        return float(completion == pattern)
+
+    @functools.wraps(matches)
+    def wrapper(completion: str, row: Mapping[str, Any]) -> float:
+        return matches(completion, row["answer"])
+
+    assert score_of(wrapper).score == 1.0
+    assert score_of(functools.lru_cache(RIGHT["column"])).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "note"),
+    [
+        (lambda completion, expected="2": 0.0, "reads nothing of the row, and keeps expected = '2'"),
+        (lambda completion, target=0.0: 0.0, "reads nothing of the row, and keeps target = 0.0"),
+        (lambda completion, row, difficulty=1.0: 0.0, "its parameter difficulty keeps its default 1.0, and not the"),
+        (lambda completion, row: float(row.get("gold") == completion), "reads 'gold' of row, which not every row"),
+        (lambda completion, row: float(row["gold"] == completion), "reads 'gold' of row, which not every row"),
+        (lambda completion, example: sum(example["answers"] == x for x in completion), "reads 'answers' of example"),
+        (lambda completion, **kwargs: float(kwargs.get("gold", "") == completion), "reads 'gold' of kwargs, which"),
+        (
+            lambda completions, **others: [float(others.get("solution") == c) for c in completions],
+            "reads 'solution' of",
+        ),
+        (lambda solution_str, ground_truth, **kwargs: float(kwargs.get("strict", 0)), "reads 'strict' of kwargs, whi"),
+    ],
+)
+def test_what_a_function_reads_that_the_data_do_not_have_is_noted(reward: Any, note: str) -> None:
+    """Such a function would score 0 for ever, without an error."""
+    (line,) = [
+        line for line in Panel([reward], columns=frozenset(ROW)).notes if "TRL" not in line and "data_sou" not in line
+    ]
+    assert note in line
+    assert "tests/unit/rewards/test_forms.py, line" in line
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_reads_the_data_is_not_noted(name: str) -> None:
+    notes = Panel([RIGHT[name]], columns=frozenset(ROW)).notes
+    expected = {"length": 1, "row with a default that is a column": 1}
+    assert len([note for note in notes if "TRL's" not in note and "data_source" not in note]) == expected.get(name, 0)

@@ -125,6 +125,48 @@ def test_weights_are_settings_and_each_reward_has_one(tmp_path: Path) -> None:
     assert load_config(RewardConfig, None, ["--name", "[a, b]", "--weights", "[1, 0.2]"]).weights == (1.0, 0.2)
 
 
+@pytest.mark.parametrize("form", ["(completion, row)", "(completions, **kwargs)", "(solution_str, ground_truth)"])
+def test_text_in_a_mapping_is_kept_in_every_form_and_its_numbers_are_finite(form: str) -> None:
+    def score_of(value: object) -> Result:
+        scope: dict[str, Any] = {"value": [value] if "completions" in form else value}
+        exec(f"def score{form}: return value", scope)
+        return judge(Panel([scope["score"]], columns=["answer"]), Item("1", ROW))
+
+    result = score_of({"score": True, "acc": 0.5, "pred": "[INVALID]", "why": None, "steps": [1, "two"]})
+    assert (result.score, result.parts) == (1.0, {"score": 1.0, "acc": 0.5})
+    assert result.extra == {"pred": "[INVALID]", "steps": "[1, 'two']"}
+    assert score_of({"score": 1.0, "pred": "x" * 20_000}).extra["pred"] == "x" * 10_000 + " … (20,000 characters)"
+    for bad in (math.nan, math.inf, 10**400, 1j):
+        assert f"({type(bad).__name__}) as part 'acc'" in score_of({"score": 1.0, "acc": bad}).problem
+    for bad in ("1", [1.0], math.nan):
+        assert "as part 'score'" in score_of({"score": bad}).problem
+
+
+def test_texts_of_several_functions_have_their_names() -> None:
+    def first(solution_str: str, ground_truth: str) -> dict[str, Any]:
+        return {"score": 1.0, "pred": "one"}
+
+    def second(completion: str) -> dict[str, Any]:
+        return {"score": 1.0, "pred": "two"}
+
+    assert result_of([first, second]).extra == {"first.pred": "one", "second.pred": "two"}
+
+
+def test_an_exception_without_a_text_and_a_list_of_the_wrong_length_are_told_as_they_are() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+        __repr__ = __str__
+
+    def silent(completion: str) -> float:
+        raise Silent
+
+    assert result_of([silent]).problem == "raised Silent"
+    assert result_of([lambda completion: Silent()]).problem == "returned an object of Silent"
+    assert result_of([lambda completions: [1.0, 2.0]]).problem.startswith("returned 2 scores for a list of one")
+
+
 def test_what_trls_functions_log_becomes_parts_and_texts() -> None:
     def accuracy(completions: list[str], answer: list[str], log_extra: Any, log_metric: Any = None) -> list[float]:
         scores = [float(text == right) for text, right in zip(completions, answer, strict=True)]

@@ -383,7 +383,11 @@ class ConsoleSink(Sink):
             self._field("completion", sample.completion, "")
             if sample.expected is not None:
                 self._field("expected", sample.expected, "dim")
-            self._field("reward", plain(sample.reward), "cyan")
+            details = [
+                f"{name} {value!r}" if isinstance(value, str) else f"{name} {plain(value)}"
+                for name, value in sample.details.items()
+            ]
+            self._field("reward", "  ".join([plain(sample.reward), *details]), "cyan")
         self._rows_since_header, self._last_row_s = 0, -float("inf")  # the row of these samples follows, with headers
 
     def _field(self, name: str, text: str, style: str) -> None:

@@ -189,10 +189,11 @@ export class CompletionsView {
   facts(row, number) {
     const verdict = row.correct === null ? "" : el("span", { class: row.correct ? "pill good" : "pill bad" }, row.correct ? "✓ correct" : "✗ not correct");
     const parts = Object.entries(row.parts).filter(([, value]) => value !== null).map(([name, value]) => el("span", {}, `${name} `, el("b", {}, short(value))));
+    const logged = Object.entries(row.logged ?? {}).filter(([, text]) => text !== null).map(([name, text]) => el("span", {}, `${visible(name)} `, el("b", { title: text }, visible(text.slice(0, 80)))));
     const cut = row.finish_reason === "length" ? el("span", { class: "pill warn" }, "cut off") : "";
     const who = row.turns ? el("span", {}, `session ${row.session ?? ""}`, row.agent ? `, agent ${visible(row.agent)}` : "", `, ${row.turns.length} ${row.turns.length === 1 ? "turn" : "turns"}`) : "";
     return el("div", { class: "facts" }, el("span", { class: "quiet" }, `#${number + 1}`), verdict, cut, who,
-      el("span", {}, "reward ", el("b", {}, short(row.reward))), parts,
+      el("span", {}, "reward ", el("b", {}, short(row.reward))), parts, logged,
       row.advantage === null ? "" : el("span", {}, "advantage ", el("b", {}, signed(row.advantage))),
       el("span", {}, el("b", {}, row.tokens.length), row.tokens.length === 1 ? " token" : " tokens"),
       row.version === null ? "" : el("span", {}, "version ", el("b", {}, row.version)));
