@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import threading
@@ -16,9 +17,12 @@ from typing import Any, Final
 
 from podium.errors import ConfigError, PodiumError
 
-__all__ = ["check_function_name", "load_function", "nearest", "what_raised"]
+__all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "load_function", "nearest", "what_raised"]
 
 Known = Mapping[str, "str | Callable[..., Any]"]
+
+OF_SCRIPT: Final = " of the script, "
+"""What the description of an object that a script has passed contains, and no name of a function does."""
 
 _NONE_KNOWN: Final[Known] = MappingProxyType({})
 _loading = threading.RLock()
@@ -31,6 +35,13 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> N
         ConfigError: ``spec`` is neither a known name nor of the form ``place:function``. The message names the nearest
             known name.
     """
+    if OF_SCRIPT in spec:
+        module, _, name = spec.partition(OF_SCRIPT)[2].rpartition(".")
+        place = "path/file.py" if module == "__main__" or not name.isidentifier() or "<" in module else module
+        raise ConfigError(
+            f"{key} is {spec}, which the run's configuration cannot hold: run that script, or name the function, "
+            f"--{key} {place}:{name if name.isidentifier() else 'function'}"
+        )
     module, _, attribute = spec.rpartition(":")
     if spec in known or (module and all(part.isidentifier() for part in attribute.split("."))):
         return
@@ -67,6 +78,11 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callabl
         module = _load_file(Path(origin), subject) if origin.endswith(".py") else _import(origin, attribute, subject)
     value: Any = module
     for part in attribute.split("."):
+        if not hasattr(value, part) and origin == "__main__":
+            raise ConfigError(
+                f"{subject} is a function of the script that started the run, and the program that runs now has no "
+                f"{part!r}: run that script, or name the function by its file, --{key} path/file.py:{attribute}"
+            )
         if not hasattr(value, part):
             raise ConfigError(f"{subject}: {origin} has no {part!r}{_list_defined_names(module, part)}")
         value = getattr(value, part)
@@ -140,6 +156,16 @@ def _statement(error: BaseException) -> str:
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     own_frames = [frame for frame in frames if not frame.filename.startswith(installed)]
     return "".join(f"{frame.filename}:{frame.lineno}: " for frame in (own_frames or frames)[-1:])
+
+
+def describe_object(value: Any) -> str:
+    """Return what a run records of an object that a script has passed, such as "a function of the script,
+    __main__.score"."""
+    while hasattr(value, "func") and hasattr(value, "keywords"):  # functools.partial
+        value = value.func
+    named = value if hasattr(value, "__qualname__") else type(value)
+    kind = "a class" if inspect.isclass(value) else "a function" if named is value else "an object"
+    return f"{kind}{OF_SCRIPT}{named.__module__ or '__main__'}.{named.__qualname__}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

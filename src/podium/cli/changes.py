@@ -28,9 +28,13 @@ def run_changes(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if len(options.names) > 2:
         raise ConfigError("expected two evaluations: give RUN, or RUN@STEP twice")
-    from podium.runs.changes import find_evaluations, without_completions
+    from podium.runs.changes import find_evaluations, find_run, without_completions
+    from podium.runs.records import RunRecord
 
-    for number, (name, (first, second)) in enumerate(find_evaluations(options.names).items()):
+    sets = find_evaluations(options.names)
+    for run in dict.fromkeys(find_run(path) for paths in sets.values() for path in paths):
+        sys.stdout.writelines(f"{run}: {key} is {text}\n" for key, text in RunRecord(run).of_script.items())
+    for number, (name, (first, second)) in enumerate(sets.items()):
         sys.stdout.write("\n" * (number > 0) + (f"set       {name}\n" if name else ""))
         gone = without_completions(Path(options.names[0]), name, second) if len(options.names) == 1 else ()
         if gone:

@@ -17,7 +17,7 @@ from podium.config import build_config, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig
 from podium.runs.named_files import find_current_values, is_needed, remarks
-from podium.runs.records import is_run
+from podium.runs.records import RunRecord, is_run
 
 if TYPE_CHECKING:
     from podium.runs.evaluation import Evaluation
@@ -114,6 +114,9 @@ def open_config(
     if source is not None:
         for remark in remarks(config, source.run, _with_train(needs, bool(config.data.eval))):
             sys.stderr.write(f"{remark}\n")
+        for key, text in RunRecord(source.run).of_script.items():
+            if key.startswith("script.") and key != "script.data":
+                sys.stderr.write(f"the run had {text}, as its {key.removeprefix('script.')}, which is not used here\n")
     if source is None or source.checkpoint is None or config.model.path != str(source.checkpoint):
         yield config
         return

@@ -218,7 +218,8 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
 
 def _card(found: StoredModel, *, adapters: bool) -> str:
     """Return the text of the model card, from the run's own figures."""
-    settings = dict(flatten(as_given(found.values, found.run)))
+    objects = {key: text for key, text in RunRecord(found.run).of_script.items() if key.startswith("script.")}
+    settings = dict(flatten(as_given(found.values, found.run))) | objects
     base = settings.get("model.path", "")
     judge, first, last, step = _figures(found)
     head = [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
@@ -232,7 +233,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     if last is not None:
         lines += ["", *_results(judge, first, last)]
     lines += ["", "| setting | value |", "|---|---|"]
-    for path in ("data.train", *_TOLD):
+    for path in ("data.train", *_TOLD, *objects):
         if (value := settings.get(path)) not in (None, ""):
             lines.append(f"| `{path}` | `{value}` |")
     return "\n".join(lines) + "\n"

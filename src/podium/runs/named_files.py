@@ -30,13 +30,15 @@ from podium.config import build_config, config_to_dict, config_to_yaml
 from podium.errors import ConfigError, DataError
 from podium.runs.reading import RunFiles
 
-__all__ = ["PLACES", "align_values", "as_given", "find_again", "find_current_values", "is_needed", "record", "remarks"]
+__all__ = ["PLACES", "align_values", "as_given", "find_again", "find_current_values", "is_needed", "read_objects"]
+__all__ += ["record", "remarks"]
 
 C = TypeVar("C")
 Keys = tuple[str | int, ...]
 
 PLACES: Final = "places.json"
 _HEAD: Final = f"# Paths are absolute. If the run is moved, {PLACES} says where they are from its directory.\n"
+_OBJECT: Final = "# The script also passed "
 _FILES: Final = (
     *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
     *(("data", "train"), ("data", "chat_template")),
@@ -73,14 +75,15 @@ class _Place:
         return origins
 
 
-def record(config: Any, run: Path) -> tuple[str, str]:
+def record(config: Any, run: Path, objects: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Return the text of ``config.yaml``, with absolute paths, and that of ``places.json``.
 
-    Comments say which defaults of the loss and the estimator stand for null.
+    Comments say which defaults of the loss and the estimator stand for null, and which objects the script passed.
 
     Args:
         config: The configuration of the run. A value of it is a path if a file or directory is there.
         run: The run's directory. Entries that its places.json has already are kept.
+        objects: Descriptions of what a script passed beside the settings, by role.
     """
     values, known_places = config_to_dict(config), _read(run)
     values["run"]["resume"] = ""  # a new run that is started with this file does not resume another run
@@ -103,7 +106,14 @@ def record(config: Any, run: Path) -> tuple[str, str]:
     for key, (value, origin) in algorithm.explain().items() if algorithm else ():
         shown = str(value).lower() if isinstance(value, bool) else value
         text = text.replace(f"\n  {key}: null\n", f"\n  {key}: null  # {shown}, {origin}\n")
-    return (_HEAD if places else "") + text, json.dumps(places, indent=2, ensure_ascii=False) + "\n"
+    head = (_HEAD if places else "") + "".join(f"{_OBJECT}{role}: {name}\n" for role, name in (objects or {}).items())
+    return head + text, json.dumps(places, indent=2, ensure_ascii=False) + "\n"
+
+
+def read_objects(text: str) -> dict[str, str]:
+    """Return descriptions of the objects that the script of a run passed, by role, from the text of ``config.yaml``."""
+    lines = (line.removeprefix(_OBJECT) for line in text.splitlines() if line.startswith(_OBJECT))
+    return {role: name for role, _, name in (line.partition(": ") for line in lines)}
 
 
 def find_again(config: C, run: Path) -> C:

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 from podium.config import config_to_dict, load_config
 from podium.errors import ConfigError
+from podium.functions import OF_SCRIPT
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import free_name
 from podium.runs.named_files import align_values, find_again
@@ -63,7 +64,9 @@ def resolve_resume(config: C) -> C:
     others = [
         f"{key} = {expected.get(key)!r}, and the run has {recorded.get(key)!r}"
         for key in sorted(expected.keys() | recorded.keys())
-        if expected.get(key) != recorded.get(key) and (key == "run.seed" or key.partition(".")[0] not in _FREE)
+        if expected.get(key) != recorded.get(key)
+        and (key == "run.seed" or key.partition(".")[0] not in _FREE)
+        and not (OF_SCRIPT in str(expected.get(key)) and OF_SCRIPT in str(recorded.get(key)))  # edited between runs
     ]
     if others and not RunRecord(path).has_results:
         return config

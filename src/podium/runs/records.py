@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from podium.errors import CheckpointError, ConfigError, DataError
+from podium.functions import OF_SCRIPT
 from podium.runs.files import LOCK, is_locked, step_of
 from podium.runs.ledger import States, read_ledger
-from podium.runs.named_files import PLACES, as_given
+from podium.runs.named_files import PLACES, as_given, read_objects
 from podium.runs.reading import RunFiles
 from podium.telemetry.held_out import ACCURACY, Metric
 
@@ -62,15 +63,26 @@ class RunRecord:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The values of config.yaml by the dotted names of their keys. Paths are as the user wrote them."""
+        """The values of config.yaml by the dotted names of their keys. Paths are as the user wrote them.
+
+        What the script of the run passed beside them has names such as ``script.policy``.
+        """
         import yaml
 
         try:
-            values = yaml.safe_load(self.files.read_small(CONFIG))
+            text = self.files.read_small(CONFIG)
+            values = yaml.safe_load(text)
             settings = flatten(as_given(values, self.path)) if isinstance(values, dict) else ()
-            return dict(islice(settings, _MOST_SETTINGS))
+            objects = read_objects(text.decode(errors="replace"))
+            return dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
         except (OSError, DataError, ValueError, yaml.YAMLError, RecursionError):
             return {}
+
+    @property
+    def of_script(self) -> dict[str, str]:
+        """The settings that stand for objects which the script of the run passed."""
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.settings.items()}
+        return {key: text for key, text in texts.items() if OF_SCRIPT in text or key.startswith("script.")}
 
     @property
     def prompts(self) -> States:

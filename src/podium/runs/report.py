@@ -95,6 +95,7 @@ def report(
         paths["curve"] = plot_curve(curve, directory.curve_path, title)
     paths |= {"model": summary.model_path} if summary.model_path else {}
     paths["trace"] = directory.trace_path
+    paths |= RunRecord(directory.path).of_script
     if console is not None:
         render(title, summary, judge, first, last, curve, paths, console)
         as_text = io.StringIO()

@@ -68,6 +68,14 @@ class RunOptions:
     reward: Rewards | None = None
     show: bool = True
     report: bool = True
+    given: Mapping[str, str] = field(default_factory=dict[str, str])  # as names_of_given
+    data: str = ""  # what the rows were that the script passed
+
+    @property
+    def objects(self) -> dict[str, str]:
+        """Descriptions of what the script passed and no setting holds, by role."""
+        given = {role: name for role, name in self.given.items() if role not in ("reward", "reward.name")}
+        return {**given, **({"data": self.data} if self.data else {})}
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,28 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from podium.config import config_to_dict
-from podium.errors import LostTooOften, PodiumError
+from podium.errors import CheckpointError, LostTooOften, PodiumError
+from podium.functions import OF_SCRIPT, describe_object
 from podium.models import load_tokenizer
 from podium.models.manifest import explain, is_refusal
 from podium.rewards import Rewards
+from podium.rewards.resolve import list_rewards
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import EncodedPairs, Example, PromptStream
 from podium.rollout.tasks.writer import chat_template
-from podium.runs.checkpoints import TrainerState
+from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.directory import Summary
 from podium.runs.evaluation import Evaluation
+from podium.runs.files import STATE_FILE
 from podium.runs.judging import choose_metric, knows_accuracy
 from podium.runs.ledger import Ledger
 from podium.runs.named_files import as_given, record
@@ -101,8 +105,14 @@ class Trainer(ABC, Generic[C, E, R]):
         show: bool = True,
         report: bool = True,
     ) -> None:
+        given = names_of_given(reward, ", ".join(config.reward.names), workers, type(self))
+        if reward is not None and (names := list_rewards(config.reward, reward)):
+            names = tuple(name if isinstance(name, str) else describe_object(name) for name in names)
+            name = names if isinstance(reward, list | tuple) else names[0]
+            config = replace(config, reward=replace(config.reward, name=name))
         self.config = config if data is None else write_data(data, config)
-        self.options = RunOptions(cluster, dict(backend_options or {}), workers, reward, show, report)
+        rows = "" if data is None else f"a {type(data).__name__}{OF_SCRIPT.rstrip(', ')}"
+        self.options = RunOptions(cluster, dict(backend_options or {}), workers, reward, show, report, given, rows)
         self.clock, self.state = StageClock(), TrainerState()
 
     # -- what a recipe defines -------------------------------------------------------------------------------------
@@ -153,7 +163,8 @@ class Trainer(ABC, Generic[C, E, R]):
                             if lost:
                                 emit(Recovered(lost))
                             else:  # the run begins here: an earlier failure leaves no run in the directory
-                                run.directory.write_config(*record(self.config, run.directory.path))
+                                objects = self.options.objects
+                                run.directory.write_config(*record(self.config, run.directory.path, objects))
                             return self._train(run, stack)
                     except RunLost as error:
                         before, lost = self.run, str(error)
@@ -166,6 +177,11 @@ class Trainer(ABC, Generic[C, E, R]):
         """Open all parts of the run. See :func:`podium.trainer.run_setup.open_run` for the arguments."""
         self.config = resolve_resume(self.config)
         check_settings(self.config, self.options.reward)  # before a function that it names is loaded
+        if self.config.run.resume:  # before config.yaml is written
+            latest = StoredCheckpoints(Path(self.config.run.resume) / "checkpoints").latest()
+            with suppress(CheckpointError):  # the damage is told when it is loaded
+                given = TrainerState.read(latest / STATE_FILE).given if latest else {}
+                check_given(given, self.options.given, ", ".join(self.config.reward.names))
         run = open_run(self.recipe, self.config, self.options, self.read_data, stack, lasting, before)
         self.config = cast("C", run.config)
         return run
@@ -265,7 +281,6 @@ class Trainer(ABC, Generic[C, E, R]):
         run = self.run
         if run.checkpoint is not None:
             self.state = load_checkpoint(run.checkpoint, run.roles)
-            check_given(self.state.given, self._names_of_given(), ", ".join(self.config.reward.names))
             self.restore(self.state)
             self.state = self.state.judged_by(*self.config.judged_by)
             emit(Note(f"resuming after step {self.state.step} from {run.checkpoint}"))
@@ -292,7 +307,7 @@ class Trainer(ABC, Generic[C, E, R]):
             wall_s=self.state.wall_s + spent,
             stage_s=dict(self.clock.totals_s),
             stage_tokens=dict(self.clock.totals_tokens),
-            given=self._names_of_given(),
+            given=self.options.given,
         )
 
     def take(self, step: int, count: int) -> list[E]:
@@ -409,9 +424,6 @@ class Trainer(ABC, Generic[C, E, R]):
         return summary
 
     # -- details ---------------------------------------------------------------------------------------------------
-
-    def _names_of_given(self) -> dict[str, str]:
-        return names_of_given(self.options.reward, ", ".join(self.config.reward.names), self.options.workers)
 
     @property
     def _reached(self) -> bool:

@@ -19,6 +19,7 @@ from podium.algorithms import check_functions
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
 from podium.extras import install_command
+from podium.functions import OF_SCRIPT, describe_object
 from podium.models import ModelConfig
 from podium.models.weight_files import read_stored_tensors
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, Rewards, resolve_reward
@@ -475,20 +476,28 @@ def with_stop_tokens(
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
 
 
-def names_of_given(reward: Rewards | None, reward_name: str, workers: RoleWorkers | None) -> dict[str, str]:
-    """Return the names of the functions and classes that a script passes to a run in addition to its configuration, by
-    role.
+def names_of_given(
+    reward: Rewards | None, reward_name: str, workers: RoleWorkers | None, trainer: type | None = None
+) -> dict[str, str]:
+    """Return descriptions of the functions and classes that a script passes to a run in addition to its configuration,
+    by role.
 
     A configuration file cannot hold them, so a resume from the file alone would silently use other functions. Each
-    checkpoint keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced.
+    checkpoint keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced,
+    and "trainer" a class that is none of Podium's.
     """
     given_objects = {
-        "reward model" if role == _REWARD else role: _name(worker.cls if isinstance(worker, Bound) else worker)
+        "reward model" if role == _REWARD else role: describe_object(
+            worker.cls if isinstance(worker, Bound) else worker
+        )
         for role, worker in (workers or {}).items()
     }
+    if trainer is not None and not trainer.__module__.startswith("podium."):
+        given_objects["trainer"] = describe_object(trainer)
     if reward is None:
         return given_objects
-    names = ", ".join(name if isinstance(name, str) else _name(name) for name in list_rewards(RewardConfig(), reward))
+    rewards = list_rewards(RewardConfig(), reward)
+    names = ", ".join(name if isinstance(name, str) else describe_object(name) for name in rewards)
     return {**given_objects, _REWARD: names, _REWARD_NAME: reward_name}
 
 
@@ -499,7 +508,10 @@ def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: 
         ConfigError: A role's class is missing, or the reward function is missing and ``reward.name`` has not changed.
     """
     missing = [name for name in before if name not in now and name not in (_REWARD, _REWARD_NAME)]
-    if _REWARD in before and _REWARD not in now and before.get(_REWARD_NAME) == reward_name:
+    configured = before.get(_REWARD_NAME, "")
+    if OF_SCRIPT in configured:  # the run was resumed with its own config.yaml
+        configured = ", ".join(RewardConfig().names)
+    if _REWARD in before and _REWARD not in now and configured == reward_name:
         missing.append(_REWARD)
     if missing:
         what = ", ".join(f"{name} ({before[name]})" for name in missing)
@@ -508,7 +520,3 @@ def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: 
             f"the script of this run passed its own {what}, which config.yaml cannot hold: resume the run from that "
             f"script, with run.resume{remedy}"
         )
-
-
-def _name(given: object) -> str:
-    return f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__name__)}"

@@ -34,14 +34,16 @@ class Mine(Policy):
 
 def test_names_are_those_of_functions_classes_and_bound_classes(tmp_path: Path) -> None:
     config = tiny(GRPOConfig, tmp_path)
-    here = f"{__name__}."
+    here = f"of the script, {__name__}."
     assert names_of_given(None, "exact", None) == {}
     assert names_of_given(longer, "exact", {"policy": Mine}) == {
-        "policy": f"{here}Mine",
-        "reward": f"{here}longer",
+        "policy": f"a class {here}Mine",
+        "reward": f"a function {here}longer",
         "reward.name": "exact",
     }
-    assert names_of_given(None, "exact", {"policy": Mine.bind(model=config.model)}) == {"policy": f"{here}Mine"}
+    assert names_of_given(None, "exact", {"policy": Mine.bind(model=config.model)}) == {"policy": f"a class {here}Mine"}
+    assert names_of_given(None, "exact", None, PPOTrainer) == {}
+    assert names_of_given(None, "exact", None, Mine) == {"trainer": f"a class {here}Mine"}
 
 
 def test_what_is_missing_is_named_unless_something_else_was_said() -> None:
@@ -60,10 +62,8 @@ def test_a_run_with_a_function_is_not_resumed_without_it(tmp_path: Path, capsys:
     PPOTrainer(config, cluster="inline", reward=longer_is_better, show=False).fit()
     run = tmp_path / "runs" / "run"
     assert main(["train", "grpo", "--resume", str(run), "--run.steps", "2", "--backend", "inline"]) == 2
-    assert (
-        f"the script of this run passed its own reward ({longer_is_better.__module__}.longer_is_better)"
-        in capsys.readouterr().err
-    )
+    name = longer_is_better.__module__
+    assert f"reward.name is a function of the script, {name}.longer_is_better, which" in capsys.readouterr().err
     again = tiny(GRPOConfig, tmp_path, run={"steps": 2, "resume": str(run)}, eval={"items": 0})
     PPOTrainer(again, cluster="inline", reward=longer_is_better, show=False).fit()
     assert [row["step"] for row in metrics_rows(run)] == [1, 2]

@@ -1,0 +1,162 @@
+"""What a script passes as an object is recorded as such, and no later command puts a default in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from podium.cli import main
+from podium.config import load_config
+from podium.errors import ConfigError
+from podium.runs.records import RunRecord
+from podium.telemetry import Note, subscribe
+from podium.trainer import GRPOConfig, PPOTrainer
+from podium.view.run import Run
+from podium.workers import Policy
+from tests.integration.training import tiny
+
+HERE = f"of the script, {__name__}"
+ROWS = [{"prompt": f"{n:02d}=", "answer": f"{n:02d}"} for n in range(40)]
+
+
+def first(completion: str, row: Mapping[str, Any]) -> float:
+    return float(completion[:1] == row["answer"][:1])
+
+
+def renamed(completion: str, row: Mapping[str, Any]) -> float:
+    return first(completion, row)
+
+
+class Mine(Policy):
+    """A worker of the script's own."""
+
+
+class MyTrainer(PPOTrainer):
+    """A trainer of the script's own."""
+
+
+def train(folder: Path, reward: Any = first, cls: type[PPOTrainer] = PPOTrainer, **options: Any) -> Path:
+    run = {"steps": 1, **options.pop("run", {})}
+    data = {"train": ""} if "data" in options else {}
+    config = tiny(GRPOConfig, folder, run=run, data=data, save={"every": 1})
+    cls(config, cluster="inline", reward=reward, show=bool(options.pop("show", False)), **options).fit()
+    return folder / "runs" / "run"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("objects")
+    return train(folder, [first, "exact"], MyTrainer, workers={"policy": Mine}, data=ROWS)
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    status = main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return status, out + err
+
+
+RECORDED = {
+    "reward.name": f'["a function {HERE}.first", "exact"]',
+    "script.policy": f"a class {HERE}.Mine",
+    "script.trainer": f"a class {HERE}.MyTrainer",
+    "script.data": "a list of the script",
+}
+
+
+def test_the_run_records_them_where_every_reader_looks(made: Path) -> None:
+    assert yaml.safe_load((made / "config.yaml").read_text())["reward"]["name"] == [f"a function {HERE}.first", "exact"]
+    assert RunRecord(made).of_script == RECORDED
+    shown = Run(made, "run").answer("settings")["values"]
+    assert {key: shown[key] for key in RECORDED} == RECORDED
+    log = (made / "logs" / "controller.log").read_text()
+    assert f"a class {HERE}.Mine" not in log, "the report is shown only where somebody looks"
+
+
+def test_the_report_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, show=True)
+    assert f"reward.name  a function {HERE}.first" in capsys.readouterr().out
+
+
+def test_commands_that_read_the_run_say_so(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("runs", made), ("changes", made)):
+        status, text = run_command(capsys, *words)
+        assert status == 0
+        assert all(value in text.replace("'", '"') for value in RECORDED.values())
+    assert run_command(capsys, "export", made, "--to", tmp_path / "out")[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert all(value in card.replace("'", '"') for key, value in RECORDED.items())
+
+
+def test_commands_that_need_them_ask_by_name(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = f"reward.name is a function {HERE}.first, which the run's configuration cannot hold: run that script, or"
+    for words in (
+        ("eval", made, "--backend", "inline"),
+        ("train", "grpo", "--resume", made, "--run.steps", 2, "--backend", "inline"),
+        ("train", "grpo", "--config", made / "config.yaml", "--run.name", "another", "--dry-run"),
+    ):
+        status, text = run_command(capsys, *words)
+        assert status != 0
+        assert asked in text
+        assert f"--reward.name {__name__}:first" in text
+    status, text = run_command(capsys, "eval", made, "--backend", "inline", "--reward.name", "exact")
+    assert status == 0
+    assert f"the run had a class {HERE}.Mine, as its policy, which is not used here" in text
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file.name: file.read_bytes() for file in made.glob("*.*") if not file.name.startswith("trace")}
+    words = ("train", "grpo", "--resume", made, "--run.steps", 2, "--backend", "inline", "--reward.name", "gsm8k")
+    status, text = run_command(capsys, *words)
+    assert status != 0
+    assert f"passed its own policy (a class {HERE}.Mine), trainer (a class {HERE}.MyTrainer), which" in text
+    after = {file.name: file.read_bytes() for file in made.glob("*.*") if not file.name.startswith("trace")}
+    assert after == before
+
+
+def test_the_script_resumes_its_run_with_an_edited_function_and_not_without_one(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    train(tmp_path, renamed, run={"steps": 2, "resume": "auto"})
+    train(tmp_path, renamed, run={"steps": 3, "resume": str(run)})
+    assert RunRecord(run).of_script == {"reward.name": f"a function {HERE}.renamed"}
+    with pytest.raises(ConfigError, match=r"reward\.name = 'fraction', and the run has 'a function of the script"):
+        train(tmp_path, None, run={"steps": 4, "resume": "auto"})
+    with pytest.raises(ConfigError, match=r"passed its own reward \(a function of the script, .*\.renamed\)"):
+        train(tmp_path, None, run={"steps": 4, "resume": str(run)})
+
+
+def test_a_resume_with_the_runs_own_configuration_needs_the_function_too(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    overrides = ["--run.resume", str(run), "--run.steps", "2"]
+    config = load_config(GRPOConfig, run / "config.yaml", overrides)
+    with pytest.raises(ConfigError, match=r"reward\.name is a function of the script"):
+        PPOTrainer(config, cluster="inline", show=False).fit()
+    PPOTrainer(config, cluster="inline", reward=first, show=False).fit()
+    config = load_config(
+        GRPOConfig, run / "config.yaml", [*overrides[:2], "--run.steps", "3", "--reward.name", "exact"]
+    )
+    with pytest.raises(ConfigError, match=r"passed its own reward \(a function of the script, .*\.first\)"):
+        PPOTrainer(config, cluster="inline", show=False).fit()
+    assert RunRecord(run).of_script == {"reward.name": f"a function {HERE}.first"}
+
+
+def test_names_of_the_main_module_are_those_of_a_script(tmp_path: Path) -> None:
+    """On inline they work while that script runs. Another program has another main module."""
+    from podium.algorithms import AlgorithmConfig, check_functions
+
+    with pytest.raises(ConfigError, match=r"is a function of the script that started the run.*path/file\.py:my_loss"):
+        check_functions(AlgorithmConfig(loss="__main__:my_loss"))
+
+
+def test_a_trainer_of_podium_and_a_named_reward_are_no_objects(tmp_path: Path) -> None:
+    notes: list[str] = []
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    try:
+        run = train(tmp_path, None)
+    finally:
+        unsubscribe()
+    assert RunRecord(run).of_script == {}
+    assert load_config(GRPOConfig, run / "config.yaml").reward.name == "fraction"
