@@ -64,7 +64,7 @@ CASES: Final[Mapping[str, tuple[str, str, Mapping[str, Any]]]] = {
         {
             **GROUPS,
             "algorithm.advantage": "rloo",
-            "algorithm.dual_clip": 3.0,
+            "algorithm.options.dual_clip": 3.0,
             "algorithm.minibatches": 2,
             "algorithm.aggregation": "sequence-mean",
         },

@@ -82,10 +82,6 @@ class AlgorithmConfig:
     clip_high: float | None = Field(default=None, gt=0, le=1e9)
     """The probability ratio is clipped above at 1 + clip_high. null means the default of the loss: 4e-4 for gspo; for
     others 0.28, and 0.2 with a critic."""
-    dual_clip: float | None = Field(default=None, gt=1, le=1e9)
-    """The loss of a token with a negative advantage is at most this multiple of the advantage's size. 3 is usual; null
-    means no
-    bound."""
     value_clip: float | None = Field(default=0.2, gt=0, le=1e9)
     """An update moves the critic's values by at most this amount. null means no bound."""
     aggregation: Aggregation | None = None

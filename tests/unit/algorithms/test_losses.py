@@ -30,7 +30,7 @@ def clip(
     logprobs: Tensor, old: Tensor, advantages: Tensor, low: float = 0.2, high: float = 0.28, dual: float | None = None
 ) -> TokenLoss:
     inputs = one_row(logprobs=logprobs, old_logprobs=old, advantages=advantages)
-    return ppo_clip(inputs, AlgorithmConfig(clip_low=low, clip_high=high, dual_clip=dual))
+    return ppo_clip(inputs, AlgorithmConfig(clip_low=low, clip_high=high, options={"dual_clip": dual}))
 
 
 # -- clipped surrogate -----------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def policy_inputs(*without: str, **changes: Tensor) -> LossInputs:
 
 def test_policy_loss_is_the_sum_of_its_parts() -> None:
     config = AlgorithmConfig(
-        dual_clip=3.0, importance_cap=1.5, kl_in="loss", kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
+        options={"dual_clip": 3.0}, importance_cap=1.5, kl_in="loss", kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
     )
     loss = policy_loss(policy_inputs(), config)
     logp, old, advantages, rollout, ref, entropy = (normal(seed).numpy() for seed in range(1, 7))

@@ -168,7 +168,7 @@ def test_options_are_typed_beside_the_function_and_shared_by_estimator_and_loss(
         with pytest.raises(ConfigError, match=message):
             check_functions(replace(config, options=options))
     with pytest.raises(ConfigError, match=r"options.cov_share .* neither declares options\. .*@Declaration\(options="):
-        check_functions(AlgorithmConfig(options={"cov_share": 0.5}))
+        check_functions(AlgorithmConfig(loss="cross_entropy", options={"cov_share": 0.5}))
 
 
 def test_options_that_are_no_section_are_refused_at_decoration() -> None:
@@ -256,3 +256,12 @@ def test_wrong_results_are_refused_by_name(name: str, message: str, module: str)
     with pytest.raises(DataError, match=message) as caught:
         compute_advantages(INPUTS, AlgorithmConfig(advantage=f"{module}:{name}"))
     assert f"'{module}:{name}'" in str(caught.value)
+
+
+def test_an_option_of_the_clipped_surrogate_is_refused_with_a_loss_that_does_not_clip() -> None:
+    for loss in ("ppo_clip", "gspo"):
+        check_functions(AlgorithmConfig(loss=loss, options={"dual_clip": 3.0}))
+        with pytest.raises(ConfigError, match=r"algorithm\.options\.dual_clip = 1: expected a number above 1"):
+            check_functions(AlgorithmConfig(loss=loss, options={"dual_clip": 1}))
+    with pytest.raises(ConfigError, match=r"unknown key algorithm\.options\.dual_clip"):
+        check_functions(AlgorithmConfig(loss="clip_cov", options={"dual_clip": 3.0}))

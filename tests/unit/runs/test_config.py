@@ -110,7 +110,7 @@ def test_a_number_is_accepted_or_refused_by_the_name_of_its_key(path: str) -> No
         ("run.timeout_s", math.inf),
         ("eval.stop_at", 2e9),
         ("algorithm.gamma", 1.5),
-        ("algorithm.dual_clip", 1),
+        ("algorithm.clip_low", 2),
         ("algorithm.kl_in", "rewards"),
         ("algorithm.aggregation", "token_mean"),
         ("critic.lr", -1),

@@ -73,14 +73,14 @@ def test_config_yaml_is_read_the_same_from_any_working_directory(
 
 
 def test_config_yaml_says_what_null_means(project: Path) -> None:
-    config = asked(algorithm={"loss": "gspo", "clip_low": 0.1, "dual_clip": None})
+    config = asked(algorithm={"loss": "gspo", "clip_low": 0.1, "kl_target": None})
     begin(config, run := project / "runs" / "two")
     text = (run / "config.yaml").read_text()
     assert "\n  clip_low: 0.1\n" in text
     assert "\n  clip_high: null  # 0.0004, default of the loss gspo: Zheng et al. 2025" in text
     assert "\n  aggregation: null  # sequence-mean, default of the loss gspo" in text
     assert "\n  normalize_advantage: null  # true, default of the advantage grpo" in text
-    assert "\n  dual_clip: null\n" in text
+    assert "\n  kl_target: null\n" in text
     assert load_config(GRPOConfig, run / "config.yaml").algorithm == config.algorithm
     begin(SFTConfig(model=config.model, data=config.data), run)  # which has no algorithm
 

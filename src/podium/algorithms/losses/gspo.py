@@ -3,13 +3,14 @@
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import Declaration
 from podium.algorithms.kl import bounded_exp
-from podium.algorithms.losses.ppo_clip import clipped_surrogate, log_ratio
+from podium.algorithms.losses.ppo_clip import ClipOptions, clipped_surrogate, log_ratio
 from podium.algorithms.records import LossInputs, TokenLoss
 
 __all__ = ["gspo"]
 
 
 @Declaration(
+    options=ClipOptions,
     defaults={"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence-mean"},
     source="Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 5 and section 5.1",
 )

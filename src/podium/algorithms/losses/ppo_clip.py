@@ -1,17 +1,30 @@
 """The clipped surrogate of PPO."""
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.declarations import Declaration
 from podium.algorithms.kl import bounded_exp
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
+from podium.config import section
 from podium.telemetry.metrics import CLIP_FRACTION
 
-__all__ = ["clipped_surrogate", "log_ratio", "ppo_clip"]
+__all__ = ["ClipOptions", "clipped_surrogate", "log_ratio", "ppo_clip"]
 
 
+@section("algorithm.options")
+class ClipOptions:
+    """A second bound of the clipped surrogate."""
+
+    dual_clip: float | None = Field(default=None, gt=1, le=1e9)
+    """The loss of a token with a negative advantage is at most this multiple of the advantage's size. 3 is usual; null
+    means no bound."""
+
+
+@Declaration(options=ClipOptions)
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = exp(logprobs - old_logprobs)``, ``[N]``.
 
@@ -35,9 +48,9 @@ def clipped_surrogate(ratio_N: Tensor, inputs: LossInputs, config: AlgorithmConf
     """The surrogate for a ratio of tokens or of sequences, and the share of tokens whose gradient is 0 because of a
     bound.
 
-    With ``config.dual_clip = c`` the loss of a token with negative advantage is at most ``-c A``: otherwise the force
-    that lowers a token's probability grows with its ratio. Ye et al. 2020, "Mastering Complex Control in MOBA Games",
-    arXiv:1912.09729.
+    With the option ``dual_clip = c`` the loss of a token with negative advantage is at most ``-c A``: otherwise the
+    force that lowers a token's probability grows with its ratio. Ye et al. 2020, "Mastering Complex Control in MOBA
+    Games", arXiv:1912.09729.
     """
     advantages_N = wide(inputs.advantages_N.detach())
     low, high = config.clip_bounds
@@ -45,8 +58,9 @@ def clipped_surrogate(ratio_N: Tensor, inputs: LossInputs, config: AlgorithmConf
     bounded_N = -ratio_N.clamp(1 - low, 1 + high) * advantages_N
     loss_N = torch.maximum(free_N, bounded_N)
     clipped_N = bounded_N > free_N
-    if config.dual_clip is not None:
-        ceiling_N = -config.dual_clip * advantages_N
+    dual_clip = config.read_options(ClipOptions).dual_clip
+    if dual_clip is not None:
+        ceiling_N = -dual_clip * advantages_N
         runaway_N = (advantages_N < 0) & (loss_N > ceiling_N)
         loss_N = torch.where(runaway_N, ceiling_N, loss_N)
         clipped_N = clipped_N | runaway_N
