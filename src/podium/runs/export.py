@@ -200,7 +200,7 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
     from podium.models.model_files import RESUME
     from podium.models.stored_policy import load_stored, write_adapters, write_whole
     from podium.models.tokenizers import load_tokenizer
-    from podium.rollout.tasks.writer import chat_template
+    from podium.rollout.tasks.templates import chat_template
 
     assert found.checkpoint is not None
     policy = found.checkpoint / _POLICY

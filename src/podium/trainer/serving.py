@@ -16,7 +16,7 @@ from podium.errors import PodiumError
 from podium.models import load_tokenizer
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.service import check_serving, serve_load_balancer
-from podium.rollout.tasks.writer import chat_template
+from podium.rollout.tasks.templates import chat_template
 from podium.runs.config import InferenceConfig
 from podium.runtime import Cluster, Handle
 from podium.trainer.checks.preflight import with_stop_tokens

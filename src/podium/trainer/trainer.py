@@ -23,7 +23,7 @@ from podium.rewards import Rewards
 from podium.rewards.resolve import list_rewards
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import EncodedPairs, Example, PromptStream
-from podium.rollout.tasks.writer import chat_template
+from podium.rollout.tasks.templates import chat_template
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.directory import Summary

@@ -105,7 +105,7 @@ def test_answers_are_read_and_gone_on_with_by_the_template(said: str, content: s
         answer = await ask(service, "s", messages, TOOLS)
         assert answer.message["content"] == (said.removesuffix("<|im_end|>") if content is None else content)
         assert "tool_calls" not in answer.message
-        messages += [dict(answer.message), {"role": "developer", "content": "In French."}, messages[0]]
+        messages += [dict(answer.message), {"role": "system", "content": "In French."}, messages[0]]
         await ask(service, "s", messages, TOOLS)
         assert differences(session, source.log) == []
 

@@ -57,6 +57,10 @@ class ChatFormat:
         """
         return self._writer.encode(self._text(messages, tools, opened=True))
 
+    def check(self, messages: Messages, tools: Tools, start: int) -> None:
+        """Check that the template writes what the messages from ``start`` on and the tools say. Raises ConfigError."""
+        self._writer.check(messages, list(tools) or None, start)
+
     def is_vast(self, characters: int, tokens: int) -> bool:
         """As :meth:`.Writer.is_vast`."""
         return self._writer.is_vast(characters, tokens)

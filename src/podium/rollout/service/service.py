@@ -209,6 +209,8 @@ class Service:
         try:
             if recorded is not None:
                 continues = recorded.find(request.messages, tools)
+            messages = request.messages if recorded is None else recorded.without_said(request.messages)
+            self.form.check(messages, tools, 0 if continues is None else len(continues.messages))
             if recorded is not None and continues is not None and continues.tools == tools_key(tools):
                 messages_before = continues.messages
                 recorded_ids = recorded.ids_of(continues)

@@ -21,7 +21,8 @@ __all__ = ["Key", "RecordedCall", "Row", "Sampled", "Session", "Turn", "message_
 Key: TypeAlias = str
 """What a message says, in a form that is equal for what two clients send of the same message."""
 
-_IGNORED: Final = frozenset({"reasoning_content", "reasoning", "refusal", "audio", "annotations", "function_call"})
+_REASONING: Final = ("reasoning_content", "reasoning")
+_IGNORED: Final = frozenset({*_REASONING, "refusal", "audio", "annotations", "function_call"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,15 @@ class Session:
             return len(call.conversation), call.tools == key, self._is_open(call), call.number
 
         return max(candidates, key=rank, default=None)
+
+    def without_said(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages without the reasoning that the model itself said in this session. Clients send it back also
+        after they have edited the text beside it, and many templates leave it out."""
+        said = {call.messages[-1].get("reasoning_content") or "" for call in self.calls if call.messages}
+        return [
+            {name: value for name, value in message.items() if name not in _REASONING or str(value) not in said}
+            for message in messages
+        ]
 
     def record(
         self,

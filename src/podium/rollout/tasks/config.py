@@ -53,6 +53,10 @@ class DataConfig:
     bad_rows: Literal["refuse", "drop"] = "refuse"
     """A row that cannot be used, because it is malformed or the chat template cannot write it, ends the run with an
     error that names the row (refuse), or is left out and counted (drop)."""
+    split_turns: bool = False
+    """Supervised fine-tuning makes a row of each turn of the assistant, with the prompt that the chat template writes
+    for this turn alone. The reasoning of earlier turns, which many templates leave out once later messages follow, is
+    then learned."""
     train_split: str = Field(default="train", min_length=1)
     """Training uses this split of a hub dataset or directory."""
     eval_split: str = Field(default="test", min_length=1)

@@ -6,7 +6,9 @@ examples ─▶ text, by the chat template if there is one ─▶ token ids, in 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from podium.rollout.tasks.bad_rows import SHOWN, BadRows, RowError
 from podium.rollout.tasks.cache import read_or_compute
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
+from podium.rollout.tasks.fields import is_speech
 from podium.rollout.tasks.media import find_media, find_sign
+from podium.rollout.tasks.spans import split_turns
 from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Note, Waiting, emit
 
@@ -151,7 +155,7 @@ def encode_prompts(
         for chunk in prompts.chunks():
             for _, _, tokens in chunk:
                 rows.add(tokens)
-        return {**rows.tensors(), **prompts.tensors()}
+        return {**rows.tensors(), **prompts.tensors(), "unwritten": _pack(writer.unwritten)}
 
     count = len(examples) if writer.is_lasting else 0
     bad = BadRows(config.bad_rows)
@@ -160,6 +164,7 @@ def encode_prompts(
     )
     _tell_bad(bad, encode, examples, stored)
     _check_unknown(writer, examples, stored)
+    _tell_unwritten(stored["unwritten"])
     dropped, cut = stored["counts"].tolist()
     rows = TokenRows(stored["values"], stored["offsets"])
     return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if writer.is_lasting else "")
@@ -183,6 +188,8 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         raise ConfigError(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop: set eos_token"
         )
+    if config.split_turns:
+        examples = _split(examples)
     if empty := sum(not _says_something(example) for example in examples):
         emit(Note(f"{empty} of {len(examples)} answers are empty: the model learns to say nothing after these prompts"))
 
@@ -197,8 +204,8 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
                     learned.extend(pair[1])
                 else:
                     prompts.take_out(index, pair)
-        turns = torch.tensor(writer.turns)
-        return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8), "turns": turns}
+        made = {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
+        return {**made, "turns": torch.tensor(writer.turns), "unwritten": _pack(writer.unwritten)}
 
     content = ((_content(e), e.row.get("answer", e.answer), e.turns, e.whole) for e in examples)
     bad, count = BadRows(config.bad_rows), len(examples) if writer.is_lasting else 0
@@ -210,10 +217,19 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     if dropped or cut:
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}"))
     _tell_turns(*stored["turns"].tolist())
+    _tell_unwritten(stored["unwritten"])
+    _tell_unlearned(examples)
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
     kept = [examples[index] for index in stored["kept"].tolist()]
     return EncodedPairs(rows, mask, kept, rows.digest if writer.is_lasting else "")
+
+
+def _split(examples: Sequence[Example]) -> list[Example]:
+    """Return examples of one turn each, and tell how many."""
+    rows = [row for example in examples for row in split_turns(example)]
+    emit(Note(f"data.split_turns makes {len(rows):,} rows of {len(examples):,}, one for each turn that is learned"))
+    return rows
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int | None:
@@ -248,7 +264,8 @@ def _tell_turns(turns: int, rewritten: int, endless: int) -> None:
             Note(
                 f"the chat template writes {rewritten} of {turns} turns of the assistant otherwise than the rows have "
                 "them: many templates leave the reasoning of earlier turns out. The model learns what the template "
-                "writes; a row whose conversation ends with a turn learns that turn whole"
+                "writes, and the last turn of a conversation whole; data.split_turns makes a row of each turn, which "
+                "is then learned whole"
             )
         )
     if endless:
@@ -256,6 +273,35 @@ def _tell_turns(turns: int, rewritten: int, endless: int) -> None:
             Note(
                 f"the chat template ends {endless} of {turns} turns of the assistant without a token of its own: the "
                 "model does not learn to stop there"
+            )
+        )
+
+
+def _pack(counts: Mapping[str, int]) -> Tensor:
+    return torch.tensor([*json.dumps(counts).encode()], dtype=torch.uint8)
+
+
+def _tell_unwritten(packed: Tensor) -> None:
+    """Tell of fields of messages that the template does not write."""
+    counts: dict[str, int] = json.loads(bytes(packed.tolist()))
+    if counts:
+        named = ", ".join(f"{name!r} of {count:,} messages" for name, count in sorted(counts.items()))
+        emit(Note(f"the chat template does not write {named}: these fields are taken for meta data"))
+
+
+def _tell_unlearned(examples: Sequence[Example]) -> None:
+    """Tell of columns that hold what was said or thought, and that are part of neither prompt nor answer."""
+    columns = Counter(
+        name
+        for example in examples
+        for name, value in example.row.items()
+        if value and is_speech(name) and name not in example.fields and name not in example.columns
+    )
+    for name, count in columns.items():
+        emit(
+            Note(
+                f"column {name!r} of {count:,} rows is not learned: data.answer_column can be a template that puts it "
+                f"into the answer, as in '<think>{{{name}}}</think>{{answer}}'"
             )
         )
 
@@ -405,7 +451,7 @@ class _Prompts:
 
     def _encode(self, examples: Sequence[Example]) -> Iterator[list[int] | RowError | None]:
         """Yield the ids of each prompt, None for one that is vast, or why the example cannot be used."""
-        for example, tokens in zip(examples, self._writer.prompts(examples), strict=True):
+        for example, tokens in zip(examples, self._writer.prompts(examples, answers=self._answers), strict=True):
             try:
                 with example.name_in_errors():
                     (_check_answer if self._answers else _check_prompt)(example)

@@ -6,31 +6,31 @@ span, and everything else must stand outside of them. A conversation for which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks.examples import Messages, message_text
+from podium.rollout.tasks.examples import Example, Messages, message_text
 
 __all__ = [
     "MARKING",
     "Span",
-    "check_fields",
+    "SystemPrompt",
     "check_learned",
     "check_others",
     "find_turn",
     "mask_tokens",
+    "number_of",
     "opens_otherwise",
     "read_marks",
+    "split_turns",
     "text_differs_at",
 ]
 
 MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
-_MARKS: Final = ("weight", "train", "trainable", "loss_mask", "loss")
+_MARKS: Final = frozenset({"weight", "train", "trainable", "loss_mask", "loss"})
 """Fields of a message by which the field's data say whether the turn is learned."""
-_SPOKEN: Final = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "function_call", "tool_calls")
-"""Fields of a message that hold what the model said. A template that does not write them would drop it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,18 @@ class Span:
     learned: bool = True
 
 
+class SystemPrompt(dict[str, Any]):
+    """The message of ``data.system_prompt``, which no row has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(role="system", content=text)
+
+
+def number_of(messages: Messages, index: int) -> int:
+    """Return the number of ``messages[index]`` among those of its row, from 1."""
+    return index + 1 - isinstance(messages[0], SystemPrompt)
+
+
 def read_marks(messages: Messages) -> tuple[Messages, list[bool]]:
     """Return the messages without the fields that say whether a turn is learned, and what these fields say.
 
@@ -60,8 +72,13 @@ def read_marks(messages: Messages) -> tuple[Messages, list[bool]]:
     """
     plain: Messages = []
     learned: list[bool] = []
-    for number, message in enumerate(messages, start=1):
+    for index, message in enumerate(messages):
+        if _MARKS.isdisjoint(message):
+            plain.append(message)
+            learned.append(True)
+            continue
         marks = {name: message[name] for name in _MARKS if message.get(name) is not None}
+        number = number_of(messages, index)
         for name, mark in marks.items():
             if not isinstance(mark, bool | int | float) or mark not in (0, 1):
                 raise DataError(
@@ -78,39 +95,40 @@ def read_marks(messages: Messages) -> tuple[Messages, list[bool]]:
     return plain, learned
 
 
-def check_fields(messages: Messages, render: Callable[[Messages], str]) -> int:
-    """Check that the template writes what the fields of messages say. Returns the number of turns of which it leaves
-    out a field because later messages follow, as many templates do with the reasoning of earlier turns.
+def split_turns(example: Example) -> list[Example]:
+    """Return an example for each turn of the assistant that is learned: what was said before it is the prompt.
 
-    Raises:
-        DataError: The template does not write a field that holds what the model said.
+    An example that cannot be split, of which its encoding tells, is returned as it is.
     """
-    stripped = 0
-    for index, message in enumerate(messages):
-        for name in _SPOKEN:
-            if not message.get(name):
-                continue
-            without = [*messages]
-            without[index] = {key: entry for key, entry in message.items() if key != name}
-            if render(messages) != render(without):
-                continue
-            is_reasoning = name not in ("function_call", "tool_calls")
-            if is_reasoning and render(messages[: index + 1]) != render(without[: index + 1]):
-                stripped += 1
-                continue
-            raise DataError(
-                f"message {index + 1} has {name} = {str(message[name])[:40]!r}, which the chat template does not "
-                "write, so that the model would learn to leave it out: set data.chat_template to one that writes this "
-                f"field, put its text into the content, or take {name} out of the rows"
-            )
-    return stripped
+    prompt = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+    messages: Messages = [*prompt, *map(dict, example.turns)]
+    first = 0 if example.whole else len(prompt)
+    try:
+        _, learned = read_marks(messages)
+    except DataError:
+        return [example]
+    turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant" and learned[at]]
+    if example.is_text or not example.turns or not turns or turns[0] == 0:
+        return [example]
+    place = f"{example.place}, " if example.place else ""
+    return [
+        replace(
+            example,
+            prompt=messages[:at],
+            answer=message_text(messages[at]),
+            turns=[messages[at]],
+            whole=False,
+            place=f"{place}message {at + 1}",
+        )
+        for at in turns
+    ]
 
 
 def find_turn(
     text: str,
     messages: Messages,
     index: int,
-    render: Callable[[Messages, bool], str],
+    written: Callable[[int, bool], str],
     ends: Sequence[str],
     special: Collection[str],
 ) -> Span:
@@ -120,7 +138,7 @@ def find_turn(
     itself where the template ends the last turn otherwise, and with the next role's token where it writes no sign.
 
     Args:
-        render: Writes messages, and opens an answer if the second argument is true.
+        written: Writes so many first messages, and opens an answer if the second argument is true.
         ends: The signs that end the last turn of a conversation, the longest first.
         special: The texts of the tokenizer's special tokens.
 
@@ -130,12 +148,12 @@ def find_turn(
     """
     if index == 0:
         raise DataError(f"a conversation begins with the assistant's turn {str(messages)[:60]!r}; repair the row")
-    opened = render(messages[:index], True)
+    opened = written(index, True)
     start = len(opened) if text.startswith(opened) else text_differs_at(text, opened)
     # An earlier turn may stand without a part of what opens an answer, such as <think>. The last may not.
-    if start < len(opened) and not (index < len(messages) - 1 and text.startswith(render(messages[:index], False))):
+    if start < len(opened) and not (index < len(messages) - 1 and text.startswith(written(index, False))):
         raise opens_otherwise(opened[start:], f"or {MARKING}")
-    closed = render(messages[: index + 1], False)
+    closed = written(index + 1, False)
     if text.startswith(closed):
         for sign in ends:
             if (at := text.rfind(sign, start, len(closed))) >= 0:
@@ -221,14 +239,15 @@ def check_others(text: str, outside: Sequence[str], messages: Messages, turns: C
 
 def _refuse(messages: Messages, index: int, reason: str) -> DataError:
     return DataError(
-        f"the chat template writes message {index + 1} of the role {messages[index]['role']!r}, "
+        f"the chat template writes message {number_of(messages, index)} of the role {messages[index]['role']!r}, "
         f"{message_text(messages[index])[:40]!r}, so that {reason}: {MARKING}"
     )
 
 
 def mask_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[bool] | None:
     """Return whether each token is learned, by the characters that it stands for; None if a token stands on the border
-    of a span.
+    of a span. A token that stands for no character, which many tokenizers put after a special token, is learned where
+    it follows the token that opens a turn: the model generates it.
 
     Args:
         offsets: First character of each token, and the one after its last.
@@ -238,13 +257,13 @@ def mask_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> li
     for span in spans:
         if not span.learned:
             continue
-        while token < len(offsets) and offsets[token][1] <= span.start:
+        while token < len(offsets) and offsets[token][0] < span.start >= offsets[token][1]:
             token += 1
         while token < len(offsets) and offsets[token][0] < span.stop:
             first, last = offsets[token]
             if first < span.start or last > span.stop:
                 return None
-            mask[token] = last > first
+            mask[token] = True
             token += 1
     return mask
 
@@ -260,18 +279,8 @@ def opens_otherwise(opening: str, remedy: str) -> ConfigError:
 
 def text_differs_at(text: str, other: str) -> int:
     """Return the first place at which two texts differ, or the length of the shorter."""
-    return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-
-
-def to_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of OpenAI's older form, with ``function_call`` or the role "function", in today's form."""
-    entries = dict(message)
-    call = entries.get("function_call")
-    if call and not entries.get("tool_calls"):
-        function = cast("Mapping[str, Any]", call) if isinstance(call, Mapping) else {}
-        if function.get("name"):
-            del entries["function_call"]
-            entries["tool_calls"] = [{"type": "function", "function": dict(function)}]
-    if entries.get("role") == "function":
-        entries["role"] = "tool"
-    return entries
+    low, high = 0, min(len(text), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if text[low:middle] == other[low:middle] else (low, middle - 1)
+    return low

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-import ctypes
-import inspect
 import json
-import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.bad_rows import RowError
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example, Messages, half_pair, message_text, template_messages
+from podium.rollout.tasks.examples import Example, Messages, message_text, template_messages
+from podium.rollout.tasks.fields import FieldCheck, to_tool_calls
 from podium.rollout.tasks.spans import (
     MARKING,
     Span,
-    check_fields,
+    SystemPrompt,
     check_learned,
     check_others,
     find_turn,
-    mask_tokens,
     opens_otherwise,
     read_marks,
     text_differs_at,
-    to_tool_calls,
 )
+from podium.rollout.tasks.templates import (
+    GENERATION,
+    Looping,
+    chat_template,
+    list_variables,
+    run_in_time,
+    template_options,
+)
+from podium.rollout.tasks.tokens import Encoder, Kept
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["INSTRUCTING", "Writer", "chat_template"]
+__all__ = ["INSTRUCTING", "Writer"]
 
 T = TypeVar("T")
 
@@ -46,11 +49,8 @@ INSTRUCTING: Final = ("system", "developer")
 """The roles of messages before which no ``data.system_prompt`` comes."""
 
 _CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
-_PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which takes milliseconds
-_VAST: Final = 1_000_000  # characters: only texts of more are judged by their length before they are encoded
 _EXAMINED: Final = 200  # characters of a text that are looked at for unknown ones
 _PROBE: Final = "podium"
-_GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' keyword around the assistant's text
 
 
 class Writer:
@@ -61,8 +61,11 @@ class Writer:
         self.config = config
         self._template = chat_template(tokenizer, config)
         self._tool_template = chat_template(tokenizer, config, tools=True)
-        self._options = _template_options(tokenizer, config, self._template, self._tool_template)
+        self._options = template_options(tokenizer, config, self._template, self._tool_template)
         self._has_written = False
+        self._kept: dict[int, Kept] = {}
+        self._fields = FieldCheck()
+        self._encoder = Encoder(tokenizer)
         self.turns = [0, 0, 0]
         """Turns of conversations that were encoded; of these, those that the template writes otherwise than the row has
         them, and those whose end is not learned."""
@@ -96,27 +99,22 @@ class Writer:
             return ()
         messages = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
         try:
-            written = _in_time(lambda: self._render(messages, None, opened=False))
-        except _Looping:
+            written = run_in_time(lambda: self._render(messages, None, opened=False))
+        except Looping:
             raise
         except ConfigError:  # one that writes prompts only
             return ()
-        (ids,) = self._encode([written.rpartition(_PROBE)[2]])
-        first = next((at for at, token in enumerate(ids) if token in self._special.values()), None)
+        (ids,) = self._encoder.encode([written.rpartition(_PROBE)[2]])
+        first = next((at for at, token in enumerate(ids) if token in self._encoder.special.values()), None)
         if first is None:
             return ()
-        names = {token_id: name for name, token_id in self._special.items()}
+        names = {token_id: name for name, token_id in self._encoder.special.items()}
         return tuple((names[token], token) for token in takewhile(names.__contains__, ids[first:]))
 
     @property
     def end(self) -> tuple[str, int] | None:
         """The first special token with which the template ends the assistant's turn, and its id."""
         return self.ends[0] if self.ends else None
-
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        """The texts of the special tokens, and their ids."""
-        return {token.content: at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     @cached_property
     def _end_signs(self) -> tuple[str, ...]:
@@ -128,6 +126,12 @@ class Writer:
     def words(self) -> frozenset[str]:
         """The texts that the tokenizer reads as one token of their own, added to its vocabulary."""
         return frozenset(token.content for token in self._tokenizer.added_tokens_decoder.values())
+
+    @property
+    def unwritten(self) -> dict[str, int]:
+        """Fields of messages that are taken for meta data and that the template does not write, and how many messages
+        have them."""
+        return self._fields.unwritten
 
     @property
     def template(self) -> str | None:
@@ -148,7 +152,7 @@ class Writer:
         whole_text = self.messages(messages)
         if self._has_written:
             return self._render(whole_text, tools, opened=opened)
-        text = _in_time(lambda: self._render(whole_text, tools, opened=opened))
+        text = run_in_time(lambda: self._render(whole_text, tools, opened=opened))
         self._has_written = True  # a template that loops does so at once; a thread for each text would cost most of it
         return text
 
@@ -159,34 +163,69 @@ class Writer:
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else self._to_messages(prompt)
         )
         if self.config.system_prompt and messages[0]["role"] not in INSTRUCTING:
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+            messages = [SystemPrompt(self.config.system_prompt), *messages]
         return messages
+
+    def check(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, start: int = 0) -> None:
+        """Check that the template writes what the messages from ``start`` on and the tools say, as those of the data.
+
+        Raises:
+            ConfigError: It does not, or there is none.
+        """
+        self.text(messages, tools, opened=True)
+        try:
+            texts = _Texts(self._render, self.messages(messages), tools)
+            self._check_tools(texts)
+            start += len(texts.messages) - len(messages)
+            self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True), start)
+        except DataError as error:
+            raise ConfigError(str(error)) from None
+
+    def is_vast(self, characters: int, tokens: int) -> bool:
+        """As :meth:`.Encoder.is_vast`."""
+        return self._encoder.is_vast(characters, tokens)
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text that the template wrote."""
-        return self._encode([text])[0]
+        return self._encoder.encode([text])[0]
 
-    def prompts(self, examples: Sequence[Example]) -> list[list[int] | RowError | None]:
+    def prompts(self, examples: Sequence[Example], *, answers: bool = False) -> list[list[int] | RowError | None]:
         """Encode prompts as they are generated from. None stands for a prompt that is too long at first sight, an error
-        for one that cannot be written."""
-        texts: list[str | RowError | None] = [*self._write([(example.prompt, example) for example in examples])]
+        for one that cannot be written. With ``answers``, conversations are kept for :meth:`answered`."""
+        texts: list[str | RowError | None] = [
+            *self._write([(e.prompt, e) for e in examples], lambda example: answers and bool(example.turns))
+        ]
         most = self.config.max_prompt_tokens
-        texts = [None if isinstance(text, str) and self.is_vast(len(text), most) else text for text in texts]
+        texts = [None if isinstance(text, str) and self._encoder.is_vast(len(text), most) else text for text in texts]
         encoded: list[list[int] | RowError | None] = [None if isinstance(text, str) else text for text in texts]
         for plain in (False, True):
             places = [at for at, e in enumerate(examples) if e.is_text == plain and isinstance(texts[at], str)]
-            ids = self._encode_prompts([str(texts[at]) for at in places], plain=plain)
-            for at, tokens in zip(places, ids, strict=True):
+            parts = [str(texts[at]) for at in places]
+            ids = self._encode_prompts(parts, plain=plain) if not (answers and self._keeps) or plain else None
+            for at, tokens in zip(places, self._keep(examples, places, parts) if ids is None else ids, strict=True):
                 encoded[at] = tokens
         return encoded
+
+    @property
+    def _keeps(self) -> bool:
+        return self._template is not None and bool(self._tokenizer.is_fast)
+
+    def _keep(self, examples: Sequence[Example], places: Sequence[int], texts: list[str]) -> list[list[int]]:
+        """Encode prompts, and keep for each example what the encoding of its conversation can go on from."""
+        self._kept.clear()
+        encoding = self._encoder.encode_with_offsets(texts) if texts else {"input_ids": [], "offset_mapping": []}
+        for at, text, offsets in zip(places, texts, encoding["offset_mapping"], strict=True):
+            if (example := examples[at]).turns:
+                self._kept[id(example)] = text, offsets
+        return encoding["input_ids"]
 
     def cut(self, example: Example, tokens: list[int] | None) -> tuple[str | Messages, list[int]] | None:
         """Cut the prompt's own text, or the last message's, from the front until it fits. None: nothing is left."""
         prompt, most = example.prompt, self.config.max_prompt_tokens
         text = prompt if isinstance(prompt, str) else message_text(prompt[-1])
         if tokens is None:
-            text = text[-self.config.max_prompt_tokens * self._longest_token :]
-        (ids,) = self._encode([text])
+            text = text[-self.config.max_prompt_tokens * self._encoder.longest_token :]
+        (ids,) = self._encoder.encode([text])
         excess = (len(ids) if tokens is None else len(tokens)) - most
         for _ in range(_CUTS):
             ids = ids[max(0, excess) :]
@@ -216,7 +255,7 @@ class Writer:
         """
         turns = [(e, prompt, ids) for e, prompt, ids in prompts if e.turns]
         spoken = iter(
-            _in_time(lambda: [_try_row(e, partial(self._conversation, e, p, ids, end)) for e, p, ids in turns])
+            run_in_time(lambda: [_try_row(e, partial(self._conversation, e, p, ids, end)) for e, p, ids in turns])
             if turns
             else ()
         )
@@ -231,23 +270,31 @@ class Writer:
                 eos = self._tokenizer.eos_token_id
                 yield [*ids, eos if isinstance(eos, int) else end], [False] + [True] * len(ids)
             else:
-                answer = [*next(written), *signs]
-                yield [*ids, *answer], [False] * len(ids) + [True] * len(answer)
+                answer = next(written)
+                if isinstance(answer, list):
+                    yield [*ids, *answer, *signs], [False] * len(ids) + [True] * (len(answer) + len(signs))
+                else:
+                    yield answer
 
-    def _encode_answers(self, prompts: Sequence[tuple[Example, str | Messages, list[int]]]) -> list[list[int]]:
+    def _encode_answers(
+        self, prompts: Sequence[tuple[Example, str | Messages, list[int]]]
+    ) -> list[list[int] | RowError]:
         """Encode answers that are text. An answer is encoded with its prompt as one text, where this text begins with
         the prompt's ids: many tokenizers put a space before each text that they encode. It is encoded alone otherwise.
         """
-        before = self._write([(prompt, example) for example, prompt, _ in prompts])
+        before = self._write([(prompt, example) for example, prompt, _ in prompts], lambda _: True)
         answers = [example.answer or "" for example, _, _ in prompts]
         texts = [f"{text}{answer}" for text, answer in zip(before, answers, strict=True)]
         joined = self._encode_prompts(texts, plain=False)
         alone = [tokens[: len(ids)] != ids for tokens, (_, _, ids) in zip(joined, prompts, strict=True)]
-        pieces = iter(self._encode([answer for answer, apart in zip(answers, alone, strict=True) if apart]))
-        return [
-            next(pieces) if apart else tokens[len(ids) :]
-            for tokens, (_, _, ids), apart in zip(joined, prompts, alone, strict=True)
-        ]
+        pieces = iter(self._encoder.encode([answer for answer, apart in zip(answers, alone, strict=True) if apart]))
+        encoded: list[list[int] | RowError] = []
+        for tokens, (example, _, ids), apart, text in zip(joined, prompts, alone, texts, strict=True):
+            answer = next(pieces) if apart else tokens[len(ids) :]
+            check = partial(self._encoder.check_pieces, [*ids, *answer], tokens, text)
+            error = _try_row(example, check) if apart else None
+            encoded.append(answer if error is None else error)
+        return encoded
 
     def check_unknown(self, what: str, texts: Sequence[str], rows: int, total: int) -> None:
         """Report characters that the tokenizer does not know and that ``rows`` of ``total`` texts hold.
@@ -264,9 +311,9 @@ class Writer:
         if not texts:
             return
         texts = [text[-_EXAMINED:] for text in texts]
-        blind = sum(all(token == self.unknown for token in ids) for ids in self._encode(texts))
+        blind = sum(all(token == self.unknown for token in ids) for ids in self._encoder.encode(texts))
         signs = sorted(set().union(*texts))
-        strange = [sign for sign, ids in zip(signs, self._encode(signs), strict=True) if self.unknown in ids]
+        strange = [sign for sign, ids in zip(signs, self._encoder.encode(signs), strict=True) if self.unknown in ids]
         spoken = (
             f"{rows} of {total} {what} hold characters that the tokenizer does not know, such as "
             f"{', '.join(map(repr, strange[:5])) or repr(texts[0][:20])}"
@@ -278,17 +325,26 @@ class Writer:
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    def _write(self, prompts: Sequence[tuple[str | Messages, Example]]) -> list[str | RowError]:
-        """Write prompts as they are generated from. The second of each pair has the tools."""
-        return _in_time(lambda: [_try_row(e, partial(self._write_prompt, p, e)) for p, e in prompts])
+    def _write(
+        self, prompts: Sequence[tuple[str | Messages, Example]], is_checked: Callable[[Example], bool] = lambda _: False
+    ) -> list[str | RowError]:
+        """Write prompts as they are generated from. The second of each pair has the tools.
 
-    def _write_prompt(self, prompt: str | Messages, example: Example) -> str:
+        Args:
+            is_checked: Whether the messages of an example are checked elsewhere.
+        """
+        return run_in_time(lambda: [_try_row(e, partial(self._write_prompt, p, e, is_checked(e))) for p, e in prompts])
+
+    def _write_prompt(self, prompt: str | Messages, example: Example, is_checked: bool) -> str:
         if example.is_text and isinstance(prompt, str):
             return prompt
         if self._template is not None:
-            messages, tools = read_marks(self.messages(prompt))[0], self._tools(example)
-            check_fields(messages, lambda part: self._render(part, tools, opened=True))
-            return self._render(messages, tools, opened=True)
+            texts = _Texts(self._render, read_marks(self.messages(prompt))[0], self._tools(example))
+            self._check_variables(example, texts)
+            self._check_tools(texts)
+            if not is_checked:
+                self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True))
+            return texts(len(texts.messages), opened=True)
         if not isinstance(prompt, str):
             raise ConfigError(
                 "the prompt is a conversation, and there is no chat template to write it with: set data.chat_template "
@@ -313,6 +369,33 @@ class Writer:
         if not re.search(r"\btools\b", self._tool_template or ""):
             raise ConfigError("the row has tools, and the chat template writes none: set data.chat_template to another")
         return cast("list[Any]", tools)
+
+    def _check_tools(self, texts: _Texts) -> None:
+        if texts.tools and texts(len(texts.messages), opened=True) == self._render(texts.messages, None, opened=True):
+            raise ConfigError("there are tools, and the chat template writes none: set data.chat_template to another")
+
+    def _check_variables(self, example: Example, texts: _Texts) -> None:
+        """Check that the row has no column that the template would write if it got it. Raises DataError."""
+        for name in self._variables:
+            if not (value := example.row.get(name)) or name in example.fields:
+                continue
+            with suppress(ConfigError):
+                extra = self._apply_template(
+                    texts.messages, texts.tools, add_generation_prompt=True, tokenize=False, **{name: value}
+                )
+                if extra == texts(len(texts.messages), opened=True):
+                    continue
+            raise DataError(
+                f"column {name!r} holds {str(value)[:40]!r}, and the chat template has a variable of this name, which "
+                "Podium sets for all rows alone: put the text into the messages, or rename the column; "
+                f"data.chat_template_kwargs.{name} is for all rows"
+            )
+
+    @cached_property
+    def _variables(self) -> list[str]:
+        """The variables that the template reads and nobody sets, of which a row may have columns."""
+        names = {name for template in (self._template, self._tool_template) for name in list_variables(template)}
+        return sorted(names - {"messages", "tools"} - {*self._options} - {*self._tokenizer.special_tokens_map})
 
     def _render(self, messages: Messages, tools: list[Any] | None, *, opened: bool) -> str:
         return self._apply_template(messages, tools, add_generation_prompt=opened, tokenize=False)
@@ -348,26 +431,21 @@ class Writer:
         before = self.messages(prompt)
         messages, learned = read_marks([*before, *self._to_messages(example.turns)])
         first = 0 if example.whole else len(before)
-        self.turns[1] += check_fields(messages, lambda part: self._render(part, tools, opened=False))
-        if _GENERATION.search((self._tool_template if tools else self._template) or ""):
+        texts = _Texts(self._render, messages, tools)
+        stripped = self._fields.check(messages, texts, texts.write)
+        self.turns[1] += sum(index >= first for index in stripped)
+        if GENERATION.search((self._tool_template if tools else self._template) or ""):
             if not all(learned[first:]):
                 raise ConfigError(
                     "a turn is marked as not to be learned, and the chat template marks the assistant's text itself: "
                     "set data.chat_template to one without {% generation %}"
                 )
             return self._read_marks(messages, tools, 0 if example.whole else len(ids))
-        text = self._render(messages, tools, opened=False)
+        text = texts(len(messages))
         spans: list[Span] = []
         for index in range(first, len(messages)):
             if messages[index]["role"] == "assistant":
-                span = find_turn(
-                    text,
-                    messages,
-                    index,
-                    lambda part, opened: self._render(part, tools, opened=opened),
-                    self._end_signs,
-                    self._special,
-                )
+                span = find_turn(text, messages, index, texts, self._end_signs, self._encoder.special)
                 spans.append(replace(span, learned=learned[index]))
         self.turns[0] += len(spans)
         self.turns[1] += check_learned(text, messages, spans)
@@ -376,25 +454,8 @@ class Writer:
         if not spans:
             raise DataError("no turn of the conversation is learned: every turn is marked as not to be learned")
         self.turns[2] += sum(span.learned and not span.ended for span in spans[:-1])
-        tokens, mask = self._encode_spans(text[: spans[-1].stop], spans, ids)
+        tokens, mask = self._encoder.encode_spans(text[: spans[-1].stop], spans, ids, self._kept.pop(id(example), None))
         return (tokens, mask) if spans[-1].ended else ([*tokens, end], [*mask, True])
-
-    def _encode_spans(self, text: str, spans: list[Span], ids: list[int]) -> tuple[list[int], list[bool]]:
-        if self._tokenizer.is_fast:
-            encoded: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            mask = mask_tokens(encoded["offset_mapping"], spans)
-            if mask is not None and encoded["input_ids"][: len(ids)] == ids:
-                return encoded["input_ids"], mask
-        done, pieces = 0, list[tuple[str, bool]]()
-        for span in spans:
-            pieces += [(text[done : span.start], False), (text[span.start : span.stop], span.learned)]
-            done = span.stop
-        tokens: list[int] = []
-        mask = []
-        for piece, (_, learned) in zip(self._encode([piece for piece, _ in pieces]), pieces, strict=True):
-            tokens += piece
-            mask += [learned] * len(piece)
-        return tokens, mask
 
     def _to_messages(self, messages: Sequence[Mapping[str, Any]]) -> Messages:
         """Messages that the template can write, with function calls in the form that it reads."""
@@ -443,40 +504,30 @@ class Writer:
     def _encode_prompts(self, texts: list[str], *, plain: bool = False) -> list[list[int]]:
         """Encode texts. A template writes special tokens itself; ``plain`` text gets the tokenizer's first ones."""
         if self._template is not None and not plain:
-            return self._encode(texts)
+            return self._encoder.encode(texts)
         eos = self._tokenizer.eos_token_id
-        encoded = self._encode(texts, special=True)
+        encoded = self._encoder.encode(texts, special=True)
         return [ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids for ids in encoded]
 
-    def _encode(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
-        try:
-            encoded: Any = (
-                self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
-            )
-        except Exception as error:
-            halves = (f"{text[max(0, at - 20) : at + 20]!r}" for text in texts if (at := half_pair(text)) is not None)
-            if (near := next(halves, None)) is None:
-                reason = f"{type(error).__name__}: {error}"
-                raise ConfigError(
-                    f"the tokenizer cannot encode {texts[0][:60]!r}: {reason}; set model.tokenizer"
-                ) from error
-            raise DataError(f"half of a surrogate pair, which is no text, stands near {near}; take it out") from None
-        return encoded.get("input_ids", [])
 
-    def is_vast(self, characters: int, tokens: int) -> bool:
-        """Whether a text of so many characters has more than ``tokens`` tokens whatever they are. Encoding such a text
-        would take minutes and gigabytes.
-        """
-        return characters > _VAST and characters > tokens * self._longest_token
+class _Texts:
+    """What the template writes of the first messages of a conversation, each text once."""
 
-    @cached_property
-    def _longest_token(self) -> int:
-        """The most characters that one token of the vocabulary stands for."""
-        return max(map(len, self._tokenizer.get_vocab()))
+    def __init__(self, render: Callable[..., str], messages: Messages, tools: list[Any] | None) -> None:
+        self._render = render
+        self.messages = messages
+        self.tools = tools
+        self._made: dict[tuple[int, bool], str] = {}
 
+    def __call__(self, count: int, opened: bool = False) -> str:
+        """The text of the first ``count`` messages."""
+        if (count, opened) not in self._made:
+            self._made[count, opened] = self.write(self.messages[:count], opened=opened)
+        return self._made[count, opened]
 
-class _Looping(ConfigError):
-    """A template does not end."""
+    def write(self, messages: Messages, opened: bool = False) -> str:
+        """The text of other messages."""
+        return self._render(messages, self.tools, opened=opened)
 
 
 def _try_row(example: Example, work: Callable[[], T]) -> T | RowError:
@@ -484,82 +535,7 @@ def _try_row(example: Example, work: Callable[[], T]) -> T | RowError:
     try:
         with example.name_in_errors():
             return work()
-    except _Looping:
+    except Looping:
         raise
     except (ConfigError, DataError) as error:
         return error
-
-
-def _in_time(work: Callable[[], T]) -> T:
-    """Run ``work``, which fills templates, in a thread that is given up after ``_PATIENCE_S``: a template may loop."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="chat template", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_S)
-    if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-        raise _Looping(
-            f"the chat template has written nothing for {_PATIENCE_S:.0f} s, so it seems to loop: set "
-            "data.chat_template to another, or to none for plain text"
-        )
-    return outcome.result()
-
-
-def chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, tools: bool = False) -> str | None:
-    """Return the Jinja text of the chat template, or None for plain text.
-
-    Args:
-        tools: Whether the template is for rows with tools. Some tokenizers have one called tool_use beside the default.
-
-    Raises:
-        ConfigError: There is no such file or name, or none of several templates is the default.
-    """
-    stored: Any = tokenizer.chat_template
-    named = cast("dict[str, str]", stored) if isinstance(stored, dict) else {}
-    names = ", ".join(map(repr, named))
-    if config.chat_template == "none":
-        return None
-    if config.chat_template in named:
-        return named[config.chat_template]
-    if config.chat_template == "auto":
-        if not named:
-            return cast("str | None", stored or None)
-        name = "tool_use" if tools and "tool_use" in named else "default"
-        if name not in named:
-            raise ConfigError(
-                f"the tokenizer has the chat templates {names}, and none is called default: set data.chat_template to "
-                "one of these names"
-            )
-        return named[name]
-    path = Path(os.path.expanduser(config.chat_template))
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        expected = f"auto, none, a file, or one of {names}" if named else "auto, none or a file"
-        raise ConfigError(
-            f"data.chat_template = {config.chat_template!r} cannot be read: {error}; expected {expected}"
-        ) from None
-
-
-def _template_options(
-    tokenizer: PreTrainedTokenizerBase, config: DataConfig, *templates: str | None
-) -> Mapping[str, Any]:
-    """Return ``config.chat_template_kwargs``. Raises ConfigError for one that no template reads."""
-    template = None if None in templates else "".join(map(str, templates))
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in config.chat_template_kwargs:
-        key = f"data.chat_template_kwargs.{name}"
-        if template is None:
-            raise ConfigError(f"{key}: this run has no chat template to read this argument")
-        if name in taken or name == "messages":
-            raise ConfigError(f"{key}: Podium sets this argument of the chat template itself")
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ConfigError(f"{key}: the chat template reads no variable of this name")
-    return config.chat_template_kwargs

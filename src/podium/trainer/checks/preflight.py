@@ -128,11 +128,16 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
 
 
 def find_unused_settings(config: InferenceConfig) -> list[str]:
-    """Return a sentence for each setting that has no effect because the run trains in sessions of an environment."""
-    if not config.environment.name or isinstance(config, SFTConfig):
+    """Return a sentence for each setting that has no effect because the run trains in sessions of an environment, or
+    on completions."""
+    if isinstance(config, SFTConfig):
         return []
+    unused = ["data.split_turns = true has no effect: only supervised fine-tuning learns turns of the data"]
+    unused = unused if config.data.split_turns else []
+    if not config.environment.name:
+        return unused
     plain = DataConfig()
-    return [
+    return unused + [
         f"data.{name} = {value!r} has no effect with environment.name: no prompt is cut or left out, and a session "
         "ends when the model's context is full"
         for name in ("max_prompt_tokens", "overlong")

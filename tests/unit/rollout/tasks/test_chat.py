@@ -16,7 +16,7 @@ from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import DataConfig, Example, cache, encode_pairs, encode_prompts, load_examples, writer
+from podium.rollout.tasks import DataConfig, Example, cache, encode_pairs, encode_prompts, load_examples, templates
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
 from tests.unit.rollout.tasks.test_encode import CHATML, byte_tokenizer, notes_of
 
@@ -156,9 +156,12 @@ def test_parquet_rows_give_templates_no_keys_that_a_message_lacks(tmp_path: Path
     rows = [{"messages": [{**USER, "name": "x"}, LAST]}, {"messages": [USER, LAST]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     config = DataConfig(train=str(path), holdout=0)
-    tokenizer = tokenizer_of("{% for m in messages %}{{ m.keys() | sort }}{% endfor %}")
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.keys() | sort }}{{ m.content }}{% endfor %}")
     ids = encode_prompts(load_examples(config.train, config), tokenizer, config).token_ids
-    assert [tokenizer.decode(row) for row in ids] == ["['content', 'name', 'role']", "['content', 'role']"]
+    assert [tokenizer.decode(row) for row in ids] == [
+        "['content', 'name', 'role']the fox",
+        "['content', 'role']the fox",
+    ]
 
 
 def test_parquet_rows_have_no_arguments_of_other_rows_tools(tmp_path: Path) -> None:
@@ -312,7 +315,7 @@ def test_a_variable_that_no_template_reads_is_refused(template: str | None, give
 
 
 def test_a_template_that_loops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(templates, "_PATIENCE_S", 0.3)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     for encode in (encode_prompts, encode_pairs):
         with pytest.raises(ConfigError, match=r"seems to loop: set data\.chat_template to another"):

@@ -17,6 +17,7 @@ from podium.models import ModelConfig, char_tokenizer
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, EncodedPairs, Example, cache, encode_pairs, encode_prompts
+from podium.rollout.tasks.tokens import Encoder
 from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Event, Note, subscribe
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
@@ -262,13 +263,13 @@ def test_a_text_of_30_mb_is_answered_at_once(
 ) -> None:
     """The tokenizer, which takes a minute for such a text, gets none."""
     huge = "a \N{GRINNING FACE}" * 10_000_000
-    lengths, encode_texts = [0], Writer._encode
+    lengths, encode_texts = [0], Encoder._encoding
 
-    def encode_and_count(writer: Writer, texts: list[str], *, special: bool = False) -> list[list[int]]:
+    def encode_and_count(encoder: Encoder, texts: list[str], **options: bool) -> Any:
         lengths.extend(map(len, texts))
-        return encode_texts(writer, texts, special=special)
+        return encode_texts(encoder, texts, **options)
 
-    monkeypatch.setattr(Writer, "_encode", encode_and_count)
+    monkeypatch.setattr(Encoder, "_encoding", encode_and_count)
     assert encode_prompts([example("a"), example(huge)], tokenizer, DataConfig()).kept == [0]
     cut = encode_prompts([example("a"), example(huge)], tokenizer, DataConfig(overlong="cut"))
     assert cut.cut == 1 and len(cut.token_ids[1]) <= 1024

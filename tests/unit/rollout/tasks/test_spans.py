@@ -242,6 +242,6 @@ def test_spans_that_hold_what_others_said_are_refused() -> None:
 
 def test_a_token_on_the_border_of_a_span_is_not_masked_by_characters() -> None:
     assert mask_tokens([(0, 2), (2, 4), (4, 6)], [Span(1, 2, 4, True)]) == [False, True, False]
-    assert mask_tokens([(0, 2), (2, 2), (2, 4)], [Span(1, 2, 4, True)]) == [False, False, True]
+    assert mask_tokens([(0, 2), (2, 2), (2, 4)], [Span(1, 2, 4, True)]) == [False, True, True]
     assert mask_tokens([(0, 3), (3, 4), (4, 6)], [Span(1, 2, 4, True)]) is None
     assert mask_tokens([(0, 2), (2, 5), (5, 6)], [Span(1, 2, 4, True)]) is None

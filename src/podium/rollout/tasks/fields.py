@@ -1,0 +1,289 @@
+"""Whether the chat template writes what messages say: each message's text, its calls of tools, and its other fields.
+
+No list of fields decides. What a template writes is found by writing a conversation with another value in a field's
+place. A field without an effect is refused if it holds what somebody said, and else taken for meta data and told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Any, Final, cast
+
+from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.examples import Messages, message_text
+from podium.rollout.tasks.spans import SystemPrompt, number_of
+
+__all__ = ["FieldCheck", "holds_speech", "is_speech", "to_tool_calls"]
+
+Written = Callable[[int], str]
+"""What the template writes of so many first messages of a conversation."""
+Render = Callable[[Messages], str]
+"""What the template writes of any messages."""
+
+_SPEECH: Final = re.compile(
+    r"(.+_)?(reasoning|thinking|thought|rationale|chain_of_thought|cot|scratchpad|refusal|function_call)s?"
+    r"(_(content|text|block|detail|step)s?)?"
+)
+"""Names of fields that hold what the model said or thought, however short."""
+_METADATA: Final = re.compile(
+    r"(.+[_-])?(id|idx|index|uuid|url|uri|link|title|meta|metadata|source|origin|date|time|timestamp|created|updated|path|"
+    r"file|filename|lang|language|country|score|rating|count|tokens|length|usage|license|licence|split|hash|sha|repo|"
+    r"version|model|name|username|author|speaker|recipient|type|kind|status|category|topic|domain|tag|label|difficulty|"
+    r"quality|sentiment|emotion|header)s?"
+)
+"""Names of fields that say where a message comes from or what kind it is, whatever words they hold."""
+_FEW: Final = 4  # words: so many in a row are a sentence, and fewer may be a name
+_LOWER: Final = 2  # words of a sentence that begin in lower case; those of names, dates and browsers hardly do
+_IDEOGRAPHS: Final = 8  # letters of a script that puts no spaces between words
+_TRIES: Final = 4  # messages with a field of meta data that are written with it and without it
+_SHAPES: Final = 500  # sequences of roles of which a conversation of probes is written
+_UNSPACED: Final = re.compile(rf"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]{{{_IDEOGRAPHS},}}")
+_WORD: Final = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*[.,;:!?]?")
+
+
+def holds_speech(name: str, value: Any) -> bool:
+    """Return whether a field holds what somebody said, and no meta data: its name says so, or its text is a sentence,
+    has several lines, or is nested and has such a text in it."""
+    if _names(_METADATA, name):
+        return False
+    if _names(_SPEECH, name):
+        return any(text.strip() for text in _texts(value))
+    return any(_is_sentence(text) for text in _texts(value))
+
+
+def is_speech(name: str) -> bool:
+    """Return whether a field of this name holds what somebody said or thought."""
+    return _names(_SPEECH, name)
+
+
+@lru_cache(maxsize=1024)
+def _names(pattern: re.Pattern[str], name: str) -> bool:
+    return pattern.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value, without those under a name of meta data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, entry in cast("Mapping[str, Any]", value).items():
+            if not _names(_METADATA, str(name)):
+                yield from _texts(entry)
+    elif isinstance(value, list | tuple):
+        for entry in cast("Sequence[Any]", value):
+            yield from _texts(entry)
+
+
+def _is_sentence(text: str) -> bool:
+    if "\n" in text.strip() or _UNSPACED.search(text):
+        return True
+    words = text.split()
+    if len(words) < _FEW:
+        return False
+    plain = [word for word in words if _WORD.fullmatch(word)]
+    return 2 * len(plain) > len(words) and sum(word[0].islower() for word in plain) >= _LOWER
+
+
+class FieldCheck:
+    """Checks conversations against one chat template.
+
+    Attributes:
+        unwritten: Fields that are taken for meta data and that the template does not write, and how many messages have
+            them.
+    """
+
+    def __init__(self) -> None:
+        self.unwritten: Counter[str] = Counter()
+        self._written: dict[tuple[str, str], int] = {}
+        self._shapes: set[tuple[Any, ...]] = set()
+
+    def check(self, messages: Messages, written: Written, render: Render, start: int = 0) -> set[int]:
+        """Check that the template writes what the messages from ``start`` on say. Returns the places of the messages of
+        which it leaves out a field because later messages follow, as many templates do with the reasoning of earlier
+        turns.
+
+        Raises:
+            DataError: The template does not write a message, a call of a tool, or a field that holds what was said.
+        """
+        stripped: set[int] = set()
+        for index, message in enumerate(messages[start:], start=start):
+            for name, value in message.items():
+                if name in ("role", "content") or not value or (name == "tool_calls" and isinstance(value, list)):
+                    continue
+                if not holds_speech(name, value):
+                    self._look(messages, index, name, written, render)
+                elif _is_stripped(messages, index, name, written, render):
+                    stripped.add(index)
+        self._check_texts(messages, written, render, start)
+        _check_calls(messages, written, render, start)
+        return stripped
+
+    def _look(self, messages: Messages, index: int, name: str, written: Written, render: Render) -> None:
+        """Count a field of meta data that the template does not write."""
+        key = messages[index]["role"], name
+        tries = self._written.get(key, 0)
+        if 0 <= tries < _TRIES:
+            has_effect = written(len(messages)) != _try_render(render, _replace(messages, index, name))
+            tries = self._written[key] = -1 if has_effect else tries + 1
+        if tries > 0:
+            self.unwritten[name] += 1
+
+    def _check_texts(self, messages: Messages, written: Written, render: Render, start: int) -> None:
+        """Check that the text of each message is written. Of each sequence of roles, one conversation of probes is
+        written, because a short text may stand in the conversation by chance."""
+        shape = tuple(f"{m['role']}{bool(m.get('content'))}{bool(m.get('tool_calls'))}" for m in messages)
+        text = written(len(messages))
+        doubtful = [at for at, m in enumerate(messages) if (said := message_text(m).strip()) and said not in text]
+        if shape not in self._shapes and len(self._shapes) < _SHAPES:
+            probes = [f"podium{at}m" if message_text(m) else "" for at, m in enumerate(messages)]
+            pairs = zip(messages, probes, strict=True)
+            probed = _try_render(render, [{**m, "content": p} if p else m for m, p in pairs])
+            missing = [at for at, probe in enumerate(probes) if probe and probe not in (probed or "")]
+            doubtful = sorted({*doubtful, *missing})
+        for index in doubtful:
+            message = messages[index]
+            if index < start or not message_text(message).strip():
+                continue
+            other = [*messages]
+            other[index] = {**message, "content": "podium"}
+            if text == _try_render(render, other):
+                if isinstance(message, SystemPrompt):
+                    raise ConfigError(
+                        f"data.system_prompt = {message['content'][:40]!r} is not written by the chat template: set "
+                        "data.chat_template to one that writes a system prompt, or put the text into the prompts"
+                    )
+                raise DataError(
+                    f"message {number_of(messages, index)} of the role {message['role']!r}, "
+                    f"{message_text(message)[:40]!r}, is not written by the chat template, so that the model would not "
+                    "see it: set data.chat_template to one that writes such messages, or take the message out"
+                )
+        if len(self._shapes) < _SHAPES:
+            self._shapes.add(shape)
+
+
+def _replace(messages: Messages, index: int, name: str) -> Messages:
+    """Return messages of which one lacks a field."""
+    without = [*messages]
+    without[index] = {key: entry for key, entry in messages[index].items() if key != name}
+    return without
+
+
+def _try_render(render: Render, messages: Messages) -> str | None:
+    """Return what the template writes; None if it refuses these messages, which it then reads."""
+    try:
+        return render(messages)
+    except ConfigError:
+        return None
+
+
+def _is_stripped(messages: Messages, index: int, name: str, written: Written, render: Render) -> bool:
+    """Return whether the template writes a field only while no later messages follow.
+
+    Raises:
+        DataError: It writes the field in neither case.
+    """
+    message, last = messages[index], index == len(messages) - 1
+    value, whole = message[name], written(len(messages))
+    text = value.strip() if isinstance(value, str) else ""
+    uses = sum(str(entry).count(text) for other in messages for entry in other.values()) if len(text) > _FEW else 0
+    if uses and whole.count(text) >= uses:
+        return False
+    if uses == 1 and text not in whole and text in written(index + 1):
+        return True
+    if whole != _try_render(render, _replace(messages, index, name)):
+        return False
+    if not last and written(index + 1) != _try_render(render, _replace(messages, index, name)[: index + 1]):
+        return True
+    raise _refuse(messages, index, name, value)
+
+
+def _refuse(messages: Messages, index: int, name: str, value: Any) -> DataError:
+    effect = "learn to leave it out" if messages[index]["role"] == "assistant" else "not see it"
+    return DataError(
+        f"message {number_of(messages, index)} has {name} = {str(value)[:40]!r}, which the chat template does not "
+        f"write, so that the model would {effect}: set data.chat_template to one that writes this field, put its text "
+        f"into the content, or take {name} out"
+    )
+
+
+def _check_calls(messages: Messages, written: Written, render: Render, start: int) -> None:
+    """Check that name and arguments of each call of a tool are written.
+
+    One conversation is written with probes in the place of all of them. A call whose probe is missing is left out to
+    see whether the text changes.
+
+    Raises:
+        DataError: A call, or its arguments, are not written.
+    """
+    if not any(message.get("tool_calls") for message in messages[start:]):
+        return
+    numbers = count()
+    probes: list[tuple[int, int, str]] = []
+
+    def probe(index: int, number: int, call: Any) -> Any:
+        function = _function(call)
+        texts = [f"podium{next(numbers)}{part}" for part in ("n", "a")]
+        probes.append((index, number, texts[0]))
+        entries: dict[str, Any] = {"name": texts[0]}
+        if function.get("arguments"):
+            probes.append((index, number, texts[1]))
+            entries["arguments"] = {"podium": texts[1]}
+        return _with_function(call, {**function, **entries})
+
+    probed = [
+        {**m, "tool_calls": [probe(index, number, call) for number, call in enumerate(_calls(m))]} if _calls(m) else m
+        for index, m in enumerate(messages)
+    ]
+    text = _try_render(render, probed) or ""
+    missing = ((index, number) for index, number, sign in probes if index >= start and sign not in text)
+    for index, number in dict.fromkeys(missing):
+        _check_call(messages, index, number, written(len(messages)), render)
+
+
+def _check_call(messages: Messages, index: int, number: int, text: str, render: Render) -> None:
+    calls = _calls(messages[index])
+    function = _function(calls[number])
+    without = [*calls[:number], *calls[number + 1 :]]
+    bare = _with_function(calls[number], {**function, "arguments": {}})
+    for name, value, other in (
+        ("tool_calls", calls, without),
+        ("tool_calls.function.arguments", function.get("arguments"), [*calls[:number], bare, *calls[number + 1 :]]),
+    ):
+        changed = [*messages]
+        changed[index] = {**messages[index], "tool_calls": other}
+        if value and text == _try_render(render, changed):
+            raise _refuse(messages, index, name, value)
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls")
+    return cast("list[Any]", calls) if isinstance(calls, list) else []
+
+
+def _function(call: Any) -> Mapping[str, Any]:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    return cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else {}
+
+
+def _with_function(call: Any, function: Mapping[str, Any]) -> Any:
+    if isinstance(call, Mapping) and "function" in call:
+        return {**cast("Mapping[str, Any]", call), "function": function}
+    return function
+
+
+def to_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of OpenAI's older form, with ``function_call`` or the role "function", in today's form."""
+    entries = dict(message)
+    call = entries.get("function_call")
+    if call and not entries.get("tool_calls"):
+        function = cast("Mapping[str, Any]", call) if isinstance(call, Mapping) else {}
+        if function.get("name"):
+            del entries["function_call"]
+            entries["tool_calls"] = [{"type": "function", "function": dict(function)}]
+    if entries.get("role") == "function":
+        entries["role"] = "tool"
+    return entries

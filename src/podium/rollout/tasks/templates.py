@@ -1,0 +1,121 @@
+"""The chat template of a run: where its text comes from, which variables it reads, and whether it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import jinja2
+from jinja2 import meta
+
+from podium.errors import ConfigError
+from podium.rollout.tasks.config import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["GENERATION", "Looping", "chat_template", "list_variables", "run_in_time", "template_options"]
+
+T = TypeVar("T")
+
+GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The keyword of transformers around the assistant's text."""
+_KEYWORDS: Final = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which takes milliseconds
+
+
+class Looping(ConfigError):
+    """A template does not end."""
+
+
+def run_in_time(work: Callable[[], T]) -> T:
+    """Run ``work``, which fills templates, in a thread that is given up after ``_PATIENCE_S``: a template may loop."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="chat template", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        raise Looping(
+            f"the chat template has written nothing for {_PATIENCE_S:.0f} s, so it seems to loop: set "
+            "data.chat_template to another, or to none for plain text"
+        )
+    return outcome.result()
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, tools: bool = False) -> str | None:
+    """Return the Jinja text of the chat template, or None for plain text.
+
+    Args:
+        tools: Whether the template is for rows with tools. Some tokenizers have one called tool_use beside the default.
+
+    Raises:
+        ConfigError: There is no such file or name, or none of several templates is the default.
+    """
+    stored: Any = tokenizer.chat_template
+    named = cast("dict[str, str]", stored) if isinstance(stored, dict) else {}
+    names = ", ".join(map(repr, named))
+    if config.chat_template == "none":
+        return None
+    if config.chat_template in named:
+        return named[config.chat_template]
+    if config.chat_template == "auto":
+        if not named:
+            return cast("str | None", stored or None)
+        name = "tool_use" if tools and "tool_use" in named else "default"
+        if name not in named:
+            raise ConfigError(
+                f"the tokenizer has the chat templates {names}, and none is called default: set data.chat_template to "
+                "one of these names"
+            )
+        return named[name]
+    path = Path(os.path.expanduser(config.chat_template))
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        expected = f"auto, none, a file, or one of {names}" if named else "auto, none or a file"
+        raise ConfigError(
+            f"data.chat_template = {config.chat_template!r} cannot be read: {error}; expected {expected}"
+        ) from None
+
+
+def template_options(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, *templates: str | None
+) -> Mapping[str, Any]:
+    """Return ``config.chat_template_kwargs``. Raises ConfigError for one that no template reads."""
+    template = None if None in templates else "".join(map(str, templates))
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in config.chat_template_kwargs:
+        key = f"data.chat_template_kwargs.{name}"
+        if template is None:
+            raise ConfigError(f"{key}: this run has no chat template to read this argument")
+        if name in taken or name == "messages":
+            raise ConfigError(f"{key}: Podium sets this argument of the chat template itself")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(f"{key}: the chat template reads no variable of this name")
+    return config.chat_template_kwargs
+
+
+def list_variables(template: str | None) -> set[str]:
+    """Return the variables that a template reads and does not set itself; none of a template that cannot be read."""
+    if template is None:
+        return set()
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+    try:
+        return meta.find_undeclared_variables(environment.parse(_KEYWORDS.sub("", template)))
+    except jinja2.TemplateError:  # of which the first prompt tells
+        return set()

@@ -1,0 +1,135 @@
+"""Encode texts, and conversations of which only some spans are learned."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final
+
+from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.examples import half_pair
+from podium.rollout.tasks.spans import Span, mask_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Encoder", "Kept"]
+
+Kept = tuple[str, list[tuple[int, int]]]
+"""The text of a prompt, and the offsets of its tokens."""
+
+_VAST: Final = 1_000_000  # characters: only texts of more are judged by their length before they are encoded
+
+
+class Encoder:
+    """Encodes texts with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """The texts of the special tokens, and their ids."""
+        return {token.content: at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+
+    def encode(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
+        """Return the ids of each text, with the tokenizer's first and last ones where ``special`` is True.
+
+        Raises:
+            ConfigError: The tokenizer cannot encode a text.
+            DataError: A text has a character that is none.
+        """
+        options = {"add_special_tokens": special, "return_attention_mask": False}
+        return self._encoding(texts, **options).get("input_ids", [])
+
+    def _encoding(self, texts: list[str], **options: Any) -> Any:
+        try:
+            return self._tokenizer(texts, **options) if texts else {}
+        except Exception as error:
+            halves = (f"{text[max(0, at - 20) : at + 20]!r}" for text in texts if (at := half_pair(text)) is not None)
+            if (near := next(halves, None)) is None:
+                reason = f"{type(error).__name__}: {error}"
+                raise ConfigError(
+                    f"the tokenizer cannot encode {texts[0][:60]!r}: {reason}; set model.tokenizer"
+                ) from error
+            raise DataError(f"half of a surrogate pair, which is no text, stands near {near}; take it out") from None
+
+    def encode_with_offsets(self, texts: list[str]) -> Any:
+        """Return ids and offsets by the names of transformers. Raises as :meth:`encode`."""
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+        return self._encoding(texts, **options)
+
+    def encode_spans(
+        self, text: str, spans: list[Span], ids: list[int], kept: Kept | None
+    ) -> tuple[list[int], list[bool]]:
+        """Encode a conversation whose prompt has the ``ids``.
+
+        Args:
+            kept: The prompt's text, and the offsets of its tokens. Tokenizers read what stands between two special
+                tokens by itself, so that only what follows the last one of the prompt is encoded again.
+
+        Raises:
+            DataError: The text in pieces has other characters than the whole.
+        """
+        whole: list[int] = []
+        if self._tokenizer.is_fast:
+            known = begin = 0
+            if kept is not None and len(kept[1]) == len(ids) and text.startswith(kept[0]):
+                known = self._last_special(kept, ids)
+                begin = kept[1][known][0] if known else 0
+            encoded = self.encode_with_offsets([text[begin:]])
+            whole = [*ids[:known], *encoded["input_ids"][0]]
+            offsets = [(first + begin, last + begin) for first, last in encoded["offset_mapping"][0]]
+            mask = mask_tokens([*kept[1][:known], *offsets] if kept and known else offsets, spans)
+            if mask is not None and whole[: len(ids)] == ids:
+                return whole, mask
+        done, pieces = 0, list[tuple[str, bool]]()
+        for span in spans:
+            pieces += [(text[done : span.start], False), (text[span.start : span.stop], span.learned)]
+            done = span.stop
+        tokens: list[int] = []
+        mask = []
+        for piece, (_, learned) in zip(self.encode([piece for piece, _ in pieces]), pieces, strict=True):
+            tokens += piece
+            mask += [learned] * len(piece)
+        self.check_pieces(tokens, whole or self.encode([text])[0], text)
+        return tokens, mask
+
+    def check_pieces(self, pieces: list[int], whole: list[int], text: str) -> None:
+        """Check that a text in pieces has the characters of the whole. Many tokenizers put a space before each text.
+
+        Raises:
+            DataError: It has others.
+        """
+        read = (partial(self._tokenizer.decode, clean_up_tokenization_spaces=False), self._join_tokens)
+        if pieces != whole and all(reader(pieces) != reader(whole) for reader in read):
+            raise DataError(
+                f"the tokenizer merges what is learned of {text[:40]!r} with the text before it, and reads other "
+                "characters in the two apart: set data.chat_template to one with a special token or a new line before "
+                "the answer"
+            )
+
+    def _join_tokens(self, ids: list[int]) -> str:
+        return "".join(map(str, self._tokenizer.convert_ids_to_tokens(ids)))
+
+    def _last_special(self, kept: Kept, ids: list[int]) -> int:
+        """Return the place of the last special token that the prompt's text has as such; 0 if there is none."""
+        text, offsets = kept
+        for at in reversed(range(len(ids))):
+            if (name := self._special_names.get(ids[at])) and text.startswith(name, offsets[at][0]):
+                return at
+        return 0
+
+    @cached_property
+    def _special_names(self) -> dict[int, str]:
+        return {token: name for name, token in self.special.items()}
+
+    def is_vast(self, characters: int, tokens: int) -> bool:
+        """Whether a text of so many characters has more than ``tokens`` tokens whatever they are. Encoding such a text
+        would take minutes and gigabytes.
+        """
+        return characters > _VAST and characters > tokens * self.longest_token
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token of the vocabulary stands for."""
+        return max(map(len, self._tokenizer.get_vocab()))
