@@ -18,6 +18,7 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path: Path) -> None
     said = describe_data(PPOTrainer(config, cluster="inline").read_data)
     assert "training     60 prompts of 3 tokens each\n" in said
     assert "epochs       2 steps x 4 prompts = 8 of 60 = 0.133 epochs\n" in said
+    assert "most tokens  96 a step: 48 sampled, 48 of prompts\n" in said
     assert "held-out     4 prompts" in said
     assert "copy.jsonl, line 1: prompt 'prompt', answer 'answer' number 0" in " ".join(said.split())
     assert "number 0     3 tokens, as the model reads them:\n             00=\ntokens       '0' '0' '='\n" in said
@@ -27,6 +28,7 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path: Path) -> None
 
 def test_of_an_example_what_is_learned_is_shown(tmp_path: Path) -> None:
     said = describe_data(SFTTrainer(tiny(SFTConfig, tmp_path), cluster="inline").read_data)
+    assert "most tokens  48 a step\n" in said, "8 examples of 6 tokens"
     assert "to learn     3 of these tokens:\n             01<eos>\ntokens       '0' '1' '<eos>'" in said
 
 

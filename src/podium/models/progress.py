@@ -1,8 +1,4 @@
-"""How far a worker is with the tensors of its model.
-
-Each tensor that was read is an event. In a process of its own the worker's constructor has one listener,
-``WorkerProcess``, which answers the controller's questions (podium.runtime.calls).
-"""
+"""How far a worker is with the tensors of its model."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any, Final, TypeVar
 from transformers.utils import logging as transformers_logging
 
 from podium.runtime.worker import WorkerContext, current_context
-from podium.telemetry import WorkerLoading, emit
+from podium.telemetry.progress import Counting
 
 __all__ = ["count_progress", "counting_transformers"]
 
@@ -23,16 +19,15 @@ _BAR: Final = "Loading weights"  # transformers' name of the progress bar over t
 
 
 def count_progress(tensors: Collection[T]) -> Iterator[T]:
-    """Yield each of ``tensors``, and tell of each once it was used."""
+    """Yield each of ``tensors``, and count each once it was used."""
     context = current_context.get() or WorkerContext()
-    for done, tensor in enumerate(tensors, start=1):
-        yield tensor
-        emit(WorkerLoading(context.role, context.rank, done, len(tensors)))
+    with Counting("tensors", len(tensors), role=context.role, rank=context.rank) as count:
+        yield from count.over(tensors)
 
 
 @contextmanager
 def counting_transformers() -> Iterator[None]:
-    """Tell of each tensor that transformers reads during the block, in the place of its progress bar."""
+    """Count each tensor that transformers reads during the block, in the place of its progress bar."""
     set_hook: Any = getattr(transformers_logging, "set_tqdm_hook", None)
     if set_hook is None:  # an older transformers
         yield

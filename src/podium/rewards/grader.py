@@ -24,6 +24,7 @@ from podium.rewards.in_script import GradingInScript
 from podium.rewards.processes import GradingProcesses
 from podium.rewards.resolve import Rewards, check_weights, list_rewards, name_of
 from podium.telemetry import Note, emit
+from podium.telemetry.progress import Counting
 
 __all__ = ["Grader"]
 
@@ -103,7 +104,7 @@ class Grader:
             ConfigError: :meth:`start` raises it, or the grader is closed.
             RewardError: :meth:`start` raises it, or the row cannot be sent to a grading process.
         """
-        return self._send([completion], [row], None, batch=False)
+        return self._send([completion], [row], None, None)
 
     def grade(
         self,
@@ -123,8 +124,9 @@ class Grader:
         """
         if len(completions) != len(rows):
             raise ConfigError(f"{len(completions)} completions and {len(rows)} rows: expected one row for each")
-        sent = self._send(completions, rows, extras, batch=True)
-        return self._wait([sent], sent.result)
+        with Counting("rows graded", len(completions)) as count:
+            sent = self._send(completions, rows, extras, count)
+            return self._wait([sent], sent.result)
 
     def gather(self, futures: Sequence[Future[Grade]]) -> list[Grade]:
         """Wait for all ``futures``, and emit a note if the reward failed on some.
@@ -176,14 +178,13 @@ class Grader:
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
         extras: Sequence[Mapping[str, Any]] | None,
-        *,
-        batch: bool,
+        count: Counting | None,
     ) -> Future[Any]:
         with self._lock:
             if self._source.columns is None and self._processes is None and rows:
                 columns = sorted(set(rows[0]).intersection(*rows[1:]))
                 self._source = replace(self._source, columns=tuple(columns))
-            return self._start_once().send(completions, rows, extras or [{}] * len(rows), batch=batch)
+            return self._start_once().send(completions, rows, extras or [{}] * len(rows), count)
 
     def _start_once(self) -> GradingProcesses | GradingInScript:
         if self._closed:

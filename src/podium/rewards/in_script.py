@@ -15,6 +15,7 @@ from podium.rewards.forms import Item
 from podium.rewards.grades import Source, make_grade
 from podium.rewards.panel import Clock, Panel, Result, judge, judge_awaited
 from podium.telemetry import Note, emit
+from podium.telemetry.progress import Counting
 
 __all__ = ["GradingInScript"]
 
@@ -51,19 +52,21 @@ class GradingInScript:
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
         extras: Sequence[Mapping[str, Any]],
-        *,
-        batch: bool,
+        count: Counting | None,
     ) -> Future[Any]:
-        """Score the items. The future is done: it has a list of grades, or one grade if not ``batch``, or an error."""
+        """Score the items. The future is done: it has a list of grades, which ``count`` counts, or, without it, one
+        grade; or it has an error."""
         sent: Future[Any] = Future()
         try:
             items = [Item(*parts) for parts in zip(completions, rows, extras, strict=True)]
             with self._calling:
-                grades = [self._grade(number, items[number], result, batch) for number, result in self._judge(items)]
+                results = enumerate(self._judge(items, count or Counting("")))
+                names = "" if count is None else "item {}, "
+                grades = [self._grade(names.format(number), items[number], result) for number, result in results]
         except RewardError as error:
             sent.set_exception(error)
         else:
-            sent.set_result(grades if batch else grades[0])
+            sent.set_result(grades[0] if count is None else grades)
         return sent
 
     def drop_all(self) -> None:
@@ -75,22 +78,24 @@ class GradingInScript:
         if runner is not None:
             _run_apart(runner.close)
 
-    def _judge(self, items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
+    def _judge(self, items: Sequence[Item], count: Counting) -> Iterator[Result]:
         if self._panel.is_async and items:
-            yield from enumerate(self._run(lambda: self._judge_awaited(items)))
+            yield from self._run(lambda: self._judge_awaited(items, count))
             return
-        for number, item in enumerate(items):
+        for item in count.over(items):
             began_s = time.monotonic()
             result = judge(self._panel, item)
             self._note_slow(time.monotonic() - began_s)
-            yield number, result
+            yield result
 
-    async def _judge_awaited(self, items: Sequence[Item]) -> list[Result]:
+    async def _judge_awaited(self, items: Sequence[Item], count: Counting) -> list[Result]:
         clock, room = Clock(self._config.time_limit_s), asyncio.Semaphore(_MOST_AWAITED)
 
         async def judge_one(item: Item) -> Result:
             async with room:
-                return await judge_awaited(self._panel, item, clock)
+                result = await judge_awaited(self._panel, item, clock)
+            count.done += 1
+            return result
 
         return await asyncio.gather(*map(judge_one, items))
 
@@ -101,10 +106,10 @@ class GradingInScript:
         runner = self._runner
         return _run_apart(lambda: runner.run(make()))
 
-    def _grade(self, number: int, item: Item, result: Result, batch: bool) -> Grade:
+    def _grade(self, prefix: str, item: Item, result: Result) -> Grade:
         if type(result.error).__name__ == "BdbQuit":
             raise RewardError(f"the debugger was left within the reward {self._label}") from result.error
-        name = f"item {number}, " * batch + f"completion {item.completion[:80]!r}"
+        name = f"{prefix}completion {item.completion[:80]!r}"
         grade = make_grade(result, self._config, self._label, name)
         if isinstance(grade, RewardError):
             raise grade

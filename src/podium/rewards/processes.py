@@ -32,6 +32,7 @@ from podium.rewards.grades import Grade, Source, make_grade, show_traceback
 from podium.rewards.grading_process import decode
 from podium.rewards.panel import Result
 from podium.rewards.resolve import RewardFn, name_of
+from podium.telemetry.progress import Counting
 
 __all__ = ["GradingProcesses", "Pending"]
 
@@ -41,17 +42,19 @@ _SLICE: Final = 256  # items that are sent at once
 
 
 class Pending(Future[Any]):
-    """The future of items that were sent together: a list of grades, or one grade if not ``batch``.
+    """The future of items that were sent together: a list of grades, which ``count`` counts, or without it one grade.
 
     Cancelling ends the work on the items, and so does the first error.
     """
 
-    def __init__(self, processes: GradingProcesses, first: int, completions: Sequence[str], *, batch: bool) -> None:
+    def __init__(
+        self, processes: GradingProcesses, first: int, completions: Sequence[str], count: Counting | None
+    ) -> None:
         super().__init__()
         self.numbers = range(first, first + len(completions))
         self._processes = processes
         self._completions = completions
-        self._batch = batch
+        self._count = count
         self._grades: dict[int, Grade] = {}
         if not completions:
             self.set_result([])
@@ -59,7 +62,7 @@ class Pending(Future[Any]):
     def name(self, number: int) -> str:
         """Return what errors call an item."""
         index = number - self.numbers.start
-        return f"item {index}, " * self._batch + f"completion {self._completions[index][:80]!r}"
+        return f"item {index}, " * (self._count is not None) + f"completion {self._completions[index][:80]!r}"
 
     def cancel(self) -> bool:
         cancelled = super().cancel()
@@ -75,9 +78,11 @@ class Pending(Future[Any]):
                 self._processes.drop(self.numbers)
                 return
             self._grades[number] = outcome
+            if self._count is not None:
+                self._count.done = len(self._grades)
             if len(self._grades) == len(self.numbers):
                 grades = [self._grades[number] for number in self.numbers]
-                self.set_result(grades if self._batch else grades[0])
+                self.set_result(grades[0] if self._count is None else grades)
         except InvalidStateError:
             pass  # it was cancelled
 
@@ -98,7 +103,7 @@ class GradingProcesses:
     def __init__(self, source: Source, label: str, config: RewardConfig, log_path: Path | None) -> None:
         self._label = label
         self._config = config
-        loading = Pending(self, 0, [label], batch=False)
+        loading = Pending(self, 0, [label], None)
         self._pending = {0: loading}  # by the item's number; item 0 is the reward's import
         self._next = 1
         self._stopping = False
@@ -146,11 +151,14 @@ class GradingProcesses:
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
         extras: Sequence[Mapping[str, Any]],
-        *,
-        batch: bool,
+        count: Counting | None,
     ) -> Pending:
-        """Send completions to be graded. Calls must not overlap. Raises RewardError if a row cannot be sent."""
-        pending = Pending(self, self._next, completions, batch=batch)
+        """Send completions to be graded. ``count`` is that of :class:`Pending`. Calls must not overlap.
+
+        Raises:
+            RewardError: A row cannot be sent.
+        """
+        pending = Pending(self, self._next, completions, count)
         self._next = pending.numbers.stop
         try:
             for start in range(0, len(completions), _SLICE):  # grading begins while the rest is pickled

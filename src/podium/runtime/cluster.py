@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
-from podium.runtime.calls import Watch, refuse_in_a_fork
+from podium.runtime.calls import ProcessCalls, ProgressWatch, Watch, refuse_in_a_fork
 from podium.runtime.colocation import Colocated, is_colocated
 from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoints import Returns, endpoints_of
@@ -30,6 +30,7 @@ from podium.runtime.worker import Bound, Worker
 
 if TYPE_CHECKING:
     from podium.data import TensorStore
+    from podium.telemetry.events import Count
 
 __all__ = ["Cluster"]
 
@@ -56,6 +57,7 @@ class Cluster:
         self._backend = backend
         self._inventory = Inventory(backend)
         self._watch = Watch()
+        self._progress = ProgressWatch(self._read_counts)
         self._groups: dict[str, WorkerGroup[Any]] = {}
         self._names = threading.Lock()
         self._starting: set[str] = set()
@@ -348,8 +350,13 @@ class Cluster:
                 processes.close()
             self._groups.clear()
         finally:
+            self._progress.close()
             self._watch.close()
             self._backend.close()
+
+    def _read_counts(self, after_s: float) -> list[Count]:
+        ticking = self._watch.registered()
+        return [count for calls in ticking if isinstance(calls, ProcessCalls) for count in calls.read_counts(after_s)]
 
     @contextmanager
     def _naming(

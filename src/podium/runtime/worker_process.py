@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -40,7 +40,8 @@ from podium.runtime.endpoints import Returns, endpoints_of
 from podium.runtime.messages import Failure
 from podium.runtime.profiling import Profile, Recorded
 from podium.runtime.worker import Bound, Worker, WorkerContext, current_context
-from podium.telemetry import Event, WorkerLoading, subscribe
+from podium.telemetry.events import Count
+from podium.telemetry.progress import read_counts
 
 if TYPE_CHECKING:
     from podium.data import TensorStore, Usage
@@ -160,7 +161,6 @@ class WorkerProcess:
         self._recorded: dict[tuple[str, str], Recorded] = {}
         self._owns_process_group = False
         self._record: Any = None
-        self._loaded: tuple[int, int] | None = None
         self._outbox = Outbox(self._keep)
         if ships_exceptions:
             Outbox.here = self._outbox
@@ -312,15 +312,11 @@ class WorkerProcess:
             self._join(context, collectives_s, share_devices=share_devices)
         context = replace(context, colocated=MappingProxyType(self.workers), address=self._address)
         token = current_context.set(context)
-        unsubscribe = subscribe(self._on_event) if self._ships_exceptions else None  # else the controller hears it
         _log.debug("%s of %s begins on rank %d", bound.cls.__name__, name, context.rank)
         try:
             self.workers[name] = bound.cls(*bound.args, **bound.kwargs)
         finally:
             current_context.reset(token)
-            if unsubscribe is not None:
-                unsubscribe()
-            self._loaded = None
         _log.debug("%s of %s is made on rank %d", bound.cls.__name__, name, context.rank)
         if profile is None or context.rank not in profile.ranks:
             return
@@ -417,13 +413,9 @@ class WorkerProcess:
         requests = [request for request in list(self._running.values()) if request.label != "take_call"]
         return frames, [request for request in requests if request.thread != threading.get_ident()]
 
-    def do_loading(self) -> tuple[int, int] | None:
-        """How many tensors of how many the constructor has read that runs here; None if it reads none, or none runs."""
-        return self._loaded
-
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, WorkerLoading):
-            self._loaded = event.completed, event.total
+    def do_counts(self) -> Sequence[Count]:
+        """How far the work is that is counted here."""
+        return read_counts()
 
     def do_cancel(self, cancelled: int) -> bool:
         """Drop request ``cancelled`` if it is queued; cancel it if it is an async endpoint that runs. Returns False if

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 __all__ = ["CallFinished", "CheckpointSaved", "CompletionsSampled", "EvalFinished", "Event", "Note", "PhaseStarted"]
 __all__ += [
+    "Count",
     "PhaseFinished",
+    "Progressing",
     "Recovered",
     "RunSummarized",
     "Sample",
@@ -18,7 +20,7 @@ __all__ += [
     "StepFinished",
     "Waiting",
 ]
-__all__ += ["WorkerLoading", "WorkerLost", "WorkerStarted"]
+__all__ += ["WorkerLost", "WorkerStarted"]
 
 
 class Event:
@@ -54,13 +56,31 @@ class WorkerStarted(Event):
 
 
 @dataclass(frozen=True)
-class WorkerLoading(Event):
-    """The constructor of a worker on ``rank`` has read ``completed`` of the ``total`` tensors of its model."""
+class Count:
+    """``done`` of ``total`` things of a kind, ``seconds`` after the first one was begun. A ``total`` of 0 is not known.
 
-    role: str
-    rank: int
-    completed: int
+    ``unit`` is a plural such as "completions"; ``stage`` is the stage of a step that this is, if it is a whole one.
+    Counts of the same unit are parts of one that is ``whole``. In a worker, ``role`` and ``rank`` are its own.
+    """
+
+    unit: str
+    done: int
     total: int
+    seconds: float
+    stage: str = ""
+    whole: bool = False
+    role: str = ""
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Progressing(Event):
+    """What is being counted in the controller and in workers whose calls take long. It is empty after the last of it.
+
+    It comes twice a second while something takes long, and not at all where nothing does.
+    """
+
+    counts: tuple[Count, ...]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 import unicodedata
 
-__all__ = ["compact", "duration", "percent", "plain", "visible"]
+__all__ = ["clock_duration", "compact", "duration", "percent", "plain", "visible"]
 
 
 def _three(value: float) -> str:
@@ -47,6 +47,11 @@ def duration(seconds: float) -> str:
         return f"{1000 * seconds:.0f}ms" if seconds < 0.9995 else f"{_three(seconds)}s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def clock_duration(seconds: float) -> str:
+    """Without parts of a second, for what goes on: 1.536 -> "2s", 72 -> "1m12s"."""
+    return f"{seconds:.0f}s" if seconds < 59.5 else duration(seconds)
 
 
 def visible(text: str, limit: int | None = None) -> str:

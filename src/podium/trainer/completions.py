@@ -24,6 +24,7 @@ from podium.rewards import Grade, Grader
 from podium.rollout.tasks.examples import template_messages
 from podium.runtime import Handle
 from podium.telemetry import Sample, metrics as names
+from podium.telemetry.progress import Counting
 from podium.trainer.prompts import Prompt
 from podium.workers import RewardModel
 
@@ -98,12 +99,14 @@ class ScoredBatch:
         """The grade of each row, those that the reward leaves out too. Raises RewardError if the reward fails."""
         grades: list[Grade] = []
         examples = [self.prompts[group].example for group in self.groups]
-        for rows in self.chunks(_GRADED_TOKENS):
-            texts, data_rows = self.texts(rows), [example.row for example in examples[rows.start : rows.stop]]
-            if reward_model is not None:
-                scores = self._model_scores(reward_model, rows, texts)
-                data_rows = [{**row, "model_score": score} for row, score in zip(data_rows, scores, strict=True)]
-            grades += grader.grade(texts, data_rows, self._extras(rows, grader.extras, steps_before))
+        with Counting("rows graded", len(examples), whole=True) as count:
+            for rows in self.chunks(_GRADED_TOKENS):
+                texts, data_rows = self.texts(rows), [example.row for example in examples[rows.start : rows.stop]]
+                if reward_model is not None:
+                    scores = self._model_scores(reward_model, rows, texts)
+                    data_rows = [{**row, "model_score": score} for row, score in zip(data_rows, scores, strict=True)]
+                grades += grader.grade(texts, data_rows, self._extras(rows, grader.extras, steps_before))
+                count.done = len(grades)
         return grades
 
     def _extras(self, rows: range, asked: Collection[str], steps_before: int) -> list[dict[str, Any]]:

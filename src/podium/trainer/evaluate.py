@@ -22,6 +22,7 @@ from podium.runs.judging import knows_accuracy
 from podium.runtime import Cluster, Handle
 from podium.telemetry import Note, emit, metrics
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY
+from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import (
     check_answers,
     check_examples,
@@ -141,12 +142,14 @@ def score_answers(
     """
     scores: dict[str, list[float]] = {LOSS: [], TOKEN_ACCURACY: []}
     weights: list[float] = []
-    for start in range(0, len(pairs), _TOGETHER):
-        batch = pair_batch(pairs[start : start + _TOGETHER])
-        weights += [float(sum(mask)) for _, mask in pairs[start : start + _TOGETHER]]
-        columns = policy.score_examples(batch)
-        for name, column in scores.items():
-            column += columns.dense(name).tolist()
+    with Counting("rows", len(pairs)) as count:
+        for start in range(0, len(pairs), _TOGETHER):
+            batch = pair_batch(pairs[start : start + _TOGETHER])
+            weights += [float(sum(mask)) for _, mask in pairs[start : start + _TOGETHER]]
+            columns = policy.score_examples(batch)
+            for name, column in scores.items():
+                column += columns.dense(name).tolist()
+            count.done = len(weights)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         write_examples(keep, step, pairs, tokenizer, scores)

@@ -31,6 +31,7 @@ from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.formatting import percent
+from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
@@ -142,9 +143,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         batches: list[Batch] = []
         graded: list[Future[ScoredBatch]] = []
         with self._keep_if_not_graded(batches, prompts, step):
-            with stage("generate"):
+            with stage("generate"), Counting("completions", self.config.rows, whole=True) as count:
                 for part in as_completed(self.draw(prompts, step)):
                     batches.append(part.result())
+                    count.done += len(batches[-1])
                     graded.append(self._graders.submit(self.score, batches[-1], prompts, step))
                     for over in graded:
                         if over.done():
@@ -370,15 +372,17 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """
         updates: list[Mapping[str, float]] = []
         pending: list[Call[dict[str, float]]] = []
-        for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
-            updates += [call.result() for call in pending]  # after the next minibatch was made
-            pending = [self.run.roles.policy.update.submit(minibatch)]
-            if self.run.roles.critic is not None:
-                pending.append(self.run.roles.critic.update.submit(minibatch))
-            if meanwhile is not None:
-                meanwhile()
-                meanwhile = None
-        return updates + [call.result() for call in pending]
+        with Counting("optimizer steps", self.config.algorithm.updates) as count:
+            for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
+                updates += [call.result() for call in pending]  # after the next minibatch was made
+                count.done += bool(pending)
+                pending = [self.run.roles.policy.update.submit(minibatch)]
+                if self.run.roles.critic is not None:
+                    pending.append(self.run.roles.critic.update.submit(minibatch))
+                if meanwhile is not None:
+                    meanwhile()
+                    meanwhile = None
+            return updates + [call.result() for call in pending]
 
     def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
         """Cut the step's rows into minibatches, in training order. Token weights are computed over a whole

@@ -24,9 +24,10 @@ from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, compute_dtype
 from podium.errors import DataError, PodiumError
 from podium.models.loading import plain_model, rotary_turn
+from podium.telemetry.progress import Counting
 from podium.training.config import OptimConfig, ParallelConfig
 from podium.training.loss_scale import LossScale
-from podium.training.micro_batches import MicroBatch, cut, empty_micro_batch
+from podium.training.micro_batches import MicroBatch, MicroBatches, cut, empty_micro_batch
 from podium.training.offload import Offload
 from podium.training.optimizer import Optimizer
 from podium.training.output_layer import logits_tail
@@ -158,8 +159,9 @@ class TrainEngine:
         tokens = batch.jagged(fields.TOKENS)
         results = {name: torch.zeros(len(tokens.values), device=self.device) for name in outputs}
         self.model.eval()
-        with torch.no_grad():
-            for micro in self._micro_batches(batch, ()):
+        micros = self._micro_batches(batch, ())
+        with torch.no_grad(), Counting("micro-batches", len(micros)) as count:
+            for micro in count.over(micros):
                 with autocast(self.device, self.precision):
                     if len(micro.index) == 0:
                         run_model(self.model, micro)
@@ -217,19 +219,21 @@ class TrainEngine:
         """Make this rank's gradients, times the loss scale. Return the loss and the metrics of each micro-batch."""
         self.parallel.prepare()
         parts: list[tuple[Tensor, PartialMetrics]] = []
-        for micro in self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS), noisy=self._noisy):
-            with autocast(self.device, self.precision):
-                if len(micro.index) == 0:
-                    (run_model(self.model, micro).logits.sum() * 0.0).backward()
-                    continue
-                token_loss, weights = compute(micro), micro.columns[fields.LOSS_WEIGHTS]
-                loss = (weights * token_loss.loss_N).sum()
-            (loss * self.loss_scale.value).backward()
-            parts.append((loss.detach(), partial_metrics(token_loss, weights)))
+        micros = self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS), noisy=self._noisy)
+        with Counting("micro-batches", len(micros)) as count:
+            for micro in count.over(micros):
+                with autocast(self.device, self.precision):
+                    if len(micro.index) == 0:
+                        (run_model(self.model, micro).logits.sum() * 0.0).backward()
+                        continue
+                    token_loss, weights = compute(micro), micro.columns[fields.LOSS_WEIGHTS]
+                    loss = (weights * token_loss.loss_N).sum()
+                (loss * self.loss_scale.value).backward()
+                parts.append((loss.detach(), partial_metrics(token_loss, weights)))
         return parts
 
-    def _micro_batches(self, batch: Batch, columns: Sequence[str], *, noisy: bool = False) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them.
+    def _micro_batches(self, batch: Batch, columns: Sequence[str], *, noisy: bool = False) -> MicroBatches:
+        """Return this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them.
 
         Rows share no prompt in ``noisy`` passes, in which dropout would do the same to all of them.
         """
@@ -239,13 +243,9 @@ class TrainEngine:
         share = self.shares_prompts and not noisy
         micros = cut(needed, most, packed=packed, equal=equal, turn=turn, share=share, columns=columns)
         if not self.parallel.equal_passes:
-            yield from micros
-            return
-        micro_batches = list(micros)
-        passes = int(self.parallel.gather(torch.tensor([len(micro_batches)], device=self.device)).max())
-        yield from micro_batches
-        for _ in range(passes - len(micro_batches)):
-            yield empty_micro_batch(self.device)
+            return micros
+        passes = int(self.parallel.gather(torch.tensor([len(micros)], device=self.device)).max())
+        return MicroBatches([*micros.makers, *[lambda: empty_micro_batch(self.device)] * (passes - len(micros))])
 
     def _gather(self, parts: Sequence[tuple[Tensor, PartialMetrics]]) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over micro-batches and ranks; a rank without rows has neither."""

@@ -8,8 +8,9 @@ A row's prompt here is what precedes its first token with loss. Rows with the sa
 Legend: B rows, T padded length, N tokens of the batch, K tokens of the micro-batch that carry loss.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple, Self
 
 import torch
@@ -20,7 +21,16 @@ from podium.data.sampled_text import count_sampled
 from podium.errors import DataError
 from podium.training.shared_prompts import SharedPrompts, row_places, share_prompts, starts
 
-__all__ = ["MicroBatch", "PackedRows", "SharedPrompts", "cut", "empty_micro_batch", "plan", "plan_shared"]
+__all__ = [
+    "MicroBatch",
+    "MicroBatches",
+    "PackedRows",
+    "SharedPrompts",
+    "cut",
+    "empty_micro_batch",
+    "plan",
+    "plan_shared",
+]
 
 _WORTH_SHARING: Final = 20
 
@@ -115,6 +125,19 @@ def plan_shared(prompts: Sequence[int], rests: Sequence[int], group: Sequence[in
     return micros
 
 
+class MicroBatches:
+    """Micro-batches that are made when they are asked for. Their number is known before."""
+
+    def __init__(self, makers: Sequence[Callable[[], MicroBatch]]) -> None:
+        self.makers = makers
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (make() for make in self.makers)
+
+
 def cut(
     batch: Batch,
     max_tokens: int,
@@ -124,7 +147,7 @@ def cut(
     turn: int | None = None,
     share: bool = False,
     columns: Sequence[str] = (),
-) -> Iterator[MicroBatch]:
+) -> MicroBatches:
     """Cut ``batch``, which is on the model's device; ``columns`` names token columns to bring along.
 
     ``packed``, ``equal`` and ``turn`` are those of :func:`plan`. With ``share``, rows with the same prompt share it
@@ -152,11 +175,14 @@ def cut(
     else:
         rests = [lengths[row] - 1 - prompts.lengths[prompt] for row, prompt in zip(live, prompts.group, strict=True)]
         groups = plan_shared(prompts.lengths, rests, prompts.group, max_tokens)
-    for group in groups:
+
+    def make(group: Sequence[int]) -> MicroBatch:
         rows = torch.tensor([live[index] for index in group], device=mask.device)
         offsets = torch.nn.functional.pad(losses_B[rows].cumsum(0), (1, 0))
         prompts_of_batch = None if prompts is None else prompts.of(group)
-        yield _micro_batch(tokens, mask, values, rows, offsets, packed=packed, prompts=prompts_of_batch)
+        return _micro_batch(tokens, mask, values, rows, offsets, packed=packed, prompts=prompts_of_batch)
+
+    return MicroBatches([partial(make, group) for group in groups])
 
 
 class _Prompts(NamedTuple):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pyte
@@ -20,17 +21,18 @@ from podium.telemetry import (
     CompletionsSampled,
     EvalFinished,
     PhaseStarted,
+    Progressing,
     Sample,
     Stalled,
     StepFinished,
     Waiting,
-    WorkerLoading,
     WorkerLost,
     WorkerStarted,
     emit,
     flush,
     metrics,
 )
+from podium.telemetry.events import Count
 from podium.telemetry.sinks import ConsoleSink
 from podium.telemetry.sinks.console import fitting
 from tests.terminal import in_pty
@@ -411,12 +413,12 @@ def test_a_bar_says_how_many_tensors_of_a_model_are_read() -> None:
     console, out = on_terminal()
     with ConsoleSink(console=console):
         emit(Waiting("loading a model for policy, generator", 0, 4))
-        emit(WorkerLoading("policy", 0, 30, 100))
-        emit(WorkerLoading("policy", 1, 20, 100))
+        first, second = (Count("tensors", done, 100, 9.0, rank=rank) for rank, done in enumerate((30, 20)))
+        emit(Progressing((first, second)))
         assert "0/4 workers  50 of 200 tensors" in drawn(out, "50 of 200 tensors")[-1]
         emit(CallFinished("policy", "construct", 0, "node-0", 1, 0, 0, 1, ok=True))
         assert "1/4 workers  20 of 100 tensors" in drawn(out, "20 of 100 tensors")[-1]
-        emit(WorkerLoading("policy", 1, 100, 100))
+        emit(Progressing((replace(second, done=100),)))
         assert "1/4 workers  100 tensors read, preparing" in drawn(out, "preparing")[-1]
         emit(CallFinished("policy", "construct", 1, "node-0", 1, 0, 0, 1, ok=True))
         made = drawn(out, "2/4 workers")[-1]

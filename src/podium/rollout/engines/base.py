@@ -41,6 +41,7 @@ from podium.rollout.engines.requests import (
 )
 from podium.rollout.engines.rows import Rows
 from podium.rollout.sampling import Completion, SamplingParams
+from podium.telemetry.progress import TOKENS, Counting
 
 if TYPE_CHECKING:
     from podium.rollout.engines.config import EngineConfig
@@ -72,6 +73,7 @@ class Engine(ABC):
         vocabulary: Number of tokens that the model knows. The constructor of a subclass sets it.
         positions: The longest sequence that the model takes, or None for any. The constructor of a subclass sets it.
         prefilled_tokens: Number of prompt tokens that went through the model so far, where the engine counts them.
+        count: Counts the tokens that are drawn, for a run's bar. ``advance`` adds to ``count.done``; it need not.
         text_ids: The ids that are drawn, as :meth:`restrict` was given them; None where all of the vocabulary are.
     """
 
@@ -98,6 +100,7 @@ class Engine(ABC):
         self._in_flight: dict[RequestId, list[Event]] = {}  # where the events of each request go
         self._journals: dict[RequestId, tuple[Journal, int, int]] = {}  # journal, seed, and tokens drawn elsewhere
         self._reported_s = 0.0
+        self.count = Counting(TOKENS)
         self._later: dict[RequestId, tuple[Rows, Future[list[Completion]]]] = {}  # what the thread draws
         self._later_box: list[Event] = []
         self._later_runs = False
@@ -152,6 +155,8 @@ class Engine(ABC):
                 self._aborted.add(id)
                 box.append(Aborted(id))
                 self._changed.notify_all()
+                if not self._in_flight:
+                    self.count.close()
                 if not self._driving:
                     self._take_in()
 
@@ -196,7 +201,7 @@ class Engine(ABC):
         """
         box: list[Event] = []
         rows = self._rows(prompts, params, seeds, journal, begun)
-        self._enqueue(rows.missing(), box)
+        self._enqueue(rows.missing(), box, rows)
         try:
             while not rows.done:
                 for event in self._drive(box, None):
@@ -221,7 +226,7 @@ class Engine(ABC):
         rows = self._rows(prompts, params, seeds, journal, begun)
         with self._changed:
             self._later |= dict.fromkeys(rows.seeds, (rows, future))
-            self._enqueue(rows.missing(), self._later_box)
+            self._enqueue(rows.missing(), self._later_box, rows)
             if not self._later_runs:
                 self._later_runs = True
                 threading.Thread(target=self._draw_later, name="podium-draw", daemon=True).start()
@@ -281,6 +286,7 @@ class Engine(ABC):
 
     def _finish(self, rows: Rows) -> None:
         """End what is in flight of ``rows``."""
+        rows.count.close()
         for row, seed in rows.seeds.items():
             if row not in rows.completions:
                 self.abort(row)
@@ -300,13 +306,18 @@ class Engine(ABC):
         for journal in {journal.path: journal for journal, *_ in journals.values()}.values():
             journal.flush()
 
-    def _enqueue(self, requests: Sequence[Request], box: list[Event]) -> None:
+    def _enqueue(self, requests: Sequence[Request], box: list[Event], rows: Rows | None = None) -> None:
         with self._changed:
+            was_idle = not self._in_flight
             for request in requests:
                 if request.id in self._in_flight or request.id in self._aborted:
                     raise ConfigError(f"{request} is in flight already; give each request an id of its own")
                 self._in_flight[request.id] = box
             self._arrived += requests
+            if was_idle and self._in_flight:
+                self.count.open()
+            if rows is not None:
+                rows.count.open(len(rows.completions))
             self._changed.notify_all()
 
     def _drive(self, box: list[Event], deadline: float | None) -> list[Event]:
@@ -329,6 +340,8 @@ class Engine(ABC):
                     break
                 if deadline is not None and time.monotonic() >= deadline:
                     break
+            if not self._in_flight:
+                self.count.close()
             events = box.copy()
             box.clear()
             return events

@@ -7,12 +7,17 @@ from podium.rollout.engines.draw import seed_at
 from podium.rollout.engines.journal import Drawn, Journal, checksum
 from podium.rollout.engines.requests import Event, Failed, Finished, Request, RequestId, RowOfBatch
 from podium.rollout.sampling import SamplingParams
+from podium.telemetry.progress import Counting
 
 __all__ = ["Rows"]
 
 
 class Rows:
-    """The completions of one call, some of which another engine may have begun."""
+    """The completions of one call, some of which another engine may have begun.
+
+    Attributes:
+        count: Counts those that are finished.
+    """
 
     def __init__(
         self,
@@ -35,6 +40,7 @@ class Rows:
         self.completions = {
             row: head.completion(reason) for row, head in self.heads.items() if (reason := head.ended(params))
         }
+        self.count = Counting("completions", len(seeds))
         if journal is not None:
             for (row, seed), prompt in zip(self.seeds.items(), sums, strict=True):
                 journal.begin(seed, self.heads.get(row), prompt)
@@ -62,6 +68,7 @@ class Rows:
             head, rest = self.heads.get(event.id), event.completion
             completion = head.completion(rest.finish_reason, rest) if head else rest
             self.completions[event.id] = completion
+            self.count.done = len(self.completions)
             if self._journal is not None:
                 self._journal.add(self.seeds[event.id], Drawn.of(completion))
 

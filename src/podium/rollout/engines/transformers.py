@@ -21,6 +21,7 @@ from podium.rollout.engines.draw import draw, leave_out, uniforms
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.requests import Event, Finished, Request, Tokens, conclude
 from podium.rollout.sampling import SamplingParams
+from podium.telemetry.progress import Counting
 
 __all__ = ["TransformersEngine"]
 
@@ -77,7 +78,7 @@ class TransformersEngine(ModelEngine):
         params = requests[0].params
         device = next(self.model.parameters()).device
         seeds_B = torch.tensor([request.seed for request in requests], device=device)
-        processor = _Drawing(params, seeds_B, self.text_ids)
+        processor = _Drawing(params, seeds_B, self.text_ids, self.count)
         stops = list(params.stop_token_ids) or None
         self._generate([request.prompt for request in requests], params.max_new_tokens, stops, processor)
         return processor
@@ -139,8 +140,12 @@ class _Watching(LogitsProcessor):
 class _Drawing(LogitsProcessor):
     """Draws each step's tokens, remembers them, and masks every other token."""
 
-    def __init__(self, params: SamplingParams, seeds_B: Tensor, text_ids: tuple[int, tuple[int, ...]] | None) -> None:
-        self._params, self._text_ids = params, text_ids
+    def __init__(
+        self, params: SamplingParams, seeds_B: Tensor, text_ids: tuple[int, tuple[int, ...]] | None, count: Counting
+    ) -> None:
+        self._params, self._text_ids, self._count = params, text_ids, count
+        self._stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=seeds_B.device)
+        self._live_B = torch.ones_like(seeds_B, dtype=torch.bool)  # no stop token yet
         self._uniforms = uniforms(seeds_B, 0, params.max_new_tokens)
         self.ids: list[Tensor] = []
         self.logprobs: list[Tensor] = []
@@ -148,6 +153,8 @@ class _Drawing(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         result = draw(leave_out(scores.float(), self._text_ids), self._params, self._uniforms[:, len(self.ids)])
+        self._count.done += int(self._live_B.sum())
+        self._live_B &= ~torch.isin(result.ids_B, self._stops)
         self.ids.append(result.ids_B)
         self.logprobs.append(result.logprobs_B)
         if result.kept_ids_BK is not None and result.kept_sizes_B is not None:

@@ -211,6 +211,7 @@ class VllmEngine(ModelEngine):
         """Note what vLLM has drawn for a request; its events."""
         request = drawing.request
         token_ids = list(output.token_ids)
+        self.count.done += len(token_ids)
         logprobs = [row[token].logprob for token, row in zip(token_ids, output.logprobs, strict=True)]
         drawing.token_ids.extend(token_ids)
         drawing.logprobs.extend(logprobs)

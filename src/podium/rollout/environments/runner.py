@@ -27,6 +27,7 @@ from podium.rollout.environments.calls import contain_exits, is_cancelled, sessi
 from podium.rollout.environments.client import MOST_AGENTS, Client
 from podium.rollout.environments.contract import Outcome, Reward
 from podium.telemetry import Note, emit
+from podium.telemetry.progress import Counting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,6 +144,7 @@ async def live(
                 )
             if len(recorded) > MOST_AGENTS + 1:  # with agents of agents
                 ending = Ending(failure=f"more than {MOST_AGENTS} agents")
+            count.done += 1
             return Episode(
                 [
                     Trajectory(agent, session, ending.outcome.agents.get(agent, ending.outcome.score), rewards)
@@ -157,7 +159,7 @@ async def live(
                 sum((Counter(relative.counts) for relative in client.family), Counter()),
             )
 
-    with _watch_loop():
+    with _watch_loop(), Counting("sessions", len(tasks)) as count:
         return await asyncio.gather(*map(one, tasks, seeds, names))
 
 

@@ -296,6 +296,11 @@ class Watch:
         with self._lock:
             self._ticking.add(ticking)
 
+    def registered(self) -> list[Ticking]:
+        """The objects that were registered and still exist."""
+        with self._lock:
+            return [*self._ticking]
+
     def close(self) -> None:
         """Stop. No tick runs after this returns."""
         self._closed.set()

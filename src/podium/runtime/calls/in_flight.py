@@ -13,7 +13,7 @@ from podium.runtime.collect import Collect
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Reply
 
-__all__ = ["InFlight", "return_number", "take_number"]
+__all__ = ["STALL_S", "InFlight", "return_number", "take_number"]
 
 STALL_S = 60.0
 _new_numbers = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)  # two controllers may call one process
@@ -56,4 +56,4 @@ class InFlight:
     watched: bool = False  # a thread looks whether a rank waits in a collective for one that raised
     next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
     reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
-    asked: set[int] = field(default_factory=set[int])  # the ranks that have yet to say how far they are with loading
+    counted: object = ()  # how far its ranks were when that warning was due

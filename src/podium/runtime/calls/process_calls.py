@@ -23,13 +23,16 @@ from podium.errors import (
 )
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.call import Call, Here, Watch, refuse_in_a_fork
-from podium.runtime.calls.in_flight import InFlight, return_number, take_number
+from podium.runtime.calls.in_flight import STALL_S, InFlight, return_number, take_number
+from podium.runtime.calls.progress import RankCounts
 from podium.runtime.calls.relay import Relay, travelled
 from podium.runtime.calls.siblings import find_waiting_siblings
 from podium.runtime.calls.stacks import collective_of, outside_stack
 from podium.runtime.collect import Collect, gather
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
+from podium.telemetry.bus import AS_EVENT
+from podium.telemetry.events import Count
 
 __all__ = ["WAITS_FOR_ITSELF", "ProcessCalls", "limit_of"]
 
@@ -41,7 +44,6 @@ WAITS_FOR_ITSELF = (
 SETTLE_S = 0.2  # after which the ranks are asked whether one of them is the cause of a broken collective
 STATUS_S = 1.0
 REPORT_S = 2.0
-LOADING_S = 0.5  # before the processes of a start are asked how far they are
 SHOWN = 5  # calls that wait behind another one
 COLLECTIVES_LATER_S = 5.0  # for a deadline to find the ranks in their collectives, and to say who waits for whom
 LONGEST_S = 365 * 86400.0  # that torch is told to wait
@@ -73,6 +75,7 @@ class ProcessCalls:
         self._ended = False
         self._process = os.getpid() if backend.capabilities.concurrent else 0
         self._relay = Relay(self, self._ask, backend.unpack)
+        self._counts = RankCounts(backend)
         self.collectives_s = 0.0  # the deadline with which collectives end in the processes; 0 where they have none
         self.relays = False  # the processes are asked for the calls of their workers
         watch.register(self)
@@ -283,10 +286,12 @@ class ProcessCalls:
             self.lost[rank] = death
         if self._ended:
             return
-        telemetry.emit(telemetry.WorkerLost(role=self.name, rank=rank, node=self._node(rank), cause=death.cause))
+        lost = telemetry.WorkerLost(role=self.name, rank=rank, node=self._node(rank), cause=death.cause)
         waiting = [flight for flight in list(self._in_flight.values()) if rank in flight.open]
-        if not waiting:
-            _log.warning("%s rank %d (%s) ended: %s", self.name, rank, self._node(rank), death.cause)
+        if waiting:
+            telemetry.emit(lost)
+        else:
+            self._warn(f"{self.name} rank {rank} ({self._node(rank)}) ended: {death.cause}", lost)
         for flight in waiting:
             self._lose(flight, rank, death)
 
@@ -406,8 +411,6 @@ class ProcessCalls:
             if call.done():
                 continue
             waited = now - flight.submitted_ns / 1e9
-            if flight.method == "construct" and waited > LOADING_S and telemetry.active():
-                self._ask_for_loading(flight)
             if now >= call.deadline and not flight.expired:
                 flight.expired = True
                 _later(0.0, self._expire, flight)
@@ -415,30 +418,23 @@ class ProcessCalls:
                 flight.reported = True
                 _later(0.0, self._report, flight, waited)
             elif waited > flight.next_stall:
-                flight.next_stall *= 2
-                ranks = tuple(sorted(flight.open))
-                _log.warning("%s has waited %.0f s for rank(s) %s of %s", call.label, waited, ranks, self.name)
-                telemetry.emit(
-                    telemetry.Stalled(role=self.name, method=flight.method, waiting_for=ranks, seconds=waited)
-                )
+                counted = self._counts.of(flight.open)
+                flight.next_stall = waited + STALL_S if counted != flight.counted else 2 * flight.next_stall
+                if counted == flight.counted:  # else it goes on, and shows so
+                    ranks = tuple(sorted(flight.open))
+                    what = f"{call.label} has waited {waited:.0f} s for rank(s) {ranks} of {self.name}"
+                    self._warn(what, telemetry.Stalled(self.name, flight.method, ranks, waited))
+                flight.counted = counted
 
-    def _ask_for_loading(self, flight: InFlight) -> None:
-        """Ask each rank whose worker is being made how much of its model it has read. Each answer is an event."""
+    def read_counts(self, after_s: float) -> list[Count]:
+        """Ask the processes whose calls have taken ``after_s`` seconds what they count. The thread of deadlines does
+        not call this, since a process may not answer."""
         if not (self._backend.capabilities.processes and self._backend.capabilities.concurrent):
-            return  # in this process the worker's own events are heard
-        role = flight.split.shared["name"]
-
-        def note_reply(rank: int, number: int, reply: Reply) -> None:
-            return_number(number)
-            flight.asked.discard(rank)
-            if reply.status == "ok" and (progress := self._backend.unpack(reply.payload)) and not flight.call.done():
-                telemetry.emit(telemetry.WorkerLoading(role, rank, *progress))
-
-        for rank in sorted(flight.open - flight.asked - self.lost.keys()):
-            flight.asked.add(rank)
-            number = take_number()
-            request = Request(number, "", "loading", self._backend.pack({}, 1), None, True, True)
-            self.handles[rank].invoke(request, partial(note_reply, rank, number))
+            return []  # what workers count in this process is read without them
+        until_ns = time.monotonic_ns() - after_s * 1e9
+        flights = [flight for flight in list(self._in_flight.values()) if flight.submitted_ns <= until_ns]
+        ranks = {rank for flight in flights if not flight.call.done() for rank in flight.open}
+        return self._counts.read(self.name, self.handles, ranks - self.lost.keys(), self._wait_until)
 
     def _report(self, flight: InFlight, waited_s: float) -> None:
         """Say where a call is that has used half of its time."""
@@ -447,8 +443,12 @@ class ProcessCalls:
         if call.done():
             return
         report = f"{call.label} has waited {waited_s:.0f} s of its {call.timeout_s:g} s; {where}"
-        _log.warning("%s", report)
-        telemetry.emit(telemetry.Stalled(self.name, flight.method, ranks, waited_s, report))
+        self._warn(report, telemetry.Stalled(self.name, flight.method, ranks, waited_s, report))
+
+    def _warn(self, what: str, event: telemetry.Event) -> None:
+        """Log ``what``, and emit the event, which says the same where a terminal shows events."""
+        _log.warning("%s", what, extra={AS_EVENT: True})
+        telemetry.emit(event)
 
     def _expire(self, flight: InFlight) -> None:
         ranks, call = tuple(sorted(flight.open)), flight.call

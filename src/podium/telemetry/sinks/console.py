@@ -9,9 +9,10 @@ import io
 import os
 import pdb
 import sys
+import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
@@ -24,15 +25,15 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.rule import Rule
 from rich.text import Text
 
 from podium.telemetry import events, metrics
-from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, PhaseStarted, StepFinished, Waiting
-from podium.telemetry.formatting import compact, duration, percent, plain, visible
+from podium.telemetry.events import CompletionsSampled, Count, EvalFinished, Event, PhaseStarted, StepFinished, Waiting
+from podium.telemetry.formatting import clock_duration, compact, duration, percent, plain, visible
 from podium.telemetry.held_out import ACCURACY, Metric
+from podium.telemetry.progress import describe_counts
 from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.logs import LogRouter
 from podium.telemetry.sinks.notebook import CellOutput, notebook_console
@@ -44,6 +45,8 @@ _GAP: Final = 2
 _ROWS_PER_HEADER: Final = 25
 _SAMPLE_CHARACTERS: Final = 600
 _CLEAN_LINE: Final = b"\r\x1b[2K\x1b[?25h"
+_FIRST_LINE_S: Final = 30.0
+_ESTIMATED_STEPS: Final = 20
 _FIELD_WIDTH: Final = 10  # of the names beside a sample's texts
 
 
@@ -164,6 +167,9 @@ class ConsoleSink(Sink):
         self._waiting = ""
         self._made = 0  # workers, of those that the run waits for
         self._read: dict[int, tuple[int, int]] = {}  # by rank, tensors that the worker that is being made has read
+        self._counts = self._left = ""  # how far the stage is, and when the last step ends
+        self._longest_s, self._next_line_s = 0.0, _FIRST_LINE_S
+        self._ended_s: deque[float] = deque(maxlen=_ESTIMATED_STEPS)  # when the latest steps ended
         self._breakpointhook: Callable[..., Any] | None = None
 
     def attach(self) -> ConsoleSink:
@@ -197,13 +203,15 @@ class ConsoleSink(Sink):
                 self._samples(event)
             case events.WorkerStarted(role=role):
                 self._workers[role] += 1
-            case events.WorkerLoading() | events.CallFinished(method="construct", ok=True):
-                self._load(event)
             case _:
                 self._remark(event)
 
     def _remark(self, event: Event) -> None:
         match event:
+            case events.Progressing() | events.CallFinished(method="construct", ok=True) if self._waiting:
+                self._load(event)
+            case events.Progressing(counts=counts):
+                self._show_counts(counts)
             case events.WorkerLost(role=role, rank=rank, node=node, cause=cause):
                 self._say(Text(f"lost  {role} rank {rank} on {node}: {cause}", "bold red"))
             case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds, report=report):
@@ -228,6 +236,8 @@ class ConsoleSink(Sink):
         self._stop_bar()
         self._phase = phase
         self._seen.clear()
+        self._ended_s.clear()
+        self._counts = self._left = ""
         self._columns = ()
         self._last_row_s = -float("inf")
         if self._workers:
@@ -245,8 +255,6 @@ class ConsoleSink(Sink):
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None, style="grey23", complete_style="cyan", finished_style="green"),
             MofNCompleteColumn(),
-            TextColumn("[dim]·"),
-            TimeRemainingColumn(compact=True),
             TextColumn("[dim]{task.fields[state]}"),
             console=self.console,
             transient=True,
@@ -254,8 +262,40 @@ class ConsoleSink(Sink):
             refresh_per_second=4,
         )
         total = self._phase.total_steps
-        progress.add_task(self._phase.name, total=total, completed=completed, state="")
+        progress.add_task(self._phase.name, total=total, completed=completed, state=self._state)
         self._show_bar(progress)
+
+    @property
+    def _state(self) -> str:
+        """What the bar says beside the number of the step."""
+        value, metric = self._held_out.get(self._judged), Metric(self._judged[-1])
+        is_current = self._judged[0] == self._phase.name
+        judged = f"held-out {metric.title} {metric.write(value)}" if is_current and value is not None else ""
+        return "".join(f"· {part} " for part in (self._left, self._counts, judged) if part).rstrip()
+
+    def _show_counts(self, counts: Sequence[Count]) -> None:
+        """Show how far a stage is that takes long: in the bar, and else on a line after 30 s, 60 s, 120 s, …"""
+        self._counts = describe_counts(counts)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], state=self._state)
+        longest_s = max((count.seconds for count in counts if count.stage), default=0.0)
+        if longest_s < self._longest_s:  # another stage
+            self._next_line_s = _FIRST_LINE_S
+        self._longest_s = longest_s
+        if longest_s >= self._next_line_s and not self._live:
+            self._next_line_s = 2 * longest_s
+            self._say(Text(f"{'':>{_STEP_WIDTH}}  {self._counts}", "dim"))
+
+    def _estimate(self, step: int, values: Mapping[str, float]) -> None:
+        """Estimate when the last step ends, from the times of the latest steps and what lies between them."""
+        self._ended_s.append(self.emitted_ns / 1e9)
+        before = len(self._ended_s) - 1
+        step_s = (self._ended_s[-1] - self._ended_s[0]) / before if before else values.get(metrics.STEP_S, 0.0)
+        left_s = step_s * (self._phase.total_steps - step)
+        self._left = f"{clock_duration(left_s)} left" if left_s >= 1 else ""
+        if left_s >= 60:
+            end, now = time.localtime(time.time() + left_s), time.localtime()
+            self._left += time.strftime(", until %H:%M" if end[:3] == now[:3] else ", until %b %d %H:%M", end)
 
     def _show_bar(self, progress: Progress) -> None:
         self._progress = progress
@@ -291,10 +331,10 @@ class ConsoleSink(Sink):
             state = f"{event.completed}/{event.total}"
             self._progress.update(self._progress.task_ids[0], completed=event.completed, state=state)
 
-    def _load(self, event: events.WorkerLoading | events.CallFinished) -> None:
+    def _load(self, event: events.Progressing | events.CallFinished) -> None:
         """Show how many workers are made, and how many tensors those have read that are being made."""
-        if isinstance(event, events.WorkerLoading):
-            self._read[event.rank] = event.completed, event.total
+        if isinstance(event, events.Progressing):
+            self._read = {count.rank: (count.done, count.total) for count in event.counts if count.unit == "tensors"}
         else:
             self._read.pop(event.rank, None)
             self._made += 1
@@ -328,13 +368,12 @@ class ConsoleSink(Sink):
     # Rows
 
     def _step(self, step: int, values: Mapping[str, float]) -> None:
+        self._estimate(step, values)
         if self._progress is None:
             self._start_bar(step - 1)  # a breakpoint took it away
+        self._counts = ""
         if self._progress is not None:
-            value, metric = self._held_out.get(self._judged), Metric(self._judged[-1])
-            is_current = self._judged[0] == self._phase.name
-            state = f"· held-out {metric.title} {metric.write(value)}" if is_current and value is not None else ""
-            self._progress.update(self._progress.task_ids[0], completed=step, state=state)
+            self._progress.update(self._progress.task_ids[0], completed=step, state=self._state)
         now = self.emitted_ns / 1e9
         if now - self._last_row_s < self._row_every_s and step != self._phase.total_steps:
             return
@@ -353,6 +392,8 @@ class ConsoleSink(Sink):
         for column in self._columns:
             row.append(column.cell(values), "cyan" if column.metric in (metrics.REWARD_MEAN, metrics.ACCURACY) else "")
         self._say(row)
+        if len(self._ended_s) == 1 and "until" in self._left and not self._live:
+            self._say(Text(f"{step:>{_STEP_WIDTH}}  about {self._left}", "dim"))
 
     def _evaluation(self, event: EvalFinished, judge: Metric) -> None:
         """Show the figures of an evaluation, that of the metric ``judge`` first, and how that has changed."""

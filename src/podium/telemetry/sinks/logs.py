@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.text import Text
 
+from podium.telemetry.bus import AS_EVENT
 from podium.telemetry.formatting import visible
 
 __all__ = ["LogRouter"]
@@ -29,6 +30,8 @@ _Handler = logging.StreamHandler[TextIO]
 
 
 def _no_noise(record: logging.LogRecord) -> bool:
+    if hasattr(record, AS_EVENT):  # the terminal shows the event
+        return False
     return record.levelno >= logging.ERROR or not _within(record.name, *_NOISY)
 
 

@@ -5,6 +5,7 @@ The data are read, checked and encoded as for the run. The run then finds the to
 
 from __future__ import annotations
 
+import heapq
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Final, cast
 from transformers import PreTrainedTokenizerBase
 
 from podium.rollout.tasks import EncodedPairs, Example
-from podium.runs.config import SFTConfig
+from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.formatting import visible
@@ -71,10 +72,21 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
         f"epochs       {config.run.steps:,} steps x {batch:,} {what} = {taken:,} of {count:,} = "
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
+    if not isinstance(examples, Tasks):
+        yield _most_tokens(config, examples.token_ids.lengths)
     if data.held_out is not None:
         held_out = [length for examples in data.held_out.values() for length in _token_counts(examples)]
         kind = "examples" if data.config.scores_answers else "prompts"
         yield f"held-out     {len(held_out):,} " + ("tasks" if what == "tasks" else f"{kind} of {_span(held_out)}")
+
+
+def _most_tokens(config: PPOConfig | SFTConfig, lengths: Sequence[int]) -> str:
+    """The most tokens of a step: those of the longest rows of the data, and as many as may be sampled."""
+    longest = sum(heapq.nlargest(config.taken, lengths))
+    if isinstance(config, SFTConfig):
+        return f"most tokens  {longest:,} a step"
+    prompts, sampled = longest * config.sampling.n, config.rows * config.sampling.max_new_tokens
+    return f"most tokens  {prompts + sampled:,} a step: {sampled:,} sampled, {prompts:,} of prompts"
 
 
 def _token_counts(held_out: HeldOut) -> list[int]:

@@ -96,7 +96,6 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
             f"updates      {algorithm.epochs} epoch(s) x {algorithm.minibatches} minibatch(es) = {algorithm.updates} "
             f"optimizer step(s) of {rows} rows; {_share(rows, ranks)} a rank"
         )
-        yield f"tokens       at most {config.rows * config.sampling.max_new_tokens} sampled a step"
     evaluated = "before and after" if config.eval.at_start else "after"
     evaluated = f"every {config.eval.every} steps" if config.eval.every else evaluated
     evaluation = f"at most {config.eval.items} held-out items {evaluated}" if config.eval.items else "none"

@@ -25,15 +25,17 @@ from podium.errors import ConfigError, DeadlineExceeded
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.schedules import ScheduleDeclaration
 from podium.telemetry import StageFinished, emit, metrics as names
+from podium.telemetry.progress import Counting
 
 __all__ = ["Rollout", "StageClock", "StepCalls", "Steps", "name_stage"]
 
 
 @contextmanager
 def name_stage(name: str, step: int) -> Iterator[None]:
-    """Add the step and the stage to the error of a call that passes its deadline during the block."""
+    """Show that the stage runs, and add it and the step to the error of a call that passes its deadline."""
     try:
-        yield
+        with Counting("", stage=name):
+            yield
     except DeadlineExceeded as error:
         error.args = (f"step {step}, stage {name}: {error}",)
         raise

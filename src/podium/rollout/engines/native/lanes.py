@@ -42,6 +42,7 @@ from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
 from podium.rollout.engines.native.graphs import DecodeGraphs, bucket
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
 from podium.rollout.sampling import SamplingParams
+from podium.telemetry.progress import Counting
 
 __all__ = ["Lanes"]
 
@@ -87,8 +88,10 @@ class Lanes:
         gate: WeightGate,
         current_decoder: Callable[[], Decoder],
         prefill_tokens: int,
+        count: Counting,
         graphs: DecodeGraphs | None = None,
     ) -> None:
+        self._count = count
         self._graphs = graphs
         self._gate, self._current_decoder, self._changes = gate, current_decoder, -1
         self._prefill_tokens = prefill_tokens
@@ -195,6 +198,7 @@ class Lanes:
                 return None
             self._step(longest + self._step_number + 1, groups, stops)
             self._step_number += 1
+            self._count.done += len(live)
             self._stream(streaming)
 
     def _step(self, until: int, groups: _Groups, stops: bool) -> None:
@@ -387,6 +391,7 @@ class Lanes:
         moves = (ids.unsqueeze(1) != stops_BS).all(1).long()
         self._state.index_copy_(1, index, torch.stack((ids, positions, torch.ones_like(ids), moves)))
         self._activate(int(records["live"].nonzero()[0][-1]) + 1)
+        self._count.done += len(requests)
         self._stream(lanes[records["streams"][lanes]])
 
     def _shrink(self) -> None:
