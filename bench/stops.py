@@ -172,7 +172,7 @@ class StuckRun:
     def ask(self, number: signal.Signals) -> None:
         """Send the first signal, and wait until the run says that it has heard it."""
         os.killpg(self.process.pid, number)
-        self._wait_for(lambda: "finishes this step" in self.output, "it does not hear the signal")
+        self._wait_for(lambda: "a second signal ends it now" in self.output, "it does not hear the signal")
 
     def end(self, number: signal.Signals) -> float:
         """Send the second signal. Returns the seconds until the script has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -63,6 +64,9 @@ class Saver:
         texts: Further files for the policy's directory, by name.
         beside: Whether checkpoints are written while the next steps run; otherwise a save returns when the checkpoint
             is complete.
+
+    Attributes:
+        took_s: How long the latest checkpoint took, from the request until it was written; 0 before the first one.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Saver:
     ) -> None:
         self._texts = texts or {}
         self._checkpoints, self._config, self._beside = checkpoints, config, beside
+        self.took_s = 0.0
         self._thread = ThreadPoolExecutor(1, "save")
         self._writing: Future[None] | None = None
 
@@ -80,6 +85,7 @@ class Saver:
             CheckpointError: The previous checkpoint could not be written; or this one could not, if saves wait.
         """
         self.wait()
+        began_s = time.monotonic()
         text = json.dumps(asdict(state), indent=1)
         folder = self._checkpoints.folder.absolute()  # a later start removes what a killed worker has left there
         with self._telling(state.step):
@@ -87,9 +93,9 @@ class Saver:
             for copied in [worker.copy_state.submit(str(folder)) for worker in roles.learners.values()]:
                 copied.result()
         if self._beside:
-            self._writing = self._thread.submit(self._write, state.step, text, roles)
+            self._writing = self._thread.submit(self._write, state.step, text, roles, began_s)
         else:
-            self._write(state.step, text, roles)
+            self._write(state.step, text, roles, began_s)
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written, if there is one. This does not wait."""
@@ -111,7 +117,7 @@ class Saver:
         """End the thread. The workers are closed before, so that the thread waits for nothing."""
         self._thread.shutdown()
 
-    def _write(self, step: int, text: str, roles: Roles) -> None:
+    def _write(self, step: int, text: str, roles: Roles, began_s: float) -> None:
         config = self._config
         with (
             self._telling(step),
@@ -121,6 +127,7 @@ class Saver:
             _write_learners(folder.absolute(), roles, self._texts)  # a worker has a working directory of its own
             (folder / STATE_FILE).write_text(text, encoding="utf-8")
             write_manifest(folder, [file_sums([folder / STATE_FILE])])
+        self.took_s = time.monotonic() - began_s
 
     @contextmanager
     def _telling(self, step: int) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
     kernel ──▶ Python's C handler ──a byte──▶ pipe ──▶ listener thread, which decides what the signal means
 
-    before the first step          ends the run now: there is nothing to save
-    the first after that           the run finishes its step and saves
+    before the first step          ends the run now: there is nothing to save; so it is while a run recovers from a loss
+    the first after that           the run finishes what it does, which the note names, and saves
     SIGHUP, however often          the same: the terminal is gone, and both its shell and the kernel say so
     a second SIGINT or SIGTERM     ends the run now
 
@@ -39,7 +39,7 @@ ECHO_S: Final = 1.0
 END_S: Final = 1.0
 """How long the main thread has to leave the run once its workers are killed."""
 _NO_SIGNAL: Final = 0  # in the pipe: it wakes the listener
-_ASKED: Final = "{}: the run finishes this step and saves; a second signal ends it now"
+_ASKED: Final = "{}: {}; a second signal ends it now"
 _ENDS: Final = "{}: the run ends now; {}"
 
 
@@ -51,6 +51,7 @@ class StopRequest:
         forced: The number of the signal that ends the run now, or 0.
         begun: Whether the first step has begun. A signal before that ends the run now.
         describe_latest: Says from which checkpoint the run can be resumed.
+        describe_rest: Says what the run still does when it is asked to end. It may be called at any moment.
         tidy: Removes the files that only a running run needs.
     """
 
@@ -60,12 +61,13 @@ class StopRequest:
         self.forced = 0
         self.begun = False
         self.describe_latest: Callable[[], str] = lambda: "nothing was saved"
+        self.describe_rest: Callable[[], str] = lambda: "the run finishes this step and saves"
         self.tidy: Callable[[], None] = lambda: None
 
     def request(self, reason: str = "asked to stop") -> None:
         """End the run after the step that is running, with a checkpoint."""
         self.mark()
-        emit(Note(_ASKED.format(reason)))
+        emit(Note(_ASKED.format(reason, self.describe_rest())))
 
     def mark(self) -> None:
         """Do what :meth:`request` does, without a note."""
@@ -175,8 +177,8 @@ class _Listener:
                     decisions.append((number, self._decide(number)))
         for number, note in decisions:
             if note:
-                latest = self._stop.describe_latest() if note is _ENDS else ""
-                emit(Note(note.format(signal.Signals(number).name, latest)))
+                rest = self._stop.describe_latest() if note is _ENDS else self._stop.describe_rest()
+                emit(Note(note.format(signal.Signals(number).name, rest)))
                 self._told = self._told or note is _ENDS
         return bool(numbers)
 

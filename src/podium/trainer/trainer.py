@@ -168,6 +168,7 @@ class Trainer(ABC, Generic[C, E, R]):
                             return self._train(run, stack)
                     except RunLost as error:
                         before, lost = self.run, str(error)
+                        before.stop.begun = False  # until it trains again, a signal costs nothing
                     resumed = replace(self.config.run, resume=str(before.directory.path))
                     self.config = replace(self.config, run=resumed)
         finally:
@@ -224,6 +225,7 @@ class Trainer(ABC, Generic[C, E, R]):
             self._began = time.monotonic()
             emit(PhaseStarted(self.recipe, self.config.run.steps, first))
             self.steps = Steps(self._calls(run), self.config, run.declared, first, run.threads)
+            run.stop.describe_rest = lambda: self.steps.describe_rest(run.saver.took_s)
             if self.config.eval.at_start and first == 1:
                 with name_stage("evaluate", 0):
                     self.evaluate(0)

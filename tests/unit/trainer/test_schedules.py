@@ -448,3 +448,49 @@ def test_a_later_collect_that_fails_ends_the_wait_for_one_that_never_comes() -> 
     with pytest.raises(RewardError, match="no reward"):
         FailsBesideAStuckOne(12).run(told_when_it_ends)
     assert released == [True] * len(released), "the schedule waited for the first step"
+
+
+@pytest.mark.parametrize("schedule", [sync, one_step_off, asynchronous])
+def test_a_request_during_a_save_ends_the_run_without_another_step(schedule: Schedule) -> None:
+    class Asked(Recorder):
+        def save(self, step: int) -> None:
+            super().save(step)
+            self.stop.request()
+
+    trainer = Asked(save_every=1)
+    assert trainer.run(schedule) == 1
+    assert between(trainer.calls) == ["save 1"]
+    assert "learn 2" not in trainer.calls
+
+
+def test_a_request_hears_what_is_still_done() -> None:
+    heard: list[str] = []
+
+    class Asked(Recorder):
+        """Is asked what it would still do, at each moment of its steps."""
+
+        def ask(self) -> None:
+            self.steps._took_s = dict.fromkeys(self.steps._took_s, 72.0)  # pyright: ignore[reportPrivateUsage]
+            heard.append(self.steps.describe_rest(3.0 if self.saved else 0.0))
+
+        def learn(self, rollout: Taken) -> Mapping[str, float]:
+            self.ask()
+            return super().learn(rollout)
+
+        def evaluate(self, step: int) -> bool:
+            self.ask()
+            return super().evaluate(step)
+
+        def save(self, step: int) -> None:
+            self.ask()
+            super().save(step)
+
+    Asked(last=3, eval_every=2, save_every=2).run()
+    assert heard == [
+        "the run finishes step 1 and saves",
+        "the run finishes step 2 (the last one took 1m12s) and saves",
+        "the run finishes the evaluation of step 2 and saves",
+        "the run finishes the checkpoint of step 2 and ends",
+        *["step 3 is the last, and the run ends as it would have done"] * 2,
+        "the run finishes its last checkpoint and its files, and ends",
+    ]

@@ -25,6 +25,7 @@ from podium.errors import ConfigError, DeadlineExceeded
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.schedules import ScheduleDeclaration
 from podium.telemetry import StageFinished, emit, metrics as names
+from podium.telemetry.formatting import clock_duration
 from podium.telemetry.progress import Counting
 
 __all__ = ["Rollout", "StageClock", "StepCalls", "Steps", "name_stage"]
@@ -161,6 +162,8 @@ class Steps:
         self._ends = self.done >= self.last
         self._given = self.done  # the step that the loop is at
         self._saved_s = time.monotonic()
+        self._now = "step"  # or "evaluation" or "checkpoint"; "" between them
+        self._took_s: dict[str, float] = {}  # what each of them took the last time
         self._failures: dict[int, str] = {}  # by step, why its last collect failed
         self._failure: BaseException | None = None  # of a collect; later ones would not get their prompts in order
 
@@ -174,21 +177,47 @@ class Steps:
         evaluation, save = self._config.eval, self._config.save
         while not self._ends:
             self._given = step = self.done + 1
-            yield step
+            with self._doing("step"):
+                yield step
             if self._finished["learn"] != step:
                 raise self._refusal(f"it was given step {step} and did not learn it; call learn once a step")
-            reached = False
+            reached = is_saved = False
             if (step == self.last or _due(step, evaluation.every)) and not self._calls.stop_requested():
-                with name_stage("evaluate", step):
+                with self._doing("evaluation"), name_stage("evaluate", step):
                     reached = self._calls.evaluate(step)
-            self._ends = step == self.last or reached or self._calls.stop_requested()
+            self._ends = step == self.last or reached
             overdue = save.minutes > 0 and time.monotonic() - self._saved_s >= 60 * save.minutes
-            if self._ends or overdue or _due(step, save.every):
-                with name_stage("save", step):
+            is_due = self._ends or overdue or _due(step, save.every)
+            if is_due or self._calls.stop_requested():
+                with self._doing("checkpoint"), name_stage("save", step):
                     self._calls.save(step)
-                self._saved_s = time.monotonic()
+                self._saved_s, is_saved = time.monotonic(), True
             self.done = step
             self._calls.check_saved()
+            # a request during the save ends the run now, when nothing is lost
+            self._ends = self._ends or (is_saved and self._calls.stop_requested())
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        self._now, began_ns = what, time.monotonic_ns()
+        yield
+        self._now, self._took_s[what] = "", (time.monotonic_ns() - began_ns) / 1e9
+
+    def describe_rest(self, save_s: float) -> str:
+        """Say what is still done if the run is asked to end now. The last checkpoint took ``save_s`` seconds."""
+
+        def describe_last(seconds: float) -> str:
+            return f" (the last one took {clock_duration(seconds)})" if seconds else ""
+
+        what, step = self._now, self._given
+        if self._ends:
+            return "the run finishes its last checkpoint and its files, and ends"
+        if step == self.last:
+            return f"step {step} is the last, and the run ends as it would have done"
+        if what == "checkpoint":
+            return f"the run finishes the checkpoint of step {step}{describe_last(save_s)} and ends"
+        rest = f"the evaluation of step {step}" if what == "evaluation" else f"step {step}"
+        return f"the run finishes {rest}{describe_last(self._took_s.get(what, 0.0))} and saves{describe_last(save_s)}"
 
     def collect(self, step: int) -> Rollout:
         """Take prompts, draw completions and grade them. Raises what a stage raises."""
