@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADVANTAGES",
+    "ADVANTAGE_LOSSES",
     "COLUMNS",
     "DECLARED_DEFAULTS",
     "LOSSES",
@@ -119,6 +120,9 @@ _OWN_LOSSES: Final[Mapping[str, bool]] = {  # whether it imitates
 
 ADVANTAGES: Final[Mapping[str, str]] = {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
 """Podium's own advantage estimators by name, and where each is."""
+
+ADVANTAGE_LOSSES: Final = frozenset({"ppo_clip", "gspo", "clip_cov"})
+"""Podium's losses in which the advantage is a factor: where it is 0, so are the loss and its gradient."""
 
 LOSSES: Final[Mapping[str, str]] = {name: f"podium.algorithms.losses.{name}:{name}" for name in _OWN_LOSSES}
 """Podium's own losses by name, and where each is."""

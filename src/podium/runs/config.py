@@ -325,7 +325,7 @@ class InferenceConfig:
 
     @property
     def resolved_engine(self) -> EngineConfig:
-        """``engine``, in float32 on accelerators too where the run asks training for that."""
+        """``engine``, in float32 or float16 where the run asks training for that, so that both compute the same."""
         return self.engine
 
     @property
@@ -373,7 +373,8 @@ class _TrainingConfig(InferenceConfig):
     @property
     def resolved_engine(self) -> EngineConfig:
         exact = self.parallel.precision == self.model.dtype == "float32"
-        return replace(self.engine, dtype="float32") if exact and self.engine.dtype is None else self.engine
+        dtype = self.parallel.precision if exact or self.parallel.precision == "float16" else None
+        return replace(self.engine, dtype=dtype) if dtype and self.engine.dtype is None else self.engine
 
     @property
     def optimizer_steps(self) -> int:

@@ -171,14 +171,23 @@ class TrainEngine:
         return {name: tokens.like(values).to("cpu") for name, values in results.items()}
 
     def step(
-        self, batch: Batch, compute: Callable[[MicroBatch], TokenLoss], *, columns: Sequence[str] = ()
+        self,
+        batch: Batch,
+        compute: Callable[[MicroBatch], TokenLoss],
+        *,
+        columns: Sequence[str] = (),
+        flat: bool = False,
     ) -> StepResult:
         """Make one optimizer step over this rank's rows of a global minibatch.
+
+        Where no token of any rank has a weight, parameters and optimizer stay as they are, and the step counts.
 
         Args:
             batch: Has tokens, loss mask, loss weights and ``columns``; may be empty on some ranks.
             compute: Returns the loss of each token of one micro-batch, with gradients.
             columns: Token columns that ``compute`` finds in ``micro.columns``.
+            flat: Whether all gradients are known to be 0. The step then leads to the same parameters without passes
+                over the model, and without metrics.
 
         Raises:
             DataError: The loss reports other metrics in one micro-batch than in another.
@@ -186,12 +195,18 @@ class TrainEngine:
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates")
+        if not self._count(batch.jagged(fields.LOSS_WEIGHTS).values):  # AdamW would move by earlier gradients alone
+            self.step_count += 1
+            return StepResult(0.0, 0.0, self.optim.learning_rate(self.step_count - 1), False, {})
         self._weights.wake()
         self._state.wake()
         self.model.train(self.dropout)
         for module in self._adapter_dropouts:
             module.train()
-        parts, scale = self._accumulate(batch, compute, columns), self.loss_scale.value
+        scale = self.loss_scale.value
+        if flat:
+            self.parallel.prepare(zeros=True)
+        parts = [] if flat else self._accumulate(batch, compute, columns)
         norm, (total, metrics) = float(self.parallel.reduce()) / self.loss_scale.value, self._gather(parts)
         while math.isfinite(total) and not math.isfinite(norm) and self.loss_scale.lower():
             self._accumulate(batch, compute, columns)
@@ -212,6 +227,16 @@ class TrainEngine:
         self.step_count += 1
         self.skipped_count += skipped
         return StepResult(total, norm, rate, skipped, metrics)
+
+    def is_flat(self, batch: Batch, factor: str) -> bool:
+        """Whether the column ``factor``, by which losses are multiplied, is 0 at all tokens of all ranks that have a
+        weight, so that all gradients are 0. Passes that draw random numbers are never flat, since they must be made."""
+        weights_N, factor_N = (batch.jagged(name).values for name in (fields.LOSS_WEIGHTS, factor))
+        return not self._noisy and not self._count((weights_N != 0) & (factor_N != 0))
+
+    def _count(self, values_N: Tensor) -> int:
+        """The number of values of all ranks that are not 0."""
+        return int(self.parallel.gather(values_N.count_nonzero().to(self.device)[None]).sum())
 
     def _accumulate(
         self, batch: Batch, compute: Callable[[MicroBatch], TokenLoss], columns: Sequence[str]

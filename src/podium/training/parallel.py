@@ -48,8 +48,8 @@ class DataParallel(ABC):
         parameter.grad = None
 
     @abstractmethod
-    def prepare(self) -> None:
-        """Zero the gradients before the first micro-batch of a step."""
+    def prepare(self, *, zeros: bool = False) -> None:
+        """Zero the gradients before the first micro-batch of a step, or, with ``zeros``, in place of all of them."""
 
     @abstractmethod
     def reduce(self) -> Tensor:
@@ -95,7 +95,7 @@ class Replicate(DataParallel):
             else:
                 self.sums |= dict(views)
 
-    def prepare(self) -> None:
+    def prepare(self, *, zeros: bool = False) -> None:
         for flat in self._flat:
             flat.zero_()
         for parameter, view in self._views:
@@ -165,9 +165,9 @@ class FullyShard(DataParallel):
         low = [p for p in self._trained if p.dtype != torch.float32]
         self.sums |= {p: torch.zeros_like(p, dtype=torch.float32) for p in low}
 
-    def prepare(self) -> None:
+    def prepare(self, *, zeros: bool = False) -> None:
         for parameter in self._trained:
-            parameter.grad = None
+            parameter.grad = torch.zeros_like(parameter) if zeros and parameter not in self.sums else None
         for gradient in self.sums.values():
             gradient.zero_()
 

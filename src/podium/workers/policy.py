@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import LossInputs, TokenLoss, loss_declaration, policy_loss
+from podium.algorithms.declarations import ADVANTAGE_LOSSES
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
 from podium.data.sampled_text import count_sampled
@@ -30,6 +31,7 @@ from podium.workers.weight_sync.receiver import WeightReceiver
 
 __all__ = ["Policy"]
 
+_COMPARED_ROWS = 4  # of each rank
 _LOSS_COLUMNS = (fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS)
 
 
@@ -130,11 +132,13 @@ class Policy(Learner):
         sampled_N = batch.jagged(fields.LOSS_MASK).values.bool()
         batch = self.weighted(batch)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
-        figures = self._minibatch_figures(batch, columns)
+        flat = self._has_no_other_term and fields.ADVANTAGES in batch and self.engine.is_flat(batch, fields.ADVANTAGES)
+        figures = {} if flat else self._minibatch_figures(batch, columns)
         self._scored = kept_N = None
         if fields.ROLLOUT_LOGPROBS in batch and fields.OLD_LOGPROBS not in batch:
-            left_out_N = sampled_N ^ batch.jagged(fields.LOSS_MASK).values
-            kept_N = torch.where(left_out_N, torch.nan, 0.0).to(self.device)  # rows that are left out are not scored
+            unscored_N = sampled_N if flat else sampled_N ^ batch.jagged(fields.LOSS_MASK).values
+            kept_N = torch.where(unscored_N, torch.nan, 0.0).to(self.device)
+        sampled = self._sample_mismatch(batch) if flat and kept_N is not None else {}
 
         def compute(micro: MicroBatch) -> TokenLoss:
             grad = self.algorithm.entropy_coef != 0
@@ -155,12 +159,18 @@ class Policy(Learner):
             )
             return policy_loss(inputs, self.algorithm)
 
-        result = self.engine.step(batch.with_columns(figures), compute, columns=(*columns, *figures))
+        result = self.engine.step(
+            batch.with_columns(figures),
+            compute,
+            columns=(*columns, *figures),
+            flat=flat,
+        )
         self._scored = kept_N
         peak = memory_peak_bytes(self.device)
         return {
             metrics.LOSS: result.loss,
             **result.metrics,
+            **sampled,
             metrics.GRAD_NORM: result.grad_norm,
             metrics.LEARNING_RATE: result.learning_rate,
             metrics.SKIPPED_STEPS: float(self.engine.skipped_count),
@@ -245,6 +255,28 @@ class Policy(Learner):
             save_pretrained(self.model, weights, path, load_tokenizer(self.config.tokenizer_source), self.others)
         else:
             deque(all_weights, maxlen=0)  # shards are gathered from all ranks
+
+    @property
+    def _has_no_other_term(self) -> bool:
+        """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
+        algorithm = self.algorithm
+        return algorithm.loss in ADVANTAGE_LOSSES and not algorithm.entropy_coef and not algorithm.needs_reference
+
+    def _sample_mismatch(self, batch: Batch) -> dict[str, float]:
+        """Compare the generator's log-probabilities with this policy's in a few rows of a minibatch over which the step
+        made no pass: a generator that computes another model draws completions that all earn nothing."""
+        weighed = count_sampled(batch.jagged(fields.LOSS_MASK)).nonzero().flatten()[:_COMPARED_ROWS]
+        rows = batch.take(weighed.tolist())
+        chosen_N = rows.jagged(fields.LOSS_MASK).values.bool()
+        logprobs_N = self._scores(rows, entropy=False)[fields.OLD_LOGPROBS].values
+        apart_N = (logprobs_N - rows.jagged(fields.ROLLOUT_LOGPROBS).values)[chosen_N].double().abs()
+        largest = apart_N.max() if len(apart_N) else apart_N.sum()
+        parts = torch.stack([apart_N.sum(), apart_N.new_tensor(len(apart_N)), largest]).to(self.device)
+        table = self.engine.parallel.gather(parts)
+        total, count, _ = table.sum(0).tolist()
+        if not count:
+            return {}
+        return {metrics.MISMATCH_MEAN: total / count, metrics.MISMATCH_MAX: float(table[:, 2].max())}
 
     def _scores(self, batch: Batch, entropy: bool) -> dict[str, Jagged]:
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:

@@ -36,8 +36,9 @@ class EngineConfig:
     max_sequences completions do not fit, the engine decodes fewer at the same time.
     """
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The engine computes in this data type. null means bfloat16 on accelerators, unless parallel.precision is float32,
-    and model.dtype on the CPU. Another type than model.dtype needs a copy of the weights."""
+    """The engine computes in this data type. null means parallel.precision if training computes in float32 or float16;
+    else bfloat16 on accelerators, and model.dtype on the CPU. Another type than model.dtype needs a copy of the
+    weights."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """These options belong to the engine that engine.name names, which declares them."""
 

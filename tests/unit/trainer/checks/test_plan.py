@@ -92,6 +92,10 @@ def test_a_generator_on_an_accelerator_takes_the_memory_of_bfloat16(tmp_path: Pa
     exact = tiny(GRPOConfig, tmp_path, parallel={"precision": "float32"})
     assert exact.resolved_engine.dtype == "float32"
     assert config.resolved_engine.dtype is None
+    half = tiny(GRPOConfig, tmp_path, parallel={"precision": "float16"})
+    assert half.resolved_engine.dtype == "float16", "bfloat16 would round eight times as coarsely as the trainer does"
+    half = tiny(GRPOConfig, tmp_path, parallel={"precision": "float16"}, engine={"dtype": "bfloat16"})
+    assert half.resolved_engine.dtype == "bfloat16"
     assert "generator's own weights" not in memory_gib(exact, SIZE, roles, accelerated=True)
 
 
