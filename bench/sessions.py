@@ -54,7 +54,14 @@ class Echo:
         self.drawn = Sampled([*answer], [-1.0] * len(answer), [0] * len(answer), "stop")
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+        caller: object = None,
     ) -> AsyncGenerator[Sampled]:
         """The answer."""
         await asyncio.sleep(0)

@@ -22,11 +22,13 @@ from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 from podium.errors import ConfigError, DataError
+from podium.rollout.service.front import Front, Phase
 from podium.view.page import page
 from podium.view.run import Run
 
 __all__ = ["ViewServer"]
 
+_MOST_CONNECTIONS: Final = 64  # each has a thread; a browser opens six
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -53,21 +55,19 @@ class ViewServer(ThreadingHTTPServer):
         self.runs = list(runs)
         self.token = secrets.token_urlsafe(32)
         try:
-            super().__init__(("127.0.0.1", port), _Handler)
+            super().__init__(("127.0.0.1", port), _Handler, bind_and_activate=False)
+            self.socket.close()
+            self.socket = Front(socket.create_server(("127.0.0.1", port), backlog=1024), most=_MOST_CONNECTIONS)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"port {port} of 127.0.0.1 cannot be used ({error}); --port 0 takes a free one"
             ) from error
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "localhost", self.server_address[1]
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
-
-    def server_bind(self) -> None:
-        # HTTPServer would ask the resolver for the machine's name, which may wait for a network.
-        socket.socket.bind(self.socket, self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "localhost", self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logging.getLogger("podium.view").debug("a request failed", exc_info=True)  # for example, the browser was closed
@@ -89,7 +89,16 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "podium"
     sys_version = ""
-    timeout = 60
+    timeout = 60  # for the client to take an answer; the front limits what it sends
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.connection.enter(Phase.IDLE)
+
+    def parse_request(self) -> bool:
+        is_whole = super().parse_request()
+        self.connection.enter(Phase.ANSWER)
+        return is_whole
 
     def do_GET(self) -> None:
         refusal = self._refusal()

@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 from bench.sessions import Echo
 from podium.rollout.sampling import SamplingParams
@@ -29,7 +30,14 @@ class Drawing(Echo):
         self.begun = threading.Event()
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+        caller: Any = None,
     ) -> AsyncGenerator[Sampled]:
         """Nothing."""
         self.begun.set()

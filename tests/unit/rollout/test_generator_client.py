@@ -39,7 +39,14 @@ class Dying(Echo):
         self.now_s = 1000.0
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+        caller: object = None,
     ) -> AsyncGenerator[Sampled]:
         """Nothing."""
         self.now_s += 10 * LONG_S

@@ -139,7 +139,14 @@ class Dice:
     version: int = 0
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+        caller: Any = None,
     ) -> AsyncGenerator[Sampled]:
         fixed = self.said.pop(0) if self.said else ""
         ids = self._ids(fixed) if fixed else self._drawn()

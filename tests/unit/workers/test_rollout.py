@@ -60,7 +60,14 @@ class Gated(Echo):
         self.asked, self.together, self.path, self.go = 0, together, folder / "asked", threading.Event()
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+        caller: Any = None,
     ) -> AsyncGenerator[Sampled]:
         """The answer."""
         self.asked += 1

@@ -134,6 +134,15 @@ class RequestQueue:
             insort(self._requests, request, key=lambda one: -one.priority)
             self.longest = max(self.longest, len(request.prompt) + request.params.max_new_tokens)
 
+    def next_turn(self) -> int:
+        """Return a priority for the request of another caller, by which it takes turns with those that wait.
+
+        A caller that sends many requests gives each a lower priority than the one before. The new request then comes
+        after the next one of each of these, and before their further ones.
+        """
+        requests = self._requests
+        return max(requests[0].priority - 1, requests[-1].priority) if requests else 0
+
     def take(self, count: int, alike: Callable[[Request], object] | None = None) -> list[Request]:
         """Remove and return the first ``count`` requests, or fewer.
 

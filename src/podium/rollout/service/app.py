@@ -15,7 +15,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from podium.errors import PodiumError
+from podium.rollout.service.concurrency import in_turns
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium.rollout.service.metrics import App, Metrics
 from podium.rollout.service.routes import PATHS, make_routes
@@ -91,34 +92,36 @@ class _Api:
             raise Refusal(400, "/v1/completions is not recorded for training: use /v1/chat/completions in training")
         if asked_for.echo and asked_for.max_tokens == 0:
             return await self._echo(request, asked_for)
-        questions = [
+        caller = self.service.caller()
+        questions = await in_turns(
             replace(
                 self.service.ask(ids, asked_for, asked_for.max_tokens, stop=asked_for.stop_token_ids),
                 stops=asked_for.stops,
+                caller=caller,
             )
             for ids in self._prompts(asked_for.prompt)
-        ]
+        )
         draws = [(question, number) for question in questions for number in range(len(question.seeds))]
         head = _head("cmpl", "text_completion", self.service)
         if asked_for.stream:
             return _events(self._text_stream(asked_for, questions, head))
         answers = await while_there(request, [self.service.draw(question, number) for question, number in draws])
         scored = await self._score_prompts(request, asked_for, [question.prompt for question in questions])
-        choices = [
+        choices = await in_turns(
             self._text_choice(asked_for, index, sampled, which.prompt, scored[index // asked_for.n])
             for index, ((which, _), sampled) in enumerate(zip(draws, answers, strict=True))
-        ]
+        )
         return JSONResponse({**head, "choices": choices, "usage": self._usage(questions, answers)})
 
     async def _echo(self, request: Request, asked_for: CompletionRequest) -> Response:
         """Answer with the prompts themselves and, where that is asked for, their log-probabilities."""
-        prompts = self._prompts(asked_for.prompt)
+        prompts = await in_turns(self._prompts(asked_for.prompt))
         scored = await self._score_prompts(request, asked_for, prompts)
         nothing = Sampled((), (), (), "length")
-        choices = [
+        choices = await in_turns(
             self._text_choice(asked_for, index, nothing, prompts[index // asked_for.n], scored[index // asked_for.n])
             for index in range(len(prompts) * asked_for.n)
-        ]
+        )
         count = sum(map(len, prompts))
         self.metrics_of.tokens.update(prompt=count)
         usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
@@ -271,12 +274,13 @@ class _Api:
             "text_offset": list(offsets),
         }
 
-    def _prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
+    def _prompts(self, prompt: str | Sequence[Any]) -> Iterator[list[int]]:
         if isinstance(prompt, str):
-            return [self.service.encode(prompt)]
-        if all(isinstance(entry, int) for entry in prompt):
-            return [list(prompt)]
-        return [self.service.encode(entry) if isinstance(entry, str) else list(entry) for entry in prompt]
+            yield self.service.encode(prompt)
+        elif all(isinstance(entry, int) for entry in prompt):
+            yield list(prompt)
+        else:
+            yield from (self.service.encode(entry) if isinstance(entry, str) else list(entry) for entry in prompt)
 
     def _logprobs(self, sampled: Sampled) -> list[dict[str, Any]]:
         texts = [self.service.decode([token], special=True) for token in sampled.ids]

@@ -1,40 +1,34 @@
-"""Refuses the other users of this machine: a port of the loopback is open to all of them.
+"""Whose a connection on this machine is: a port of the loopback is open to all users of the machine.
 
 The token alone would do, but a token is written into environments and scripts. Linux says which user owns the other end
-of a connection; on other systems the token alone decides. So it does where a service listens at an address that other
-machines reach: a user of this machine could come by that address as well.
+of a connection; on other systems the token alone decides.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import ipaddress
-import json
 import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-__all__ = ["OwnUserProtocol", "owner_of", "protocol_at"]
+__all__ = ["is_own", "owner_of"]
 
 _TABLES: Final = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
 _HEAD: Final = struct.Struct("=IHHII")  # of a netlink message: length, kind, flags, number, sender
 _SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR, _ANY = 4, 20, 1, 2, 0xFFFFFFFF
 _USER_AT: Final = 64  # bytes into struct inet_diag_msg
-_REFUSED: Final = json.dumps(
-    {
-        "error": {
-            "message": "this service answers only the user who started it; --host 0.0.0.0 opens it to others",
-            "type": "permission_error",
-            "param": None,
-            "code": "other_user",
-        }
-    }
-).encode()
+
+
+def is_own(client: tuple[str, int], server: tuple[str, int]) -> bool:
+    """Whether the client's end of a connection on this machine belongs to this user, or to root, who may do anything.
+
+    True on systems that do not say.
+    """
+    if not _TABLES[_family(client)].exists():
+        return True
+    return owner_of(client, server) in (os.geteuid(), 0)
 
 
 def owner_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
@@ -89,29 +83,3 @@ def _as_hex(address: tuple[str, int]) -> str:
     packed = _pack(address)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
-
-
-class OwnUserProtocol(H11Protocol):
-    """Answers every request of other users of this machine by 403. Servers on loopback use it."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Find out once which user has connected."""
-        super().connection_made(transport)
-        client, server = self.client, self.server
-        if client is None or server is None:
-            return
-        if _TABLES[_family(client)].exists() and owner_of(client, (server[0], server[1] or 0)) != os.geteuid():
-            self.app = _refuse
-
-
-def protocol_at(listening: socket.socket) -> type[H11Protocol]:
-    """Return what answers at a socket: it refuses other users where only this machine reaches the address."""
-    return OwnUserProtocol if ipaddress.ip_address(listening.getsockname()[0]).is_loopback else H11Protocol
-
-
-async def _refuse(scope: Any, receive: Any, send: Any) -> None:
-    while scope["type"] == "http" and (await receive()).get("more_body"):
-        pass
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": _REFUSED})

@@ -20,6 +20,7 @@ __all__ = ["SESSION_HEADER", "Streamed", "as_json", "read_body", "session_of", "
 T = TypeVar("T")
 
 SESSION_HEADER: Final = "x-session-id"
+_LONGEST_NAME: Final = 256  # characters of a session's name
 _MOST_BYTES: Final = 16 << 20  # of a request
 _MOST_SENT: Final = 1 << 30  # bytes that are read and thrown away before a client is told that it sends too much
 _READING_S: Final = 60.0  # for all of a body, which a client could otherwise send byte by byte for ever
@@ -66,11 +67,14 @@ def as_json(raw: bytes) -> Any:
 
 
 def session_of(request: Request, body: Any) -> str:
-    """The name of the session that a request names; "" for none."""
+    """The name of the session that a request names; "" for none. Raises Refusal if the name is too long."""
     metadata = body.get("metadata") if isinstance(body, Mapping) else None
     named = metadata.get("session_id") if isinstance(metadata, Mapping) else None
     in_path = request.path_params.get("session", "")
-    return in_path or request.headers.get(SESSION_HEADER) or (named if isinstance(named, str) else "")
+    name = in_path or request.headers.get(SESSION_HEADER) or (named if isinstance(named, str) else "")
+    if len(name) > _LONGEST_NAME:
+        raise Refusal(400, f"the name of the session has {len(name)} characters; {_LONGEST_NAME} are the limit")
+    return name
 
 
 async def while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -6,11 +6,9 @@ It runs in the event loop of whoever lives the sessions, so that all calls of a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from podium.rollout.service.service import Service
 
 __all__ = ["gateway"]
-
-_BACKLOG = 1024  # of connections that wait; a thousand agents may begin at the same time
 
 
 @asynccontextmanager
@@ -66,36 +62,21 @@ class _Opened:
 
     def start(self, service: Service, token: str, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            import uvicorn
-
             from podium.rollout.service.app import make_app
-            from podium.rollout.service.connection_owner import OwnUserProtocol
+            from podium.rollout.service.front import Front
+            from podium.rollout.service.server import fronted, listen
         except ImportError as error:
             raise ConfigError(
                 f"an agent requested the address of the model, which needs {error.name}, which is not installed: "
                 f"{install_command('serve')}"
             ) from None
 
-        class Server(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield  # signals are the run's
-
-        listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        config = uvicorn.Config(
-            make_app(service, token),
-            http=OwnUserProtocol,
-            log_level="error",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            timeout_graceful_shutdown=1,
-        )
-        self._server = Server(config)
+        front = Front(listen("127.0.0.1", 0))
+        self._server = fronted(make_app(service, token), front)
         # What asks for the address first is one of many sessions, and its context is not the server's.
         context = contextvars.Context()
-        self._serving = context.run(asyncio.run_coroutine_threadsafe, self._server.serve([listening]), loop)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self._serving = context.run(asyncio.run_coroutine_threadsafe, self._server.serve([front]), loop)
+        self.url = f"http://127.0.0.1:{front.getsockname()[1]}"
 
     async def stop(self) -> None:
         if self._serving is not None:

@@ -27,6 +27,7 @@ from podium.rollout.service.sessions import Sampled
 if TYPE_CHECKING:
     from podium.rollout.engines.requests import Tokens
     from podium.rollout.sampling import SamplingParams
+    from podium.rollout.service.concurrency import Caller
     from podium.rollout.service.token_source import Scored
 
 __all__ = ["SILENT_S", "RemoteTokens"]
@@ -86,10 +87,17 @@ class RemoteTokens:
         self._generators = [by_url.get(url) or _Generator(url) for url in urls]
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+        caller: Caller | None = None,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """As :meth:`.TokenSource.stream`. All of a completion comes at once."""
-        del tokens
+        del tokens, caller
         body = {
             "token_ids": list(prompt),
             "sampling_params": {

@@ -1,20 +1,25 @@
-"""Runs an application on an address of this machine, in a thread of its own."""
+"""Runs an application on an address of this machine, in a thread of its own or in an event loop that runs already."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final, Self
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from podium.errors import PodiumError
-from podium.rollout.service.connection_owner import protocol_at
+from podium.rollout.service.front import IDLE_S, Front, Phase
 
-__all__ = ["Server", "listen"]
+__all__ = ["Server", "fronted", "listen"]
 
-_BACKLOG: Final = 1024  # connections that wait
+_BACKLOG: Final = 1024  # connections that wait; a thousand agents may begin at the same time
 _LAST_PORT: Final = 65535
 
 
@@ -36,6 +41,61 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+class _Protocol(H11Protocol):
+    """Tells the visitor of ``front`` in which phase its request is."""
+
+    def __init__(self, front: Front, **how: Any) -> None:
+        super().__init__(**how)
+        self._front = front
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] - as uvicorn's own
+        super().connection_made(transport)
+        self._visitor = self._front.visitors[transport.get_extra_info("socket").fileno()]
+
+    def handle_events(self) -> None:
+        try:
+            super().handle_events()
+        except h11.LocalProtocolError:  # what is no HTTP came while an answer was under way
+            self.transport.abort()
+        self._enter_phase()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._enter_phase()
+
+    def _enter_phase(self) -> None:
+        sends = self.conn.their_state is h11.SEND_BODY
+        if self.transport.is_closing():
+            self._visitor.enter(Phase.REST)
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self._visitor.enter(Phase.BODY if sends and not self.flow.read_paused else Phase.ANSWER)
+        elif sends:
+            self._visitor.enter(Phase.REST)
+        elif self._visitor.phase in (Phase.BODY, Phase.ANSWER, Phase.REST):
+            self._visitor.enter(Phase.IDLE)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are for the program around it
+
+
+def fronted(app: Any, front: Front, *, lifespan: str = "off") -> uvicorn.Server:
+    """Return the server of an ASGI application whose connections come by ``front``. Serve with ``serve([front])``."""
+    config = uvicorn.Config(
+        app,
+        http=partial(_Protocol, front),  # type: ignore[arg-type] - uvicorn calls it as it calls a class
+        log_level="error",
+        access_log=False,
+        lifespan=lifespan,  # type: ignore[arg-type] - one of uvicorn's words
+        ws="none",
+        timeout_keep_alive=2 * int(IDLE_S),  # the front closes idle connections before
+        timeout_graceful_shutdown=1,
+    )
+    return _Server(config)
+
+
 class Server:
     """Serves ``app`` until it is closed. Use it in a ``with`` block.
 
@@ -43,38 +103,31 @@ class Server:
         app: An ASGI application.
         host: The address to listen at; by default only processes of this machine reach it.
         port: The port; 0 chooses a free port.
+        how: Limits of the :class:`.Front`.
 
     Raises:
         PodiumError: The address or port cannot be used.
 
     Attributes:
         url: Address of the server, such as ``http://127.0.0.1:43210``.
+        front: What accepts its connections.
     """
 
-    def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._socket = listen(host, port)
-        self.url = f"http://{_in_url(host)}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(
-            app,
-            http=protocol_at(self._socket),
-            log_level="error",
-            access_log=False,
-            lifespan="on",
-            ws="none",
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
+    def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0, **how: Any) -> None:
+        self.front = Front(listen(host, port), **how)
+        self.url = f"http://{_in_url(host)}:{self.front.getsockname()[1]}"
+        self._server = fronted(app, self.front, lifespan="on")
         self._thread = threading.Thread(target=self._run, name="podium-http", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve([self._socket]))
+        asyncio.run(self._server.serve([self.front]))
 
     def close(self) -> None:
         """Finish requests in progress for at most a second, and end."""
         self._server.should_exit = True
         self._thread.join()
-        self._socket.close()
+        self.front.close()
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.concurrency import merge_streams
+from podium.rollout.service.concurrency import Caller, merge_streams
+from podium.rollout.service.session_store import SessionStore
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session, tools_key
 from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
 from podium.rollout.service.tool_calls import without_begun_end
@@ -35,7 +36,7 @@ __all__ = ["Answer", "Asked", "Delta", "Service"]
 
 _SEEDS: Final = 2**62
 _MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
-_SESSIONS: Final = 4096  # that are remembered at the same time, where nobody closes them
+_MOST_BYTES: Final = 1 << 28  # of sessions that are remembered, where nobody closes them
 _PAUSE_S: Final = 0.02  # between two looks at the text of a stream
 _UNCERTAIN: Final = "\ufffd \n\t"  # a piece of a character, and white space that may be the end of the text
 _OPENERS: Final = "<[{"  # with one of these a tool call may begin
@@ -55,11 +56,13 @@ class Asked:
         tools: Its tools.
         continues: The call that the conversation continues.
         stops: Texts that end an answer.
+        caller: The request that it belongs to.
     """
 
     prompt: Sequence[int]
     params: SamplingParams
     seeds: Sequence[int]
+    caller: Caller
     name: str = ""
     session: Session | None = None
     messages: Sequence[Mapping[str, Any]] = ()
@@ -140,7 +143,7 @@ class Service:
         self._tokenizer = tokenizer
         self.stop_token_ids = tuple(stop_token_ids)
         self.most_tokens = most_tokens
-        self.sessions: OrderedDict[str, Session] = OrderedDict()
+        self.sessions = SessionStore(_MOST_BYTES if rules is None else None)
         self.overruled: Counter[str] = Counter()
         self.created_s = int(time.time())
         self._seeds = itertools.count(time.time_ns() % _SEEDS)
@@ -166,24 +169,32 @@ class Service:
             name: Name of the session in requests.
             seed: The seeds of its calls follow from this one, in the order in which they are asked.
         """
-        session = self.sessions.pop(name, None) or Session(name)
-        self.sessions[name] = session
         if seed is not None:
             self._seeds_of[name] = itertools.count(seed % _SEEDS, _MIXER)
-        while self.rules is None and len(self.sessions) > _SESSIONS:
-            self.sessions.popitem(last=False)
-        return session
+        return self.sessions.open(name)
 
     def close_session(self, name: str) -> Session | None:
         """Return the record of the session, and forget it. Calls without an answer so far are refused."""
         self._seeds_of.pop(name, None)
-        session = self.sessions.pop(name, None)
+        session = self.sessions.pop(name)
         if session is not None:
             session.over = True
         return session
 
-    def _session(self, name: str) -> Session | None:
+    def caller(self) -> Caller:
+        """Return a new request. It holds at most half of the tokens that may be in flight."""
+        return Caller(self.most_tokens // 2)
+
+    def _session(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Session | None:
         if self.rules is None:
+            if any(message["role"] == "assistant" for message in messages) and self.sessions.is_forgotten(name):
+                raise Refusal(
+                    410,
+                    f"the session {name!r} was forgotten: a service remembers {_MOST_BYTES >> 20} MiB of sessions, and "
+                    "this one was not used for the longest time. Go on under another session name, or without one; the "
+                    "chat template then writes the conversation from its beginning",
+                    code="session_forgotten",
+                )
             return self.open_session(name) if name else None
         if session := self.sessions.get(name):
             return session
@@ -202,7 +213,7 @@ class Service:
         tools = request.tools or []
         if request.tool_choice == "none":
             tools = []
-        recorded = self._session(session)
+        recorded = self._session(session, request.messages)
         self._check_length(map(message_text, request.messages), session)
         continues: RecordedCall | None = None
         prompt: list[int] | None = None
@@ -269,7 +280,7 @@ class Service:
             session_seeds = self._seeds_of.get(session)
             seeds_drawn = [next(session_seeds if session_seeds is not None else self._seeds) for _ in range(sampling.n)]
             seeds = seeds_drawn if session_seeds is not None else [seed * 1_000_003 for seed in seeds_drawn]
-        return Asked(prompt, params, [seed % _SEEDS for seed in seeds], name=session)
+        return Asked(prompt, params, [seed % _SEEDS for seed in seeds], self.caller(), name=session)
 
     def _check_length(self, texts: Iterable[str], session: str = "") -> None:
         """Raise Refusal for vast texts, which are not encoded: nothing else would be answered meanwhile."""
@@ -336,7 +347,9 @@ class Service:
         if asked.session is None:
             return answers
         record = partial(asked.session.record, asked.prompt, tools=asked.tools, continues=asked.continues)
-        return [replace(answer, call=record(answer.sampled, (*asked.messages, answer.message))) for answer in answers]
+        calls = [record(answer.sampled, (*asked.messages, answer.message)) for answer in answers]
+        self.sessions.keep(asked.session)
+        return [replace(answer, call=call) for answer, call in zip(answers, calls, strict=True)]
 
     async def stream(self, asked: Asked) -> AsyncGenerator[tuple[int, Delta | Answer]]:
         """Draw all completions of a conversation. Yields pieces of the texts as they come, with the number of their
@@ -391,8 +404,11 @@ class Service:
     async def _pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[list[int] | Sampled]:
         """Yield the ids so far, again and again, and at last all of the completion."""
         ids, logprobs, versions = list[int](), list[float](), list[int]()
-        drawing = self.source.stream(asked.prompt, asked.params, asked.seeds[number], session=asked.name, tokens=tokens)
-        async with aclosing(drawing) as events:
+        drawing = self.source.stream(
+            asked.prompt, asked.params, asked.seeds[number], session=asked.name, tokens=tokens, caller=asked.caller
+        )
+        size = len(asked.prompt) + asked.params.max_new_tokens
+        async with self.sessions.in_use(asked.session), asked.caller.hold(size), aclosing(drawing) as events:
             try:
                 async for event in events:
                     if isinstance(event, Sampled):

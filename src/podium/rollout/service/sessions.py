@@ -23,6 +23,9 @@ Key: TypeAlias = str
 
 _REASONING: Final = ("reasoning_content", "reasoning")
 _IGNORED: Final = frozenset({*_REASONING, "refusal", "audio", "annotations", "function_call"})
+_EMPTY_BYTES: Final = 1024  # of a session, and of each thing in it
+_MESSAGE_BYTES: Final = 512
+_TOKEN_BYTES: Final = 112
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,7 @@ class Session:
             begin with what was recorded: the chat template writes a history otherwise than the model sampled it.
         over: Whether it is closed. Nothing is recorded any more.
         full: Whether its last request was refused because the model's context was full.
+        nbytes: About how much memory it takes.
     """
 
     def __init__(self, id: str) -> None:
@@ -142,6 +146,7 @@ class Session:
         self.splits = 0
         self.over = False
         self.full = False
+        self.nbytes = _EMPTY_BYTES + len(id)
 
     def ids_of(self, call: RecordedCall) -> list[int]:
         """The prompt and the completion of a call."""
@@ -218,6 +223,9 @@ class Session:
         row.sample(number, drawn)
         self.full = False
         self.calls.append(RecordedCall(number, row_number, len(row.ids), keys, conversation, tools_of))
+        texts = sum(_MESSAGE_BYTES + 3 * len(key) for key in keys) + len(tools_of)
+        tokens = len(prompt) - shared + len(drawn.ids) + sum(map(len, drawn.kept or ()))
+        self.nbytes += texts + _TOKEN_BYTES * tokens
         return self.calls[-1]
 
     def _longest(self, prompt: Sequence[int]) -> RecordedCall | None:

@@ -11,6 +11,7 @@ from podium.rollout.service.sessions import Sampled
 if TYPE_CHECKING:
     from podium.rollout.engines.requests import Tokens
     from podium.rollout.sampling import Completion, SamplingParams
+    from podium.rollout.service.concurrency import Caller
 
 __all__ = ["Scored", "TokenSource", "read_sampled"]
 
@@ -61,6 +62,7 @@ class TokenSource(Protocol):
         *,
         session: str = "",
         tokens: bool = True,
+        caller: Caller | None = None,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """Yield the tokens of a completion as they are drawn, and the whole completion at the end. Closing the iterator
         ends the request.
@@ -72,6 +74,8 @@ class TokenSource(Protocol):
             session: Name of the session. One generator draws all requests of a session, because it has cached their
                 common beginning.
             tokens: Whether to yield tokens before the completion is finished. A source may yield none.
+            caller: The request that wants the completion. Those of several requests take turns, where the source knows
+                how.
 
         Raises:
             ConfigError: The prompt does not fit the model.

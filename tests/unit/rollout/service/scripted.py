@@ -52,7 +52,14 @@ class Scripted:
         self.cancelled = 0
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+        caller: Any = None,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """Give the next answer, token by token where ``tokens`` is True."""
         self.prompts.append(list(prompt))
