@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 from typing import Any
 
 # Before torch is imported anywhere: tests run beside one another and start workers, which inherit this. Two torch
@@ -26,6 +29,9 @@ os.environ.setdefault("RAY_enable_worker_prestart", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+# The record of the code that runs name, which is kept for the user, is one of these tests alone.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="podium-tests-state-")
+
 # A shell starts its background jobs with SIGINT ignored, which all processes below inherit: no Ctrl-C would reach the
 # programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -35,6 +41,8 @@ import pytest
 
 from tests import scheduling, warm_python
 from tests.ray_selection import RaySelection
+
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 def missing_requirement(mark: str) -> str | None:

@@ -103,13 +103,17 @@ def prefer(cls: Callable[..., C], **values: Any) -> C:
 def load_config(cls: type[C], path: str | Path | None = None, overrides: Sequence[str] = ()) -> C:
     """Read ``path`` (YAML; None reads no file), apply ``overrides`` as on a command line, check and build.
 
+    If ``cls`` has a method ``check_source``, it gets ``path`` and the keys of ``overrides``, and returns the result.
+
     Raises:
         ConfigError: The file cannot be read, or a key is unknown, mistyped, out of range or contradicts another; the
             message names the key's full path, its value, the values that it takes and the nearest valid name.
     """
     values = read_values(cls, path, overrides)
     typed = [dotted for dotted, _ in parse_overrides(cls, overrides)]
-    return build_config(cls, values, source=str(path or ""), typed=typed)
+    config = build_config(cls, values, source=str(path or ""), typed=typed)
+    check_source: Callable[[Path, Sequence[str]], C] | None = getattr(config, "check_source", None)
+    return config if path is None or check_source is None else check_source(Path(path), typed)
 
 
 def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, Final
 
 from podium.errors import ConfigError, PodiumError
@@ -118,7 +119,7 @@ def _load_file(path: Path, subject: str) -> ModuleType:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    module_spec = importlib.util.spec_from_file_location(name, path)
+    module_spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
     assert module_spec is not None and module_spec.loader is not None  # true for every path that ends in .py
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickle look up a class's module there
@@ -128,6 +129,13 @@ def _load_file(path: Path, subject: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+class _SourceLoader(SourceFileLoader):
+    """Compiles the file, and reads no bytecode: what runs is what a reader of the file has seen."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 @contextmanager

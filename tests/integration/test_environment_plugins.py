@@ -13,9 +13,9 @@ from podium.errors import ConfigError
 from podium.rollout.engines import find_engines
 from podium.rollout.environments.config import EnvironmentConfig, find_environments
 from podium.rollout.environments.resolve import resolve_environment
+from podium.runs.named_code import check_code
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.checks.preflight import refuse_code_of
 from tests.integration.test_environments import TEMPLATE
 from tests.integration.training import metrics_rows, tiny
 
@@ -25,8 +25,6 @@ from podium.rollout.environments import Step
 
 class Counting:
     """The model is asked twice for digits."""
-
-    code_options = ("judge", "modules")
 
     def __init__(self, ask="=", judge="none", modules=(), notes=None):
         self.ask, self.turns = ask, 0
@@ -51,7 +49,6 @@ MODULES = {
     "empty": "",
     "constant": "Environment = 3",
     "plain": "class Environment: ...",
-    "careless": "class Environment:\n    code_options = 'judge'\n    def play(self, task, client): ...",
 }
 
 
@@ -148,7 +145,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-INSIDE, OWN = "is code in the directory of the run itself", "is a function of Python's own library"
+INSIDE, ASKED = "is code in the directory of the run itself", "names code that is not Podium's own"
 
 
 @pytest.mark.parametrize(
@@ -156,9 +153,9 @@ INSIDE, OWN = "is code in the directory of the run itself", "is a function of Py
     [
         ({"judge": "code.py:play"}, "judge", INSIDE),
         ({"judge": "code:play"}, "judge", INSIDE),
-        ({"judge": "os:system"}, "judge", OWN),
-        ({"modules": ["json", "code"]}, "modules", INSIDE),
-        ({"modules": [{"judge": "builtins:exec"}]}, "modules.judge", OWN),
+        ({"judge": "os:system"}, "judge", ASKED),
+        ({"modules": ["json", "code"]}, "modules", ASKED),
+        ({"modules": [{"judge": "builtins:exec"}]}, "modules", ASKED),
         ({"judge": "model/../python"}, "judge", INSIDE),
         ({"notes": "python"}, "notes", INSIDE),  # a program is refused in any option
         ({"notes": {"a": ["../run/code.py:play"]}}, "notes.a", INSIDE),
@@ -198,22 +195,16 @@ def test_a_strangers_run_brings_no_code_by_metadata_of_a_package(
     for command in (["train", "grpo", "--resume", str(run), "--dry-run"], ["eval", str(run)]):
         assert main(command) == 2
         words = " ".join(capsys.readouterr().err.split())
-        assert f"{section}.name = 'code:" in words
+        assert f"{section}.name = 'strange'" in words
         assert INSIDE in words
     assert not (tmp_path / "code was run").exists()
 
 
-def test_options_that_lead_nowhere_into_the_run_are_allowed(run: Path, tmp_path: Path) -> None:
+def test_options_that_lead_nowhere_into_the_run_may_be_given_again(run: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "ask": "os:system",  # not declared as code
         "judge": "math_verify:verify",
         "modules": ["random", "http://127.0.0.1:80", "~nobody: hi", "\0", "", ":", "a:", "x" * 5000, "a/b", "/bin/sh"],
         "notes": ["a: b.py: c", "y" * 5000, "~nobody/x.py:f", "\0.py:f"],
     }
-    refuse_code_of(run, tiny(GRPOConfig, tmp_path, **options_of(tmp_path, **options)))
-
-
-def test_what_is_declared_as_code_is_a_list_of_names(run: Path, tmp_path: Path) -> None:
-    config = tiny(GRPOConfig, tmp_path, environment={"name": "careless", "options": {"judge": "none"}})
-    with pytest.raises(ConfigError, match="'careless': code_options = 'judge'; expected a list of names of options"):
-        refuse_code_of(run, config)
+    check_code(run, tiny(GRPOConfig, tmp_path, **options_of(tmp_path, **options)), ["environment"])

@@ -174,7 +174,7 @@ def test_textarena_that_is_absent_is_named_with_the_command_that_installs_it() -
     [
         ({"env": "TicTacToe-v0", "opponent": "code.py:play"}, "is code in the directory of the run itself"),
         ({"env": "TicTacToe-v0", "opponent": "code:play"}, "is code in the directory of the run itself"),
-        ({"env": "TicTacToe-v0", "opponent": "os:system"}, "is a function of Python's own library"),
+        ({"env": "TicTacToe-v0", "opponent": "os:system"}, "names code that is not Podium's own"),
     ],
 )
 def test_a_resume_and_an_evaluation_run_no_code_of_a_strangers_run(

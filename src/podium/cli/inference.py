@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
-from podium.config import build_config, read_values, with_overrides
+from podium.config import build_config, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig
+from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
-from podium.runs.records import RunRecord, is_run
+from podium.runs.records import RunRecord, flatten, is_run
 
 if TYPE_CHECKING:
     from podium.runs.evaluation import Evaluation
@@ -135,7 +136,7 @@ def inference_config(
     Raises:
         ConfigError: The run has neither a final model nor the checkpoint, the directory is neither run nor model,
             settings are wrong, or a file that the run was started with is gone and ``needs`` has its key or section. Or
-            the reward is code in the run's directory.
+            the run names code that this user has not allowed.
     """
     from podium.runs.export import find_model
 
@@ -151,6 +152,8 @@ def inference_config(
             values["eval"] = {**values.get("eval", {}), "metric": _of_answers(values)}
     else:
         _check_model(model)
+    if source is not None and "reward" not in needs:  # answers are not graded, and there are no sessions
+        values = {name: section for name, section in values.items() if name not in ("reward", "environment")}
     for name, section in read_values(InferenceConfig, path).items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     values = with_overrides(InferenceConfig, values, overrides)
@@ -162,10 +165,12 @@ def inference_config(
         if gone := [f"{line}; give its place with --{key}" for key, line in missing.items() if is_needed(key, needs)]:
             raise ConfigError("\n".join(gone))
     config = build_config(InferenceConfig, values)
-    if source is not None and "reward" in needs:
-        from podium.trainer.checks.preflight import refuse_code_of
-
-        refuse_code_of(source.run, config)
+    given = [key for key, _ in parse_overrides(InferenceConfig, overrides)]
+    if path is not None:
+        config = config.check_source(Path(path), given)
+        given += [key for key, _ in flatten(read_values(InferenceConfig, path))]
+    if source is not None:
+        check_code(source.run, config, given, None if "reward" in needs else ("engine",))
     return config
 
 

@@ -6,7 +6,8 @@ All other sections stand beside the classes that they configure.
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
-from typing import Any, Final, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from pydantic import Field
 
@@ -20,6 +21,7 @@ from podium.rollout.engines import EngineConfig
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
+from podium.runs.named_code import check_source
 from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric
 from podium.telemetry.metrics import REWARD_PART_PREFIX
@@ -349,6 +351,11 @@ class InferenceConfig:
         figure, _ = self.judged_by
         if figure != "auto":
             check_goal(Metric(figure), self.eval.stop_at)
+
+    def check_source(self, path: Path, given: Sequence[str]) -> Self:
+        """Return this configuration, which was read from ``path``, with the current paths of its files if it is that of
+        a run. Raises ConfigError as :func:`podium.runs.named_code.check_source` does."""
+        return check_source(self, path, given)
 
     def check_roles(self) -> None:
         """Check that each role has a place. Raises ConfigError."""

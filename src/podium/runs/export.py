@@ -11,13 +11,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from podium.config import build_config, read_values
+from podium.config import build_config, parse_overrides, read_values
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import STATE_FILE, remove, step_of
+from podium.runs.named_code import check_code
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
 from podium.runs.records import CONFIG, RunRecord, flatten, is_run
 from podium.telemetry.held_out import Metric
@@ -55,12 +56,15 @@ class StoredModel:
         """The run's model and data, at the places where they are now.
 
         Raises:
-            ConfigError: The base model, the tokenizer or the chat template is gone.
+            ConfigError: The base model, the tokenizer or the chat template is gone. Or the model needs code that this
+                user has not allowed.
         """
         values, missing = find_current_values(self._sections, self.run)
         if gone := [line for key, line in missing.items() if is_needed(key, _MAKES_MODEL)]:
             raise ConfigError("\n".join([*gone, f"podium export {self.run} --KEY PLACE writes the model by another"]))
-        return build_config(InferenceConfig, values)
+        config = build_config(InferenceConfig, values)
+        check_code(self.run, config, [key for key, _ in parse_overrides(InferenceConfig, self.overrides)], ["model"])
+        return config
 
     @property
     def _sections(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from podium.config import config_to_dict, load_config
+from podium.config import build_config, config_to_dict, read_values
 from podium.errors import ConfigError
 from podium.functions import OF_SCRIPT
 from podium.runs.config import PPOConfig, SFTConfig
@@ -58,7 +58,7 @@ def resolve_resume(config: C) -> C:
     if not is_run(path):
         return config
     file = path / CONFIG
-    values = config_to_dict(load_config(type(config), file))
+    values = config_to_dict(build_config(type(config), read_values(type(config), file), source=str(file)))
     expected = dict(flatten(align_values(config_to_dict(config), values, path)))
     recorded = dict(flatten(values))
     others = [

@@ -31,6 +31,7 @@ from podium.runs.evaluation import Evaluation
 from podium.runs.files import STATE_FILE
 from podium.runs.judging import choose_metric, knows_accuracy
 from podium.runs.ledger import Ledger
+from podium.runs.named_code import remember_code
 from podium.runs.named_files import as_given, record
 from podium.runs.paths import resolve_resume
 from podium.runs.records import RunRecord
@@ -165,6 +166,7 @@ class Trainer(ABC, Generic[C, E, R]):
                             else:  # the run begins here: an earlier failure leaves no run in the directory
                                 objects = self.options.objects
                                 run.directory.write_config(*record(self.config, run.directory.path, objects))
+                                remember_code(run.directory.path, self.config, begun=not self.config.run.resume)
                             return self._train(run, stack)
                     except RunLost as error:
                         before, lost = self.run, str(error)

@@ -245,9 +245,10 @@ def test_a_runs_model_answers_once_unless_asked_for_more(tmp_path: Path) -> None
 def test_an_option_given_to_a_runs_model_leaves_the_runs_other_options(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "config.yaml").write_text("environment: {name: 'm:play', options: {level: 2}}\n")
-    config = inference_config(str(tmp_path), None, ["--environment.options.at_once", "3"])
+    name = ["--environment.name", "m:play"]  # which a run of somebody else does not choose
+    config = inference_config(str(tmp_path), None, [*name, "--environment.options.at_once", "3"], needs=("reward",))
     assert config.environment.options == {"level": 2, "at_once": 3}
-    whole = inference_config(str(tmp_path), None, ["--environment.options", "{at_once: 3}"])
+    whole = inference_config(str(tmp_path), None, [*name, "--environment.options", "{at_once: 3}"], needs=("reward",))
     assert whole.environment.options == {"at_once": 3}
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from podium.config import build_config, config_to_dict, load_config
 from podium.errors import ConfigError
+from podium.runs.named_code import remember_code
 from podium.runs.named_files import PLACES, as_given, find_again, record, remarks
 from podium.runs.paths import resolve_resume
 from podium.trainer import GRPOConfig, SFTConfig
@@ -51,6 +52,7 @@ def begin(config: GRPOConfig | SFTConfig, run: Path) -> None:
     text, places = record(config, run)
     (run / "config.yaml").write_text(text)
     (run / PLACES).write_text(places)
+    remember_code(run, config, begun=True)
 
 
 def paths(config: GRPOConfig | SFTConfig) -> list[str]:

@@ -10,7 +10,7 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from podium.errors import ConfigError, PodiumError
 from podium.extras import install_command
@@ -43,8 +43,6 @@ class TextArena:
     Raises:
         ConfigError: textarena is not installed, there is no such game, or no such opponent.
     """
-
-    code_options: ClassVar = ("opponent",)
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError, PodiumError
 from podium.processes import Launched, Requests, describe_exit
@@ -46,9 +46,6 @@ class Verifiers:
     Raises:
         ConfigError: There is no such interpreter.
     """
-
-    code_options: ClassVar = ("taskset", "taskset_config", "config", "python")
-    """verifiers imports modules by the names in its settings, also from the working directory."""
 
     def __init__(
         self,

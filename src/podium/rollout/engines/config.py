@@ -102,12 +102,13 @@ OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
 
 @functools.cache
 def find_engines() -> Mapping[str, EntryPoint]:
-    """The entry points of the group ``podium.engines``, by name.
+    """The entry points of the group ``podium.engines``, by name. Podium's own win over others of the same name.
 
     Raises:
         ConfigError: There is none, because the installation's metadata is older than its code.
     """
-    entries = {entry.name: entry for entry in entry_points(group="podium.engines")}
+    points = entry_points(group="podium.engines")
+    entries = {entry.name: entry for entry in sorted(points, key=lambda entry: entry.module.startswith("podium."))}
     if not entries:
         raise ConfigError(
             "this installation of podium has no entry points in the group 'podium.engines', so its metadata is older "

@@ -79,8 +79,7 @@ class Environment(Protocol):
     """An environment that answers the model. Each session has an instance of its own; both methods may be ``async``.
 
     It may also have ``tools``, a list of functions that the model may call while it answers, and ``tasks(split)``,
-    a class method that returns the rows of "train" or "test" if the data have none. An environment of any form may have
-    ``code_options``: the names of the options whose values name code or programs.
+    a class method that returns the rows of "train" or "test" if the data have none.
     """
 
     def reset(self, task: Task) -> Messages:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from podium.rollout.environments.client import Client, Reply
     from podium.rollout.environments.tools import Toolbox
 
-__all__ = ["Play", "ResolvedEnvironment", "code_options_of", "converse", "resolve_environment"]
+__all__ = ["Play", "ResolvedEnvironment", "converse", "resolve_environment"]
 
 Play = Callable[[Task, "Client"], Awaitable[Reward]]
 _KEY = "environment.name"
@@ -66,19 +66,6 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
         f"{subject} is no environment: expected an async function of (task, client), a class with reset and step, or a "
         "function that makes an object with one of these"
     )
-
-
-def code_options_of(config: EnvironmentConfig) -> Sequence[str]:
-    """Return the names of the options that name code or programs, as the environment declares them: its attribute
-    ``code_options``.
-
-    Raises:
-        ConfigError: The environment cannot be loaded, or what it declares is no list of names.
-    """
-    names: Any = getattr(load_environment(config.name), "code_options", ())
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{_KEY} = {config.name!r}: code_options = {names!r}; expected a list of names of options")
-    return names
 
 
 async def converse(

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import inspect
 import os
-import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from podium.algorithms import check_functions
 from podium.annotations import signature_of
@@ -26,9 +23,9 @@ from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, Rewards, r
 from podium.rewards.forms import read_form
 from podium.rewards.resolve import check_weights, list_rewards, name_of
 from podium.rewards.text import answer_of
-from podium.rollout.engines import check_engine, find_engines
+from podium.rollout.engines import check_engine
 from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.environments.resolve import code_options_of, resolve_environment
+from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
@@ -56,7 +53,6 @@ __all__ = [
     "find_unused_settings",
     "load_schedule",
     "names_of_given",
-    "refuse_code_of",
     "with_stop_tokens",
 ]
 
@@ -83,8 +79,6 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
             The message says what to do.
         DataError: A file of the data is missing.
     """
-    if config.run.resume:
-        refuse_code_of(Path(config.run.resume), config)
     if config.environment.name:
         check_environment(config.environment, config.data)
     else:
@@ -143,95 +137,6 @@ def find_unused_settings(config: InferenceConfig) -> list[str]:
         for name in ("max_prompt_tokens", "overlong")
         if (value := getattr(config.data, name)) != getattr(plain, name)
     ]
-
-
-def refuse_code_of(run: Path, config: InferenceConfig) -> None:
-    """Refuse functions in files of ``run``, so that a user who resumes or evaluates somebody else's run takes only data
-    from there. Refuse functions of Python's own library too, such as ``builtins:exec``, which would run completions as
-    code.
-
-    Options of an environment are refused where they are files of programs in ``run``. Those that the environment
-    declares as ``code_options`` are checked like the names of functions, and may also be names of modules.
-
-    Raises:
-        ConfigError: A function or a program is in the run's directory. The message says what to do.
-    """
-    environment = config.environment
-    names = {"run.schedule": config.run.schedule, "environment.name": environment.code}
-    if engine := find_engines().get(config.engine.name):  # a directory on sys.path may hold metadata of a package
-        names["engine.name"] = f"{engine.module}:{engine.attr}"
-    if isinstance(config, PPOConfig):
-        names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
-    for key, name in [*names.items(), *(("reward.name", name) for name in config.reward.names)]:
-        _refuse_code(run, key, name, name.rpartition(":")[0])
-    for key, text in _texts(environment.options, "environment.options"):
-        if _is_code_of(run, text):
-            _refuse(key, text, text)
-    options = environment.own_options if environment.name else {}
-    for option in code_options_of(environment) if options else ():  # it is loaded after the check of its own path
-        for key, text in _texts(options.get(option), f"environment.options.{option}"):
-            module, _, attribute = text.rpartition(":")
-            _refuse_code(run, key, text, module if attribute.isidentifier() and module else text)
-
-
-def _refuse_code(run: Path, key: str, name: str, place: str) -> None:
-    """Refuse ``name`` if its code, which is at ``place``, is in the directory of a run, or if it is a function of
-    Python's own library. ``place`` is a module, a file, or the whole name if this is not the name of a function."""
-    file = _file_of(place)
-    path = Path(os.path.expanduser(file)).resolve()
-    is_own = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
-    if place != name and (is_own or file in ("built-in", "frozen")):
-        raise ConfigError(
-            f"{key} = {name!r} is a function of Python's own library, which Podium does not call for an existing "
-            f"run: give another function with --{key}"
-        )
-    if file and path.is_relative_to(run.resolve()):
-        _refuse(key, name, file)
-
-
-def _refuse(key: str, name: str, file: str) -> NoReturn:
-    raise ConfigError(
-        f"{key} = {name!r} is code in the directory of the run itself, and Podium runs no code from there: read "
-        f"{file}, move it elsewhere, and give its new path with --{key}"
-    )
-
-
-def _is_code_of(run: Path, text: str) -> bool:
-    """Whether an option, which may be any text, names a program in the directory of a run, or a function in such a
-    file."""
-    path = Path(os.path.expanduser(text.rpartition(":")[0] if ".py:" in text else text))
-    try:
-        if not path.is_file() or not (path.suffix == ".py" or os.access(path, os.X_OK)):
-            return False
-        return path.resolve().is_relative_to(run.resolve()) or path.absolute().is_relative_to(run.absolute())
-    except OSError:  # no text of a path
-        return False
-
-
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the texts in nested values that may be paths, each with its key."""
-    if isinstance(value, str):
-        yield from [(key, value)] if "\0" not in value else []
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _texts(inner, f"{key}.{name}")
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner, key)
-
-
-def _file_of(place: str) -> str:
-    """Return the file ``place``, or the file of the module or package ``place``; "" if there is none. Modules in the
-    working directory count, because a program that an environment starts may find them there first."""
-    if not place or place.endswith(".py") or (os.sep in place and os.path.exists(os.path.expanduser(place))):
-        return place
-    try:
-        name = place.partition(".")[0]
-        local = PathFinder.find_spec(name, [os.getcwd()])
-        spec = local if local and local.origin else find_spec(name) or local
-    except ValueError:  # a module without a specification, such as __main__
-        return ""
-    return "" if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), "")
 
 
 def check_reward(config: RewardConfig, reward: Rewards | None) -> None:

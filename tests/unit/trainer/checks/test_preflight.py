@@ -160,8 +160,8 @@ def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluat
         assert main(["train", "grpo", "--resume", str(run), "--dry-run"]) == 2
     monkeypatch.syspath_prepend(str(run))  # as for a user who works in that directory
     (run / "code.py").rename(run / "sneaky.py")
-    own = "is a function of Python's own library"
-    whys = {"sneaky:score": "is code in the directory of the run", "builtins:exec": own, "runpy:run_path": own}
+    asked = "names code that is not Podium's own"
+    whys = {"sneaky:score": "is code in the directory of the run", "builtins:exec": asked, "runpy:run_path": asked}
     for name, why in whys.items():
         (run / "config.yaml").write_text(config_to_yaml(tiny(GRPOConfig, tmp_path, reward={"name": name})))
         for command in (["train", "grpo", "--resume", str(run), "--dry-run"], ["eval", str(run)]):
