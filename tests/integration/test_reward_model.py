@@ -16,7 +16,7 @@ import podium
 from podium import Cluster, Worker, endpoint
 from podium.cli import main
 from podium.data import Batch
-from podium.errors import ConfigError, DataError, EndpointError
+from podium.errors import ConfigError, DataError, EndpointError, PodiumError
 from podium.models import char_tokenizer
 from podium.trainer import GRPOConfig, PPOTrainer, describe_plan
 from podium.trainer.checks.preflight import check_given, names_of_given
@@ -189,6 +189,33 @@ def test_a_score_that_nobody_reads_is_refused(tmp_path: Path) -> None:
     assert "  reward model " in plan
     with podium.connect("inline") as cluster, pytest.raises(ConfigError, match="has no such role"):
         PPOTrainer(tiny(GRPOConfig, tmp_path), cluster=cluster, workers={"reward": RewardModel}, show=False).fit()
+
+
+def test_a_reward_model_with_several_chat_templates_has_one_to_use_or_is_refused(tmp_path: Path) -> None:
+    other = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
+    for named, template in (({"default": TEMPLATE, "tool_use": other}, TEMPLATE), ({"rag": TEMPLATE}, TEMPLATE)):
+        folder = write_scorer(tmp_path / "_".join(named))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = dict(named)
+        tokenizer.save_pretrained(folder)
+        written = write_scorer(tmp_path / f"{'_'.join(named)}_alone", template)
+        rows = Batch({"messages": [[{"role": "user", "content": "9="}]], "prompt": ["9="], "completion": ["9"]})
+        scores = [RewardModel(str(path)).score(rows).dense("rewards").tolist() for path in (folder, written)]
+        assert scores[0] == scores[1]
+    tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": other}
+    tokenizer.save_pretrained(folder)
+    config = tiny(GRPOConfig, tmp_path, reward={"name": "model", "path": str(folder)})
+    with pytest.raises(ConfigError, match="has the chat templates rag, tool_use, and none is called default: write"):
+        PPOTrainer(config, cluster="inline", show=False).fit()
+
+
+def test_a_chat_template_of_a_reward_model_that_refuses_a_conversation_is_named(tmp_path: Path) -> None:
+    picky = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    scorer = str(write_scorer(tmp_path / "scorer", picky))
+    data = {"system_prompt": "9"}
+    config = tiny(GRPOConfig, tmp_path, reward={"name": "model", "path": scorer}, data=data, eval={"items": 0})
+    with pytest.raises(PodiumError, match=r"cannot write a conversation of system, user, assistant: .*no system"):
+        PPOTrainer(config, cluster="inline", show=False).fit()
 
 
 def test_a_resume_without_the_class_of_the_reward_model_is_refused() -> None:

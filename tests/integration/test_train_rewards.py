@@ -92,6 +92,13 @@ def test_text_of_a_reward_is_kept_with_the_completion_and_shown(
     assert "pred '" in line
 
 
+def test_a_reward_that_scores_no_held_out_completion_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the reward returned None for all 4 held-out completions"):
+        train(tiny(GRPOConfig, tmp_path), reward=lambda completion: None)
+    table = pq.read_table(tmp_path / "runs" / "run" / "evaluations" / "step-000000.parquet").to_pydict()
+    assert table["reward"] == [None] * 4
+
+
 def test_completions_without_a_score_are_not_trained_and_kept(tmp_path: Path) -> None:
     pid, notes = os.getpid(), list[str]()
 

@@ -49,7 +49,8 @@ def run_train(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         from podium.trainer import describe_data  # imports torch, which the checks of the configuration do not need
 
-        sys.stdout.write(describe_data(_trainer(config, backend).read_data) + "\n")
+        trainer = _trainer(config, backend)
+        sys.stdout.write(describe_data(trainer.read_data, trainer.check_grader) + "\n")
         return 0
     trainer = _open_view(config, options.recipe, backend)
     summary = trainer.fit()

@@ -51,6 +51,7 @@ class Settings(NamedTuple):
     memory_bytes: int | None
     processes: int
     is_auto: bool
+    optional: bool
 
 
 def main() -> None:
@@ -75,7 +76,7 @@ def _load(settings: Settings) -> tuple[Panel | None, Result]:
     """The reward functions, and the result of item 0, which tells the grader what they ask for."""
     try:
         rewards = [pickle.loads(reward) if isinstance(reward, bytes) else reward for reward in settings.rewards]
-        panel = Panel(rewards, settings.weights, settings.columns, settings.steps)
+        panel = Panel(rewards, settings.weights, settings.columns, settings.steps, optional=settings.optional)
         return panel, Result(0.0, extra={"notes": "\n".join(panel.notes), "extras": " ".join(sorted(panel.extras))})
     except ConfigError as error:
         return None, Result(problem=str(error), limit="configuration")

@@ -43,6 +43,8 @@ class Grader:
         columns: The columns that every row has. Parameters of the functions are checked against them at the start. By
             default they are those of the first rows.
         steps: The number of steps of the run, which a function may ask for by ``trainer_state``.
+        optional: Whether something else may score all completions. A function that cannot be called for such rows is
+            then noted, and refused when it is called.
         in_script: Whether the functions run in this process. Breakpoints, prints and debuggers then work, and the
             limits of time and memory do not.
 
@@ -60,13 +62,15 @@ class Grader:
         log_path: str | Path | None = None,
         columns: Collection[str] | None = None,
         steps: int = 0,
+        optional: bool = False,
         in_script: bool = False,
     ) -> None:
         self.config = config or RewardConfig()
         rewards = list_rewards(self.config, reward)
         check_weights(self.config, len(rewards))
         self.name = ", ".join(map(name_of, rewards))
-        self._source = Source(rewards=rewards, columns=None if columns is None else tuple(columns), steps=steps)
+        known = None if columns is None else tuple(columns)
+        self._source = Source(rewards=rewards, columns=known, steps=steps, optional=optional)
         self._log_path = Path(log_path) if log_path is not None else None
         self._in_script = in_script
         self._lock = threading.RLock()

@@ -15,11 +15,13 @@ __all__ = ["Source", "make_grade", "show_traceback"]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The reward functions or their names, the columns that every row has, if they are known, and the run's steps."""
+    """The reward functions or their names, the columns that every row has, if they are known, the run's steps, and
+    whether something else may score all completions, so that nobody calls the functions."""
 
     rewards: tuple[str | RewardFn, ...]
     columns: tuple[str, ...] | None = None
     steps: int = 0
+    optional: bool = False
 
 
 def make_grade(result: Result, config: RewardConfig, label: str, item: str, remedy: str = "") -> Grade | RewardError:

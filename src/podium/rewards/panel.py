@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from podium.errors import ConfigError
 from podium.rewards.forms import CallError, Form, Item, Log, read_form
 from podium.rewards.resolve import RewardFn, name_of, resolve_reward
 
@@ -59,6 +60,7 @@ class Panel:
         weights: A weight for each; () gives each the weight 1.
         columns: The columns that every row of the data has; None where nobody knows them yet.
         steps: The number of steps of the run, which a function may ask for.
+        optional: Whether it may be that nobody calls the functions, so that one that cannot be called is only noted.
 
     Attributes:
         forms: The functions with the ways in which they are called.
@@ -76,6 +78,8 @@ class Panel:
         weights: Sequence[float] = (),
         columns: Collection[str] | None = None,
         steps: int = 0,
+        *,
+        optional: bool = False,
     ) -> None:
         loaded = [resolve_reward(reward) if isinstance(reward, str) else reward for reward in rewards]
         self.notes: list[str] = []
@@ -85,7 +89,12 @@ class Panel:
         self.extras = frozenset[str]().union(*(form.extras for form in self.forms))
         self.is_async = any(form.is_async for form in self.forms)
         for form in self.forms if columns is not None else ():
-            self.notes += form.check(columns or ())
+            try:
+                self.notes += form.check(columns or ())
+            except ConfigError as error:
+                if not optional:
+                    raise
+                self.notes.append(f"{error}. It is called, and then ends the run, where the environment gives no score")
         if lists := [form.name for form in self.forms if form.takes_lists]:
             self.notes.append(
                 f"the reward {', '.join(lists)} has TRL's signature. Podium calls it with lists of one completion, so "

@@ -121,6 +121,7 @@ class GradingProcesses:
             memory_bytes,
             processes,
             is_auto=not config.processes,
+            optional=source.optional,
         )
         environment = {
             "OMP_NUM_THREADS": str(max(1, cores // processes)),

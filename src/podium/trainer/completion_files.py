@@ -104,15 +104,14 @@ def write_completions(
     texts = TokenTexts(scored.tokenizer) if texts is None else texts
     with ExitStack() as stack:
         file = None
-        for rows in scored.chunks(_WRITTEN_TOKENS):
-            table = _table(scored, learned, rows, parts, extra, texts)
-            if file is None:
-                file = stack.enter_context(pq.ParquetWriter(aside, table.schema, compression="zstd"))
-            file.write_table(table)
-        if left_out is not None and file is not None:
-            for rows in left_out.chunks(_WRITTEN_TOKENS):
-                file.write_table(_fit(_table(left_out, None, rows, parts, extra, texts), file.schema))
-    aside.replace(path)
+        for of, columns in ((scored, learned), (left_out, None)):
+            for rows in () if of is None else of.chunks(_WRITTEN_TOKENS):
+                table = _table(of, columns, rows, parts, extra, texts)
+                if file is None:
+                    file = stack.enter_context(pq.ParquetWriter(aside, table.schema, compression="zstd"))
+                file.write_table(_fit(table, file.schema))
+    if file is not None:
+        aside.replace(path)
 
 
 def _fit(table: Any, schema: Any) -> Any:

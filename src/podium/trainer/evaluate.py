@@ -204,7 +204,14 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | 
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     known = knows_accuracy(config, "", 0)
     in_script = not cluster.capabilities.processes
-    grader = Grader(config.reward, reward=reward, columns=columns, steps=config.run.steps, in_script=in_script)
+    grader = Grader(
+        config.reward,
+        reward=reward,
+        columns=columns,
+        steps=config.run.steps,
+        optional=bool(config.environment.name),
+        in_script=in_script,
+    )
     with grader, start_generator(cluster, config) as roles:
         sessions = None
         if roles.rollout is not None:

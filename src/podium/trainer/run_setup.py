@@ -53,7 +53,7 @@ from podium.trainer.sessions import Sessions
 from podium.trainer.signals import StopRequest, listen_for_stop
 from podium.trainer.tasks import load_tasks
 
-__all__ = ["Run", "RunOptions", "open_run", "read_held_out"]
+__all__ = ["Run", "RunOptions", "is_graded", "make_grader", "open_run", "read_held_out"]
 
 E = TypeVar("E")
 
@@ -239,20 +239,33 @@ def _open_lasting(
     data = read_data()
     config = data.config
     _refuse_later_checkpoint(config, checkpoint, directory)
-    grader = Grader(
-        config.reward,
-        reward=options.reward,
-        log_path=directory.logs / "reward.log",
-        columns=data.columns,
-        steps=config.run.steps,
-        in_script=not cluster.capabilities.processes,
-    )
+    in_script = not cluster.capabilities.processes
+    grader = make_grader(options.reward, data, log_path=directory.logs / "reward.log", in_script=in_script)
     lasting.enter_context(grader)
-    if not (isinstance(config, SFTConfig) and (config.scores_answers or not config.eval.items)):
+    if is_graded(config):
         grader.start()
     if cluster.capabilities.processes:  # otherwise the workers load in this process, which does not wait for them
         lasting.enter_context(importing(LATER))
     return _Lasting(cluster, stop, data, data.stream.state(), grader, Losses(config.run.max_restarts))
+
+
+def is_graded(config: PPOConfig | SFTConfig) -> bool:
+    """Whether the run grades completions."""
+    return not (isinstance(config, SFTConfig) and (config.scores_answers or not config.eval.items))
+
+
+def make_grader(reward: Rewards | None, data: RunData[Any], **options: Any) -> Grader:
+    """Make the grader of a run, which is not started. ``options`` are further ones of :class:`Grader`."""
+    config = data.config
+    optional = bool(config.environment.name)
+    return Grader(
+        config.reward,
+        reward=reward,
+        columns=data.columns,
+        steps=config.run.steps,
+        optional=optional,
+        **options,
+    )
 
 
 def _refuse_later_checkpoint(config: PPOConfig | SFTConfig, checkpoint: Path | None, directory: RunDirectory) -> None:

@@ -65,8 +65,17 @@ from podium.trainer.evaluate import score_held_out
 from podium.trainer.restart_limit import RunLost
 from podium.trainer.roles import RoleWorkers
 from podium.trainer.run_data import HeldOut, RunData
-from podium.trainer.run_setup import Run, RunOptions, count_steps, open_run, read_held_out
+from podium.trainer.run_setup import (
+    Run,
+    RunOptions,
+    count_steps,
+    is_graded,
+    make_grader,
+    open_run,
+    read_held_out,
+)
 from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, name_stage
+from podium.workers.reward_model import load_scorer_tokenizer
 
 __all__ = ["Trainer"]
 
@@ -205,10 +214,22 @@ class Trainer(ABC, Generic[C, E, R]):
         for prompts in (held_out or {}).values():
             examples += [] if isinstance(prompts, EncodedPairs) else [prompt.example for prompt in prompts]
         columns = find_columns(examples, config.reward)
-        if not config.scores_answers:
+        if not (config.scores_answers or config.environment.name):
             check_signatures(config.reward, self.options.reward, columns)
+        if "reward" in config.roles and "reward" not in (self.options.workers or {}):
+            load_scorer_tokenizer(config.reward.path)
         template = chat_template(tokenizer, config.data)
         return RunData(count_steps(config, len(stream)), stream, held_out, tokenizer, template, sampling, columns)
+
+    def check_grader(self, data: RunData[E]) -> None:
+        """Load the rewards as the run does, in a process of their own, and end that.
+
+        Raises:
+            ConfigError, RewardError: The run is refused because of its rewards.
+        """
+        if is_graded(data.config):
+            with make_grader(self.options.reward, data) as grader:
+                grader.start()
 
     def load_held_out(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> Mapping[str, HeldOut]:
         """Read the held-out prompts of each evaluation set by its name, that which judges the run first.

@@ -7,6 +7,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, fields
 from podium.devices import choose_device
@@ -17,9 +18,33 @@ from podium.rollout.tasks.writer import INSTRUCTING
 from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.training.micro_batches import plan
 
-__all__ = ["RewardModel"]
+__all__ = ["RewardModel", "load_scorer_tokenizer"]
 
 _NO_TOKEN: Final = -1
+
+
+def load_scorer_tokenizer(path: str) -> tuple[PreTrainedTokenizerBase, str | None]:
+    """Return the tokenizer of a reward model, and its chat template; None where it has none.
+
+    Raises:
+        ConfigError: There is no tokenizer, or it has several chat templates, of which none is called default.
+    """
+    try:
+        tokenizer = load_tokenizer(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"reward.path = {path!r} has no tokenizer that transformers reads: {error.__cause__}"
+        ) from error
+    stored: Any = tokenizer.chat_template
+    if not isinstance(stored, dict):
+        return tokenizer, stored or None
+    named = cast("dict[str, str]", stored)
+    if "default" in named or len(named) == 1:
+        return tokenizer, named.get("default") or next(iter(named.values()))
+    raise ConfigError(
+        f"the tokenizer of reward.path = {path!r} has the chat templates {', '.join(sorted(named))}, and none is "
+        "called default: write the one to use into the file chat_template.jinja of its directory, without the others"
+    )
 
 
 class RewardModel(Worker):
@@ -43,12 +68,7 @@ class RewardModel(Worker):
         self._system_prompt = system_prompt
         self._device = choose_device(self.ctx.devices)
         self.model = load_scorer(path, self._device)
-        try:
-            self._tokenizer = load_tokenizer(path)
-        except ConfigError as error:
-            raise ConfigError(
-                f"reward.path = {path!r} has no tokenizer that transformers reads: {error.__cause__}"
-            ) from error
+        self._tokenizer, self._template = load_scorer_tokenizer(path)
         self._settings: Any = self.model.config.get_text_config()
         self._max_tokens = max_tokens
         self._padding: int | None = self._settings.pad_token_id
@@ -123,10 +143,17 @@ class RewardModel(Worker):
         return next((token for token in range(self._settings.vocab_size) if token not in used), _NO_TOKEN)
 
     def _encode(self, messages: Sequence[Any], prompt: str, completion: str) -> list[int]:
-        if not self._tokenizer.chat_template:
+        if self._template is None:
             return cast("list[int]", self._tokenizer(prompt + completion)["input_ids"])
         turns = [*messages, {"role": "assistant", "content": completion}]
         if self._system_prompt and turns[0]["role"] not in INSTRUCTING:
             turns = [{"role": "system", "content": self._system_prompt}, *turns]
-        written: Any = self._tokenizer.apply_chat_template(turns, tokenize=False)
+        try:
+            written: Any = self._tokenizer.apply_chat_template(turns, tokenize=False, chat_template=self._template)
+        except Exception as error:  # templates raise what they like, by raise_exception too
+            roles = ", ".join(str(turn.get("role")) for turn in turns)
+            raise DataError(
+                f"the chat template of the reward model {self.path} cannot write a conversation of {roles}: "
+                f"{type(error).__name__}: {error}; change the prompts, or data.system_prompt"
+            ) from error
         return cast("list[int]", self._tokenizer(written, add_special_tokens=False)["input_ids"])

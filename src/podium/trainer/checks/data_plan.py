@@ -29,14 +29,18 @@ _SHOWN_TOKENS: Final = 48
 _INDENT: Final = " " * 13
 
 
-def describe_data(read_data: Callable[[], RunData[Any]]) -> str:
+def describe_data(
+    read_data: Callable[[], RunData[Any]], check_grader: Callable[[RunData[Any]], None] | None = None
+) -> str:
     """Read the data of a run that has not started, and return a summary as text.
 
     Args:
         read_data: The ``read_data`` of a trainer.
+        check_grader: Its ``check_grader``, so that what the run refuses of its rewards is refused here.
 
     Raises:
-        ConfigError, DataError: The run cannot use the data. The message names the place and the remedy.
+        ConfigError, DataError: The run cannot use the data or the rewards. The message names the place and the remedy.
+        RewardError: A reward cannot be loaded.
     """
     heard: list[str] = []
 
@@ -47,6 +51,8 @@ def describe_data(read_data: Callable[[], RunData[Any]]) -> str:
     unsubscribe = subscribe(hear)
     try:
         data = read_data()
+        if check_grader is not None:
+            check_grader(data)
     finally:
         unsubscribe()
     resume = data.config.run.resume
