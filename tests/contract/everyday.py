@@ -15,10 +15,15 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["KINDS", "WHOLE", "is_exhaustive"]
+__all__ = ["KINDS", "NIGHTLY", "WHOLE", "is_exhaustive"]
 
 WHOLE: Final = ("inline", "local")
 """The targets on which the whole suite runs every day: the one without processes, and the default one."""
+NIGHTLY: Final = (
+    "test_a_message_of_more_than_2_gib_arrives_whole",
+    "test_large_messages_arrive_whole_and_can_be_written[260]",
+)
+"""Tests that are exhaustive on every target, for the memory that they take."""
 
 
 class Kind(NamedTuple):
@@ -240,6 +245,8 @@ def is_exhaustive(test: str, target: str, parameters: str = "") -> bool:
 
     ``parameters`` are those of the test alone, as pytest names them.
     """
+    if test in NIGHTLY or f"{test}[{parameters}]" in NIGHTLY:
+        return True
     if target in WHOLE or f"{test}[{parameters}]" in _EVERYDAY:
         return False
     return test in _EXHAUSTIVE

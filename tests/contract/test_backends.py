@@ -8,7 +8,7 @@ from podium.runtime import backends
 from podium.testing import BackendContract, Target
 from tests.contract.broken_backend import FAULTS
 from tests.contract.conftest import PARAMETERS
-from tests.contract.everyday import KINDS, is_exhaustive
+from tests.contract.everyday import KINDS, NIGHTLY, is_exhaustive
 
 BACKENDS = [
     pytest.param(Target("inline"), id="inline"),
@@ -33,7 +33,7 @@ def test_every_kind_has_tests_for_every_day_and_names_tests_that_there_are(reque
     collected = request.config.stash.get(PARAMETERS, {})
     for kind in KINDS:
         assert kind.everyday
-        for name in (*kind.everyday, *kind.exhaustive):
+        for name in (*kind.everyday, *kind.exhaustive, *NIGHTLY):
             test, _, parameters = name.partition("[")
             assert hasattr(BackendContract, test), name
             if parameters and test in collected:

@@ -66,10 +66,11 @@ def test_it_refuses_another_version_of_the_contract_and_the_others_work(site: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # 50 s on an idle machine
+@pytest.mark.timeout(600)  # 80 s on an idle machine
 def test_it_passes_the_public_contract_suite(site: Path, tmp_path: Path) -> None:
     (tmp_path / "test_streams.py").write_text(SUITE)
-    out = run(site, tmp_path, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_streams.py")
+    chosen = ("-k", "not 2_gib")  # tests/contract/test_mutation.py runs that one
+    out = run(site, tmp_path, "-W", "error", "-m", "pytest", *chosen, "-q", "-p", "no:cacheprovider", "test_streams.py")
     passed = re.search(r"^(\d+) passed, (\d+) skipped(?:, \d+ warnings?)? in", out, re.MULTILINE)
     assert passed is not None, out
     assert int(passed[1]) >= 190, out

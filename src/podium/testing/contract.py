@@ -8,8 +8,10 @@ import pytest
 from podium.runtime import Cluster
 from podium.testing.calls import CallContract
 from podium.testing.dispatching import DispatchContract
+from podium.testing.ends import EndContract
 from podium.testing.handles import HandleContract
 from podium.testing.lifetimes import LifetimeContract
+from podium.testing.loads import LoadContract
 from podium.testing.placing import PlacingContract
 from podium.testing.processes import ProcessContract
 from podium.testing.references import ReferenceContract
@@ -30,6 +32,8 @@ class BackendContract(
     LifetimeContract,
     ProcessContract,
     ScriptContract,
+    LoadContract,
+    EndContract,
 ):
     """The tests that every backend must pass. Subclass it in a test module that has a fixture ``target``:
 

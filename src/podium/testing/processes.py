@@ -31,7 +31,7 @@ from podium.testing.shipped import (
 from podium.testing.target import LIMIT_S, Target, alive, all_gone, need, wait_for
 from podium.testing.workers import Counter, Sleeper
 
-__all__ = ["ProcessContract"]
+__all__ = ["ProcessContract", "Started", "make_site", "read_written"]
 
 GONE_S = 60.0  # within which processes are gone; less than the minutes that they would live
 START_S = 2.0  # a limit for a start that does not end by itself
@@ -41,11 +41,15 @@ try:
     os.close(os.open({first!r}, os.O_CREAT | os.O_EXCL))
     with open({pids!r}, "a") as file:
         file.write(f"{{os.getpid()}}\\n")
-    time.sleep({seconds!r})
+    for _ in range(int({seconds!r} * 100)):
+        if os.path.exists({go!r}):
+            break
+        time.sleep(0.01)
 except FileExistsError:
     os._exit(9)
 """
-"""What an interpreter runs before anything else: the first one tells its number and waits, and every other one ends."""
+"""What an interpreter runs before anything else: the first one tells its number and waits for a file ``go``,
+at most for some seconds, and every other one ends."""
 
 _numbers = itertools.count(1 << 40)  # of requests; the runtime's own are others
 
@@ -53,17 +57,23 @@ _numbers = itertools.count(1 << 40)  # of requests; the runtime's own are others
 class Started:
     """Worker processes that a test starts from the backend itself."""
 
-    def __init__(self, backend: Backend, count: int) -> None:
+    def __init__(self, backend: Backend, count: int, **spec: Any) -> None:
         self.backend = backend
         self.deaths: list[tuple[int, Death]] = []
         self.replies = 0
         node, number = backend.nodes()[0].name, next(_numbers)
         self.token, places = backend.reserve([Place(node, {})] * count, False)
         specs = [
-            ProcessSpec(label=f"raw{number}-{at}", rank=at, place=location, token=self.token, slot=at, threads=1)
+            ProcessSpec(
+                label=f"raw{number}-{at}", rank=at, place=location, token=self.token, slot=at, threads=1, **spec
+            )
             for at, location in enumerate(places)
         ]
-        self.handles = backend.start_processes(specs, lambda rank, death: self.deaths.append((rank, death)))
+        try:
+            self.handles = backend.start_processes(specs, lambda rank, death: self.deaths.append((rank, death)))
+        except BaseException:
+            backend.release(self.token)
+            raise
 
     def ask(self, rank: int, method: str, **values: Any) -> Future[Reply]:
         """Send a request to the process itself. A second reply counts, and is not in the future."""
@@ -204,18 +214,18 @@ class ProcessContract:
         """The environment is there before anything is imported, or the interpreter would not run its site."""
         need(cluster, "processes")
         with pytest.raises(WorkerStartError):
-            cluster.start(Worker.bind(), cluster.pool([2]), env=_site(tmp_path, 0.0), start_timeout_s=LIMIT_S)
-        wait_for(lambda: bool(_read_written(tmp_path)), LIMIT_S)
-        assert not all_gone(_read_written(tmp_path), GONE_S)
+            cluster.start(Worker.bind(), cluster.pool([2]), env=make_site(tmp_path, 0.0), start_timeout_s=LIMIT_S)
+        wait_for(lambda: bool(read_written(tmp_path)), LIMIT_S)
+        assert not all_gone(read_written(tmp_path), GONE_S)
 
     def test_a_start_ends_at_its_limit_and_leaves_nothing(self, cluster: Cluster, tmp_path: Path) -> None:
         need(cluster, "processes")
         with pytest.raises(WorkerStartError, match=r"limit|deadline|within"):
-            cluster.start(Worker.bind(), name="late", env=_site(tmp_path, 600.0), start_timeout_s=START_S)
+            cluster.start(Worker.bind(), name="late", env=make_site(tmp_path, 600.0), start_timeout_s=START_S)
         try:  # a runtime that starts processes for others, as Ray does, may wait for one that has not called it yet
-            assert not cluster.capabilities.exit_status or not all_gone(_read_written(tmp_path), GONE_S)
+            assert not cluster.capabilities.exit_status or not all_gone(read_written(tmp_path), GONE_S)
         finally:
-            for pid in _read_written(tmp_path):
+            for pid in read_written(tmp_path):
                 kill(pid)
         assert cluster.start(Counter.bind(1), name="late", distributed=False).add(1) == [2]
 
@@ -363,14 +373,14 @@ class ProcessContract:
         backend.close()
 
 
-def _site(directory: Path, seconds: float) -> Mapping[str, str]:
+def make_site(directory: Path, seconds: float) -> Mapping[str, str]:
     """The environment of interpreters that run SITE first."""
-    pids, first_one = str(directory / "pids"), str(directory / "first")
-    (directory / "sitecustomize.py").write_text(SITE.format(first=first_one, pids=pids, seconds=seconds))
+    files = {name: str(directory / name) for name in ("first", "pids", "go")}
+    (directory / "sitecustomize.py").write_text(SITE.format(seconds=seconds, **files))
     return {"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
-def _read_written(directory: Path) -> list[int]:
+def read_written(directory: Path) -> list[int]:
     """The numbers of the processes that SITE has told."""
     pids = directory / "pids"
     return [int(line) for line in pids.read_text().split()] if pids.exists() else []

@@ -102,6 +102,7 @@ class LocalBackend(Backend):
         self._preload = list(preload)
         self._tokens = itertools.count(1)
         self._closed = False
+        self._closing = threading.RLock()
         self.io = IoLoop()
         self._serving = threading.Lock()
         self._server = self._new_server()
@@ -179,15 +180,16 @@ class LocalBackend(Backend):
         self.io.wake()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for process in list(self.processes.values()):
-            process.kill()
-        self.files.close()
-        self.io.stop()
-        self._server.close()
-        self.segments.close()
+        with self._closing:  # a second thread returns when the first one is done
+            if self._closed:
+                return
+            self._closed = True
+            for process in list(self.processes.values()):
+                process.kill()
+            self.files.close()
+            self.io.stop()
+            self._server.close()
+            self.segments.close()
 
     def _new_server(self) -> WorkerServer:
         server, self._spare = self._spare or WorkerServer(self._preload, self.files.private), None

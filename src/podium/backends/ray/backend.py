@@ -10,6 +10,7 @@ A call is delivered at most once, so actors are never restarted behind anyone's 
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ class RayBackend(Backend):
         remove_at_end(self._files.private)
         self._processes: set[RayProcess] = set()
         self._closed = False
+        self._closing = threading.RLock()
 
     # -- contract ------------------------------------------------------------------------------------------------
 
@@ -148,16 +150,17 @@ class RayBackend(Backend):
         return self._replies.drive(ended, timeout_s)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if ray.is_initialized():
-            for process in list(self._processes):
-                process.kill()
-            self._inventory.close()
-        self._replies.close()
-        self._files.close()
-        disconnect()
+        with self._closing:  # a second thread returns when the first one is done
+            if self._closed:
+                return
+            self._closed = True
+            if ray.is_initialized():
+                for process in list(self._processes):
+                    process.kill()
+                self._inventory.close()
+            self._replies.close()
+            self._files.close()
+            disconnect()
 
     # -- processes ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,46 @@
+"""The public suite finds each mutant of the example backend, and the page that lists them is as the code is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from podium.testing import BackendContract
+from tests.contract.broken_backend import FAULTS
+from tests.contract.mutants import MUTANTS
+from tests.contract.mutation import PAGE, find_failures, render_page, write_mutant
+
+PARTS = 6
+BY_TEST = sorted(MUTANTS, key=lambda name: MUTANTS[name].test)  # those that share a test, and a run without a fault
+EVERY_DAY = ("swaps replies now and then", "sends concurrent requests twice")
+
+
+def test_the_page_lists_mutants_faults_and_tests_as_they_are() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render_page(), "python -m tests.contract.mutation --write"
+
+
+def test_mutants_fit_the_example_and_name_tests_of_the_suite(tmp_path: Path) -> None:
+    for number, (name, mutant) in enumerate(MUTANTS.items()):
+        write_mutant(tmp_path, f"mutant_{number}", name)
+        assert mutant.edits, name
+        assert hasattr(BackendContract, mutant.test), name
+    assert all(hasattr(BackendContract, test) for test in FAULTS.values())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(EVERY_DAY, id="every day"),
+        *[
+            pytest.param(BY_TEST[part::PARTS], id=f"part {part}", marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for part in range(PARTS)
+        ],
+    ],
+)
+def test_each_mutant_is_found_and_the_example_is_not(tmp_path: Path, names: Sequence[str]) -> None:
+    failures = find_failures(tmp_path, ["", *names])
+    assert not failures.pop(""), "the example itself fails"
+    assert [name for name, tests in failures.items() if not tests] == []
