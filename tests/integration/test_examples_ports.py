@@ -72,6 +72,17 @@ def test_two_groups_share_a_channel(tmp_path: Path, backend: str) -> None:
     assert done.stdout.splitlines() == [f"step {step}: 131072 values from 2 actors, norm 1.000" for step in range(2)]
 
 
+@pytest.mark.parametrize("backend", ["local", "inline", pytest.param("ray", marks=pytest.mark.ray)])
+def test_workers_declare_the_layout_of_their_framework(tmp_path: Path, backend: str) -> None:
+    done = run("framework_layout.py", backend, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "mesh: Mesh(tp=1, cp=1, dp=2, pp=2) in rank order: (0, 0, 1, 1)",
+        "rows: [1, 2] padded at the call: [2, 2]",
+        f"best: high inherited: {'nothing' if backend == 'inline' else 'tp-cp-dp-pp'}",
+    ]
+
+
 def test_two_groups_need_collectives(tmp_path: Path) -> None:
     done = run("two_groups.py", "inline", tmp_path)
     assert done.returncode == 2

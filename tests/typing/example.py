@@ -12,6 +12,7 @@ import podium
 from podium import (
     Batch,
     Handle,
+    Mesh,
     Worker,
     concat,
     endpoint,
@@ -110,6 +111,7 @@ class Inside(Scorer):
         reveal_type(self.untyped(1))  # Any
         reveal_type(other.value(batch, 1.0))  # list[float]
         reveal_type(self.ctx)  # WorkerContext
+        reveal_type(self.ctx.declare_mesh("model", tp=0, dp=1, output={"pp": -1}))  # None
 
 
 class Agent(Worker):
@@ -136,6 +138,17 @@ class Both(Colocated):
 
 def handed(scorer: Handle[Scorer]) -> None:
     reveal_type(scorer.plain(3))  # list[str]
+
+
+def chosen_at_the_call(scorer: Handle[Scorer]) -> None:
+    scored = scorer.score.submit(Batch({}))
+    reveal_type([scored.arg()])  # list[Batch]
+    reveal_type({"a": scored.arg()})  # dict[str, Batch]
+    reveal_type(scorer.score.pad())  # Endpoint[(batch: Batch), Batch]
+    reveal_type(scorer.score.pad(False).submit(scored.arg()))  # Call[Batch]
+    reveal_type(scorer.group.env)  # Mapping[str, str]
+    reveal_type(scorer.group.meshes["model"])  # Mesh
+    reveal_type(Mesh.from_coordinates([{"dp": 0}], output={"pp": -1}))  # Mesh
 
 
 def any_kind(cluster: podium.Cluster, kind: type[Scorer]) -> Handle[Scorer]:

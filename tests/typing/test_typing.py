@@ -37,6 +37,7 @@ class Scorer(Worker):
         self.score(3)                            # error: reportArgumentType
         self.score.submit(Batch({}))             # error: reportFunctionMemberAccess
         self.group                               # error: reportAttributeAccessIssue
+        self.ctx.declare_mesh("model", dp="one") # error: reportArgumentType
         return ""
     @property
     def size(self) -> int: ...
@@ -47,6 +48,9 @@ Scorer.bind()                                # error: reportCallIssue
 Scorer.bind(0.5, biass=1)                    # error: reportCallIssue
 scorer.score(3)                              # error: reportArgumentType
 scorer.score()                               # error: reportCallIssue
+scorer.score.pad()(3)                        # error: reportArgumentType
+scorer.score.pad("yes")                      # error: reportArgumentType
+scorer.group.env["A"] = "b"                  # error: reportIndexIssue
 scorer.score.submit(Batch({}), k="many")     # error: reportArgumentType
 scorer.score(Batch({}), wrong=1)             # error: reportCallIssue
 scorer.scored(Batch({}))                     # error: reportAttributeAccessIssue

@@ -1,5 +1,6 @@
 """Meshes of ranks, and how a call's arguments reach the ranks. A user's own way is a subclass of :class:`Dispatch`."""
 
+import copy
 import heapq
 import itertools
 import math
@@ -25,7 +26,7 @@ __all__ = [
     "Split",
     "World",
 ]
-__all__ += ["broadcast", "only", "per_rank", "scatter", "shard"]
+__all__ += ["broadcast", "join_meshes", "only", "per_rank", "scatter", "shard"]
 
 T = TypeVar("T")
 _HEAVIEST: Final = 1.05  # times the mean of all parts
@@ -68,11 +69,46 @@ class Mesh:
         self._places = [dict(zip(self.axes, coordinate, strict=True)) for coordinate in grid]
         self._collectors: dict[str, tuple[int, ...]] = {}  # by axis: every call that shards asks
 
+    @classmethod
+    def from_coordinates(
+        cls, coordinates: Sequence[Mapping[str, int]], *, output: Mapping[str, int] | None = None
+    ) -> "Mesh":
+        """Return the mesh in which rank r stands at ``coordinates[r]``, as a framework has numbered its ranks.
+
+        >>> mesh = Mesh.from_coordinates([{"dp": 0, "tp": 0}, {"dp": 1, "tp": 0}])
+        >>> mesh.collectors("dp")
+        (0, 1)
+
+        Raises:
+            ConfigError: The coordinates are not those of a whole grid, each with one rank.
+        """
+        axes = list(coordinates[0]) if coordinates else []
+        for rank, coordinate in enumerate(coordinates):
+            if {*coordinate} != {*axes}:
+                raise ConfigError(f"rank {rank} has the axes {sorted(coordinate)}, and rank 0 has {sorted(axes)}")
+            if wrong := {axis: at for axis, at in coordinate.items() if not (type(at) is int and at >= 0)}:
+                raise ConfigError(f"rank {rank} is at {wrong}; coordinates are whole numbers from 0 up")
+        sizes = {axis: 1 + max(coordinate[axis] for coordinate in coordinates) for axis in axes}
+        ranks_at: dict[tuple[int, ...], int] = {}
+        for rank, coordinate in enumerate(coordinates):
+            other = ranks_at.setdefault(tuple(coordinate[axis] for axis in axes), rank)
+            if other != rank:
+                raise ConfigError(f"ranks {other} and {rank} are both at {dict(coordinate)}")
+        if math.prod(sizes.values()) != len(coordinates):
+            every = (_coordinate_of(number, sizes) for number in range(len(coordinates) + 1))
+            empty = next(place for place in every if tuple(place.values()) not in ranks_at)
+            grid = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            raise ConfigError(f"no rank is at {empty} of Mesh({grid})")
+        mesh = cls(sizes, output=output)
+        mesh._places = [{axis: coordinate[axis] for axis in axes} for coordinate in coordinates]
+        return mesh
+
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.axes.items())})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and (repr(self), self.output) == (repr(other), other.output)
+        mine = repr(self), self.output, self._places
+        return isinstance(other, Mesh) and mine == (repr(other), other.output, other._places)
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -101,7 +137,7 @@ class Mesh:
             self.axis_size(axis)
             others = {name: self.output.get(name, 0) for name in self.axes if name != axis}
             chosen = (rank for rank, coordinate in enumerate(self._places) if others.items() <= coordinate.items())
-            self._collectors[axis] = tuple(chosen)
+            self._collectors[axis] = tuple(sorted(chosen, key=lambda rank: self._places[rank][axis]))
         return self._collectors[axis]
 
 
@@ -190,6 +226,13 @@ def per_rank(values: Sequence[T]) -> T:
 class Dispatch(ABC):
     """Splits the arguments of one call over the ranks of a group."""
 
+    pad: bool | None = None
+    """Whether rows are repeated so that all parts have as many; None where no rows are split."""
+
+    def with_pad(self, pad: bool) -> "Dispatch":
+        """Return this dispatch with another ``pad``. Raises ConfigError where no rows are split."""
+        raise ConfigError(f"{type(self).__name__} splits no rows; only endpoints that shard can be padded")
+
     @abstractmethod
     def split(self, arguments: Arguments, world: World) -> Split:
         """Split ``arguments``. Raises a ConfigError that names the method and the argument."""
@@ -272,6 +315,11 @@ class shard(Dispatch):
         self.mesh, self.axis, self.balance, self.pad, self.args = mesh, axis, balance, pad, args
         self.group_size = group_size
 
+    def with_pad(self, pad: bool) -> "Dispatch":
+        changed = copy.copy(self)
+        changed.pad = pad
+        return changed
+
     def split(self, arguments: Arguments, world: World) -> Split:
         mesh = world.meshes.get(self.mesh)
         if mesh is None:
@@ -336,7 +384,20 @@ class shard(Dispatch):
         return RowPlan(padded, padding, self.balance == "rows" or parts == 1, tokens)
 
 
-class Among(Dispatch):
+class Outer(Dispatch):
+    """A dispatch around another one, whose rows it leaves as they are."""
+
+    def __init__(self, inner: Dispatch) -> None:
+        self._inner = inner
+        self.pad = inner.pad
+
+    def with_pad(self, pad: bool) -> Dispatch:
+        changed = copy.copy(self)
+        changed._inner, changed.pad = self._inner.with_pad(pad), pad
+        return changed
+
+
+class Among(Outer):
     """Another dispatch over some ranks of a group, as if the group had no others.
 
     Raises:
@@ -355,7 +416,7 @@ class Among(Dispatch):
             raise ConfigError(f"on({ranks!r}) in {group}, which has {size} ranks: a rank, a slice or a list") from None
         if not self.ranks or len({*self.ranks}) < len(self.ranks):
             raise ConfigError(f"on({ranks!r}) in {group} of {size} ranks: at least one rank, and none of them twice")
-        self._inner = inner
+        super().__init__(inner)
         self._world = World(len(self.ranks), {"default": Mesh(dp=len(self.ranks))})
 
     def split(self, arguments: Arguments, world: World) -> Split:
@@ -369,11 +430,8 @@ class Among(Dispatch):
         return replace(split, ranks=ranks, collectors=collectors)
 
 
-class Checked(Dispatch):
+class Checked(Outer):
     """A user's own dispatch, whose splits are checked."""
-
-    def __init__(self, inner: Dispatch) -> None:
-        self._inner = inner
 
     def split(self, arguments: Arguments, world: World) -> Split:
         split: Any = self._inner.split(arguments, world)
@@ -396,11 +454,12 @@ class Checked(Dispatch):
         raise ConfigError(f"{arguments.method}: the Split of {type(self._inner).__name__} {wrong}")
 
 
-class Shipped(Dispatch):
+class Shipped(Outer):
     """Another dispatch, for the arguments of ``function``, which travels with them and runs on the worker ``name``."""
 
     def __init__(self, inner: Dispatch, name: str, function: Callable[..., Any]) -> None:
-        self._inner, self._name, self._function = inner, name, function
+        super().__init__(inner)
+        self._name, self._function = name, function
 
     def split(self, arguments: Arguments, world: World) -> Split:
         split = self._inner.split(arguments, world)
@@ -409,6 +468,39 @@ class Shipped(Dispatch):
             return replace(split, shared=shared)
         wrapped = {id(part): {"own": part} for part in split.own}  # ranks with the very same part keep sharing it
         return replace(split, shared=shared, own=[wrapped[id(part)] for part in split.own])
+
+
+def _coordinate_of(number: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The coordinate of place ``number`` of a grid, whose last axis varies fastest."""
+    coordinate: dict[str, int] = {}
+    for axis, size in reversed([*sizes.items()]):
+        number, coordinate[axis] = divmod(number, size)
+    return {axis: coordinate[axis] for axis in sizes}
+
+
+def join_meshes(
+    name: str, meshes: Mapping[str, Mesh], declared: Sequence[Mapping[str, tuple[Mapping[str, int], Mapping[str, int]]]]
+) -> dict[str, Mesh]:
+    """Return the meshes that the ranks of worker ``name`` have declared, each rank its coordinates and the ``output``.
+
+    Raises:
+        ConfigError: A mesh was given by ``start(meshes=...)`` already, or the ranks do not agree on one.
+    """
+    joined: dict[str, Mesh] = {}
+    for mesh in dict.fromkeys(mesh for of_rank in declared for mesh in of_rank):
+        what = f"{name}: mesh {mesh!r}, which its workers declare"
+        if mesh != "default" and mesh in meshes:
+            raise ConfigError(f"{what}, was given by start(meshes=...) too; leave it out of one of the two")
+        if lacking := [rank for rank, of_rank in enumerate(declared) if mesh not in of_rank]:
+            raise ConfigError(f"{what}: ranks {lacking} do not; every rank calls ctx.declare_mesh in its constructor")
+        outputs = [of_rank[mesh][1] for of_rank in declared]
+        if odd := [rank for rank, output in enumerate(outputs) if output != outputs[0]]:
+            raise ConfigError(f"{what}: rank {odd[0]} has output={outputs[odd[0]]}, and rank 0 has {outputs[0]}")
+        try:
+            joined[mesh] = Mesh.from_coordinates([of_rank[mesh][0] for of_rank in declared], output=outputs[0])
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}") from None
+    return joined
 
 
 def _part(value: Any, rows: Sequence[int]) -> Any:

@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
@@ -151,6 +151,20 @@ class Endpoint(Generic[P, Out]):
         if calls < 1:
             raise ConfigError(f"at_most({calls}): at least one call")
         return Endpoint(self._group, self.spec, self._timeout_s, Window(calls))
+
+    def pad(self, on: bool = True) -> Endpoint[P, Out]:
+        """The same endpoint, whose rows are repeated for this call so that all ranks get as many, or are not.
+
+        Results are joined as those of ``shard(pad=...)``: ``concat`` takes the repeated rows off again.
+
+        Raises:
+            ConfigError: The endpoint does not shard.
+        """
+        try:
+            dispatch = self.spec.dispatch.with_pad(on)
+        except ConfigError as error:
+            raise ConfigError(f"{self._group.name}.{self.spec.name}.pad({on}): {error}") from None
+        return Endpoint(self._group, replace(self.spec, dispatch=dispatch), self._timeout_s, self._window)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -7,12 +7,21 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import GenericAlias
+from types import GenericAlias, MappingProxyType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.functions import nearest
-from podium.runtime.calls import WAITS_FOR_ITSELF, Call, CallArgument, Outbox, Wanted, reachable, travelled
+from podium.runtime.calls import (
+    WAITS_FOR_ITSELF,
+    Call,
+    Outbox,
+    Wanted,
+    fill_in,
+    find_calls,
+    reachable,
+    travelled,
+)
 from podium.runtime.collect import Collect, concat, first, gather, reduce
 from podium.runtime.dispatch import Among, Dispatch, Mesh, PerRank, Ranks, Shipped, World, broadcast
 from podium.runtime.endpoints import Endpoint, EndpointSpec, endpoints_of, spec_of_function
@@ -45,7 +54,7 @@ class _Waiting(NamedTuple):
 
     def unfinished(self) -> list[Call[Any]]:
         """The calls among the arguments that have not ended."""
-        return [v.call for v in (*self.args, *self.kwargs.values()) if type(v) is CallArgument and not v.call.done()]
+        return [call for value in (self.args, self.kwargs) for call in find_calls(value) if not call.done()]
 
 
 class WorkerGroup(Generic[W]):
@@ -55,7 +64,6 @@ class WorkerGroup(Generic[W]):
         self.processes = processes  # shared with the workers that are colocated with these
         self.name = name
         self.cls: type = role.bound.cls
-        self.world = World(processes.size, role.meshes)
         self.timeout_s = role.timeout_s  # default deadline of calls
         self.key = uuid.uuid4().hex  # under which its handles travel
         reachable[self.key] = self
@@ -67,8 +75,13 @@ class WorkerGroup(Generic[W]):
         return f"{self.name}[{self.world_size}]"
 
     @property
+    def world(self) -> World:
+        """The ranks of the group, and its meshes."""
+        return self.processes.worlds[self.name]
+
+    @property
     def world_size(self) -> int:
-        return self.world.size
+        return self.processes.size
 
     @property
     def meshes(self) -> Mapping[str, Mesh]:
@@ -78,6 +91,13 @@ class WorkerGroup(Generic[W]):
     def pids(self) -> tuple[int, ...]:
         """Process ids in rank order; 0 where a rank has no process of its own."""
         return self.processes.pids
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The environment variables that ``cluster.start(env=...)`` gave the processes. Another group on the same pool
+        has none of them by itself. ``start(..., env=group.env)`` gives it all of them, as a fork has them, and
+        ``env={**group.env, "NAME": "..."}`` changes some."""
+        return MappingProxyType(self.processes.options.env)
 
     @property
     def lost(self) -> Mapping[int, str]:
@@ -207,6 +227,8 @@ class WorkerGroup(Generic[W]):
             raise ConfigError(f"{wanted.label}: {WAITS_FOR_ITSELF}")
         if wanted.ranks is not None:
             spec = replace(spec, dispatch=Among(spec.dispatch, wanted.ranks, self.world_size, self.name))
+        if wanted.pad is not None:
+            spec = replace(spec, dispatch=spec.dispatch.with_pad(wanted.pad))
         values = {name: PerRank(value) if name in wanted.apart else value for name, value in wanted.values.items()}
         return self.submit(spec, (), values, wanted.timeout_s)
 
@@ -218,8 +240,7 @@ class WorkerGroup(Generic[W]):
         call, spec, args, kwargs = waiting
         if args or kwargs:
             try:
-                args = tuple(v.call.result() if type(v) is CallArgument else v for v in args)
-                kwargs = {k: v.call.result() if type(v) is CallArgument else v for k, v in kwargs.items()}
+                args, kwargs = fill_in(args), fill_in(kwargs)
             except Exception as error:  # noqa: BLE001 - whatever an argument's call failed with is this call's error
                 call.fail(error)
                 return
@@ -281,9 +302,9 @@ class FarGroup:
         label = f"{self.name}.{spec.name}"
         values = spec.arguments(label, args, kwargs).values
         for name, value in values.items():
-            if type(value) is CallArgument:
+            if any(find_calls(value)):
                 raise ConfigError(
-                    f"{label}: argument {name!r} is call.arg(), which only the script can pass; a worker "
+                    f"{label}: argument {name!r} is or holds call.arg(), which only the script can pass; a worker "
                     "passes call.result()"
                 )
         if Outbox.here is None:
@@ -294,7 +315,7 @@ class FarGroup:
         ranks = dispatch.ranks if isinstance(dispatch, Among) else None
         apart = [name for name, value in values.items() if isinstance(value, PerRank)]
         values = {name: value.values if name in apart else value for name, value in values.items()}
-        wanted = Wanted(0, self.key, label, spec.name, ranks, values, apart, timeout_s or self.timeout_s)
+        wanted = Wanted(0, self.key, label, spec.name, ranks, values, apart, timeout_s or self.timeout_s, dispatch.pad)
         return Outbox.here.submit(wanted, by_reference=spec.reads != "ref" and not spec.checked)
 
 

@@ -15,7 +15,7 @@ from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
 from podium.runtime.calls import ProcessCalls, Watch, limit_of, refuse_in_a_fork
-from podium.runtime.dispatch import Mesh
+from podium.runtime.dispatch import Mesh, World, join_meshes
 from podium.runtime.endpoints import Returns
 from podium.runtime.messages import Place, ProcessSpec
 from podium.runtime.pool import Reservation, ResourcePool
@@ -65,6 +65,7 @@ class Record:
     places: Sequence[Place]
     token: Any
     roles: Mapping[str, Role]  # without the arguments of the constructors
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class ProcessSet:
@@ -85,6 +86,7 @@ class ProcessSet:
         self.size = len(pool)
         self.options = options
         self.workers: dict[str, Role] = {}  # what runs in every process; empty once the set is closed
+        self.worlds: dict[str, World] = {}  # by worker, with the meshes that its ranks declare
         self.backend = backend
         self.watch = watch
         self._threads = threads
@@ -112,8 +114,10 @@ class ProcessSet:
             raise ConfigError(f"{'' if calls.handles else 'no '}detached group {name!r} {state}")
         pool = ResourcePool(Reservation(record.token, record.places, detached=True).slots)
         calls.nodes = [slot.node for slot in pool]
-        processes = cls(backend, watch, pool, name, (), StartOptions(detached=True), attached=calls)
+        options = StartOptions(detached=True, env=record.env)
+        processes = cls(backend, watch, pool, name, (), options, attached=calls)
         processes.workers.update(record.roles)
+        processes.worlds.update({role: World(len(pool), how.meshes) for role, how in record.roles.items()})
         return processes, record
 
     @property
@@ -156,7 +160,7 @@ class ProcessSet:
             shared |= {"collectives_s": limit_of(longest_s), "share_devices": _share_devices(self.pool)}
         label = f"{role.bound.cls.__name__}.__init__"
         try:
-            self.calls.request(label, "construct", timeout_s, shared, context_by_rank, until=until)
+            declared = self.calls.request(label, "construct", timeout_s, shared, context_by_rank, until=until)
         except EndpointError as error:
             raise WorkerStartError(
                 f"{name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback
@@ -164,6 +168,7 @@ class ProcessSet:
         except (WorkerDied, DeadlineExceeded) as error:
             rank = error.rank if isinstance(error, WorkerDied) else min(error.running, default=None)
             raise WorkerStartError(f"{name} did not start: {error}", rank=rank) from error
+        self.worlds[name] = World(self.size, {**role.meshes, **join_meshes(name, role.meshes, declared)})
         self.workers[name] = role
 
     def restart(self) -> None:
@@ -213,9 +218,10 @@ class ProcessSet:
     def keep_record(self) -> None:
         """Leave a record with every process, so that whoever attaches finds it although other processes have ended."""
         bare = {
-            name: replace(role, bound=cast(Any, Bound)(role.bound.cls, (), {})) for name, role in self.workers.items()
+            name: replace(role, bound=cast(Any, Bound)(role.bound.cls, (), {}), meshes=self.worlds[name].meshes)
+            for name, role in self.workers.items()
         }
-        record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, bare)
+        record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, bare, self.options.env)
         self.calls.request(f"{self.name}.keep_record", "record", ATTACH_S, {"record": record})
 
     def forget(self, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import socket
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -58,6 +59,29 @@ class WorkerContext:
     rendezvous: str = ""
     meshes: Mapping[str, Mesh] = field(default_factory=lambda: MappingProxyType({"default": Mesh(dp=1)}))
     colocated: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType[str, Any]({}))
+
+    declared: dict[str, tuple[dict[str, int], dict[str, int]]] = field(
+        default_factory=dict[str, Any], repr=False, compare=False
+    )  # by mesh, this rank's coordinates and the output; see declare_mesh
+
+    def declare_mesh(self, name: str, *, output: Mapping[str, int] | None = None, **coordinates: int) -> None:
+        """Say in the constructor where this rank stands in the mesh ``name``, as a framework has placed it there.
+
+        ``shard(name)`` then splits over this mesh. ``output`` is that of :class:`~podium.runtime.Mesh`, the same on all
+        ranks. The group has the mesh in ``group.meshes`` when all ranks have been made. Declaring "default" replaces
+        the mesh by which endpoints shard that name none.
+
+        >>> WorkerContext(rank=3).declare_mesh("megatron", tp=1, cp=0, dp=1, pp=0, output={"pp": -1})
+
+        Raises:
+            ConfigError: There are no coordinates, or one is no whole number.
+        """
+        try:
+            self.declared[name] = {axis: operator.index(at) for axis, at in coordinates.items()}, dict(output or {})
+        except TypeError:
+            raise ConfigError(f"declare_mesh({name!r}): coordinates are whole numbers; got {coordinates}") from None
+        if not coordinates:
+            raise ConfigError(f"declare_mesh({name!r}): no coordinates; give those of this rank, as in dp=0, tp=1")
 
     def free_port(self) -> int:
         """A port of ``address`` where nobody listens now. Listen there soon: it is not reserved."""

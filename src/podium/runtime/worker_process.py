@@ -295,8 +295,8 @@ class WorkerProcess:
         profile: Profile | None = None,
         collectives_s: float = COLLECTIVES_S,
         share_devices: bool = False,
-    ) -> None:
-        """Join the process group if there is one to join, and make the worker.
+    ) -> dict[str, Any]:
+        """Join the process group if there is one to join, and make the worker. Return the meshes that it declares.
 
         Args:
             debug: Log what is made and called here from now on.
@@ -319,11 +319,12 @@ class WorkerProcess:
             current_context.reset(token)
         _log.debug("%s of %s is made on rank %d", bound.cls.__name__, name, context.rank)
         if profile is None or context.rank not in profile.ranks:
-            return
+            return context.declared
         for role, _, method in (call.rpartition(".") for call in profile.calls):
             if role in ("", name) and (call := getattr(self.workers[name], method, None)) is not None:
                 self._recorded[name, method] = Recorded(call, profile, f"{name}-{context.rank}-{method}")
         self._functions.clear()
+        return context.declared
 
     def _log_calls(self) -> None:
         """Log the begin and the end of every call of a worker, which costs nothing where it is not asked for."""

@@ -278,12 +278,42 @@ class CallContract:
         call = sleeper.double.submit(1)
         for value, says in (
             (call, r"call\.arg\(\)"),
-            ([call.arg()], "must be a whole argument"),
+            (_Times(call.arg()), r"call\.arg\(\) is passed as an argument, or in a list"),  # pyright: ignore[reportArgumentType] - the point
             ({"a": per_rank([1, 2])}, "must be a whole argument"),
             (sleeper.group, r"pass the handle"),
             (cluster.start_replicas(Counter.bind(), 1, name="stays", distributed=False), r"pass list\(replicas\)"),
         ):
             refuses(SerializationError, says, sleeper.double, value)
+
+    def test_calls_in_lists_tuples_and_dicts_are_arguments(
+        self, sleeper: Handle[Sleeper], producer: Handle[_Producer]
+    ) -> None:
+        slow, quick = producer.make.submit(0.2, "slow"), producer.make.submit(0.0, "quick")
+        nested: Any = {"both": [slow.arg(), (quick.arg(), 3)], "none": [1, {"x": ()}]}
+        nested["itself"] = nested["none"]
+        made = sleeper.double.submit([nested])
+        calls = [sleeper.note.submit([slow.arg(), quick.arg()]), sleeper.note.submit("behind it")]  # pyright: ignore[reportArgumentType]
+        filled = {"both": ["slow", ("quick", 3)], "none": [1, {"x": ()}], "itself": [1, {"x": ()}]}
+        assert made.result(LIMIT_S) == [[filled] * 2] * 2
+        assert type(nested["both"][1]) is tuple and nested["both"][0] != "slow", "the caller's own is as it was"
+        for call in calls:
+            call.result(LIMIT_S)
+        assert sleeper.history() == [[["slow", "quick"], "behind it"]] * 2
+        endless: list[Any] = [1]
+        endless.append(endless)
+        assert len(sleeper.double([endless, slow.arg()])[0]) == 4
+
+    def test_calls_are_values_for_each_rank(self, cluster: Cluster, producer: Handle[_Producer]) -> None:
+        probe = cluster.start(Probe.bind(), cluster.pool([2]), distributed=False)
+        values = [producer.make.submit(0.1 * at, f"value {at}").arg() for at in range(2)]
+        assert [own for _, own, _ in probe.scattered(per_rank(values))] == ["value 0", "value 1"]  # pyright: ignore[reportArgumentType]
+
+    def test_a_call_in_a_list_that_fails_fails_its_consumer(self, cluster: Cluster, sleeper: Handle[Sleeper]) -> None:
+        probe = cluster.start(Probe.bind(), name="failing", distributed=False)
+        broken = probe.fail.submit([0], ValueError("no value"))
+        consumer = sleeper.double.submit({"x": [1, broken.arg()]})
+        with pytest.raises(EndpointError, match=r"failing\.fail raised ValueError.*no value"):
+            consumer.result(LIMIT_S)
 
     def test_calls_can_form_a_chain(self, producer: Handle[_Producer]) -> None:
         call = producer.make.submit(0.05, "x")

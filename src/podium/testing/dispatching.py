@@ -15,7 +15,7 @@ import torch
 
 from podium.data import Batch, Jagged, Rows as HasRows, fields
 from podium.errors import ConfigError
-from podium.runtime import Handle, Mesh, concat, gather, nothing, per_rank, scatter, shard
+from podium.runtime import Cluster, Handle, Mesh, concat, gather, nothing, per_rank, scatter, shard
 from podium.testing.target import refuses, started
 from podium.testing.values import make_batch, same_batch
 from podium.testing.workers import Probe, Rows
@@ -192,6 +192,24 @@ class DispatchContract:
         assert same_batch(rows.same_padded(batch), batch)
         refuses(ConfigError, r"shared_rows\.padded.*empty", rows.padded, [])
 
+    def test_padding_is_chosen_at_the_call(self, rows: Handle[Rows]) -> None:
+        assert [part for _, part in rows.received.pad()([1, 2, 3, 4])] == [[1, 1], [2, 2], [3, 4]]
+        assert rows.padded.pad(False)([1, 2, 3, 4]) == [[1], [2], [3, 4]]
+        assert rows.padded([7]) == [[7], [7], [7]], "the endpoint itself is as it was declared"
+        assert rows.padded.pad(False).pad().within(60.0)([7]) == [[7], [7], [7]]
+        for count in (1, 2, 5):
+            assert rows.same.pad()([*range(count)]) == rows.same_padded.pad(False)([*range(count)]) == [*range(count)]
+        batch = make_batch([9, 1, 1, 1])
+        assert same_batch(rows.same_by_tokens.pad()(batch), batch)
+        assert rows.group.on([0, 1]).padded.pad(False)([1]) == [[], [1]]
+        assert rows.group.function(_pass_rows, dispatch=shard()).pad()([1, 2, 3, 4]) == [[1, 1], [2, 2], [3, 4]]
+        refuses(ConfigError, r"\.received\(\)?.*cannot pad an empty|\.received.*empty", rows.received.pad(), [])
+
+    def test_what_splits_no_rows_cannot_be_padded(self, cluster: Cluster) -> None:
+        probe = cluster.start(Probe.bind(), name="unpadded", distributed=False)
+        for endpoint in (probe.echo, probe.scattered, probe.last, probe.backwards):
+            refuses(ConfigError, r"unpadded\.\w+\.pad\(True\): \w+ splits no rows", endpoint.pad)
+
     def test_single_values_beside_rows_reach_every_rank_and_come_back_as_one(self, rows: Handle[Rows]) -> None:
         arguments = {
             "x": torch.arange(4.0),
@@ -364,3 +382,7 @@ class DispatchContract:
         call: Any = rows.same.submit([1, 2, 3])
         refuses(ConfigError, r"argument 'rows' is Call.*pass its result, by call\.arg\(\)", rows.same, call)
         assert rows.same(call.arg()) == [1, 2, 3]
+
+
+def _pass_rows(worker: Rows, rows: list[int]) -> list[int]:
+    return rows

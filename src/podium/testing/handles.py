@@ -51,6 +51,9 @@ class HandleContract:
         batch = make_batch([3, 1, 4, 1, 5])
         for method in ("same", "same_by_tokens", "same_padded"):
             assert all(same_batch(got, batch) for got in agent.ask(method, handle=rows, values=[batch]))
+        asks_rows = cluster.start(Agent.bind(rows), distributed=False)
+        for pad, parts in ((True, [[1, 1], [2, 2], [3, 4]]), (False, [[1], [2], [3, 4]])):
+            assert asks_rows.ask_padded("padded", [1, 2, 3, 4], pad) == [parts]
         assert agent.begin("echo_once", 5) == [5, 5], "a call that a worker returns is waited for"
         assert agent.group.run(scatter_on_one) == [[(1, 7, "-")]] * 2
 

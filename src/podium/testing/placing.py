@@ -14,6 +14,7 @@ import torch
 from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Colocated, Handle, Mesh, Profile, Worker, colocate, endpoint
 from podium.telemetry import WorkerLost, WorkerStarted, subscribe
+from podium.testing.load_workers import read_environment
 from podium.testing.shipped import (
     CamelCaseName,
     Fails,
@@ -25,7 +26,7 @@ from podium.testing.shipped import (
     reach,
 )
 from podium.testing.target import Target, need, refuses
-from podium.testing.workers import Counter, Keeper, Place, RaisesOn, Sleeper
+from podium.testing.workers import Counter, Framework, Keeper, Place, RaisesOn, Sleeper
 
 __all__ = ["PlacingContract"]
 
@@ -293,6 +294,56 @@ class PlacingContract:
         assert group.meshes["train"] == mesh
         with pytest.raises(ConfigError, match=r"mesh 'train' is Mesh\(dp=3\) of 3 ranks; the group has 2"):
             cluster.start(Place.bind(), cluster.pool([2]), meshes={"train": Mesh(dp=3)})
+
+    def test_workers_declare_a_mesh_and_calls_go_by_it(self, cluster: Cluster) -> None:
+        handle = cluster.start(Framework.bind(), cluster.pool([4]), name="framework", distributed=False)
+        mesh = handle.group.meshes["model"]
+        assert [mesh.coordinate(rank)["dp"] for rank in range(4)] == [1, 1, 0, 0]
+        assert mesh.collectors("dp") == (3, 1), "one rank for each dp coordinate, at the last stage"
+        for _ in range(2):
+            assert handle.rows_and_ranks([5, 6, 7]) == [(5, 3), (6, 1), (7, 1)]
+            assert handle.parts.pad()([5, 6, 7]) == [[5, 5], [6, 7]]
+            refuses(ConfigError, r"framework\.one_more: .*the result of rank 3 has 2", handle.one_more, [5, 6, 7])
+            says = r"shards over mesh 'model', which needs all ranks"
+            refuses(ConfigError, says, handle.group.on([0, 1]).rows_and_ranks, [5])
+            if cluster.capabilities.processes:
+                handle.group.restart()
+        handle.group.close()
+
+    @pytest.mark.parametrize(
+        ("fault", "says"),
+        [
+            ("twice", r"ranks 0 and 1 are both at|ranks 2 and 3 are both at \{'dp': 0, 'pp': 0, 'cp': 0\}"),
+            ("a gap", r"no rank is at \{'dp': \d, 'pp': \d, 'cp': 0\} of Mesh\(dp=4, pp=2, cp=1\)"),
+            ("other axes", r"rank 3 has the axes \['cp', 'dp', 'ep', 'pp'\], and rank 0 has \['cp', 'dp', 'pp'\]"),
+            ("silence", r"ranks \[3\] do not; every rank calls ctx\.declare_mesh"),
+            ("another output", r"rank 3 has output=\{'pp': 0\}, and rank 0 has \{'pp': -1\}"),
+            ("a name of the script", r"was given by start\(meshes=\.\.\.\) too"),
+        ],
+    )
+    def test_a_mesh_on_which_workers_do_not_agree_is_refused(self, cluster: Cluster, fault: str, says: str) -> None:
+        pool = cluster.pool([4])
+        with pytest.raises(ConfigError, match=rf"framework: mesh '\w+', which its workers declare.*{says}"):
+            cluster.start(
+                Framework.bind(fault), pool, name="framework", meshes={"train": Mesh(dp=4)}, distributed=False
+            )
+        cluster.release(pool)
+
+    def test_a_second_group_inherits_the_environment_that_is_chosen(self, cluster: Cluster) -> None:
+        need(cluster, "processes")
+        pool = cluster.pool([2])
+        env = {"PODIUM_CONTRACT_KEPT": "kept", "PODIUM_CONTRACT_CHANGED": "before"}
+        first = cluster.start(Counter.bind(), pool, env=env, distributed=False).group
+        assert first.env == env
+        with pytest.raises(TypeError):
+            first.env["PODIUM_CONTRACT_KEPT"] = "other"  # pyright: ignore[reportIndexIssue] - the point
+        names = [*env]
+        for inherited in ({}, first.env, {**first.env, "PODIUM_CONTRACT_CHANGED": "after"}):
+            second = cluster.start(Counter.bind(), pool, env=inherited, distributed=False).group
+            assert second.run(read_environment, names) == [{**dict.fromkeys(env), **inherited}] * 2
+            second.close()
+        both = cluster.start(colocate(one=Counter.bind(), two=Counter.bind()), pool, env=env, distributed=False)
+        assert both.one.group.env == both.two.group.env == env
 
     def test_colocated_workers_reach_each_other_as_plain_objects(self, cluster: Cluster) -> None:
         pair = colocate(bank=Counter.bind(10), keeper=Keeper.bind())

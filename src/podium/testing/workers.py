@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, which a worker without tenso
 
     from podium.data import Batch
 
-__all__ = ["Agent", "Counter", "Keeper", "Place", "Probe", "RaisesOn", "Rows", "Sleeper", "Stash"]
+__all__ = ["Agent", "Counter", "Framework", "Keeper", "Place", "Probe", "RaisesOn", "Rows", "Sleeper", "Stash"]
 
 
 class Backwards(Dispatch):
@@ -399,6 +399,31 @@ class Place(Worker):
         return self.ctx.seed
 
 
+class Framework(Worker):
+    """Declares a mesh as a framework lays it out, with the pipeline's stage varying fastest and ``dp`` backwards."""
+
+    def __init__(self, fault: str = "") -> None:
+        rank, last = self.ctx.rank, self.ctx.world_size - 1
+        coordinates = {"dp": (last - rank) // 2, "pp": rank % 2, "cp": 0}
+        if rank == last:
+            coordinates |= {"twice": {"pp": 0}, "a gap": {"dp": 3}, "other axes": {"ep": 0}}.get(fault, {})
+        if (rank, fault) != (last, "silence"):
+            output = {"pp": 0 if (rank, fault) == (last, "another output") else -1}
+            self.ctx.declare_mesh("train" if fault == "a name of the script" else "model", output=output, **coordinates)
+
+    @endpoint(dispatch=shard("model"), collect=concat())
+    def rows_and_ranks(self, rows: list[int]) -> list[tuple[int, int]]:
+        return [(row, self.ctx.rank) for row in rows]
+
+    @endpoint(dispatch=shard("model"))
+    def parts(self, rows: list[int]) -> list[int]:
+        return rows
+
+    @endpoint(dispatch=shard("model"), collect=concat())
+    def one_more(self, rows: list[int]) -> list[int]:
+        return [*rows, 0] if self.ctx.rank == self.ctx.world_size - 1 else rows
+
+
 class Agent(Worker):
     """Calls the endpoints of other groups, whose handles it was given."""
 
@@ -414,6 +439,11 @@ class Agent(Worker):
     async def ask_many(self, method: str, values: Sequence[Any]) -> list[Any]:
         """Call an endpoint for each value, and await all."""
         return await asyncio.gather(*[getattr(self.helper, method).submit(value) for value in values])
+
+    @endpoint
+    def ask_padded(self, method: str, value: Any, pad: bool) -> Any:
+        """Call an endpoint with or without padding."""
+        return getattr(self.helper, method).pad(pad)(value)
 
     @endpoint
     def begin(self, method: str, value: Any) -> Any:

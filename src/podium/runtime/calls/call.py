@@ -10,17 +10,18 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, PodiumError
+from podium.runtime.dispatch import PerRank
 
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call", "CallArgument", "Here", "Watch", "refuse_in_a_fork", "wait"]
+__all__ = ["Call", "CallArgument", "Here", "Watch", "fill_in", "find_calls", "refuse_in_a_fork", "wait"]
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ class Call(Generic[T]):
         return True
 
     def arg(self) -> T:
-        """This call as an argument of another call, typed as its result.
+        """This call as an argument of another call, or in a list, tuple or dict of one, typed as its result.
 
         The other call starts when this call has its result. If this call fails, the other one fails with the same
         error.
@@ -250,17 +251,56 @@ def wait(
 
 
 class CallArgument:
-    """The result of a call that may not be done yet, as an argument of another call."""
+    """The result of a call that may not be done yet, as an argument of another call or in a list, tuple or dict."""
 
-    __slots__ = ("call",)
+    __slots__ = ("__weakref__", "call")
+    alive: ClassVar[WeakSet[CallArgument]] = WeakSet()
+    """All that there are. Without any, no container is searched for them."""
 
     def __init__(self, call: Call[Any]) -> None:
         self.call = call
+        self.alive.add(self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "call.arg() must be a whole argument, not a part of one: pass it on its own, or pass call.result()"
+            "call.arg() is passed as an argument, or in a list, tuple or dict of an argument, and not inside another "
+            "object: pass call.result()"
         )
+
+
+def find_calls(value: Any, above: tuple[int, ...] = ()) -> Iterator[Call[Any]]:
+    """Yield the calls of each ``call.arg()`` in ``value``, a list, tuple or dict of any depth."""
+    if type(value) is CallArgument:
+        yield value.call
+    elif (parts := _parts_of(value)) and id(value) not in above and CallArgument.alive:
+        for part in parts:
+            yield from find_calls(part, (*above, id(value)))
+
+
+def fill_in(value: T, above: tuple[int, ...] = ()) -> T:
+    """Return ``value`` with the result of its call for each ``call.arg()``. What holds none is returned as it is.
+
+    Raises:
+        Exception: What one of these calls failed with.
+    """
+    if type(value) is CallArgument:
+        return value.call.result()
+    parts = _parts_of(value)
+    if not parts or id(value) in above or not CallArgument.alive:
+        return value
+    results = [fill_in(part, (*above, id(value))) for part in parts]
+    if all(map(operator.is_, results, parts)):
+        return value
+    container: Any = value
+    return cast(T, dict(zip(container, results, strict=True)) if type(value) is dict else type(container)(results))
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    if type(value) is dict:
+        return list(cast("dict[Any, Any]", value).values())
+    if type(value) is PerRank:
+        return value.values
+    return cast("Sequence[Any]", value) if type(value) in (list, tuple) else ()
 
 
 def _copy_of(error: BaseException) -> BaseException:

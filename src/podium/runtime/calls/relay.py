@@ -44,6 +44,7 @@ class Wanted(NamedTuple):
     values: Mapping[str, Any] = {}
     apart: Sequence[str] = ()  # the arguments that are per_rank([...])
     timeout_s: float = 0.0
+    pad: bool | None = None  # what pad() has chosen, or the declaration
 
 
 class Reachable(Protocol):
