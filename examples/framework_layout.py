@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="local")
     with podium.connect(parser.parse_args().backend) as cluster:
-        pool = cluster.pool([4])
+        pool = cluster.pool([4])  # on a machine with accelerators: cluster.pool([4], gpus=1, accelerator="H100")
         env = {"EXAMPLE_LAYOUT": "tp-cp-dp-pp"} if cluster.capabilities.processes else {}
         stages = cluster.start(Stage.bind(), pool, env=env, distributed=False)
         judge = cluster.start(Judge.bind(), pool[0:1], env=stages.group.env, distributed=False)  # as a fork of it has

@@ -146,6 +146,7 @@ def chosen_at_the_call(scorer: Handle[Scorer]) -> None:
     reveal_type({"a": scored.arg()})  # dict[str, Batch]
     reveal_type(scorer.score.pad())  # Endpoint[(batch: Batch), Batch]
     reveal_type(scorer.score.pad(False).submit(scored.arg()))  # Call[Batch]
+    reveal_type(podium.connect("inline").pool(2, gpus=1, accelerator="H100"))  # ResourcePool
     reveal_type(scorer.group.env)  # Mapping[str, str]
     reveal_type(scorer.group.meshes["model"])  # Mesh
     reveal_type(Mesh.from_coordinates([{"dp": 0}], output={"pp": -1}))  # Mesh

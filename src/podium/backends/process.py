@@ -26,6 +26,7 @@ __all__ += ["keep_freed_memory", "log_to", "machine", "run_to_the_end", "visibil
 
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """Bytes of memory that this machine has."""
+NVIDIA_CARDS = Path("/proc/driver/nvidia/gpus")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 KEPT_FREE = min((2 << 30) - 1, max(256 << 20, MEMORY // 24))  # bytes; mallopt takes an int
 LARGEST_KEPT = 32 << 20  # bytes: the most that glibc does not map by itself, and gives back by itself
@@ -45,6 +46,27 @@ def accelerators() -> list[str]:
         if device_files := list(Path("/dev").glob(pattern)):
             return [str(at) for at in range(len(device_files))]
     return [str(at) for at in range(len(list(Path("/dev/dri").glob("renderD*"))))] if Path("/dev/kfd").exists() else []
+
+
+def accelerator_kinds(all_devices: Sequence[str]) -> tuple[str, ...]:
+    """The model of each accelerator, as NVIDIA's driver names it, and "" where that is not known.
+
+    CUDA numbers unlike accelerators by their speed, unless CUDA_DEVICE_ORDER is PCI_BUS_ID. Otherwise only an id such
+    as "GPU-5ac2…" tells which one is meant.
+    """
+    models: list[tuple[str, str]] = []  # unique id and model, in the order of the bus
+    for path in sorted(NVIDIA_CARDS.glob("*/information")):
+        with contextlib.suppress(OSError):
+            facts = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+            models.append((facts.get("GPU UUID", "").strip(), facts.get("Model", "").strip()))
+    alike = len({model for _, model in models}) == 1
+    by_bus = alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    kinds: list[str] = []
+    for device in all_devices:
+        ids = (model for unique_id, model in models if device.startswith("GPU-") and unique_id.startswith(device))
+        in_order = models[int(device)][1] if by_bus and device.isdigit() and int(device) < len(models) else ""
+        kinds.append(models[0][1] if alike else next(ids, in_order))
+    return tuple(kinds)
 
 
 def visibility(devices: Sequence[int], all_devices: Sequence[str]) -> dict[str, str]:
@@ -68,12 +90,13 @@ def machine(all_devices: Sequence[str], nodes: int = 1) -> list[Node]:
     if nodes < 1:
         raise ConfigError(f"connect(nodes={nodes}): expected at least one node")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = len(all_devices)
+    count, kinds = len(all_devices), accelerator_kinds(all_devices)
     parts: list[Node] = []
     for at in range(nodes):
         indices = range(count * at // nodes, count * (at + 1) // nodes)
         has = {"cpu": float(cores), "gpu": float(len(indices)), "memory": float(MEMORY)}
-        parts.append(Node("localhost" if nodes == 1 else f"node-{at}", has, devices=tuple(indices)))
+        name = "localhost" if nodes == 1 else f"node-{at}"
+        parts.append(Node(name, has, devices=tuple(indices), kinds=tuple(kinds[device] for device in indices)))
     return parts
 
 

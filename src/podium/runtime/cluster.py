@@ -98,6 +98,7 @@ class Cluster:
         gpus: float | Sequence[float] = 0,
         memory: float | Sequence[float] = 0,
         resources: Mapping[str, float | Sequence[float]] | None = None,
+        accelerator: str = "",
         wait_s: float = 0.0,
         detached: bool = False,
     ) -> ResourcePool:
@@ -118,6 +119,7 @@ class Cluster:
             gpus: Accelerators of each slot, likewise. A slot may have a fraction of an accelerator.
             memory: Bytes of each slot likewise.
             resources: Amounts of other resources likewise, by their names.
+            accelerator: Kind of the accelerators, by words of their model, such as "H100" or "A100 80GB".
             wait_s: Seconds to wait for room. Every few seconds the log says which resources are missing.
             detached: The slots are for a detached group, and stay reserved until that group is stopped.
 
@@ -139,7 +141,9 @@ class Cluster:
         until, say = time.monotonic() + wait_s, 0.0
         while True:
             try:
-                return self._inventory.reserve(layout, want, strategy=strategy, labels=labels, detached=detached)
+                return self._inventory.reserve(
+                    layout, want, strategy=strategy, labels=labels, accelerator=accelerator, detached=detached
+                )
             except PlacementError as error:
                 now = time.monotonic()
                 if now >= until:
@@ -265,7 +269,7 @@ class Cluster:
     def start_replicas(
         self, worker: Bound[H], count: int, slots: Sequence[int] | int = 1, *, name: str | None = None,
         cpus: float = 0, gpus: float = 0, memory: float = 0, resources: Mapping[str, float] | None = None,
-        wait_s: float = 0.0, seed: int = 0, **how: Any,
+        accelerator: str = "", wait_s: float = 0.0, seed: int = 0, **how: Any,
     ) -> Replicas[H]:  # fmt: skip
         """Start ``count`` independent groups of one worker, ``NAME-0`` and so on, each on a pool of its own.
 
@@ -278,6 +282,7 @@ class Cluster:
             gpus: Accelerators of each slot.
             memory: Bytes of each slot.
             resources: Other resources of each slot.
+            accelerator: Kind of the accelerators.
             wait_s: Seconds to wait for room for a replica.
             seed: Seed of the first replica. Each further replica has the next number.
             how: Further arguments of :meth:`start`, for each replica.
@@ -293,7 +298,10 @@ class Cluster:
         handles: list[H] = []
         try:
             for _ in range(count):
-                own_pool = self.pool(slots, cpus=cpus, gpus=gpus, memory=memory, resources=resources, wait_s=wait_s)
+                own_pool = self.pool(
+                    slots, cpus=cpus, gpus=gpus, memory=memory, resources=resources, accelerator=accelerator,
+                    wait_s=wait_s,
+                )  # fmt: skip
                 pools.append(own_pool)  # all are placed before the first one starts
             for number, pool in enumerate(pools):
                 handles.append(self.start(worker, pool, name=f"{base}-{number}", seed=seed + number, **how))

@@ -35,6 +35,7 @@ class Node:
     taken: Mapping[str, Resources] = field(default_factory=dict[str, Any])  # what other controllers hold, by holder
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     devices: tuple[int, ...] | None = None  # indices of its accelerators on the machine; by default all from 0 on
+    kinds: tuple[str, ...] = ()  # the model of each of them, such as "NVIDIA H100 80GB HBM3"; "" or none if unknown
 
 
 @dataclass(frozen=True)

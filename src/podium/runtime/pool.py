@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,6 +130,7 @@ class Inventory:
         *,
         strategy: Strategy = "pack",
         labels: Mapping[str, str] | None = None,
+        accelerator: str = "",
         detached: bool = False,
     ) -> ResourcePool:
         """Reserve slots that hold ``want``, each or one by one. ``slots`` are numbers for each node, or a total that
@@ -146,10 +148,14 @@ class Inventory:
             if isinstance(want, Mapping)
             else [_check_amounts(amounts) for amounts in want]
         )
+        if accelerator and not all(amounts.get("gpu") for amounts in wants):
+            raise ConfigError(f"pool(accelerator={accelerator!r}): say how many each slot has, as in gpus=1")
         with self._lock:
             wanted = (labels or {}).items()
             nodes = [node for node in self._backend.nodes() if wanted <= node.labels.items()]
-            free, shares = self._free(nodes), self._shares(nodes)
+            free, shares = self._free(nodes), self._shares(nodes, accelerator)
+            for name, amounts in free.items() if accelerator else ():
+                amounts["gpu"] = min(amounts.get("gpu", 0.0), sum(shares[name].values()))
             counts = slots
             if isinstance(counts, int):
                 rooms = [_room(has, shares[node], wants[0], counts) for node, has in free.items()]
@@ -157,7 +163,7 @@ class Inventory:
             parts = [wants[sum(counts[:at]) : sum(counts[: at + 1])] for at in range(len(counts))]
             chosen = _choose(parts, free, shares, strategy)
             if not chosen:
-                raise PlacementError(self._refusal(slots, wants, labels or {}, nodes, free))
+                raise PlacementError(self._refusal(slots, wants, labels or {}, accelerator, nodes, free))
             places = [
                 Place(node, amounts, _deal(shares[node], amounts.get("gpu", 0.0)))
                 for node, part in zip(chosen, parts, strict=True)
@@ -216,12 +222,13 @@ class Inventory:
                 free[where][name] = free[where].get(name, 0.0) - amount
         return free
 
-    def _shares(self, nodes: Sequence[Node]) -> dict[str, Shares]:
-        """How much of each accelerator of each node this controller's pools leave."""
+    def _shares(self, nodes: Sequence[Node], accelerator: str) -> dict[str, Shares]:
+        """How much of each accelerator of each node this controller's pools leave, of those of one kind if given."""
         shares: dict[str, Shares] = {}
         for node in nodes:
             has = range(int(node.resources.get("gpu", 0))) if node.devices is None else node.devices
-            shares[node.name] = dict.fromkeys(has, 1.0)
+            kinds = dict(zip(has, node.kinds, strict=False))
+            shares[node.name] = {device: 1.0 for device in has if _is_of_kind(kinds.get(device, ""), accelerator)}
         for slot in self._slots():
             for device in slot.devices:
                 if device in shares.get(slot.node, ()):
@@ -233,6 +240,7 @@ class Inventory:
         slots: Sequence[int] | int,
         wants: Sequence[Resources],
         labels: Mapping[str, str],
+        accelerator: str,
         nodes: Sequence[Node],
         free: Mapping[str, Resources],
     ) -> str:
@@ -252,6 +260,14 @@ class Inventory:
             if not nodes:
                 known_labels = [dict(node.labels) for node in self._backend.nodes()]
                 return f"asked for {request}; no node has them: the nodes' labels are {known_labels}"
+        if accelerator:
+            request += f" of the kind {accelerator!r}"
+            kinds = {kind for node in nodes for kind in node.kinds}
+            if not any(_is_of_kind(kind, accelerator) for kind in kinds):
+                hint = "; CUDA_DEVICE_ORDER=PCI_BUS_ID lets unlike ones be told apart" if "" in kinds else ""
+                return (
+                    f"asked for {request}; no node has any: the kinds are {sorted(kinds - {''}) or 'not known'}{hint}"
+                )
         has = ", ".join(
             f"{' and '.join(f'{amounts.get(name, 0):g} {name}' for name in want) or 'room'} free on {node}"
             for node, amounts in free.items()
@@ -267,6 +283,11 @@ class Inventory:
                 amounts_by_name[name] += _most(amounts, want)
         holders = ", ".join(f"{name} ({amount:g})" for name, amount in amounts_by_name.items() if amount) or "nobody"
         return f"asked for {request}; {has}; held by: {holders}"
+
+
+def _is_of_kind(kind: str, accelerator: str) -> bool:
+    """Whether all words of ``accelerator``, such as "H100" or "A100 80GB", are words of the accelerator's model."""
+    return {*re.findall(r"[a-z0-9]+", accelerator.lower())} <= {*re.findall(r"[a-z0-9]+", kind.lower())}
 
 
 def _most(amounts: Mapping[str, float], want: Resources) -> float:

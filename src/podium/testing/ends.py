@@ -150,6 +150,8 @@ class EndContract:
         need(cluster, "processes")
         group = cluster.start(Worker.bind(), name="ending", distributed=False).group
         for end, cause in ENDS.items():
+            if end == -signal.SIGTERM and not cluster.capabilities.exit_status:
+                continue  # the runtime that owns the process may let it finish its call
             with pytest.raises(WorkerDied) as caught:
                 group.run(end_as, end)
             words = [line for line in caught.value.last_words if line.startswith("word ")]

@@ -130,6 +130,20 @@ class PlacingContract:
             assert len({slot.node for slot in pool}) == (min(2, len(cluster.nodes)) if strategy == "spread" else 1)
             cluster.release(pool)
 
+    def test_accelerators_are_chosen_by_kind(self, cluster: Cluster) -> None:
+        says = r"asked for 1 gpu on 1 node of the kind 'no such card 9'; no node has any: the kinds are"
+        refuses(PlacementError, says, cluster.pool, [1], gpus=1, accelerator="no such card 9")
+        refuses(
+            PlacementError, "2 slots of 1 gpu each.*kind", cluster.pool, spread=2, gpus=1, accelerator="no such card 9"
+        )
+        refuses(ConfigError, r"pool\(accelerator='H100'\): say how many", cluster.pool, [1], accelerator="H100")
+        refuses(PlacementError, "kind 'x'", cluster.start_replicas, Counter.bind(), 1, gpus=1, accelerator="x")
+        for node in cluster.nodes:
+            for kind in {*node.kinds} - {""}:
+                pool = cluster.pool([1], gpus=1, accelerator=kind)
+                assert pool[0].devices
+                cluster.release(pool)
+
     def test_a_released_pool_cannot_be_used(self, cluster: Cluster) -> None:
         pool = cluster.pool([2])
         cluster.release(pool)

@@ -206,3 +206,17 @@ def test_nodes_that_a_machine_pretends_to_be_share_its_accelerators() -> None:
     with pytest.raises(PlacementError, match="0 gpu free on node-0, 1 gpu free on node-1"):
         inventory.reserve([1, 1], {"gpu": 1})
     assert devices(inventory.reserve([1], {"gpu": 1})) == [("node-1", (4,))]
+
+
+def test_a_kind_of_accelerators_is_taken_wherever_it_is() -> None:
+    kinds = ("NVIDIA H100 80GB HBM3", "NVIDIA L40S", "NVIDIA L40S")
+    machines = Machines(
+        Node("a", {"gpu": 3}, devices=(4, 5, 6), kinds=kinds), Node("b", {"gpu": 2}, kinds=kinds[:1] * 2)
+    )
+    inventory = Inventory(machines)
+    assert devices(inventory.reserve([2], {"gpu": 1}, accelerator="l40s")) == [("a", (5,)), ("a", (6,))]
+    assert devices(inventory.reserve(3, {"gpu": 1}, accelerator="H100")) == [("b", (0,)), ("b", (1,)), ("a", (4,))]
+    with pytest.raises(PlacementError, match=r"of the kind 'H100'; 0 gpu free on a, 0 gpu free on b"):
+        inventory.reserve(1, {"gpu": 1}, accelerator="H100")
+    with pytest.raises(PlacementError, match="no node has any: the kinds are"):
+        inventory.reserve(1, {"gpu": 1}, accelerator="H200")

@@ -74,7 +74,13 @@ class Inventory:
         self._npu = {self._names[node_id] for node_id, node in alive.items() if "NPU" in node["Resources"]}
         taken = self._read_taken_amounts(alive)
         return [
-            Node(name, _amounts(alive[at]["Resources"]), taken[at], alive[at].get("Labels") or {})
+            Node(
+                name,
+                _amounts(alive[at]["Resources"]),
+                taken[at],
+                alive[at].get("Labels") or {},
+                kinds=_kinds(alive[at]),
+            )
             for name, at in self._ids.items()
         ]
 
@@ -242,6 +248,13 @@ def _alive() -> dict[str, Any]:
     """What Ray says of each node that is alive, by id, in order of address."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     return {node["NodeID"]: node for node in sorted(alive, key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))}
+
+
+def _kinds(node: Mapping[str, Any]) -> tuple[str, ...]:
+    """The model of each accelerator of a node. Ray has one word for all of them."""
+    names = [key.partition(":")[2] for key in node["Resources"] if key.startswith("accelerator_type:")]
+    kind = (node.get("Labels") or {}).get("ray.io/accelerator-type") or next(iter(names), "")
+    return (kind,) * int(_amounts(node["Resources"]).get("gpu", 0.0)) if kind else ()
 
 
 def _amounts(resources: Mapping[str, float]) -> Amounts:

@@ -2,7 +2,8 @@
 
 A message is one ``bytes``, because every further argument costs Ray time. Large values lie in the object store as a
 list of byte arrays, which readers map without a copy. Where there is one reader (a result, a rank's own part of an
-argument), the mapping is its own to write into. One of several readers gets a copy, in memory that was touched before.
+argument), the mapping is its own to write into. One of several readers gets private pages over it (private.py), or a
+copy in memory that was touched before.
 
 What a worker keeps by reference is an object of Ray's store too, put by the worker, which so owns it. References to
 such objects go beside the value. Ray counts who holds them, frees them when nobody does, brings them to other nodes and
@@ -23,6 +24,7 @@ import numpy as np
 from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
 from podium.backends.ray.connect import ray
+from podium.backends.ray.private import map_privately
 from podium.data.store import ALIGN, Block, BlockInfo, Bytes, PlainBlock, TensorStore
 from podium.errors import RefLostError, SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
@@ -128,6 +130,9 @@ def _writable(buffer: Any, alone: bool) -> Any:
         return bytearray(buffer)
     if alone:  # numpy marks them read-only, as Ray cannot know; the pages themselves are not
         return _pages(buffer.ctypes.data, buffer.nbytes, buffer)
+    private = map_privately(buffer.ctypes.data, buffer.nbytes, buffer)
+    if private is not None:
+        return private
     if "torch" not in sys.modules:
         return bytearray(buffer)
     from podium.data.memory import copy_bytes
@@ -162,6 +167,11 @@ class _RayBlock(Block):
         self.reference = reference
 
     def open(self) -> Bytes:
+        memory = self.lend()
+        private = map_privately(memory.ctypes.data, memory.nbytes, memory)
+        return memory if private is None else private
+
+    def lend(self) -> Bytes:
         try:
             return _join(ray.get(self.reference), self.info.nbytes)
         except ObjectLostError as error:
