@@ -32,6 +32,7 @@ from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.gateway import gateway
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
+from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 
@@ -127,6 +128,24 @@ async def in_process(sessions: int, turns: int) -> dict[str, Any]:
     rows = [row for one in episodes for trajectory in one.trajectories for row in trajectory.session.rows]
     whole = sum(len(row.turns) == turns and sum(row.sampled) == turns * ANSWER for row in rows)
     return figures("sessions in process", calls, wall_s, sessions - whole)
+
+
+async def by_turn(turns: int = 400) -> dict[str, Any]:
+    """Processor time of a call in a session that grows, in milliseconds: the mean of ten calls up to each turn."""
+    service, said = make_service(), [{"role": "user", "content": "Which number is it, please?"}]
+    service.open_session("s", 0)
+    times: list[float] = []
+    for _ in range(turns):
+        request = ChatRequest(messages=[dict(message) for message in said])
+        began = time.process_time()
+        answer = await service.answer(service.chat(request, "s"))
+        times.append(time.process_time() - began)
+        said += [answer.message, {"role": "user", "content": "Are you sure?"}]
+    at = (10, 100, 200, turns)
+    return {
+        "way": "a call of one session",
+        **{f"ms_at_{turn}": round(100 * sum(times[turn - 10 : turn]), 2) for turn in at},
+    }
 
 
 async def talk(task: Any, client: Client) -> float:
@@ -322,6 +341,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     rows = [*ms_a_call(arguments.sessions, arguments.turns, arguments.repeats), *tokens_per_s(arguments.repeats)]
+    rows.append(asyncio.run(by_turn()))
     text = ",\n".join(map(json.dumps, rows))
     Path(__file__).with_suffix(".json").write_text(f"[\n{text}\n]\n")
     sys.stdout.write(text + "\n")

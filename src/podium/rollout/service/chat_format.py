@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.errors import ConfigError
 from podium.rollout.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
@@ -29,6 +29,10 @@ Tools = Sequence[Mapping[str, Any]]
 _MARK: Final = "podium\u241fmark"  # stands for an answer whose place in a written conversation is looked for
 
 
+_KINDS: Final = 4096  # of histories, about which is remembered what their last messages stand for
+_REPEATS: Final = 12
+
+
 class ChatFormat:
     """How one model writes conversations. Tool calls are read in the form in which its template writes them
     (:mod:`.tool_calls`).
@@ -43,6 +47,7 @@ class ChatFormat:
         self._writer = writer
         self._tokenizer = tokenizer
         self.library = library
+        self._trusted: dict[tuple[Any, ...], int] = {}  # by kind, the longest history that its last messages stand for
         special = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {*special}
         self._silent = {token_id for token_id, text in special.items() if text not in MARKS}
@@ -57,9 +62,14 @@ class ChatFormat:
         """
         return self._writer.encode(self._text(messages, tools, opened=True))
 
-    def check(self, messages: Messages, tools: Tools, start: int) -> None:
-        """Check that the template writes what the messages from ``start`` on and the tools say. Raises ConfigError."""
-        self._writer.check(messages, list(tools) or None, start)
+    def check(self, said: Messages, new: Messages, tools: Tools) -> None:
+        """Check that the template writes what ``new``, which follows ``said``, and the tools say.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        before = (self._recent(said, new, tools) if said else None) or said
+        self._writer.check([*before, *new], list(tools) or None, len(before))
 
     def is_vast(self, characters: int, tokens: int) -> bool:
         """As :meth:`.Writer.is_vast`."""
@@ -89,31 +99,62 @@ class ChatFormat:
         Returns:
             The ids; None where the template writes ``said`` otherwise once ``new`` follows.
         """
-        prefix = self._text(said[:-1], tools, opened=True)
-        full_text = self._text([*said, *new], tools, opened=True)
-        closed = self._text(said, tools, opened=False)
-        if not (full_text.startswith(prefix) and full_text.startswith(closed)):
-            return (
-                None if self.library is None else self._by_library(self.library, prompt, sampled, new, tools, full_text)
-            )
-        added = self._writer.encode(self._ending(said, tools) + full_text[len(closed) :])
+        recent = self._recent(said, new, tools)
+        text = None if recent is None else self._added(recent, new, tools)
+        if text is None:
+            text = self._added(said, new, tools)
+            self._learn_recent(said, new, tools, text)
+        if text is None:
+            return self._by_library(prompt, sampled, [*said, *new], new, tools)
+        added = self._writer.encode(text)
         if sampled and added and sampled[-1] in {added[0], *ends} & self._special and added[0] in self._special:
             added = added[1:]  # the model has written the end of its turn itself
         return [*prompt, *sampled, *added]
 
+    def _added(self, said: Messages, new: Messages, tools: Tools) -> str | None:
+        """What the template adds to ``said``, without the text of its last answer, once ``new`` follows; None where it
+        then writes ``said`` otherwise."""
+        prefix = self._text(said[:-1], tools, opened=True)
+        full_text = self._text([*said, *new], tools, opened=True)
+        closed = self._text(said, tools, opened=False)
+        if not (full_text.startswith(prefix) and full_text.startswith(closed)):
+            return None
+        return self._ending(said, tools) + full_text[len(closed) :]
+
+    def _recent(self, said: Messages, new: Messages, tools: Tools) -> Messages | None:
+        """The messages of ``said`` by which alone the template is known to write what follows; None for all of them.
+
+        Writing a whole history at each call would cost the square of its length. Its beginning and its last messages
+        stand for it if they have given the same text as a history of the same kind and at least half the length, and
+        as histories of a dozen lengths in which they come again and again: a template may count messages.
+        """
+        recent = recent_messages(said, new)
+        if recent is None or len(said) > self._trusted.get(_kind(recent, new, tools), 0):
+            return None
+        return recent.messages
+
+    def _learn_recent(self, said: Messages, new: Messages, tools: Tools, added: str | None) -> None:
+        """Note whether the last messages alone give the text ``added``, which all of ``said`` have given."""
+        recent = recent_messages(said, new)
+        if recent is None or (before := self._trusted.get(kind := _kind(recent, new, tools), 0)) < 0:
+            return
+        counts = (1,) if before else range(1, _REPEATS + 1)
+        try:
+            same = added is not None and all(self._added(recent.repeat(n), new, tools) == added for n in counts)
+        except ConfigError:
+            same = False
+        if len(self._trusted) >= _KINDS:
+            self._trusted.clear()
+        self._trusted[kind] = 2 * len(said) if same else -1
+
     def _by_library(
-        self,
-        library: LibraryBridge,
-        prompt: Sequence[int],
-        sampled: Sequence[int],
-        new: Messages,
-        tools: Tools,
-        whole: str,
+        self, prompt: Sequence[int], sampled: Sequence[int], messages: Messages, new: Messages, tools: Tools
     ) -> list[int] | None:
-        """As :meth:`bridge`, where the library adds what the template writes at the end of ``whole``."""
-        added = library.added(prompt, sampled, new, tools)
+        """As :meth:`bridge`, where the library adds what the template writes at the end of ``messages``."""
+        added = self.library.added(prompt, sampled, new, tools) if self.library is not None else None
         if not added:
             return None
+        whole = self._text(messages, tools, opened=True)
         text = self._tokenizer.decode(added, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return [*prompt, *sampled, *added] if whole.endswith(text) else None
 
@@ -154,6 +195,49 @@ class ChatFormat:
 
     def _text(self, messages: Messages, tools: Tools, *, opened: bool) -> str:
         return self._writer.text(messages, list(tools) or None, opened=opened)
+
+
+class RecentMessages(NamedTuple):
+    """A conversation without its middle: up to the first message of a user, and from the last answer but one on."""
+
+    head: list[Mapping[str, Any]]
+    exchange: list[Mapping[str, Any]]
+    answer: Mapping[str, Any]
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """All of these messages, in their order."""
+        return self.repeat(1)
+
+    def repeat(self, count: int) -> list[Mapping[str, Any]]:
+        """The messages with those between the beginning and the last answer ``count`` times."""
+        return [*self.head, *self.exchange * count, self.answer]
+
+
+def recent_messages(said: Messages, new: Messages) -> RecentMessages | None:
+    """Return the beginning of ``said`` and its end. None if nothing between them is left out.
+
+    If other messages follow than results of tools, the end begins before the last message of a user, because many
+    templates write differently what was said since then.
+    """
+    roles = [message["role"] for message in said]
+    if "user" not in roles:
+        return None
+    head = roles.index("user") + 1
+    last_user = len(roles) - roles[::-1].index("user") - 1
+    answers = [at for at, role in enumerate(roles[:-1]) if role == "assistant"]
+    if any(message["role"] != "tool" for message in new):
+        answers = [at for at in answers if at < last_user]
+    if not answers or answers[-1] <= head:
+        return None
+    return RecentMessages([*said[:head]], [*said[answers[-1] : -1]], said[-1])
+
+
+def _kind(recent: RecentMessages, new: Messages, tools: Tools) -> tuple[Any, ...]:
+    """What histories have in common that a template writes alike: roles and fields of their messages, and tools."""
+    messages = (*recent.messages, *new)
+    fields = tuple((m["role"], *sorted(name for name, value in m.items() if value)) for m in messages)
+    return len(new), bool(tools), fields
 
 
 def chat_format(writer: Writer, tokenizer: Any) -> ChatFormat:

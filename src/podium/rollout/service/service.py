@@ -220,13 +220,17 @@ class Service:
         try:
             if recorded is not None:
                 continues = recorded.find(request.messages, tools)
-            messages = request.messages if recorded is None else recorded.without_said(request.messages)
-            self.form.check(messages, tools, 0 if continues is None else len(continues.messages))
+            new = request.messages[0 if continues is None else len(continues.messages) :]
+            self.form.check(
+                () if continues is None else continues.messages,
+                new if recorded is None else recorded.without_said(new),
+                tools,
+            )
             if recorded is not None and continues is not None and continues.tools == tools_key(tools):
                 messages_before = continues.messages
                 recorded_ids = recorded.ids_of(continues)
                 start = next(turn.start for turn in recorded.rows[continues.row].turns if turn.call == continues.number)
-                new, ends = request.messages[len(messages_before) :], self.stop_token_ids
+                ends = self.stop_token_ids
                 prompt = self.form.bridge(
                     recorded_ids[:start], recorded_ids[start:], messages_before, new, tools, ends=ends
                 )

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate, islice, zip_longest
 from typing import Any, Final, TypeAlias
 
 __all__ = ["Key", "RecordedCall", "Row", "Sampled", "Session", "Turn", "message_key", "tools_key"]
@@ -143,6 +146,7 @@ class Session:
         self.id = id
         self.rows: list[Row] = []
         self.calls: list[RecordedCall] = []
+        self._calls_of: dict[int, list[RecordedCall]] = {}  # by the hash of their conversation
         self.splits = 0
         self.over = False
         self.full = False
@@ -163,21 +167,31 @@ class Session:
         Raises:
             RecursionError: A message is nested too deeply to be compared.
         """
-        conversation, key = tuple(map(message_key, messages)), tools_key(tools)
-        candidates = [
-            call
-            for call in self.calls
-            if call.conversation and conversation[: len(call.conversation)] == call.conversation
-        ]
+        conversation, key = self._keys(messages), tools_key(tools)
 
-        def rank(call: RecordedCall) -> tuple[int, bool, bool, int]:
-            return len(call.conversation), call.tools == key, self._is_open(call), call.number
+        def rank(call: RecordedCall) -> tuple[bool, bool, int]:
+            return call.tools == key, self._is_open(call), call.number
 
-        return max(candidates, key=rank, default=None)
+        hashes = [*accumulate(conversation, _hash_next, initial=0)]
+        for length in range(len(conversation), 0, -1):
+            if calls := self._calls_of.get(hashes[length]):
+                beginning = conversation[:length]
+                if same := [call for call in calls if call.conversation == beginning]:
+                    return max(same, key=rank)
+        return None
 
-    def without_said(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _keys(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Key, ...]:
+        """Return the key of each message. Those that are as in the latest call have theirs already."""
+        latest = self.calls[-1] if self.calls else None
+        earlier = () if latest is None else zip(latest.messages, latest.conversation, strict=True)
+        pairs = zip_longest(messages, islice(earlier, len(messages)), fillvalue=(None, ""))
+        return tuple(key if message == before else message_key(message) for message, (before, key) in pairs)
+
+    def without_said(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return messages without the reasoning that the model itself said in this session. Clients send it back also
         after they have edited the text beside it, and many templates leave it out."""
+        if not any(name in message for message in messages for name in _REASONING):
+            return messages
         said = {call.messages[-1].get("reasoning_content") or "" for call in self.calls if call.messages}
         return [
             {name: value for name, value in message.items() if name not in _REASONING or str(value) not in said}
@@ -223,6 +237,8 @@ class Session:
         row.sample(number, drawn)
         self.full = False
         self.calls.append(RecordedCall(number, row_number, len(row.ids), keys, conversation, tools_of))
+        if keys:
+            self._calls_of.setdefault(reduce(_hash_next, keys, 0), []).append(self.calls[-1])
         texts = sum(_MESSAGE_BYTES + 3 * len(key) for key in keys) + len(tools_of)
         tokens = len(prompt) - shared + len(drawn.ids) + sum(map(len, drawn.kept or ()))
         self.nbytes += texts + _TOKEN_BYTES * tokens
@@ -230,17 +246,27 @@ class Session:
 
     def _longest(self, prompt: Sequence[int]) -> RecordedCall | None:
         """The call with the longest ids that ``prompt`` begins with."""
-        ids = list(prompt)
-        candidates = [
-            call
-            for call in self.calls
-            if call.stop <= len(ids) and self.rows[call.row].ids[: call.stop] == ids[: call.stop]
-        ]
+        ids, candidates = list(prompt), list[RecordedCall]()
+        for row in self.rows:
+
+            def is_beginning(turn: Turn, row_ids: list[int] = row.ids) -> bool:
+                return turn.stop <= len(ids) and row_ids[: turn.stop] == ids[: turn.stop]
+
+            turns = row.turns
+            if is_beginning(turns[-1]):
+                candidates.append(self.calls[turns[-1].call])
+            elif count := bisect_left(turns, True, key=lambda turn: not is_beginning(turn)):
+                candidates.append(self.calls[turns[count - 1].call])
         return max(candidates, key=lambda call: (call.stop, self._is_open(call)), default=None)
 
     def _is_open(self, call: RecordedCall) -> bool:
         """Whether the call's row ends with it."""
         return self.rows[call.row].turns[-1].call == call.number
+
+
+def _hash_next(before: int, key: Key) -> int:
+    """Return the hash of a conversation that goes on with a message."""
+    return hash((before, key))
 
 
 def message_key(message: Mapping[str, Any]) -> Key:
