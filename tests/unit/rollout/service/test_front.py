@@ -239,6 +239,7 @@ def test_time_that_stood_still_closes_nobody_whose_bytes_are_here() -> None:
         fronted.front.look()
         client.sendall(GET[5:])
         assert status(client) == 200
+        assert wait_until(lambda: fronted.phases() == [Phase.IDLE])
         fronted.front.look()
         assert fronted.phases() == [Phase.IDLE]
         client.close()
