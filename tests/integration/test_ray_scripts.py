@@ -184,8 +184,12 @@ def test_a_ray_that_was_there_before_is_joined_and_left_running(head: Head, tmp_
 
 
 FOUND = """
+import signal
 import torch
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+mine = signal.getsignal(signal.SIGTERM)
 with podium.HOW as cluster:
+    assert signal.getsignal(signal.SIGTERM) is mine, "Ray has put its own handler there"
     pool = cluster.pool([2], cpus=1)
     busy = cluster.start(Busy.bind(), pool, distributed=False)
     print(busy.ping(7), sorted(busy.echo(bytearray(1 << 20))[:2]))

@@ -10,8 +10,10 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,11 +165,23 @@ def _init(address: str, given: Mapping[str, Any]) -> None:
     for it fails now and then (grpc issue 43055), so it is asked again."""
     for left in reversed(range(CLIENT_STARTS)):
         try:
-            ray.init(address=address, **given)
+            with _sigterm_kept():
+                ray.init(address=address, **given)
             return
         except ConnectionAbortedError as error:
             if not left or not _no_client_server(error):
                 raise
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Generator[None]:
+    """Put a handler of SIGTERM that the script has set back after the block, in which Ray replaces it by its own."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _no_client_server(error: BaseException) -> bool:
