@@ -18,8 +18,14 @@ from tests.warm_python import WarmPopen
 __all__ = ["in_pty"]
 
 
-def in_pty(*arguments: str, cwd: Path | None = None, width: int = 80, height: int = 24) -> list[str]:
-    """What stands on a terminal of this size, and above it, once Python has ended that was run with ``arguments``."""
+def in_pty(
+    *arguments: str, cwd: Path | None = None, width: int = 80, height: int = 24, typed: tuple[str, bytes] = ("", b"")
+) -> list[str]:
+    """What stands on a terminal of this size, and above it, once Python has ended that was run with ``arguments``.
+
+    The keys in ``typed`` are pressed when its text is on the screen.
+    """
+    text, keys = typed
     seen = pyte.HistoryScreen(width, height, history=1000, ratio=1)
     stream = pyte.ByteStream(seen)
     main, other = pty.openpty()
@@ -37,6 +43,9 @@ def in_pty(*arguments: str, cwd: Path | None = None, width: int = 80, height: in
     with suppress(OSError):  # Linux says EIO once the other end is closed
         while data := os.read(main, 65536):
             stream.feed(data)
+            if keys and text in "".join(seen.display):
+                os.write(main, keys)
+                keys = b""
     os.close(main)
     above = ["".join(line[place].data for place in range(width)) for line in seen.history.top]
     lines = [line.rstrip() for line in (*above, *seen.display)]

@@ -367,6 +367,32 @@ with ConsoleSink(row_every_s=0):
     assert not any("━" in line or "tokenizing" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("event", "text"), [('PhaseStarted("grpo", 30)', "0/30"), ('Waiting("loading " + 99 * "x", 1, 4)', "loading")]
+)
+def test_no_bar_stands_above_the_echo_of_a_key(event: str, text: str) -> None:
+    lines = in_pty(
+        "-c",
+        f"""
+import sys
+from podium.telemetry import Note, PhaseFinished, PhaseStarted, Progressing, Waiting, emit, flush
+from podium.telemetry.events import Count
+from podium.telemetry.sinks import ConsoleSink
+with ConsoleSink():
+    emit({event})
+    emit(Progressing((Count("", 0, 0, 9.0, stage="generate"), Count("completions", 9, 99, 9.0))))
+    flush()
+    sys.stdin.read()  # until control-D
+    emit(Note("SIGINT: the run ends now"))
+    flush()
+    emit(PhaseFinished("grpo"))
+""",
+        typed=(text, b"\x03\x03\x04"),
+    )
+    assert "SIGINT: the run ends now" in lines
+    assert not [line for line in lines if "━" in line or "xxx" in line or "^C" in line]
+
+
 def test_all_who_write_to_a_terminal_share_one_console() -> None:
     lines = in_pty(
         "-c",

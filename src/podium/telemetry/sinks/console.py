@@ -12,11 +12,11 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -27,6 +27,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
 from podium.telemetry import events, metrics
@@ -45,6 +46,7 @@ _GAP: Final = 2
 _ROWS_PER_HEADER: Final = 25
 _SAMPLE_CHARACTERS: Final = 600
 _CLEAN_LINE: Final = b"\r\x1b[2K\x1b[?25h"
+_ECHO_WIDTH: Final = 8  # of several ^C
 _FIRST_LINE_S: Final = 30.0
 _ESTIMATED_STEPS: Final = 20
 _FIELD_WIDTH: Final = 10  # of the names beside a sample's texts
@@ -126,6 +128,24 @@ def terminal() -> Console:
 
 
 _CONSOLES: Final[weakref.WeakKeyDictionary[TextIO, Console]] = weakref.WeakKeyDictionary()
+
+
+class _Bar(Progress):
+    """Ends before the end of the line, where the terminal echoes the ``^C`` of a key. In the last column it would wrap,
+    and the bar would stay above it."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield _Narrow(self.make_tasks_table(self.tasks))
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """The bar's line."""
+
+    line: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.line, options.update_width(max(1, options.max_width - _ECHO_WIDTH)))
 
 
 class ConsoleSink(Sink):
@@ -251,7 +271,7 @@ class ConsoleSink(Sink):
     def _start_bar(self, completed: int) -> None:
         if not self._live or not self._phase.total_steps:
             return
-        progress = Progress(
+        progress = _Bar(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None, style="grey23", complete_style="cyan", finished_style="green"),
             MofNCompleteColumn(),
@@ -316,7 +336,7 @@ class ConsoleSink(Sink):
                     BarColumn(bar_width=30, style="grey23", complete_style="cyan"),
                     TextColumn("[dim]{task.fields[state]}"),
                 )
-                progress = Progress(
+                progress = _Bar(
                     SpinnerColumn(style="cyan"),
                     TextColumn("[dim]{task.description}", markup=True),
                     *(counted if event.total else ()),

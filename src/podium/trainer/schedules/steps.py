@@ -207,7 +207,7 @@ class Steps:
         """Say what is still done if the run is asked to end now. The last checkpoint took ``save_s`` seconds."""
 
         def describe_last(seconds: float) -> str:
-            return f" (the last one took {clock_duration(seconds)})" if seconds else ""
+            return f" (the last one took {clock_duration(seconds)})" if seconds >= 1 else ""
 
         what, step = self._now, self._given
         if self._ends:
