@@ -67,11 +67,23 @@ def _in_short(error: PodiumError | OSError) -> str:
     """Return the message of an error. For an error of Podium's that a worker raised, this is the message without the
     worker's traceback."""
     if isinstance(error, OSError) and not isinstance(error, PodiumError):
+        if error.filename is None and not _can_write():
+            return f"stdout cannot be written ({error.strerror or error})"
         prefix = f"{error.filename}: " if error.filename else ""
         return f"{prefix}{error.strerror or error}; check the path, its permissions and the room on the disk"
     if isinstance(error.__cause__, PodiumError) and getattr(error, "remote_traceback", ""):
         return f"{error.__cause__} (raised in a worker; --debug shows where)"
     return str(error)
+
+
+def _can_write() -> bool:
+    """Whether stdout takes a byte."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _no_command(word: str) -> int:

@@ -22,6 +22,7 @@ from podium.runs.records import RunRecord, metric_of
 from podium.telemetry import Note, Sample, emit, metrics
 from podium.telemetry.formatting import duration, plain, visible
 from podium.telemetry.held_out import ACCURACY, Metric
+from podium.telemetry.sinks.console import lose_output
 
 __all__ = ["Curve", "Point", "build_curve", "draw_curve", "plot_curve", "render", "report", "smooth"]
 
@@ -97,7 +98,10 @@ def report(
     paths["trace"] = directory.trace_path
     paths |= RunRecord(directory.path).of_script
     if console is not None:
-        render(title, summary, judge, first, last, curve, paths, console)
+        try:
+            render(title, summary, judge, first, last, curve, paths, console)
+        except OSError as error:
+            lose_output(console, error)
         as_text = io.StringIO()
         # Not a notebook's: there, rich shows in the cell what is printed on any console.
         text_console = Console(file=as_text, width=100, color_system=None, force_jupyter=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 __all__ = ["CallFinished", "CheckpointSaved", "CompletionsSampled", "EvalFinished", "Event", "Note", "PhaseStarted"]
 __all__ += [
     "Count",
+    "OutputLost",
     "PhaseFinished",
     "Progressing",
     "Recovered",
@@ -219,6 +220,13 @@ class CompletionsSampled(Event):
 
     step: int
     samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class OutputLost(Event):
+    """What is shown cannot be written any more, for ``reason``: a pipe's reader has ended, or a disk is full."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

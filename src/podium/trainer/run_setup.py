@@ -31,7 +31,7 @@ from podium.runs.named_files import remarks
 from podium.runs.paths import run_path
 from podium.runs.schedules import ScheduleDeclaration, declaration_of
 from podium.runtime import Cluster, backend_class, connect
-from podium.telemetry import Event, Note, WorkerLost, emit, subscribe
+from podium.telemetry import Event, Note, OutputLost, WorkerLost, emit, subscribe
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.background_imports import LATER, importing
 from podium.trainer.checkpointing import Saver
@@ -232,6 +232,7 @@ def _open_lasting(
     """Connect to the cluster, read the data and start the grader."""
     stop = lasting.enter_context(listen_for_stop())
     stop.describe_latest, stop.tidy = directory.describe_latest, directory.tidy
+    lasting.callback(subscribe(lambda event: stop.request(event.reason) if isinstance(event, OutputLost) else None))
     cluster = options.cluster
     if isinstance(cluster, str):
         hints = {"log_dir": directory.logs.absolute(), "preload": PRELOAD}

@@ -51,6 +51,7 @@ from podium.telemetry import (
     metrics as names,
 )
 from podium.telemetry.held_out import ACCURACY, Metric
+from podium.telemetry.sinks.console import lost_output
 from podium.trainer.checkpointing import load_checkpoint, write_model
 from podium.trainer.checks.preflight import (
     check_given,
@@ -247,6 +248,8 @@ class Trainer(ABC, Generic[C, E, R]):
             stack.callback(self.ledger.close)
             self._began = time.monotonic()
             emit(PhaseStarted(self.recipe, self.config.run.steps, first))
+            flush()
+            self._check_output("the run ends before its first step")
             self.steps = Steps(self._calls(run), self.config, run.declared, first, run.threads)
             run.stop.describe_rest = lambda: self.steps.describe_rest(run.saver.took_s)
             if self.config.eval.at_start and first == 1:
@@ -256,7 +259,9 @@ class Trainer(ABC, Generic[C, E, R]):
             if first <= self.config.run.steps:
                 run.schedule(self.steps)
             self.steps.check_whole()
-            return self.finish(self.steps.done)
+            summary = self.finish(self.steps.done)
+            self._check_output(f"the run has ended after step {summary.steps}, and {run.stop.describe_latest()}")
+            return summary
         except KeyboardInterrupt:
             run.roles.kill()  # before anything on the way out waits for one of them
             raise
@@ -272,6 +277,11 @@ class Trainer(ABC, Generic[C, E, R]):
             if not (causes := run.roles.lost()):
                 raise
             raise RunLost(run.losses.add(causes, error)) from error
+
+    def _check_output(self, what: str) -> None:
+        """Raise PodiumError if what the run shows is lost, which ends a run. ``what`` says where that leaves it."""
+        if self.run.console is not None and (reason := lost_output()):
+            raise PodiumError(f"{reason}: {what}")
 
     def _calls(self, run: Run[E]) -> StepCalls:
         """Return the functions that the steps call."""

@@ -5,6 +5,7 @@ Where stdout is no terminal (a file, a pipe, CI) the rows are plain lines and th
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pdb
@@ -13,6 +14,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
@@ -30,7 +32,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from podium.errors import PodiumError
 from podium.telemetry import events, metrics
+from podium.telemetry.bus import emit
 from podium.telemetry.events import CompletionsSampled, Count, EvalFinished, Event, PhaseStarted, StepFinished, Waiting
 from podium.telemetry.formatting import clock_duration, compact, duration, percent, plain, visible
 from podium.telemetry.held_out import ACCURACY, Metric
@@ -39,7 +43,8 @@ from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.logs import LogRouter
 from podium.telemetry.sinks.notebook import CellOutput, notebook_console
 
-__all__ = ["STEP_COLUMNS", "Column", "ConsoleSink", "fitting", "restore_terminal", "terminal"]
+__all__ = ["STEP_COLUMNS", "Column", "ConsoleSink", "fitting", "lose_output", "lost_output", "restore_terminal"]
+__all__ += ["terminal"]
 
 _STEP_WIDTH: Final = 7
 _GAP: Final = 2
@@ -116,18 +121,50 @@ def terminal() -> Console:
     notebook each call returns a console of its own, which prints into an output of the cell that runs.
 
     Characters that stdout cannot encode are spelled out, and nothing is raised.
+
+    Raises:
+        PodiumError: There is no stdout, or it is lost.
     """
+    if reason := "stdout is closed" if sys.stdout is None else lost_output():
+        raise PodiumError(f"{reason}: direct it to /dev/null, or to a file that has room")
     if (console := notebook_console()) is not None:
         return console
-    stdout: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # a live display puts its proxy there
+    stdout: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # a live display puts its proxy there
     if stdout not in _CONSOLES:
         if isinstance(stdout, io.TextIOWrapper) and "utf" not in stdout.encoding.lower():
             stdout.reconfigure(errors="backslashreplace")
-        _CONSOLES[stdout] = Console(highlight=False)
+        _CONSOLES[stdout] = _Terminal(highlight=False)
     return _CONSOLES[stdout]
 
 
+def lost_output() -> str:
+    """Say why stdout cannot be written any more; "" while it can."""
+    return "".join(_LOST[:1])
+
+
+def lose_output(console: Console, error: OSError) -> None:
+    """Write nothing any more on the file of ``console``, which has refused what was written, and tell so.
+
+    Raises:
+        OSError: ``error``, if it is another one than that of a closed pipe or a full disk.
+    """
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+        raise error
+    _LOST.append(f"stdout cannot be written any more ({os.strerror(error.errno)})")
+    with suppress(OSError, ValueError):  # or Python fails at its end, when it writes what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), console.file.fileno())
+    emit(events.OutputLost(lost_output()))
+
+
+class _Terminal(Console):
+    """A console that raises where a pipe is closed. Rich's own would end the thread that writes, without a word."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
+
+
 _CONSOLES: Final[weakref.WeakKeyDictionary[TextIO, Console]] = weakref.WeakKeyDictionary()
+_LOST: Final[list[str]] = []
 
 
 class _Bar(Progress):
@@ -206,6 +243,12 @@ class ConsoleSink(Sink):
             sys.breakpointhook = self._breakpointhook
 
     def handle(self, event: Event) -> None:
+        try:
+            self._show(event)
+        except OSError as error:
+            lose_output(self.console, error)
+
+    def _show(self, event: Event) -> None:
         match event:
             case StepFinished(step=step, metrics=values):
                 self._step(step, values)
