@@ -100,25 +100,30 @@ def prefer(cls: Callable[..., C], **values: Any) -> C:
     return Field(default_factory=functools.partial(cls, **values))
 
 
-def load_config(cls: type[C], path: str | Path | None = None, overrides: Sequence[str] = ()) -> C:
+def load_config(
+    cls: type[C], path: str | Path | None = None, overrides: Sequence[str] = (), content: bytes | None = None
+) -> C:
     """Read ``path`` (YAML; None reads no file), apply ``overrides`` as on a command line, check and build.
 
     If ``cls`` has a method ``check_source``, it gets ``path`` and the keys of ``overrides``, and returns the result.
+    ``content`` is that of the file, if it was read already.
 
     Raises:
         ConfigError: The file cannot be read, or a key is unknown, mistyped, out of range or contradicts another; the
             message names the key's full path, its value, the values that it takes and the nearest valid name.
     """
-    values = read_values(cls, path, overrides)
+    values = read_values(cls, path, overrides, content)
     typed = [dotted for dotted, _ in parse_overrides(cls, overrides)]
     config = build_config(cls, values, source=str(path or ""), typed=typed)
     check_source: Callable[[Path, Sequence[str]], C] | None = getattr(config, "check_source", None)
     return config if path is None or check_source is None else check_source(Path(path), typed)
 
 
-def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_values(
+    cls: type, path: str | Path | None = None, overrides: Sequence[str] = (), content: bytes | None = None
+) -> dict[str, Any]:
     """Return the nested values that :func:`load_config` checks. Only their syntax has been checked."""
-    return with_overrides(cls, _read_yaml(Path(path)) if path is not None else {}, overrides)
+    return with_overrides(cls, _read_yaml(Path(path), content) if path is not None else {}, overrides)
 
 
 def with_overrides(cls: type, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -241,9 +246,9 @@ for _reads_or_writes in (_Loader, _Dumper):
     )
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path, content: bytes | None = None) -> dict[str, Any]:
     try:
-        loaded = _load_yaml(path.read_text(encoding="utf-8"))
+        loaded = _load_yaml((path.read_bytes() if content is None else content).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
     except ValueError as error:

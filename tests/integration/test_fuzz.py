@@ -305,7 +305,7 @@ class Doors:
             directory.rewind(1)
         if latest is not None:
             with contextlib.suppress(PodiumError):
-                TrainerState.read(latest / "trainer.json")
+                TrainerState.read(latest)
             check_manifest(latest, others=["policy"])
 
     @property

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.lazy import without_collector
-from podium.processes import import_path, working_directory
+from podium.processes import import_path, open_log, working_directory
 from podium.runtime.messages import Node, ProcessSpec
 
 __all__ = ["MEMORY", "THREAD_VARIABLES", "Surroundings", "accelerators", "environment_of", "interface_of"]
@@ -176,8 +176,8 @@ def log_to(path: Path) -> None:
     """Append this process's output to ``path``. If that file cannot be opened, nothing changes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    except OSError:
+        log = open_log(path)
+    except (OSError, DataError):
         return
     for number, name in ((1, "stdout"), (2, "stderr")):
         getattr(sys, name).flush()

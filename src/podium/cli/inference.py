@@ -118,7 +118,7 @@ def open_config(
         for key, text in RunRecord(source.run).of_script.items():
             if key.startswith("script.") and key != "script.data":
                 sys.stderr.write(f"the run had {text}, as its {key.removeprefix('script.')}, which is not used here\n")
-    if source is None or source.checkpoint is None or config.model.path != str(source.checkpoint):
+    if source is None or config.model.path != str(source.checkpoint or source.run / "model"):
         yield config
         return
     with open_model(source) as folder:

@@ -167,7 +167,6 @@ def _clean(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", help="runs to remove; default: those below runs/ that ended before a step")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
-    from podium.runs.files import lock_directory, remove
     from podium.runs.records import RunRecord, check_run, find_runs
 
     named = [RunRecord(Path(path)) for path in options.paths]
@@ -178,7 +177,7 @@ def _clean(arguments: Sequence[str]) -> int:
                 f"{run.path} is no run, or holds others, although it has a config.yaml: name the runs in it"
             )
     removable = named or [run for run in find_runs(Path("runs")) if run.is_own and run.is_empty]
-    if running := [run for run in removable if run.is_held()]:
+    if running := [run for run in removable if run.files.is_locked()]:
         if named:
             raise ConfigError(f"{running[0].path} is being written to: stop the run first")
         removable = [run for run in removable if run not in running]
@@ -190,8 +189,8 @@ def _clean(arguments: Sequence[str]) -> int:
         sys.stdout.write("nothing was removed\n")
         return 0
     for run in removable:
-        with lock_directory(run.path):  # somebody may have resumed the run since the question was asked
-            remove(run.path)
+        with run.files.lock():  # somebody may have resumed the run since the question was asked
+            run.files.remove_run()
     sys.stdout.write(f"removed {len(removable)} run{'s' * (len(removable) != 1)}\n")
     return 0
 

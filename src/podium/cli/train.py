@@ -21,6 +21,7 @@ from podium.lazy import without_collector
 from podium.runs.config import RECIPES, PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runs.records import CONFIG, check_run
+from podium.runs.run_files import RunFiles
 from podium.runtime.connecting import backend_class
 from podium.telemetry import Note, Waiting, emit, flush
 from podium.trainer.preload import PRELOAD
@@ -152,7 +153,7 @@ def _recipe(word: str) -> str:
 
 
 def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequence[str]) -> PPOConfig | SFTConfig:
-    cls = RECIPES[recipe]
+    cls, content = RECIPES[recipe], None
     if resume is None and path is None:  # --run.resume without a file means the same
         resume = dict(parse_overrides(cls, overrides)).get("run.resume") or None
     if resume == "auto":  # the trainer looks for the run
@@ -162,12 +163,13 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
             raise ConfigError("--resume uses the run's own settings: leave out --config; give single settings")
         check_run(Path(resume))
         path = str(Path(resume) / CONFIG)
-        supervised = "examples" in read_values(cls, path).get("batch", {})
+        content = RunFiles(resume).read_small(CONFIG)
+        supervised = "examples" in read_values(cls, path, content=content).get("batch", {})
         if supervised != (recipe == "sft"):
             right = "sft" if supervised else "grpo"
             raise ConfigError(f"{resume} is a run of another recipe: podium train {right} --resume {resume}")
         overrides = [*overrides, "--run.resume", resume]
-    return resolve_resume(load_config(cls, path, overrides))
+    return resolve_resume(load_config(cls, path, overrides, content))
 
 
 def _print_keys(cls: type) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from podium.errors import ConfigError
-from podium.runs.files import write_atomically
+from podium.runs.run_files import RunFiles
 from podium.telemetry.formatting import visible
 from podium.view.run import Run, is_shown
 
@@ -39,7 +39,7 @@ def run_view(arguments: Sequence[str]) -> int:
         from podium.view.export import export_page
 
         text = export_page(runs).encode("utf-8", "replace")
-        write_atomically(parsed.export, text)
+        RunFiles(parsed.export.parent).write(text, parsed.export.name)
         sys.stdout.write(f"{visible(str(parsed.export))}: {len(text) / 2**20:.1f} MiB\n")
         return 0
     from podium.view.server import ViewServer

@@ -38,6 +38,7 @@ from podium.processes.launcher import (
     command,
     end_launched,
     import_path,
+    open_log,
     temporary_directory,
     working_directory,
 )
@@ -67,6 +68,7 @@ __all__ += [
     "kill_marked",
     "limit_memory",
     "make_frame",
+    "open_log",
 ]
 __all__ += ["raise_descriptor_limit", "read_frame", "serve_forks", "supervise", "temporary_directory"]
 __all__ += ["working_directory"]

@@ -1,9 +1,11 @@
 """Start a process in an interpreter of its own, talk to it through a channel, and end it with all that it started."""
 
+import errno
 import os
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -13,14 +15,34 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.processes.channel import Channel
 from podium.processes.table import kill_marked
 
-__all__ = ["Launched", "command", "end_launched", "import_path", "temporary_directory", "working_directory"]
+__all__ = ["Launched", "command", "end_launched", "import_path", "open_log", "temporary_directory", "working_directory"]
 
 _MARK: Final = "PODIUM_LAUNCHED"
 _LAST_END_S: Final = 0.5  # for processes to end by themselves when this one cannot wait
+
+
+def open_log(path: str | Path, mode: int = 0o666) -> int:
+    """Open the log of a process for writing at its end. The directory may come from somebody else.
+
+    Raises:
+        DataError: A link or another name leads there, so that another file would grow; or it is no regular file.
+        OSError: The system refuses.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, mode)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+            raise
+    raise DataError(f"{path} is a link, or no regular file with one name: remove it, so that the log is a new file")
 
 
 class Launched:
@@ -48,7 +70,7 @@ class Launched:
         near, far = socket.socketpair()
         self.channel = Channel(near)
         try:
-            with far, log_path.open("ab") if log_path else nullcontext() as log:
+            with far, os.fdopen(open_log(log_path), "ab") if log_path else nullcontext() as log:
                 self.process = subprocess.Popen(
                     line,
                     stdin=far.fileno(),

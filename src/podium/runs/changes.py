@@ -11,6 +11,7 @@ from urllib.parse import unquote
 from podium.errors import ConfigError
 from podium.runs.files import SET, step_of
 from podium.runs.records import RunRecord, check_run, is_run
+from podium.runs.run_files import RunFiles
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
@@ -141,7 +142,8 @@ def _evaluations(run: Path) -> dict[str, list[Path]]:
     """Return the files of the run's evaluations by the name of the set, in the order of their steps."""
     check_run(run)
     folder, files_by_set = run / "evaluations", dict[str, list[Path]]()
-    files = (path for path in folder.rglob("step-*.parquet") if step_of(path.stem) is not None)
+    files = (folder / name for name in RunFiles(run).walk("evaluations") if name.endswith(".parquet"))
+    files = (path for path in files if step_of(path.stem) is not None)
     for path in sorted(files, key=lambda path: (path.parent, step_of(path.stem))):
         name = "" if path.parent == folder else unquote(path.parent.name.removeprefix(SET))
         files_by_set.setdefault(name, []).append(path)
@@ -178,10 +180,13 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
 
     column = _column_of(metric)
     try:
-        present = pq.read_schema(path).names
-        weighing = ("tokens",) if metric.name in (LOSS, TOKEN_ACCURACY) else ()
-        names = [name for name in (*_COLUMNS, column, *weighing, "group", "session") if name in present]
-        rows = pq.read_table(path, columns=names).to_pylist()
+        run = find_run(path)
+        with RunFiles(run).open(str(path.relative_to(run))) as opened:
+            file = pq.ParquetFile(opened)
+            present = file.schema_arrow.names
+            weighing = ("tokens",) if metric.name in (LOSS, TOKEN_ACCURACY) else ()
+            names = [name for name in (*_COLUMNS, column, *weighing, "group", "session") if name in present]
+            rows = file.read(columns=names).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if column not in present:

@@ -21,24 +21,25 @@ is left out. The run waits for its last one before it ends, also when it ends by
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-from podium.errors import CheckpointError
+from podium.errors import CheckpointError, DataError
 from podium.runs.evaluation import Evaluation
-from podium.runs.files import STATE_FILE, remove, step_name, step_of, sync_folder, sync_tree
-from podium.telemetry import CheckpointSaved, Sample, emit
+from podium.runs.files import STATE_FILE, step_name, step_of
+from podium.runs.run_files import RunFiles
+from podium.runs.typed import Amount, Count, read_json
+from podium.telemetry import CheckpointSaved, emit
 from podium.telemetry.held_out import ACCURACY, REWARD, Metric
 
-__all__ = ["Checkpoints", "StoredCheckpoints", "TrainerState"]
+__all__ = ["Checkpoints", "StoredCheckpoints", "TrainerState", "files_of"]
 
 _logger = logging.getLogger(__name__)
+_LATEST: Final = "latest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +61,19 @@ class TrainerState:
         given: Names of the functions and classes that a script gave the run beside its configuration.
     """
 
-    step: int = 0
-    prompts: Mapping[str, Any] = field(default_factory=dict)
-    kl_coef: float = 0.0
+    step: Count = 0
+    prompts: Mapping[str, int | str] = field(default_factory=dict[str, int | str])
+    kl_coef: Amount = 0.0
     metric: str = ""
     first: Evaluation | None = None
     last: Evaluation | None = None
     best: Evaluation | None = None
-    waited: int = 0
-    wall_s: float = 0.0
-    stage_s: Mapping[str, float] = field(default_factory=dict)
-    stage_tokens: Mapping[str, float] = field(default_factory=dict)
-    ledger: int = 0
-    given: Mapping[str, str] = field(default_factory=dict)
+    waited: Count = 0
+    wall_s: Amount = 0.0
+    stage_s: Mapping[str, Amount] = field(default_factory=dict[str, float])
+    stage_tokens: Mapping[str, Amount] = field(default_factory=dict[str, float])
+    ledger: Count = 0
+    given: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def judge(self) -> Metric:
@@ -114,47 +115,49 @@ class TrainerState:
         )
 
     @staticmethod
-    def read(path: Path) -> TrainerState:
-        """Read the state in the file at ``path``. Raises CheckpointError for anything else."""
+    def read(checkpoint: Path) -> TrainerState:
+        """Read the state in the folder of a checkpoint. Raises CheckpointError for anything else."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            for name in ("first", "last", "best"):
-                if (evaluation := values[name]) is not None:
-                    if "figures" not in evaluation:
-                        raise CheckpointError(
-                            f"{path} was written by an earlier Podium, whose runs had no eval.metric: resume the run "
-                            "with that version, or begin a new run with this checkpoint's policy/ as its model.path"
-                        )
-                    samples = tuple(Sample(**sample) for sample in evaluation["samples"])
-                    values[name] = Evaluation(
-                        **{**evaluation, "samples": samples, "weights": tuple(evaluation["weights"])}
-                    )
-            return TrainerState(**values)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not the state of a training run: {error}") from error
+            return _read_state(checkpoint)
+        except (OSError, DataError) as error:
+            raise CheckpointError(f"this is not the state of a training run: {error}") from error
+
+
+def files_of(checkpoint: Path) -> RunFiles:
+    """Return the files of a checkpoint, whose folder is in that of its run's checkpoints."""
+    folder = checkpoint.absolute()
+    return RunFiles(folder.parent.parent, folder.parent.name, folder.name)
+
+
+def _read_state(checkpoint: Path) -> TrainerState:
+    file, content = checkpoint / STATE_FILE, files_of(checkpoint).read(STATE_FILE)
+    state = read_json(TrainerState, content, file)
+    if step_of(checkpoint.name) not in (None, state.step):
+        raise DataError(f"{file}: step = {state.step}, and the folder is that of another step")
+    return state
 
 
 class StoredCheckpoints:
-    """Reads the complete checkpoints in ``folder``. It writes nothing, so the run may continue meanwhile."""
+    """Reads the complete checkpoints in ``files``. It writes nothing, so the run may continue meanwhile."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self.folder = files.path
 
     def all(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first."""
-        entries = self.folder.iterdir() if self.folder.is_dir() else ()
-        steps = {entry: step_of(entry.name) for entry in entries}
-        return sorted((entry for entry in steps if steps[entry] is not None), key=lambda entry: steps[entry] or 0)
+        """Return the complete checkpoints, oldest first. Raises DataError for a link in the place of one."""
+        steps = {name: step for name in self.files.names() if (step := step_of(name)) is not None}
+        return [self.folder / name for name in sorted(steps, key=steps.__getitem__)]
 
     def latest(self) -> Path | None:
         """Return the checkpoint that ``latest`` names, or the newest one if that was deleted; None if there is none."""
-        link, checkpoints = self.folder / "latest", self.all()
+        checkpoints = self.all()
         newest = checkpoints[-1] if checkpoints else None
-        if link.is_symlink():
-            named = self.folder / Path(os.readlink(link)).name
+        if (target := self.files.read_link(_LATEST)) is not None:
+            named = self.folder / Path(target).name
             if named in checkpoints:
                 return named
-            _logger.warning("%s points at %s, which is gone; using %s", link, named, newest)
+            _logger.warning("%s points at %s, which is gone; using %s", self.folder / _LATEST, named, newest)
         return newest
 
     def best(self) -> Path | None:
@@ -169,7 +172,7 @@ class StoredCheckpoints:
         states: list[tuple[TrainerState, Path]] = []
         for path in self.all():
             with suppress(CheckpointError):
-                states.append((TrainerState.read(path / STATE_FILE), path))
+                states.append((TrainerState.read(path), path))
         metric = Metric(next((state.metric for state, _ in reversed(states) if state.metric), REWARD))
         scores = [
             (metric.rank(state.last.figures[metric.name]), state.step, path)
@@ -180,11 +183,11 @@ class StoredCheckpoints:
 
 
 class Checkpoints(StoredCheckpoints):
-    """The checkpoints that a run writes into ``folder``, which is created if it is missing."""
+    """The checkpoints that a run writes into ``files``, whose folder is created if it is missing."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, files: RunFiles) -> None:
+        super().__init__(files)
+        files.make_folder()
         self.tidy()
 
     @contextmanager
@@ -195,55 +198,48 @@ class Checkpoints(StoredCheckpoints):
 
         If the block raises an error, or the disk refuses a write, the folder is removed.
         """
-        aside, final = self.folder / f".{step_name(step)}.tmp", self.folder / step_name(step)
-        remove(aside)
-        aside.mkdir()
+        aside, final = f".{step_name(step)}.tmp", step_name(step)
+        path = self.files.renew_folder(aside)
         try:
-            yield aside
-            _commit(aside, final)
+            yield path
+            self._commit(aside, final)
         except BaseException:
             with suppress(OSError):  # the error of the block counts; a later start removes what is left
-                remove(aside)
+                self.files.remove(aside)
             raise
-        emit(CheckpointSaved(step, str(final)))
-        kept = {final, *self.ranked()[:keep_best]}
+        emit(CheckpointSaved(step, str(self.folder / final)))
+        kept = {self.folder / final, *self.ranked()[:keep_best]}
         for old in self.all()[:-keep] if keep > 0 else []:
             if old not in kept:
-                remove(old)
+                self.files.remove(old.name)
 
     def tidy(self) -> None:
         """Remove what is left of a checkpoint whose process was killed while it wrote."""
-        for half in self.folder.glob(".*.tmp"):
-            remove(half)
-        for replaced in self.folder.glob(".step-*.old"):
-            final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old"))
-            if final.exists():
-                remove(replaced)
-            else:
-                replaced.rename(final)  # killed between the two renames: the old one is the newest complete one
+        for name in self.files.names():
+            if name.startswith(".") and name.endswith(".tmp"):
+                self.files.remove(name)
+            elif name.startswith(".") and name.endswith(".old") and step_of(final := name[1:-4]) is not None:
+                if self.files.kind(final):
+                    self.files.remove(name)
+                else:
+                    self.files.rename(name, final)  # killed between the two renames: this is the newest complete one
 
+    def _commit(self, aside: str, final: str) -> None:
+        """Rename ``aside`` to ``final``, which replaces an older checkpoint of this step, and then move ``latest``.
 
-def _commit(aside: Path, final: Path) -> None:
-    """Rename ``aside`` to ``final``, which replaces an older checkpoint of this step, and then move ``latest``.
-
-    Every file is on the disk before the rename, and the rename before ``latest`` moves. So a crash at any moment leaves
-    ``latest`` on a complete checkpoint.
-    """
-    if not any(aside.iterdir()):
-        raise CheckpointError(f"nothing was written to {aside}, so it is no checkpoint")
-    sync_tree(aside)
-    replaced = final.with_name(f".{final.name}.old")
-    remove(replaced)
-    if final.exists():
-        final.rename(replaced)
-    aside.rename(final)
-    sync_folder(final.parent)
-    link = final.with_name(".latest.tmp")
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    latest = final.with_name("latest")
-    if latest.is_dir() and not latest.is_symlink():  # the run was copied without its links
-        remove(latest)
-    link.replace(latest)
-    sync_folder(final.parent)
-    remove(replaced)
+        Every file is on the disk before the rename, and the rename before ``latest`` moves. So a crash at any moment
+        leaves ``latest`` on a complete checkpoint.
+        """
+        if not self.files.names(aside):
+            raise CheckpointError(f"nothing was written to {self.folder / aside}, so it is no checkpoint")
+        self.files.sync_all(aside)
+        self.files.remove(replaced := f".{final}.old")
+        if self.files.kind(final):
+            self.files.rename(final, replaced)
+        self.files.rename(aside, final)
+        self.files.sync()
+        if self.files.is_folder(_LATEST):  # the run was copied without its links
+            self.files.remove(_LATEST)
+        self.files.link(final, _LATEST)
+        self.files.sync()
+        self.files.remove(replaced)

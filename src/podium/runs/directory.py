@@ -16,6 +16,7 @@
 A file that is replaced is written aside and renamed over the old one, so that it stays whole when the run is killed.
 """
 
+import io
 import itertools
 import json
 import logging
@@ -36,12 +37,13 @@ from uuid import uuid4
 from rich.console import Console
 
 from podium.config import config_to_dict
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.runs.checkpoints import Checkpoints
 from podium.runs.config import PPOConfig, SFTConfig
-from podium.runs.files import SET, free_name, lock_directory, remove, step_of, write_atomically
+from podium.runs.files import SET, free_name, step_of
 from podium.runs.named_files import PLACES
-from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
+from podium.runs.records import CONFIG, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
+from podium.runs.run_files import RunFiles
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 
@@ -49,11 +51,13 @@ __all__ = ["RunDirectory", "Summary", "library_versions"]
 
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 CONTROLLER_LOG: Final = "controller.log"
+_JOURNALS, _TRACKER_ID = ".in_flight", ".tracker_id"
 _OURS: Final = re.compile(
     r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|(places|summary)\.json|completions|evaluations|logs"
     r"|checkpoints|tensorboard|wandb|profile|\..*"
 )
-_OF_ONE_START: Final = ("trace*.json", METRICS, LEDGER, SUMMARY, "completions/*.parquet")
+_OF_ONE_START: Final = re.compile(r"trace(-\d+)?\.json|(metrics|ledger)\.jsonl|summary\.json")
+_WITH_LINKS: Final = ("checkpoints", "wandb")  # `latest`, and what wandb links to what it has written
 
 
 def library_versions() -> dict[str, str]:
@@ -105,30 +109,29 @@ class RunDirectory:
 
     Raises:
         ConfigError: ``path`` holds another run (and ``resume`` is False), no run (and ``resume`` is True), other files,
-            a run that another process is writing to, or links, through which the run would write elsewhere.
+            or a run that another process is writing to.
+        DataError: It holds links, through which the run would write elsewhere, or no regular files.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path)
+        self.files = RunFiles(path)
         self.config_path = self.path / CONFIG
         self.metrics_path = self.path / METRICS
-        self.ledger_path = self.path / LEDGER
         self.summary_path = self.path / SUMMARY
         self.curve_path = self.path / "curve.png"
-        self.completions = self.path / "completions"
-        self.evaluations = self.path / "evaluations"
+        self.completions = self.files.folder("completions")
         self.logs = self.path / "logs"
-        self._journals = self.path / ".in_flight"
         self._log: Callable[[str], None] | None = None
         try:
             self._check(resume)
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-            for folder in (self.completions, self.logs):
-                folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_directory(self.path)
+            for folder in ("completions", "logs"):
+                self.files.make_folder(folder)
+            self._lock = self.files.lock()
             if not resume and is_run(self.path) and RunRecord(self.path).is_own:
                 self._forget()
-            self.checkpoints = Checkpoints(self.path / "checkpoints")
+            self.checkpoints = Checkpoints(self.files.folder("checkpoints"))
         except OSError as error:
             raise ConfigError(
                 f"the run's directory {str(self.path)[:100]} cannot be used: {error.strerror}"
@@ -142,28 +145,30 @@ class RunDirectory:
             raise ConfigError(f"{self.path} is a file; a run needs a directory: choose another path")
         if resume:
             check_run(self.path)
-            for file in (self.config_path, self.metrics_path, self.summary_path, *self.logs.glob("*")):
-                if file.is_symlink() or not (file.is_file() or file.is_dir() or not file.exists()):
-                    raise ConfigError(f"{file} is a link, or no regular file: remove it to resume")
+            for name in filter(_OURS.fullmatch, self.files.names()):  # what this run will write, before it has trained
+                if self.files.is_folder(name):
+                    self.files.names(name) if name in _WITH_LINKS else self.files.check(name)
+                else:
+                    self.files.open(name).close()
             return
         if is_run(self.path):
-            lock_directory(self.path).close()  # for a run that is still running, the error names its process
+            self.files.lock().close()  # for a run that is still running, the error names its process
             if (run := RunRecord(self.path)).has_results:
                 raise ConfigError(
                     f"{self.path} holds a run ({run.progress}): resume it (--resume {self.path}), or choose another "
                     "run.name"
                 )
         # A start that failed leaves files with these names, and a config.yaml if it failed after the start.
-        entries = sorted(entry.name for entry in self.path.glob("*"))
-        foreign = [name for name in entries if not _OURS.fullmatch(name)]
+        foreign = [name for name in self.files.names() if not _OURS.fullmatch(name)] if self.path.exists() else []
         if foreign:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
 
     def _forget(self) -> None:
         """Remove the files of a run without results, whose name the new run takes. The old run's logs and configuration
         stay."""
-        for file in itertools.chain.from_iterable(self.path.glob(name) for name in _OF_ONE_START):
-            file.unlink()
+        for name in filter(_OF_ONE_START.fullmatch, self.files.names()):
+            self.files.remove(name)
+        self.files.renew_folder("completions")
 
     def log(self, text: str) -> None:
         """Write a line to logs/controller.log while :meth:`controller_log` is open."""
@@ -175,27 +180,25 @@ class RunDirectory:
 
         If the configuration was another one before a resume, the old file is kept as config.1.yaml, and so on.
         """
-        write_atomically(self.path / PLACES, places)
-        if self.config_path.exists():
-            if self.config_path.read_text() == text:
+        self.files.write(places, PLACES)
+        if self.files.kind(CONFIG):
+            if self.files.read_small(CONFIG) == text.encode():
                 return
-            self.config_path.rename(free_name(self.config_path, "."))
-        write_atomically(self.config_path, text)
+            self.files.rename(CONFIG, free_name(self.config_path, ".").name)
+        self.files.write(text, CONFIG)
 
-    def evaluations_of(self, name: str) -> Path:
+    def evaluations_of(self, name: str) -> RunFiles:
         """Return the directory of the completions of an evaluation set. It is called ``set=NAME``, so that readers get
         a column ``set``."""
-        return self.evaluations / f"{SET}{quote(name, safe='')}" if name else self.evaluations
+        return self.files.folder("evaluations", *([f"{SET}{quote(name, safe='')}"] if name else []))
 
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json; what is not finite becomes null."""
-        write_atomically(self.summary_path, json.dumps(_json(asdict(summary)), indent=2, allow_nan=False) + "\n")
+        self.files.write(json.dumps(_json(asdict(summary)), indent=2, allow_nan=False) + "\n", SUMMARY)
 
     def journals(self) -> Path:
         """Make an empty directory for the tokens of unfinished completions. ``close()`` removes it."""
-        remove(self._journals)
-        self._journals.mkdir()
-        return self._journals.absolute()
+        return self.files.renew_folder(_JOURNALS)
 
     @contextmanager
     def controller_log(self) -> Iterator[Path]:
@@ -203,8 +206,8 @@ class RunDirectory:
 
         The first line is the command that started this process.
         """
-        path = self.logs / CONTROLLER_LOG
-        handler = logging.FileHandler(path, encoding="utf-8")
+        file = io.TextIOWrapper(self.files.append("logs", CONTROLLER_LOG), encoding="utf-8", errors="backslashreplace")
+        handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         podium, root = logging.getLogger("podium"), logging.getLogger()
         level = podium.level
@@ -223,13 +226,13 @@ class RunDirectory:
         self._log = log
         log(f"command: {shlex.join(sys.orig_argv)}")
         try:
-            yield path
+            yield self.logs / CONTROLLER_LOG
         finally:
             unsubscribe()
             self._log = None
             root.removeHandler(handler)
             with suppress(OSError):  # a full disk, which takes no last record either
-                handler.close()
+                file.close()
             podium.setLevel(level)
 
     def sinks(self, config: PPOConfig | SFTConfig, console: Console | None) -> Iterator[Sink]:
@@ -238,28 +241,28 @@ class RunDirectory:
         Raises:
             ConfigError: A tracker is not installed.
         """
-        yield JsonlSink(self.metrics_path)
-        yield TraceSink(self.trace_path)
+        yield JsonlSink(self.metrics_path, self.files.append(METRICS))
+        yield TraceSink(self.trace_path, self.files.create(self.trace_path.name))
         if console is not None:
             yield ConsoleSink(console=console, log=self.log)
         arguments: dict[str, Any] = {"name": self.path.name, "config": config_to_dict(config)}
         for tracker, options in config.run.tracking.items():
             match tracker:
                 case "tensorboard":
-                    yield TensorBoardSink(self.path / "tensorboard", config=arguments["config"])
+                    yield TensorBoardSink(self.files.make_folder("tensorboard"), config=arguments["config"])
                 case "wandb":
+                    self.files.make_folder("wandb")
                     again = {"id": self._read_tracker_id(), "resume": "allow"}
                     yield WandbSink(folder=self.path, **arguments, **again, **options.for_wandb())
                 case "trackio":
-                    again = {"resume": "allow"} if self.config_path.exists() else {}
+                    again = {"resume": "allow"} if self.files.kind(CONFIG) else {}
                     yield TrackioSink(**arguments, **again, **options.for_trackio())
 
     def _read_tracker_id(self) -> str:
         """Return the tracker's id of this run, which stays the same when the run is resumed."""
-        file = self.path / ".tracker_id"
-        if not file.exists():
-            write_atomically(file, uuid4().hex)
-        return file.read_text(encoding="ascii").strip()
+        if not self.files.kind(_TRACKER_ID):
+            self.files.write(uuid4().hex, _TRACKER_ID)
+        return self.files.read_small(_TRACKER_ID).decode("ascii", "replace").strip()
 
     def rewind(self, step: int | None) -> None:
         """Remove what is later than ``step``, the step of the checkpoint from which a run resumes. None removes
@@ -272,7 +275,7 @@ class RunDirectory:
                 cannot be read.
         """
         record = RunRecord(self.path)
-        if record.end is None and self.summary_path.exists():
+        if record.end is None and self.files.kind(SUMMARY):
             raise ConfigError(f"{self.summary_path} is not the summary of a run: move it away to resume")
         if (record.end or 0) > (step or 0):
             state = "no checkpoint is left" if step is None else f"its latest checkpoint is of step {step}"
@@ -282,12 +285,16 @@ class RunDirectory:
                 "may be deleted"
             )
         step = -1 if step is None else step
-        if self.metrics_path.exists():
+        if self.files.kind(METRICS):
+            rows = list(record.parse_rows())
+            if damage := next((row for row in rows if isinstance(row, DataError)), None):
+                raise damage
             kept = itertools.takewhile(lambda row: row["step"] <= step, record.rows)
-            write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
-        for file in (*self.completions.glob("step-*.parquet"), *self.evaluations.rglob("step-*.parquet")):
-            if (step_of(file.stem) or 0) > step:
-                file.unlink()
+            self.files.write("".join(json.dumps(row) + "\n" for row in kept), METRICS)
+        for folder in (self.completions, self.files.folder("evaluations")):
+            for name in folder.walk():
+                if name.endswith(".parquet") and (step_of(Path(name).stem) or 0) > step:
+                    folder.remove(name)
 
     def describe_latest(self) -> str:
         """Say from which checkpoint this run can be resumed."""
@@ -299,8 +306,9 @@ class RunDirectory:
         had failed, or a model."""
         with suppress(OSError):  # a later start tries again
             self.checkpoints.tidy()
-            for left in (self._journals, *self.path.glob(".*.tmp")):
-                remove(left)
+            for name in self.files.names():
+                if name == _JOURNALS or (name.startswith(".") and name.endswith(".tmp")):
+                    self.files.remove(name)
 
     def close(self) -> None:
         """Release the lock, so that another process may write here. A second call does nothing.
@@ -309,17 +317,17 @@ class RunDirectory:
         written to its log.
         """
         self.tidy()
-        if self._made and not self.config_path.exists() and not any(self._find_written_logs()):
-            remove(self.path)
+        if self._made and not self.files.kind(CONFIG) and not any(self._find_written_logs()):
+            self.files.remove_run()
             with suppress(OSError):  # one of these directories has other files now
                 for folder in self._made[1:]:
                     folder.rmdir()
         self._lock.close()
 
-    def _find_written_logs(self) -> Iterator[Path]:
+    def _find_written_logs(self) -> Iterator[str]:
         """The logs in which a worker has written something."""
-        logs = (file for file in self.logs.glob("*") if file.name != CONTROLLER_LOG)
-        return (file for file in logs if file.is_file() and file.stat().st_size)
+        logs = self.files.folder("logs")
+        return (name for name in logs.names() if name != CONTROLLER_LOG and logs.signature(name)[0])
 
 
 def _json(value: Any) -> Any:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Annotated, Final
 
+from pydantic import AfterValidator
+
+from podium.runs.typed import Amount, Count, Figure
 from podium.telemetry import Sample
-from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, TOKEN_ACCURACY
+from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, TOKEN_ACCURACY, Metric
 
 __all__ = ["Evaluation", "Gain", "Interval", "Scores", "accuracy_interval", "gain"]
 
@@ -19,8 +22,15 @@ _Z95: Final = 1.959964  # of the normal distribution, two-sided
 _FEWEST_CHANGES: Final = 6  # of fewer, all may have one sign by chance: 2 / 2^5 is more than 5 %
 
 Interval = tuple[float, float]
-Scores = Sequence[float | None]
+Scores = Sequence[Figure | None]
 """The score of each item; None where it has none, such as a part that the reward left out."""
+
+
+def _check_figures(figures: Mapping[str, float]) -> Mapping[str, float]:
+    for name, value in figures.items():
+        if Metric(name).is_share and not 0 <= value <= 1:
+            raise ValueError(f"{name} = {value}: expected a share from 0 to 1")
+    return figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +46,11 @@ class Evaluation:
         samples: The first completions.
     """
 
-    step: int
-    items: int
-    figures: Mapping[str, float]
-    scores: Mapping[str, Scores] = field(default_factory=dict)
-    weights: Sequence[float] = ()
+    step: Count
+    items: Count
+    figures: Annotated[Mapping[str, Figure], AfterValidator(_check_figures)]
+    scores: Mapping[str, Scores] = field(default_factory=dict[str, "Scores"])
+    weights: tuple[Amount, ...] = ()
     set_name: str = ""
     samples: tuple[Sample, ...] = ()
 

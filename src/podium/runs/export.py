@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -14,13 +16,14 @@ from typing import Any, Final
 from podium.config import build_config, parse_overrides, read_values
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
-from podium.runs.checkpoints import StoredCheckpoints, TrainerState
+from podium.runs.checkpoints import StoredCheckpoints, TrainerState, files_of
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, gain
-from podium.runs.files import STATE_FILE, remove, step_of
+from podium.runs.files import STATE_FILE, step_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
 from podium.runs.records import CONFIG, RunRecord, flatten, is_run
+from podium.runs.run_files import RunFiles
 from podium.telemetry.held_out import Metric
 
 __all__ = ["StoredModel", "export_model", "find_model", "open_model"]
@@ -28,6 +31,13 @@ __all__ = ["StoredModel", "export_model", "find_model", "open_model"]
 _CARD: Final = "README.md"
 _MAKES_MODEL: Final = ("model", "data.chat_template")  # what a checkpoint is exported with
 _POLICY: Final = "policy"
+_MODEL_FILES: Final = re.compile(
+    r"[^/]+\.safetensors(\.index\.json)?|(generation_|adapter_|tokenizer_|processor_|(video_)?preprocessor_)?config\.json"
+    r"|(tokenizer|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json|vocab\.txt|merges\.txt"
+    r"|[^/]+\.(model|tiktoken|jinja)|additional_chat_templates/[^/]+\.jinja"
+)
+_OF_RESUME: Final = ("resume", "manifest.json")  # of a checkpoint, from which a run resumes
+_logger = logging.getLogger(__name__)
 _TOLD: Final = (
     *("algorithm.advantage", "algorithm.loss", "algorithm.kl_coef", "optim.lr", "batch.prompts", "batch.examples"),
     *("sampling.n", "sampling.max_new_tokens", "model.lora.rank", "environment.name", "reward.name"),
@@ -49,7 +59,8 @@ class StoredModel:
     @property
     def values(self) -> dict[str, Any]:
         """The run's configuration, as it was written."""
-        return read_values(InferenceConfig, self.run / CONFIG, self.overrides)
+        content = RunFiles(self.run).read_small(CONFIG)
+        return read_values(InferenceConfig, self.run / CONFIG, self.overrides, content)
 
     @property
     def config(self) -> InferenceConfig:
@@ -97,22 +108,22 @@ def find_model(name: str, *, final: bool = True) -> StoredModel | None:
     Raises:
         ConfigError: The run has no such checkpoint, or no checkpoint yet. The message lists the checkpoints.
     """
-    path, run, which = Path(name), *_parts(name)
-    if (path / STATE_FILE).is_file():
-        path = path.resolve()  # `latest` is a link
-        return StoredModel(run=path.parent.parent, checkpoint=path)
+    if (checkpoint := _checkpoint_at(Path(name).absolute())) is not None:
+        return StoredModel(run=checkpoint.parent.parent, checkpoint=checkpoint)
+    run, which = _parts(name)
     if not is_run(run):
         return None
-    if final and not which and (run / "model").is_dir() and not _is_old(RunRecord(run)):
+    files = RunFiles(run)
+    if final and not which and files.is_folder("model") and not _is_old(RunRecord(run)):
         return StoredModel(run=run, checkpoint=None)
-    stored = StoredCheckpoints(run / "checkpoints")
+    stored = StoredCheckpoints(files.folder("checkpoints"))
     checkpoints = f"{run} has {', '.join(path.name for path in stored.all()) or 'no checkpoint yet'}"
     if which.isdecimal():
         checkpoint = next((path for path in stored.all() if step_of(path.name) == int(which)), None)
     elif which in ("best", "latest"):
         checkpoint = stored.best() if which == "best" else stored.latest()
         if checkpoint is None and (latest := stored.latest()) is not None:
-            TrainerState.read(latest / STATE_FILE)  # which says so where a state cannot be read
+            TrainerState.read(latest)  # which says so where a state cannot be read
             raise ConfigError(
                 f"{name}: no step of these checkpoints was evaluated: {checkpoints}; set eval.every to save.every"
             )
@@ -141,22 +152,20 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
     """
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
         raise ConfigError(f"{to} is there already: choose a directory that is empty, or none yet")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    aside = to.with_name(f".{to.name}.tmp")
-    remove(aside)
+    files = RunFiles(to.parent)
+    files.make_folder()
+    aside = files.renew_folder(temporary := f".{to.name}.tmp")
     try:
         if found.checkpoint is not None:
             _write_checkpoint(found, aside, merge=merge)
         elif found.adapted and not merge:
             raise ConfigError(f"{found.run} has no checkpoint with its adapters: --merge exports the merged model")
         else:
-            shutil.copytree(found.run / "model", aside)
+            _copy_model(RunFiles(found.run, "model"), aside)
         (aside / _CARD).write_text(_card(found, adapters=found.adapted and not merge), encoding="utf-8")
-        if to.is_dir():
-            to.rmdir()
-        aside.rename(to)
+        files.rename(temporary, to.name)
     finally:
-        remove(aside)
+        files.remove(temporary)
 
 
 @contextmanager
@@ -167,18 +176,30 @@ def open_model(found: StoredModel) -> Iterator[Path]:
     Raises:
         CheckpointError: The checkpoint is damaged.
     """
+    run = RunFiles(found.run)
     if found.checkpoint is None:
-        yield found.run / "model"
+        yield run.check("model")
         return
-    if _is_model(found.checkpoint / _POLICY):
+    policy = files_of(found.checkpoint).check(_POLICY)
+    if _is_model(policy):
         from podium.models.manifest import check_manifest
 
-        check_manifest(found.checkpoint / _POLICY)
-        yield found.checkpoint / _POLICY
+        check_manifest(policy)
+        yield policy
         return
-    with tempfile.TemporaryDirectory(prefix=".model-", dir=found.run) as folder:  # other nodes see it there too
-        _write_checkpoint(found, Path(folder) / "model", merge=True)
-        yield Path(folder) / "model"
+    folder = run.renew_folder(name := f".model-{os.getpid()}.tmp")  # other nodes see it there too
+    try:
+        _write_checkpoint(found, folder / "model", merge=True)
+        yield folder / "model"
+    finally:
+        run.remove(name)
+
+
+def _checkpoint_at(path: Path) -> Path | None:
+    """Return the path of the checkpoint at ``path``, which may be the link ``latest`` to one beside it."""
+    target = RunFiles(path.parent).read_link(path.name) if path.name else None
+    path = path.with_name(target) if target is not None and step_of(target) is not None else path
+    return path if path.name and files_of(path).is_file(STATE_FILE) else None
 
 
 def _parts(name: str) -> tuple[Path, str]:
@@ -197,20 +218,33 @@ def _is_model(policy: Path) -> bool:
     return (policy / "config.json").is_file()
 
 
+def _copy_model(files: RunFiles, to: Path) -> None:
+    """Copy the files that a model has, by their names. A line says what else is there."""
+    others: list[str] = []
+    for name in files.walk():
+        if not _MODEL_FILES.fullmatch(name):
+            others += [name] if name.partition("/")[0] not in _OF_RESUME else []
+            continue
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        with files.open(name) as source, (to / name).open("xb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+    if others:
+        _logger.warning("%s: not copied, since a model has no such files: %s", files.path, ", ".join(others))
+
+
 def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
     from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
-    from podium.models.manifest import MANIFEST, check_manifest
-    from podium.models.model_files import RESUME
+    from podium.models.manifest import check_manifest
     from podium.models.stored_policy import load_stored, write_adapters, write_whole
     from podium.models.tokenizers import load_tokenizer
     from podium.rollout.tasks.templates import chat_template
 
     assert found.checkpoint is not None
-    policy = found.checkpoint / _POLICY
+    policy = files_of(found.checkpoint).check(_POLICY)
     if _is_model(policy):
         check_manifest(policy)
-        shutil.copytree(policy, to, ignore=shutil.ignore_patterns(MANIFEST, RESUME))
+        _copy_model(files_of(found.checkpoint).folder(_POLICY), to)
         return
     config: ModelConfig = found.config.model
     model = load_stored(policy, config)  # which checks that the base model of the adapters is unchanged
@@ -269,9 +303,9 @@ def _figures(found: StoredModel) -> tuple[Metric, Evaluation | None, Evaluation 
     """The metric that judges the run, its first evaluation, the last one, and the step of the model."""
     checkpoint = found.checkpoint
     if checkpoint is None:
-        checkpoint = StoredCheckpoints(found.run / "checkpoints").latest()
+        checkpoint = StoredCheckpoints(RunFiles(found.run, "checkpoints")).latest()
     try:
-        state = TrainerState.read(checkpoint / STATE_FILE) if checkpoint is not None else TrainerState()
+        state = TrainerState.read(checkpoint) if checkpoint is not None else TrainerState()
     except CheckpointError:
         state = TrainerState()
     end = RunRecord(found.run).end if found.checkpoint is None else None

@@ -18,22 +18,41 @@ again under their numbers.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, Literal, NotRequired, cast
 
-from podium.errors import CheckpointError, PodiumError
-from podium.runs.reading import RunFiles
+from typing_extensions import TypedDict
 
-__all__ = ["Ledger", "States", "read_ledger"]
+from podium.errors import CheckpointError, DataError, PodiumError
+from podium.runs.run_files import RunFiles
+from podium.runs.typed import Count, read_lines, write_json
+
+__all__ = ["Entry", "Ledger", "States", "read_ledger"]
 
 _STATES: Final = ("returned", "taken", "rolled_out", "graded", "trained", "dropped")
 _RETURNED, _TAKEN, _, _, _TRAINED, _DROPPED = range(len(_STATES))
+
+
+class First(TypedDict):
+    """The first line of a ledger."""
+
+    first: Count
+
+
+class Entry(TypedDict):
+    """Any other line: the next state of some prompts, of a step unless they were returned."""
+
+    state: Literal["returned", "taken", "rolled_out", "graded", "trained", "dropped"]
+    step: NotRequired[Count]
+    prompts: list[Count]
+    versions: NotRequired[list[tuple[int, int]]]
+    reason: NotRequired[str]
 
 
 class Ledger:
@@ -52,25 +71,33 @@ class Ledger:
         self.path = path
         self.states = States()
         self._lock = Lock()  # the two halves of steps may run at the same time
-        data = path.read_bytes()[:size] if size and path.exists() else b""
-        if len(data) < size:
+        self._size = size
+        self._file = RunFiles(path.parent).append(path.name)
+        try:
+            self._continue(first)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _continue(self, first: int) -> None:
+        """Read the bytes that count, and cut off the others."""
+        size, present = self._size, self._file.seek(0, os.SEEK_END)
+        if present < size:
             raise CheckpointError(
-                f"{path} has {len(data)} bytes, and had {size} when the checkpoint was made: put the run's own file "
+                f"{self.path} has {present} bytes, and had {size} when the checkpoint was made: put the run's own file "
                 "back"
             )
-        self.states.read(data, path)
-        self._file = path.open("ab")
-        self._file.truncate(len(data))
-        self._size = len(data)
-        if not data:
+        self._file.seek(0)
+        self.states.read(self._file.read(size), self.path)
+        self._file.truncate(size)
+        if not size:
             self._write({"first": first})
         if in_flight := self.states.in_flight():
             self._write({"state": "returned", "prompts": in_flight})
         if self.states.next != first:
-            self._file.close()
             raise CheckpointError(
-                f"{path} goes on at prompt {self.states.next}, and the checkpoint at prompt {first}: put the run's own "
-                "file back"
+                f"{self.path} goes on at prompt {self.states.next}, and the checkpoint at prompt {first}: put the "
+                "run's own file back"
             )
 
     def take(self, step: int, until: int) -> None:
@@ -111,7 +138,7 @@ class Ledger:
     def _write(self, line: Mapping[str, Any]) -> None:
         with self._lock:
             self.states.enter(line)
-            data = json.dumps(line).encode() + b"\n"
+            data = write_json(line) + b"\n"
             self._file.write(data)
             self._file.flush()
             self._size += len(data)
@@ -139,39 +166,53 @@ class States:
 
     def read(self, data: bytes, path: Path) -> None:
         """Enter all lines of ``data``, the content of ``path``. Raises CheckpointError if it is no ledger."""
-        for number, line in enumerate(data.splitlines(), 1):
+        head, _, tail = data.partition(b"\n")
+        entries = chain(read_lines(First, head, path), read_lines(Entry, tail, path, 2))
+        for number, entry in enumerate(entries, 1):
             try:
-                self.enter(json.loads(line))
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, PodiumError) as error:
+                if isinstance(entry, DataError):
+                    raise entry
+                self.enter(cast("Mapping[str, Any]", entry))
+            except (PodiumError, KeyError) as error:  # of a field that only some states have
                 raise CheckpointError(f"{path}, line {number}: no entry of a ledger: {error}") from error
 
     def enter(self, line: Mapping[str, Any]) -> None:
         """Enter one line. Raises PodiumError if a prompt cannot become what the line says."""
         if "first" in line:
-            self._first = int(line["first"])
+            self._first = line["first"]
             return
-        state, prompts = _STATES.index(line["state"]), [int(prompt) for prompt in line["prompts"]]
-        end = self._first + len(self._states)
-        for prompt in prompts:
-            own_state = self._states[prompt - self._first] if prompt < end else _RETURNED
-            goes_on = own_state < state and own_state < _TRAINED
-            if not goes_on and not (state == _RETURNED and _TAKEN <= own_state < _TRAINED):
-                raise PodiumError(f"ledger: prompt {prompt} is {_STATES[own_state]} and cannot become {line['state']}")
+        state, prompts, step = _STATES.index(line["state"]), line["prompts"], line.get("step", -1)
+        self._check(state, prompts, step)
         if state == _TAKEN:
+            end = self._first + len(self._states)
             self._states += bytes(max(0, max(prompts, default=0) + 1 - end))
             self._returned.difference_update(prompts)
-            self.by_step.setdefault(line["step"], []).extend(prompts)
+            self.by_step.setdefault(step, []).extend(prompts)
         for prompt in prompts:
             self._states[prompt - self._first] = state
         if state == _RETURNED:
             self._returned.update(prompts)
             self.by_step.clear()
         elif state >= _TRAINED:
-            left = [prompt for prompt in self.by_step.pop(line["step"]) if prompt not in {*prompts}]
+            left = [prompt for prompt in self.by_step.pop(step, ()) if prompt not in {*prompts}]
             if left:  # some of the step's prompts were dropped alone
-                self.by_step[line["step"]] = left
+                self.by_step[step] = left
         if state == _DROPPED:
             self.reasons[line["reason"]] += len(prompts)
+
+    def _check(self, state: int, prompts: Sequence[int], step: int) -> None:
+        """Raise PodiumError if the prompts of ``step`` cannot become ``state``. ``step`` is -1 where it is missing."""
+        name, end = _STATES[state], self._first + len(self._states)
+        known = range(self._first, end + len(prompts) * (state == _TAKEN))
+        if len({*prompts}) < len(prompts) or not all(prompt in known for prompt in prompts):
+            raise PodiumError(f"ledger: {prompts} are no prompts that can become {name}")
+        for prompt in prompts:
+            own_state = self._states[prompt - self._first] if prompt < end else _RETURNED
+            goes_on = own_state < state and own_state < _TRAINED
+            if not goes_on and not (state == _RETURNED and _TAKEN <= own_state < _TRAINED):
+                raise PodiumError(f"ledger: prompt {prompt} is {_STATES[own_state]} and cannot become {name}")
+        if (step < 0) != (state == _RETURNED) or (state > _TAKEN and not {*prompts} <= {*self.by_step.get(step, ())}):
+            raise PodiumError(f"ledger: step {step} has not taken all of {prompts}")
 
     def open_before(self, until: int) -> list[int]:
         """Return the prompts before number ``until`` that are not taken."""
@@ -195,7 +236,6 @@ def read_ledger(path: Path) -> States:
         CheckpointError: The file is no ledger.
         DataError: It is a link, or no regular file.
     """
-    with RunFiles(path.parent).open(path.name) as file:
-        states, data = States(), file.read()
+    states, data = States(), RunFiles(path.parent).read(path.name)
     states.read(data[: data.rfind(b"\n") + 1], path)
     return states

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,11 +29,13 @@ from typing import Any, Final, TypeVar, cast
 from podium.algorithms import AlgorithmConfig
 from podium.config import build_config, config_to_dict, config_to_yaml
 from podium.errors import ConfigError, DataError
-from podium.runs.reading import RunFiles
+from podium.runs.run_files import RunFiles
+from podium.runs.typed import Count, read_json, write_json
 
 __all__ = ["PLACES", "align_values", "as_given", "find_again", "find_current_values", "is_needed", "read_objects"]
 __all__ += ["record", "remarks"]
 
+_logger = logging.getLogger(__name__)
 C = TypeVar("C")
 Keys = tuple[str | int, ...]
 
@@ -58,13 +61,8 @@ class _Place:
 
     given: str
     from_run: str
-    nbytes: int | None = None
+    nbytes: Count | None = None
     sha256: str | None = None
-
-    def is_plain(self) -> bool:
-        """Whether the values have their types. The file may be a stranger's."""
-        sizes = isinstance(self.nbytes, int | None) and isinstance(self.sha256, str | None)
-        return sizes and isinstance(self.given, str) and isinstance(self.from_run, str)
 
     def candidates(self, absolute: str, run: Path) -> dict[str, str]:
         """Yield the paths where the file may be, in the order in which they are tried, and how each was found."""
@@ -107,7 +105,7 @@ def record(config: Any, run: Path, objects: Mapping[str, str] | None = None) -> 
         shown = str(value).lower() if isinstance(value, bool) else value
         text = text.replace(f"\n  {key}: null\n", f"\n  {key}: null  # {shown}, {origin}\n")
     head = (_HEAD if places else "") + "".join(f"{_OBJECT}{role}: {name}\n" for role, name in (objects or {}).items())
-    return head + text, json.dumps(places, indent=2, ensure_ascii=False) + "\n"
+    return head + text, write_json(places, indent=2).decode() + "\n"
 
 
 def read_objects(text: str) -> dict[str, str]:
@@ -185,7 +183,11 @@ def is_needed(key: str, needs: Sequence[str]) -> bool:
 
 def as_given(values: Mapping[str, Any], run: Path) -> dict[str, Any]:
     """Return the nested values of a run's ``config.yaml`` with paths as the user wrote them, for display."""
-    places, shown = _read(run), deepcopy(dict(values))
+    try:
+        places, shown = _read(run), deepcopy(dict(values))
+    except (OSError, DataError) as error:
+        _logger.warning("%s", error)
+        return dict(values)
     for keys, path, function in _paths(values):
         if path in places:
             _put(shown, keys, places[path].given + function)
@@ -327,10 +329,8 @@ def _difference(before: int | None, now: int | None) -> str:
 
 
 def _read(run: Path) -> Mapping[str, _Place]:
-    """Return the entries of places.json by their absolute paths. There are none if the file cannot be read."""
-    try:
-        content: dict[str, dict[str, Any]] = json.loads(RunFiles(run).read_small(PLACES))
-        places = {str(path): _Place(**entry) for path, entry in content.items()}
-    except (OSError, DataError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
-    return {path: entry for path, entry in places.items() if entry.is_plain()}
+    """Return the entries of places.json by their absolute paths; none if there is no such file. Raises DataError for
+    other content."""
+    with suppress(FileNotFoundError):
+        return read_json(dict[str, _Place], RunFiles(run).read_small(PLACES), run / PLACES)
+    return {}

@@ -12,6 +12,7 @@ from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import free_name
 from podium.runs.named_files import align_values, find_again
 from podium.runs.records import CONFIG, RunRecord, flatten, is_run
+from podium.runs.run_files import RunFiles
 
 __all__ = ["resolve_resume", "run_path"]
 
@@ -58,7 +59,8 @@ def resolve_resume(config: C) -> C:
     if not is_run(path):
         return config
     file = path / CONFIG
-    values = config_to_dict(build_config(type(config), read_values(type(config), file), source=str(file)))
+    stored = read_values(type(config), file, content=RunFiles(path).read_small(CONFIG))
+    values = config_to_dict(build_config(type(config), stored, source=str(file)))
     expected = dict(flatten(align_values(config_to_dict(config), values, path)))
     recorded = dict(flatten(values))
     others = [

@@ -7,21 +7,26 @@ Links in the directory are not followed, and a damaged file counts as a missing 
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NotRequired, cast
 
+from pydantic import AfterValidator, with_config
+from typing_extensions import TypedDict
+
+from podium.config import read_values
 from podium.errors import CheckpointError, ConfigError, DataError
 from podium.functions import OF_SCRIPT
-from podium.runs.files import LOCK, is_locked, step_of
+from podium.runs.files import LOCK, step_of
 from podium.runs.ledger import States, read_ledger
 from podium.runs.named_files import PLACES, as_given, read_objects
-from podium.runs.reading import RunFiles
+from podium.runs.run_files import RunFiles
+from podium.runs.typed import Amount, Count, Number, read_json, read_lines
 from podium.telemetry.held_out import ACCURACY, Metric
 
 __all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "RunRecord"]
@@ -29,6 +34,8 @@ __all__ += ["check_run", "find_runs", "flatten", "is_run", "metric_of", "parse_r
 
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
 _MOST_SETTINGS: Final = 10_000
+_LARGEST: Final = 1e300  # larger values overflow in sums
+_logger = logging.getLogger(__name__)
 
 RunState = Literal["running", "finished", "stopped", "unfinished"]
 
@@ -46,20 +53,24 @@ class RunRecord:
     @cached_property
     def summary(self) -> Mapping[str, Any]:
         """summary.json; empty where there is none that can be read."""
-        try:
-            summary = json.loads(self.files.read_small(SUMMARY))
-        except (OSError, DataError, ValueError, RecursionError):
-            return {}
-        return summary if isinstance(summary, dict) else {}
+        with suppress(FileNotFoundError), _warning():
+            return cast("Mapping[str, Any]", read_json(_Summary, self.files.read_small(SUMMARY), self.path / SUMMARY))
+        return {}
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
-        try:
-            with closing(self.files.open(METRICS)) as file:
-                return list(parse_rows(file.read()))
-        except (FileNotFoundError, DataError):
-            return []
+        """The rows of metrics.jsonl. A warning names those that are damaged, and they are left out."""
+        rows = self.parse_rows()
+        for row in rows:
+            if isinstance(row, DataError):
+                _logger.warning("%s", row)
+        return [row for row in rows if not isinstance(row, DataError)]
+
+    def parse_rows(self) -> list[dict[str, Any] | DataError]:
+        """Return the rows of metrics.jsonl, and in the place of a damaged one its error."""
+        with suppress(FileNotFoundError), _warning():
+            return list(parse_rows(self.files.read(METRICS), self.path / METRICS))
+        return []
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -67,16 +78,12 @@ class RunRecord:
 
         What the script of the run passed beside them has names such as ``script.policy``.
         """
-        import yaml
-
-        try:
+        with suppress(FileNotFoundError), _warning():
             text = self.files.read_small(CONFIG)
-            values = yaml.safe_load(text)
-            settings = flatten(as_given(values, self.path)) if isinstance(values, dict) else ()
+            settings = flatten(as_given(read_values(object, self.path / CONFIG, content=text), self.path))
             objects = read_objects(text.decode(errors="replace"))
             return dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
-        except (OSError, DataError, ValueError, yaml.YAMLError, RecursionError):
-            return {}
+        return {}
 
     @property
     def of_script(self) -> dict[str, str]:
@@ -95,8 +102,8 @@ class RunRecord:
         """The ``model_path`` or the ``best_checkpoint`` of the summary, also if the run has moved; None if unset."""
         if not isinstance(value := self.summary.get(name), str):
             return None
-        local = self.path / ("model" if name == "model_path" else Path("checkpoints", Path(value).name))
-        return local if local.exists() else Path(value)
+        local = "model" if name == "model_path" else f"checkpoints/{Path(value).name}"
+        return self.path / local if self.files.is_folder(local) else Path(value)
 
     @property
     def state(self) -> RunState:
@@ -108,7 +115,7 @@ class RunRecord:
         Running: a process writes to the directory. Stopped: somebody ended the run early, and it was saved.
         Unfinished: it was killed or has failed.
         """
-        if self.is_held():
+        if self.files.is_locked():
             return "running"
         if not self.summary or self.is_past_end(step):
             return "unfinished"
@@ -147,30 +154,24 @@ class RunRecord:
 
         Completions of a step that was not trained, for example because the reward failed, are no result.
         """
-        kept = ("checkpoints/step-*", "evaluations/**/*.parquet")
-        ended = (self.path / SUMMARY).exists() and self.end != 0
-        return ended or bool(self.rows) or any(any(self.path.glob(name)) for name in kept) or self._has_trained
+        ended = self.files.kind(SUMMARY) != 0 and self.end != 0
+        kept = bool(self.checkpoints) or any(name.endswith(".parquet") for name in self.files.walk("evaluations"))
+        return ended or kept or bool(self.rows) or self._has_trained
 
     @property
     def _has_trained(self) -> bool:
         """Whether the ledger has a trained prompt. If the ledger cannot be read, completions count as trained."""
         with suppress(CheckpointError, DataError):
-            if (self.path / LEDGER).exists():
+            if self.files.kind(LEDGER):
                 return "trained" in self.prompts.counts()
-        return any(self.path.glob("completions/*.parquet"))
+        return any(name.endswith(".parquet") for name in self.files.names("completions"))
 
     @property
     def is_own(self) -> bool:
         """Whether everything in the directory belongs to this run. Other directories may have a config.yaml too, or
         hold runs."""
         made = not {LOCK, PLACES, METRICS}.isdisjoint(self.files.names())
-        return made and not any(self.path.glob(f"*/{CONFIG}"))
-
-    def is_held(self) -> bool:
-        """Whether a process writes to the run."""
-        with suppress(OSError, DataError), closing(self.files.open(LOCK)) as file:
-            return is_locked(file)
-        return False
+        return made and not any(self.files.kind(name, CONFIG) for name in self.files.names())
 
     @cached_property
     def step(self) -> int:
@@ -212,7 +213,7 @@ class RunRecord:
         """The duration of the run: by its summary, or else from its first row to its last one."""
         if isinstance(wall := self.summary.get("wall_s"), int | float):
             return float(wall)
-        times = [row["time"] for row in self.rows if isinstance(row.get("time"), int | float)]
+        times = [row["time"] for row in self.rows if "time" in row]
         return max(times) - min(times) if times else 0.0
 
     @property
@@ -229,12 +230,14 @@ def metric_of(row: Mapping[str, Any]) -> Metric:
 
 def is_run(path: Path) -> bool:
     """Whether ``path`` is the directory of a run."""
-    return os.path.isfile(path / CONFIG)  # Path.is_file() raises an error for a name that is too long
+    return RunFiles(path).is_file(CONFIG)
 
 
 def check_run(path: Path) -> None:
     """Raise ConfigError if ``path`` is no directory of a run."""
-    if not is_run(path):
+    if RunFiles(path).kind(CONFIG):
+        RunFiles(path).open(CONFIG).close()  # an error says what else it is
+    else:
         raise ConfigError(f"no run at {path}: it has no {CONFIG}; give the directory of a run, such as runs/NAME")
 
 
@@ -247,14 +250,59 @@ def find_runs(path: Path) -> Iterator[RunRecord]:
     yield from map(RunRecord, runs)
 
 
-def parse_rows(lines: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the rows in lines of metrics.jsonl, in order. An incomplete last line, which a killed run leaves, is
-    skipped."""
-    for line in lines.splitlines():
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
-                yield row
+def parse_rows(lines: bytes, file: Path, first: int = 1) -> Iterator[dict[str, Any] | DataError]:
+    """Yield the rows in lines of metrics.jsonl, in order, and in the place of a damaged one its error. An incomplete
+    last line, which a killed run leaves, is skipped. ``first`` is the number of the first line."""
+    for row in read_lines(cast("type[_Fields]", _Row), lines[: lines.rfind(b"\n") + 1], file, first):
+        yield row if isinstance(row, DataError) else cast("dict[str, Any]", row)
+
+
+def _check_row(row: Any) -> Any:
+    for name, value in row.items():
+        if name in _Fields.__annotations__ or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+            raise ValueError(f"{name} = {value!r:.40}: expected a finite number")
+        if row["kind"] == "eval" and Metric(name.partition("/")[0]).is_share and not 0 <= value <= 1:
+            raise ValueError(f"{name} = {value!r}: expected a share from 0 to 1")
+    return row
+
+
+@with_config(extra="allow")
+class _Fields(TypedDict):
+    """The fields of a row of metrics.jsonl. All others are numbers."""
+
+    kind: str
+    step: Count
+    time: NotRequired[Number]
+    phase: NotRequired[str | None]
+    metric: NotRequired[str | None]
+    items: NotRequired[Count]
+    nonfinite: NotRequired[dict[str, str]]
+
+
+_Row = Annotated[_Fields, AfterValidator(_check_row)]
+
+
+class _Summary(TypedDict):
+    """The fields of summary.json that readers use."""
+
+    steps: Count
+    finished: bool
+    wall_s: NotRequired[Amount]
+    model_path: NotRequired[str | None]
+    best_checkpoint: NotRequired[str | None]
+
+
+@contextmanager
+def _warning() -> Iterator[None]:
+    """Turn the error of a file that cannot be read into a warning, after which the file counts as missing."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, DataError, ConfigError) as error:
+        _logger.warning("%s", error)
 
 
 def flatten(values: Mapping[Any, Any], joint: str = ".", depth: int = 8) -> Iterator[tuple[str, Any]]:

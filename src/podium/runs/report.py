@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from rich import box
 from rich.console import Console, Group
@@ -93,7 +93,9 @@ def report(
         curve = None
         emit(Note(f"the learning curve is not drawn without {missing[0]}: {install_command('plot')}"))
     if curve is not None:
-        paths["curve"] = plot_curve(curve, directory.curve_path, title)
+        paths["curve"] = directory.curve_path
+        with directory.files.replace(directory.curve_path.name) as file:
+            plot_curve(curve, file, title)
     paths |= {"model": summary.model_path} if summary.model_path else {}
     paths["trace"] = directory.trace_path
     paths |= RunRecord(directory.path).of_script
@@ -148,8 +150,8 @@ def smooth(values: Sequence[float], window: int | None = None) -> list[float]:
 # The curve as a picture
 
 
-def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
-    """Draw the curve as a PNG of 1600 x 900 pixels."""
+def plot_curve(curve: Curve, path: Path | IO[bytes], title: str = "") -> None:
+    """Draw the curve as a PNG of 1600 x 900 pixels at ``path``, or into an open file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -190,9 +192,7 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
         axis.tick_params(length=0)
     figure.suptitle(title or curve.title, x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-    return path
 
 
 def _top_share(curve: Curve) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +14,11 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.models.manifest import check_manifest, explain, file_sums, write_manifest
-from podium.runs.checkpoints import Checkpoints, TrainerState
+from podium.runs.checkpoints import Checkpoints, TrainerState, files_of
 from podium.runs.config import SaveConfig
-from podium.runs.files import STATE_FILE, remove
+from podium.runs.files import STATE_FILE
+from podium.runs.run_files import RunFiles
+from podium.runs.typed import write_json
 from podium.trainer.schedules.steps import name_stage
 
 if TYPE_CHECKING:
@@ -34,25 +35,25 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
     Raises:
         CheckpointError: The checkpoint is damaged, does not fit the roles, or belongs to another kind of run.
     """
-    check_manifest(path, others=[entry.name for entry in path.iterdir() if entry.is_dir()])
-    state = TrainerState.read(path / STATE_FILE)
+    files = files_of(path)
+    files.check()
+    check_manifest(path, others=[name for name in files.names() if files.is_folder(name)])
+    state = TrainerState.read(path)
     for name, worker in roles.learners.items():
-        if not (path / name).is_dir():
+        if not files.is_folder(name):
             raise CheckpointError(f"{path} holds no {name}, and this configuration has one")
         worker.load(str(path.absolute() / name))
     return state
 
 
-def write_model(folder: Path, policy: Handle[Policy], template: str | None) -> Path:
-    """Write the policy's model into ``folder``, and its chat template if this is not the tokenizer's own."""
-    aside = folder.with_name(f".{folder.name}.tmp")
-    remove(aside)
-    policy.save_pretrained(str(aside.absolute()))
+def write_model(files: RunFiles, policy: Handle[Policy], template: str | None) -> Path:
+    """Write the policy's model into the folder ``model``, and its chat template if this is not the tokenizer's own."""
+    policy.save_pretrained(str(files.renew_folder(aside := ".model.tmp")))
     if template is not None:
-        (aside / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
-    remove(folder)
-    aside.rename(folder)
-    return folder
+        files.write(template, aside, CHAT_TEMPLATE_FILE)
+    files.remove("model")
+    files.rename(aside, "model")
+    return files.path / "model"
 
 
 class Saver:
@@ -86,16 +87,15 @@ class Saver:
         """
         self.wait()
         began_s = time.monotonic()
-        text = json.dumps(asdict(state), indent=1)
-        folder = self._checkpoints.folder.absolute()  # a later start removes what a killed worker has left there
+        content = write_json(asdict(state), indent=1)
         with self._telling(state.step):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = self._checkpoints.files.make_folder()  # a later start removes what a killed worker has left there
             for copied in [worker.copy_state.submit(str(folder)) for worker in roles.learners.values()]:
                 copied.result()
         if self._beside:
-            self._writing = self._thread.submit(self._write, state.step, text, roles, began_s)
+            self._writing = self._thread.submit(self._write, state.step, content, roles, began_s)
         else:
-            self._write(state.step, text, roles, began_s)
+            self._write(state.step, content, roles, began_s)
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written, if there is one. This does not wait."""
@@ -117,16 +117,17 @@ class Saver:
         """End the thread. The workers are closed before, so that the thread waits for nothing."""
         self._thread.shutdown()
 
-    def _write(self, step: int, text: str, roles: Roles, began_s: float) -> None:
+    def _write(self, step: int, content: bytes, roles: Roles, began_s: float) -> None:
         config = self._config
         with (
             self._telling(step),
             name_stage("save", step),
-            self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as folder,
+            self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as path,
         ):
-            _write_learners(folder.absolute(), roles, self._texts)  # a worker has a working directory of its own
-            (folder / STATE_FILE).write_text(text, encoding="utf-8")
-            write_manifest(folder, [file_sums([folder / STATE_FILE])])
+            folder = self._checkpoints.files.folder(path.name)
+            _write_learners(folder, roles, self._texts)
+            folder.write(content, STATE_FILE)
+            write_manifest(folder.path, [file_sums([folder.path / STATE_FILE])])
         self.took_s = time.monotonic() - began_s
 
     @contextmanager
@@ -146,13 +147,13 @@ class Saver:
             ) from error
 
 
-def _write_learners(folder: Path, roles: Roles, texts: Mapping[str, str]) -> None:
+def _write_learners(folder: RunFiles, roles: Roles, texts: Mapping[str, str]) -> None:
     """Have all learners write what they copied into ``folder``. All have ended when this returns or raises."""
     calls: dict[str, Call[list[dict[str, Any]]]] = {}
     failed: PodiumError | None = None
     for name, worker in roles.learners.items():
         try:
-            calls[name] = worker.write_state.submit(str(folder / name))
+            calls[name] = worker.write_state.submit(str(folder.path / name))
         except PodiumError as error:
             failed = failed or error
     for name, call in calls.items():
@@ -160,9 +161,9 @@ def _write_learners(folder: Path, roles: Roles, texts: Mapping[str, str]) -> Non
             sums = call.result()
             if roles.learners[name] is roles.policy:
                 for file, text in texts.items():
-                    (folder / name / file).write_text(text, encoding="utf-8")
-                sums = [*sums, file_sums(folder / name / file for file in texts)]
-            write_manifest(folder / name, sums)
+                    folder.write(text, name, file)
+                sums = [*sums, file_sums(folder.path / name / file for file in texts)]
+            write_manifest(folder.path / name, sums)
         except PodiumError as error:
             failed = failed or error
     if failed is not None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
+from itertools import chain
 from typing import Any, Final, Self
 
 import torch
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, Jagged, fields, sampled_tokens
 from podium.rewards import Grade
 from podium.runs.files import step_name
+from podium.runs.run_files import RunFiles
 from podium.runtime import Call
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.conversation_texts import Conversation, conversations
@@ -43,7 +43,7 @@ class CompletionsLog:
     after ``flush()``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: RunFiles) -> None:
         self.folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="completions")
         self._pending: Future[None] | None = None
@@ -81,7 +81,7 @@ class CompletionsLog:
 
 
 def write_completions(
-    folder: Path, scored: ScoredBatch, learned: Batch | None, texts: TokenTexts | None = None
+    folder: RunFiles, scored: ScoredBatch, learned: Batch | None, texts: TokenTexts | None = None
 ) -> None:
     """Write ``scored`` to the Parquet file of its step in ``folder``, with the figures of each token.
 
@@ -95,23 +95,24 @@ def write_completions(
     """
     import pyarrow.parquet as pq  # takes a third of a second, for which a dry run need not wait
 
-    path = folder / f"{step_name(scored.step)}.parquet"
-    aside = path.with_name(f".{path.name}.tmp")
     left_out = scored.left_out
     grades = [*(scored.grades or ()), *((left_out.grades if left_out else None) or ())]
     parts = sorted({name for grade in grades for name in grade.parts})
     extra = sorted({name for grade in grades for name in grade.extra})
     texts = TokenTexts(scored.tokenizer) if texts is None else texts
-    with ExitStack() as stack:
-        file = None
-        for of, columns in ((scored, learned), (left_out, None)):
-            for rows in () if of is None else of.chunks(_WRITTEN_TOKENS):
-                table = _table(of, columns, rows, parts, extra, texts)
-                if file is None:
-                    file = stack.enter_context(pq.ParquetWriter(aside, table.schema, compression="zstd"))
-                file.write_table(_fit(table, file.schema))
-    if file is not None:
-        aside.replace(path)
+    tables = (
+        _table(of, columns, rows, parts, extra, texts)
+        for of, columns in ((scored, learned), (left_out, None))
+        for rows in (() if of is None else of.chunks(_WRITTEN_TOKENS))
+    )
+    if (first := next(tables, None)) is None:
+        return
+    with (
+        folder.replace(f"{step_name(scored.step)}.parquet") as target,
+        pq.ParquetWriter(target, first.schema, compression="zstd") as file,
+    ):
+        for table in chain((first,), tables):
+            file.write_table(_fit(table, file.schema))
 
 
 def _fit(table: Any, schema: Any) -> Any:
@@ -126,7 +127,7 @@ def _fit(table: Any, schema: Any) -> Any:
 
 
 def write_examples(
-    folder: Path,
+    folder: RunFiles,
     step: int,
     pairs: Sequence[Pair],
     tokenizer: PreTrainedTokenizerBase,
@@ -152,10 +153,8 @@ def write_examples(
         "tokens": pa.array(ids, pa.list_(pa.int32())),
         **{name: pa.array(column, pa.float64()) for name, column in scores.items()},
     }
-    path = folder / f"{step_name(step)}.parquet"
-    aside = path.with_name(f".{path.name}.tmp")
-    pq.write_table(pa.table(table), aside, compression="zstd")
-    aside.replace(path)
+    with folder.replace(f"{step_name(step)}.parquet") as file:
+        pq.write_table(pa.table(table), file, compression="zstd")
 
 
 def _table(

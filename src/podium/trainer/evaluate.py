@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +18,7 @@ from podium.rollout.tasks import EncodedPairs, Example, encode_pairs, load_examp
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, Scores
 from podium.runs.judging import knows_accuracy
+from podium.runs.run_files import RunFiles
 from podium.runtime import Cluster, Handle
 from podium.telemetry import Note, emit, metrics
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY
@@ -55,7 +55,7 @@ def score_held_out(
     sampling: SamplingParams,
     step: int = 0,
     reward_model: Handle[RewardModel] | None = None,
-    keep: Path | None = None,
+    keep: RunFiles | None = None,
     sessions: Sessions | None = None,
     set_name: str = "",
     known: bool | None = None,
@@ -63,7 +63,7 @@ def score_held_out(
     """Score one completion of each of ``prompts`` with the generator's current weights.
 
     Completions are drawn at ``config.eval.temperature``, from the whole distribution, with the same seeds every time.
-    The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``. With
+    The first three are kept for the report, and all of them in a Parquet file in the folder ``keep``. With
     ``sessions`` each prompt is the task of an environment's session. A session that fails, or ends before the model is
     asked, is not correct and has the score ``config.reward.failure_score``. ``known`` is that of
     :meth:`.ScoredBatch.with_verdicts`. The accuracy is left out where it is not known.
@@ -92,7 +92,7 @@ def score_held_out(
         emit(Note(_explain_scores(scored.verdicts, set_name)))
     scored = scored.with_verdicts(known)
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+        keep.make_folder()
         write_completions(keep, scored, None)
     for row, grade in zip(scored.judged, scored.verdicts, strict=True):
         grades[scored.groups[row]] = grade
@@ -132,13 +132,13 @@ def score_answers(
     pairs: EncodedPairs,
     tokenizer: PreTrainedTokenizerBase,
     step: int = 0,
-    keep: Path | None = None,
+    keep: RunFiles | None = None,
     set_name: str = "",
 ) -> Evaluation:
     """Compute the loss of held-out examples with the policy's weights, by a forward pass, and how many of the tokens to
     learn are the most probable ones. Both are means over all these tokens.
 
-    The examples with their figures are kept in a Parquet file in the directory ``keep``.
+    The examples with their figures are kept in a Parquet file in the folder ``keep``.
     """
     scores: dict[str, list[float]] = {LOSS: [], TOKEN_ACCURACY: []}
     weights: list[float] = []
@@ -151,7 +151,7 @@ def score_answers(
                 column += columns.dense(name).tolist()
             count.done = len(weights)
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+        keep.make_folder()
         write_examples(keep, step, pairs, tokenizer, scores)
     return Evaluation.of(step, len(pairs), scores, weights=weights, set_name=set_name)
 

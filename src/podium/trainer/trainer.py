@@ -34,7 +34,7 @@ from podium.runs.ledger import Ledger
 from podium.runs.named_code import remember_code
 from podium.runs.named_files import as_given, record
 from podium.runs.paths import resolve_resume
-from podium.runs.records import RunRecord
+from podium.runs.records import LEDGER, RunRecord
 from podium.runs.report import report
 from podium.runtime import Cluster
 from podium.telemetry import (
@@ -244,7 +244,7 @@ class Trainer(ABC, Generic[C, E, R]):
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
         try:
             first = self.resume() + 1
-            self.ledger = Ledger(run.directory.ledger_path, run.data.stream.number, self.state.ledger)
+            self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
             stack.callback(self.ledger.close)
             self._began = time.monotonic()
             emit(PhaseStarted(self.recipe, self.config.run.steps, first))
@@ -426,7 +426,7 @@ class Trainer(ABC, Generic[C, E, R]):
             self.ledger.drop("the run ended")
         self.state = self.remember(done)
         writes = self.config.save.model and finished
-        model = write_model(run.directory.path / "model", run.roles.policy, run.data.template) if writes else None
+        model = write_model(run.directory.files, run.roles.policy, run.data.template) if writes else None
         first, last = self.state.first, self.state.last
         flush()
         sets = [name for name in self.config.eval_sets if name]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from podium.errors import DataError
-from podium.runs.reading import RunFiles
+from podium.runs.run_files import RunFiles
 from podium.view.numbers import number
 
 __all__ = ["Completions", "CompletionsFile"]

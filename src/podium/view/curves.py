@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from podium.runs.reading import GrowingFile, RunFiles
+from podium.errors import DataError
 from podium.runs.records import METRICS, metric_of, parse_rows
+from podium.runs.run_files import GrowingFile, RunFiles
 from podium.telemetry.held_out import ACCURACY, Metric
-from podium.view.numbers import finite, number
+from podium.view.numbers import number
 
 __all__ = ["Curves"]
 
@@ -21,11 +22,13 @@ class Curves:
     """The metrics of a run that are written so far."""
 
     def __init__(self, files: RunFiles) -> None:
-        self._file = GrowingFile(files, METRICS)
+        self._file, self._path = GrowingFile(files, METRICS), files.path / METRICS
         self._forget()
 
     def _forget(self) -> None:
         self.phase = ""
+        self.complaint = ""  # what is wrong with the first damaged row
+        self._line = 1
         self.last_step = 0
         self.last_time: float | None = None
         self.nonfinite: list[tuple[int, str, str]] = []
@@ -36,20 +39,23 @@ class Curves:
     def update(self) -> None:
         """Read what is new."""
         for lines in self._file.chunks(self._forget):
-            for row in parse_rows(lines):
-                self._enter(row)
+            for row in parse_rows(lines, self._path, self._line):
+                if isinstance(row, DataError):
+                    self.complaint = self.complaint or str(row)
+                else:
+                    self._enter(row)
+            self._line += lines.count(b"\n")
 
     def _enter(self, row: dict[str, Any]) -> None:
-        self.phase = row["phase"] if isinstance(row.get("phase"), str) else self.phase
+        self.phase = row.get("phase") or self.phase
         self.last_step = max(self.last_step, row["step"])
-        self.last_time = finite(row.get("time")) or self.last_time
-        if isinstance(row.get("nonfinite"), dict):
-            entries = [(row["step"], str(name)[:200], str(what)[:20]) for name, what in row["nonfinite"].items()]
-            self.nonfinite += entries[: _MOST_NAMES - len(self.nonfinite)]
-        if row.get("kind") == "eval":
+        self.last_time = row.get("time") or self.last_time
+        entries = [(row["step"], name[:200], what[:20]) for name, what in row.get("nonfinite", {}).items()]
+        self.nonfinite += entries[: _MOST_NAMES - len(self.nonfinite)]
+        if row["kind"] == "eval":
             self._judge = metric_of(row)
-        table = self._steps if row.get("kind") == "step" else self._evaluations
-        table.enter(row["step"], finite(row.get("time")) or 0.0, row)
+        table = self._steps if row["kind"] == "step" else self._evaluations
+        table.enter(row["step"], row.get("time") or 0.0, row)
 
     def answer(self) -> dict[str, Any]:
         """Return the columns of the steps and those of the evaluations.

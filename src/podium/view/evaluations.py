@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from podium.errors import DataError
 from podium.runs.files import SET
-from podium.runs.reading import RunFiles
+from podium.runs.run_files import RunFiles
 from podium.view.completions import CompletionsFile
 from podium.view.numbers import number
 

@@ -1,6 +1,5 @@
 """The failures of a run: lost workers, stalls, failed calls, metrics that are not finite, dropped prompts, errors."""
 
-import json
 import os
 import re
 from collections import Counter
@@ -9,8 +8,10 @@ from contextlib import closing, suppress
 from typing import Any, Final
 
 from podium.errors import DataError
-from podium.runs.reading import GrowingFile, RunFiles
+from podium.runs.ledger import Entry
 from podium.runs.records import LEDGER
+from podium.runs.run_files import GrowingFile, RunFiles
+from podium.runs.typed import read_json
 from podium.view.curves import Curves
 from podium.view.timeline import Timeline
 
@@ -93,10 +94,10 @@ class Failures:
                         self._enter(line)
 
     def _enter(self, line: bytes) -> None:
-        with suppress(ValueError, RecursionError, AttributeError, TypeError):
-            row = json.loads(line)
-            if row.get("state") == "dropped" and isinstance(row.get("step"), int):
-                self._dropped[str(row.get("reason"))[:300], row["step"]] += len(row.get("prompts", ()))
+        with suppress(DataError):  # `podium runs` names it
+            entry = read_json(Entry, line, self._files.path / LEDGER)
+            if entry["state"] == "dropped":
+                self._dropped[entry.get("reason", "")[:300], entry.get("step", 0)] += len(entry["prompts"])
 
     def _logs(self) -> Iterator[dict[str, Any]]:
         try:

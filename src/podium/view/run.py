@@ -11,6 +11,7 @@ from podium.errors import ConfigError, DataError
 from podium.runs.comparison import UNCOMPARED
 from podium.runs.named_files import PLACES
 from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, is_run
+from podium.runs.run_files import RunFiles
 from podium.view.completions import Completions
 from podium.view.curves import Curves
 from podium.view.evaluations import Evaluations
@@ -23,7 +24,7 @@ __all__ = ["Run", "is_shown"]
 
 def is_shown(path: Path) -> bool:
     """Whether ``path`` is the directory of a run, or has a metrics.jsonl that a user's own script has written."""
-    return is_run(path) or (path / METRICS).is_file()
+    return is_run(path) or RunFiles(path).is_file(METRICS)
 
 
 class Run:
@@ -89,7 +90,7 @@ class Run:
         names = traces(self.files)
         trace = self.files.signature(names[-1])[0] if names else 0
         parts = [self.files.signature(name)[0] for name in (METRICS, LEDGER, SUMMARY)]
-        return [*parts, size, changed, len(names), trace, self._record.is_held()]
+        return [*parts, size, changed, len(names), trace, self._record.files.is_locked()]
 
     def _timeline(self, place: int) -> Timeline:
         names = traces(self.files)
@@ -102,7 +103,7 @@ class Run:
         record = self._read_record()
         try:
             self._curves.update()
-            complaint = ""
+            complaint = self._curves.complaint
         except DataError as error:
             complaint = str(error)
         judge, before, after = self._curves.judged

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Final
 
 from podium.errors import DataError
-from podium.runs.reading import GrowingFile, RunFiles
+from podium.runs.run_files import GrowingFile, RunFiles
 from podium.view.numbers import number
 
 __all__ = ["Timeline", "traces"]

@@ -12,7 +12,7 @@ import yaml
 
 from podium.cli import main
 from podium.runs.export import find_model
-from podium.runs.files import lock_directory
+from podium.runs.run_files import RunFiles
 
 
 def make_run(
@@ -48,7 +48,7 @@ def test_runs_are_listed_the_newest_first(tmp_path: Path, capsys: pytest.Capture
         [str(tmp_path / "old"), "stopped", "3", "of", "3", "accuracy", "25.0%"],
         [str(tmp_path / "killed"), "unfinished", "3", "of", "3", "accuracy", "25.0%"],
     ]
-    with lock_directory(tmp_path / "killed"):
+    with RunFiles(tmp_path / "killed").lock():
         main(["runs", str(tmp_path)])
     assert "running" in capsys.readouterr().out
 
@@ -88,7 +88,7 @@ def test_what_ended_before_a_step_is_removed_and_nothing_that_is_written(
     monkeypatch.chdir(tmp_path)
     for name, steps in (("good", 3), ("failed", 0), ("starting", 0)):
         make_run(tmp_path / "runs" / name, steps=steps)
-    with lock_directory(tmp_path / "runs/starting"):
+    with RunFiles(tmp_path / "runs/starting").lock():
         assert main(["runs", "clean"]) == 2, "nobody can answer"
         assert (tmp_path / "runs/failed").exists()
         assert main(["runs", "clean", "--yes"]) == 0
@@ -141,7 +141,8 @@ def test_a_metric_of_evaluations_alone_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "summary", [{"steps": 2, "finished": True, "model_path": "model"}, {"steps": 3, "model_path": None}]
+    "summary",
+    [{"steps": 2, "finished": True, "model_path": "model"}, {"steps": 3, "finished": False, "model_path": None}],
 )
 def test_the_model_of_an_earlier_end_is_not_the_runs(tmp_path: Path, summary: dict[str, Any]) -> None:
     """A run that ended after step 2 was resumed, and was killed or stopped after the checkpoint of step 3."""

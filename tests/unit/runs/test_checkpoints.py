@@ -15,6 +15,7 @@ from podium.errors import CheckpointError
 from podium.models.manifest import file_sums, write_manifest
 from podium.runs.checkpoints import Checkpoints, TrainerState
 from podium.runs.evaluation import Evaluation
+from podium.runs.run_files import RunFiles
 from podium.runtime import endpoint
 from podium.telemetry import CheckpointSaved, Event, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
@@ -26,7 +27,7 @@ from tests.warm_python import run_python
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "run" / "checkpoints")
+    return Checkpoints(RunFiles(tmp_path / "run", "checkpoints"))
 
 
 def save(checkpoints: Checkpoints, step: int, keep: int = 0, text: str = "weights") -> Path:
@@ -119,10 +120,10 @@ def test_latest_survives_its_deletion(checkpoints: Checkpoints, caplog: pytest.L
 KILLED_IN = {
     # The call inside _commit at which the process is killed, and the text that must be there afterwards.
     "first file's fsync": ("os.fsync", 1, "old"),
-    "first rename": ("Path.rename", 1, "old"),
-    "second rename": ("Path.rename", 2, "old"),
-    "symlink": ("Path.symlink_to", 1, "new"),
-    "replacing latest": ("Path.replace", 1, "new"),
+    "first rename": ("os.replace", 1, "old"),
+    "second rename": ("os.replace", 2, "old"),
+    "symlink": ("os.symlink", 1, "new"),
+    "replacing latest": ("os.replace", 3, "new"),
     "last fsync": ("os.fsync", 5, "new"),
 }
 
@@ -131,21 +132,21 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from podium.runs.checkpoints import Checkpoints
+from podium.runs.run_files import RunFiles
 
 def write(folder, function, count):
-    checkpoints = Checkpoints(Path(folder))
-    owner, name = function.split(".")
-    owner = {"os": os, "Path": Path}[owner]
-    real, calls = getattr(owner, name), []
-    def deadly(*args):
+    checkpoints = Checkpoints(RunFiles(folder, "checkpoints"))
+    name = function.removeprefix("os.")
+    real, calls = getattr(os, name), []
+    def deadly(*args, **more):
         calls.append(args)
         if len(calls) == count:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
+        return real(*args, **more)
     with checkpoints.writing(10) as folder:
         (folder / "model").mkdir()
         (folder / "model" / "weights.bin").write_text("new")
-        setattr(owner, name, deadly)
+        setattr(os, name, deadly)
 
 for folder, function, count in eval(sys.argv[1]):
     if not (child := os.fork()):
@@ -157,15 +158,15 @@ for folder, function, count in eval(sys.argv[1]):
 
 
 def test_killed_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
-    written = {moment: Checkpoints(tmp_path / moment / "checkpoints") for moment in KILLED_IN}
+    written = {moment: Checkpoints(RunFiles(tmp_path / moment, "checkpoints")) for moment in KILLED_IN}
     for checkpoints in written.values():
         save(checkpoints, 5, text="older")
         save(checkpoints, 10, text="old")
-    work = [(str(written[moment].folder), *KILLED_IN[moment][:2]) for moment in KILLED_IN]
+    work = [(str(written[moment].folder.parent), *KILLED_IN[moment][:2]) for moment in KILLED_IN]
     done = run_python("-c", KILLED, repr(work))
     assert done.returncode == 0, done.stderr
     for moment, (_, _, expected) in KILLED_IN.items():
-        again = Checkpoints(written[moment].folder)
+        again = Checkpoints(RunFiles(tmp_path / moment, "checkpoints"))
         latest = again.latest()
         assert latest is not None, moment
         assert latest.name == "step-000010", moment
@@ -173,11 +174,11 @@ def test_killed_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
         assert {entry.name for entry in again.folder.iterdir()} == {"latest", "step-000005", "step-000010"}, moment
 
 
-@pytest.mark.parametrize("text", ["{", '{"step": 1}', '{"stepp": 1, "first": null, "last": null}'])
+@pytest.mark.parametrize("text", ["{", '{"step": 1}', '{"stepp": 1, "first": null, "last": null}', '{"step": -5}'])
 def test_a_state_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "trainer.json").write_text(text)
     write_manifest(tmp_path, [file_sums([tmp_path / "trainer.json"])])
-    with pytest.raises(CheckpointError, match=r"trainer\.json is not the state of a training run"):
+    with pytest.raises(CheckpointError, match=r"is not the state of a training run: \S+trainer\.json: "):
         load_checkpoint(tmp_path, None)  # pyright: ignore[reportArgumentType] - fails before it is used
 
 
@@ -232,7 +233,7 @@ def test_the_best_evaluation_is_remembered_and_how_many_followed_it(tmp_path: Pa
     assert (state.first and state.first.step, state.last and state.last.step) == (0, 3)
     assert (state.best and state.best.step, state.waited) == (1, 2)
     (tmp_path / "trainer.json").write_text(json.dumps(asdict(state)))
-    assert TrainerState.read(tmp_path / "trainer.json") == state
+    assert TrainerState.read(tmp_path) == state
     assert state.last is not None
     assert state.last.scores == {"reward_mean": [4.0, 4.0]}
 
@@ -241,10 +242,8 @@ def test_a_state_from_before_there_was_a_metric_is_refused_in_words(tmp_path: Pa
     evaluation = {"step": 0, "correct": 3, "items": 9, "reward_mean": 0.3, "samples": []}
     state = {"step": 4, "first": evaluation, "last": evaluation, "best": evaluation, "waited": 1}
     (tmp_path / "trainer.json").write_text(json.dumps(state))
-    with pytest.raises(
-        CheckpointError, match=r"earlier Podium, whose runs had no eval\.metric: resume the run with that"
-    ):
-        TrainerState.read(tmp_path / "trainer.json")
+    with pytest.raises(CheckpointError, match=r"first\.figures is missing; .*another version of Podium .* use that"):
+        TrainerState.read(tmp_path)
 
 
 def test_a_run_that_is_resumed_with_another_metric_goes_on_by_that() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from podium.data import fields
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.rewards import Grade
 from podium.runs.directory import RunDirectory, Summary, library_versions
 from podium.runs.ledger import Ledger
@@ -105,7 +105,7 @@ def test_a_link_in_place_of_a_file_that_grows_is_refused(run: RunDirectory, tmp_
     run.close()
     mine = tmp_path / "mine"
     (run.path / name).symlink_to(mine)
-    with pytest.raises(ConfigError, match=rf"{re.escape(name)} is a link, or no regular file: remove it to resume"):
+    with pytest.raises(DataError, match=rf"{re.escape(name)} is a link, or no regular file: .* remove it"):
         RunDirectory(run.path, resume=True)
     assert not mine.exists()
 
@@ -127,11 +127,11 @@ def test_what_a_failed_start_left_is_no_obstacle(tmp_path: Path) -> None:
 
 def leave(run: RunDirectory, *states: str, steps: int | None = None) -> None:
     """Close a run whose one prompt went through ``states``, and which ended after ``steps`` if it did not fail."""
-    with closing(Ledger(run.ledger_path)) as ledger:
+    with closing(Ledger(run.path / "ledger.jsonl")) as ledger:
         ledger.take(1, 1)
         for state in states:
             ledger.move(1, state)
-    (run.completions / "step-000001.parquet").write_bytes(b"")
+    (run.completions.path / "step-000001.parquet").write_bytes(b"")
     if steps is not None:
         run.write_summary(Summary(task="copy", seed=0, steps=steps, wall_s=1.0, finished=False))
     run.close()
@@ -142,7 +142,7 @@ def test_a_run_without_a_trained_step_and_an_evaluation_keeps_no_name(run: RunDi
     (run.path / "tensorboard").mkdir()
     leave(run, "rolled_out", steps=steps)
     with closing(RunDirectory(run.path)) as again:
-        assert [*again.completions.iterdir()] == []
+        assert again.completions.names() == []
         again.write_config("seed: 2\n")
     assert RunRecord(run.path).state == "unfinished"
     assert (run.path / "config.1.yaml").read_text() == "seed: 1\n"
@@ -157,7 +157,7 @@ def test_a_run_with_a_trained_step_keeps_its_name(run: RunDirectory, states: lis
 
 def test_a_run_whose_ledger_is_damaged_keeps_its_name(run: RunDirectory) -> None:
     leave(run, "rolled_out")
-    run.ledger_path.write_text("no ledger\n")
+    (run.path / "ledger.jsonl").write_text("no ledger\n")
     with pytest.raises(ConfigError, match="holds a run"):
         RunDirectory(run.path)
 
@@ -210,13 +210,13 @@ def test_rewinding_forgets_later_steps(run: RunDirectory) -> None:
         emit(PhaseStarted("grpo", 3))
         for step in (1, 2, 3):
             emit(StepFinished(step, {"reward/mean": 0.5}))
-            (run.completions / f"step-{step:06d}.parquet").touch()
+            (run.completions.path / f"step-{step:06d}.parquet").touch()
     with run.metrics_path.open("a") as file:
         file.write('{"kind": "st')
     run.rewind(2)
     rows = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
     assert [(row["phase"], row["step"]) for row in rows] == [("grpo", 1), ("grpo", 2)]
-    assert sorted(path.name for path in run.completions.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
+    assert run.completions.names() == ["step-000001.parquet", "step-000002.parquet"]
     run.rewind(1)
     assert len(run.metrics_path.read_text().splitlines()) == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,28 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from podium.runs.files import write_atomically
+from podium.runs.run_files import RunFiles
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_atomically(path, "old")
+    files = RunFiles(tmp_path)
+    files.write("old", "summary.json")
     with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "\ud800")
-    path.with_name(f".{path.name}.{os.getpid()}.tmp").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        write_atomically(path, "new")
-    assert path.read_text() == "old"
+        files.write("\ud800", "summary.json")
+    with pytest.raises(KeyboardInterrupt), files.replace("summary.json") as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert files.read("summary.json") == b"old"
+    assert files.names() == ["summary.json"]
 
 
 def test_a_reader_never_sees_half_a_file_although_the_writer_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     script = f"""
 import sys
-from pathlib import Path
-from podium.runs.files import write_atomically
+from podium.runs.run_files import RunFiles
 for n in range(10**6):
-    write_atomically(Path({str(path)!r}), '{{"n": "' + str(n % 10) * 500_000 + '"}}')
+    RunFiles({str(tmp_path)!r}).write('{{"n": "' + str(n % 10) * 500_000 + '"}}', "state.json")
     if n == 0:
         sys.stdout.write("go\\n"); sys.stdout.flush()
 """

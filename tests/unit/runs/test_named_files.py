@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from podium.config import build_config, config_to_dict, load_config
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.runs.named_code import remember_code
 from podium.runs.named_files import PLACES, as_given, find_again, record, remarks
 from podium.runs.paths import resolve_resume
@@ -245,10 +245,14 @@ def test_names_of_sets_stay_when_their_paths_become_absolute(project: Path, monk
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', '{"a": {"given": 1, "from_run": ""}}', '{"a": {"x": 1}}'])
-def test_places_that_cannot_be_read_are_none(project: Path, text: str) -> None:
+def test_places_that_cannot_be_read_are_refused(project: Path, text: str) -> None:
     run = project / "runs" / "one"
     config = resumed(run)
     (run / PLACES).write_text(text)
+    for read in (find_again, remarks):
+        with pytest.raises(DataError, match=r"places\.json: .*put the run's own file back"):
+            read(config, run)
+    (run / PLACES).unlink()
     assert find_again(config, run) == config
     assert remarks(config, run) == []
     begin(config, run)

@@ -102,7 +102,8 @@ def test_without_steps_there_is_no_curve(tmp_path: Path) -> None:
 def test_the_picture_has_ink_where_the_curve_is(metric: str, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    path = plot_curve(grpo_curve(metric, evaluations=metric != metrics.LOSS), tmp_path / "new" / "curve.png", "grpo")
+    path = tmp_path / "curve.png"
+    plot_curve(grpo_curve(metric, evaluations=metric != metrics.LOSS), path, "grpo")
     pixels = imread(path)
     assert pixels.shape == (900, 1600, 4)
     red, green, blue = pixels[..., 0], pixels[..., 1], pixels[..., 2]

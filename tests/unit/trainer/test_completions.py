@@ -15,6 +15,7 @@ from podium.data import Batch, Jagged, fields
 from podium.models import char_tokenizer
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks import Example
+from podium.runs.run_files import RunFiles
 from podium.runtime import Worker, endpoint, first
 from podium.telemetry import Sample, metrics
 from podium.trainer import completion_files, completions
@@ -121,7 +122,7 @@ def test_completions_come_in_chunks_wherever_their_tokens_are(
     graded = scored([Grade(float(row), {"form": 1.0} if row == 3 else {}) for row in range(4)], batch)
     assert [len(rows) for rows in graded.chunks(most)] == {1: [1, 1, 1, 1], 5: [2, 1, 1], 100: [4]}[most]
     assert [text for rows in graded.chunks(most) for text in graded.texts(rows)] == ["c", "de", "a", "fff"]
-    with CompletionsLog(tmp_path) as log:
+    with CompletionsLog(RunFiles(tmp_path)) as log:
         log.write(graded, Batch({fields.ADVANTAGES: advantages}))
     table = pq.read_table(tmp_path / "step-000001.parquet").to_pydict()
     assert table["tokens"] == [[6], [7, 8], [3, 4], [9, 9, 9]]
@@ -140,7 +141,7 @@ def test_completions_are_written_with_tokens_grades_and_the_mean_advantage(tmp_p
 
     grades = [Grade(float(row), {"form": 0.1 * row}, correct=row > 2) for row in range(4)]
     advantages = rollouts().jagged(fields.LOSS_MASK)
-    with CompletionsLog(tmp_path) as log:
+    with CompletionsLog(RunFiles(tmp_path)) as log:
         weighted = advantages.like(advantages.values * torch.arange(14))
         log.write(scored(grades, step=3), Batch({fields.ADVANTAGES: weighted}))
         log.flush()
@@ -172,7 +173,7 @@ def test_what_is_known_of_each_token_is_written(tmp_path: Path) -> None:
     learned = Batch(
         {fields.ADVANTAGES: tokens.like(0.25 * numbers_N), fields.OLD_LOGPROBS: tokens.like(-1.0 * numbers_N)}
     )
-    with CompletionsLog(tmp_path) as log:
+    with CompletionsLog(RunFiles(tmp_path)) as log:
         log.write(scored(None, batch), learned)
     table = pq.read_table(tmp_path / "step-000001.parquet").to_pydict()
     places = [[1], [3, 4], [7, 8], [11, 12, 13]]  # of the sampled tokens
@@ -184,7 +185,7 @@ def test_what_is_known_of_each_token_is_written(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_of_tokens_has_no_column(tmp_path: Path) -> None:
-    with CompletionsLog(tmp_path) as log:
+    with CompletionsLog(RunFiles(tmp_path)) as log:
         log.write(scored(None), None)
     names = pq.read_schema(tmp_path / "step-000001.parquet").names
     assert [name for name in names if name.startswith("token")] == ["tokens", "token_chars", "token_versions"]
@@ -193,14 +194,14 @@ def test_what_is_not_known_of_tokens_has_no_column(tmp_path: Path) -> None:
 def test_text_without_utf_8_is_written_nevertheless(tmp_path: Path) -> None:
     odd = [replace(PROMPTS[0], decode=lambda ids: "p\ud800"), PROMPTS[1]]
     batch = ScoredBatch(step=1, batch=rollouts(), prompts=odd, tokenizer=char_tokenizer("abcdef"))
-    with CompletionsLog(tmp_path) as log:
+    with CompletionsLog(RunFiles(tmp_path)) as log:
         log.write(batch, None)
     assert pq.read_table(tmp_path / "step-000001.parquet")["prompt"].to_pylist() == ["p?", "p?", "q", "q"]
 
 
 def test_completions_without_grades_are_written_too_and_a_full_disk_is_not_silent(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    log = CompletionsLog(tmp_path / "there")
+    log = CompletionsLog(RunFiles(tmp_path, "there"))
     log.write(scored(None), None)
     log.flush()
     table = pq.read_table(tmp_path / "there" / "step-000001.parquet").to_pydict()

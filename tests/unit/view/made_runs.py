@@ -25,6 +25,7 @@ from podium.data import Batch, Jagged, fields
 from podium.models import char_tokenizer
 from podium.rewards import Grade
 from podium.rollout.tasks import Example
+from podium.runs.run_files import RunFiles
 from podium.telemetry import (
     CallFinished,
     EvalFinished,
@@ -100,7 +101,7 @@ def write_run(
     for step in range(1, steps + 1):
         scored, learned = _scored(step, prompts, n, tokens, passages, tokenizer, chance, steps)
         scored = _in_sessions(scored) if sessions else scored
-        write_completions(folder / "completions", scored, learned, texts)
+        write_completions(RunFiles(folder, "completions"), scored, learned, texts)
     _write_events(folder, steps, chance, trouble)
     if trouble:
         _write_trouble(folder)

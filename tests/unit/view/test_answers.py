@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from podium.errors import ConfigError, DataError
-from podium.runs.reading import GrowingFile, RunFiles
+from podium.runs.run_files import GrowingFile, RunFiles
 from podium.view.run import Run
 from tests.unit.view.made_runs import write_evaluations, write_run
 
@@ -356,7 +356,10 @@ def test_paths_that_name_nothing(made: Path, path: str) -> None:
 @pytest.mark.parametrize(
     ("places", "shown"),
     [
-        ({"/home/me/sums.jsonl": {"given": "sums.jsonl", "from_run": "../sums.jsonl"}}, "sums.jsonl"),
+        (
+            {"/home/me/sums.jsonl": {"given": "sums.jsonl", "from_run": "../sums.jsonl", "nbytes": 1, "sha256": None}},
+            "sums.jsonl",
+        ),
         ({"/home/me/sums.jsonl": 1}, "/home/me/sums.jsonl"),
         ([], "/home/me/sums.jsonl"),
     ],

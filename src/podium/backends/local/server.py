@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from podium.backends.local import child
 from podium.backends.process import keep_freed_memory
 from podium.lazy import without_collector
-from podium.processes import Channel, Supervisor, command, serve_forks, supervise
+from podium.processes import Channel, Supervisor, command, open_log, serve_forks, supervise
 
 __all__ = ["main"]
 
@@ -47,7 +47,7 @@ def _become_worker_process(
 ) -> NoReturn:
     """Run a worker process in this fork, or in a new interpreter, whose command begins with ``prefix``, unless this is
     None. ``settings`` are for :mod:`child`."""
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_log(log_path, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     for fd in map(int, os.listdir("/proc/self/fd")):

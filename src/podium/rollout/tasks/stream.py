@@ -75,18 +75,24 @@ class PromptStream(Generic[T]):
         Raises:
             CheckpointError: The stream of the state had other examples.
         """
-        if state["items"] != len(self):
+        seed, epoch, position, items = (state.get(name) for name in ("seed", "epoch", "position", "items"))
+        numbers = all(isinstance(number, int) for number in (seed, epoch, position, items))
+        if not numbers or epoch < 0 or not 0 <= position <= items:
             raise CheckpointError(
-                f"the checkpoint was at example {state['position']} of {state['items']}, and the data have {len(self)} "
-                "now; go on with the data (and data.* settings) that the run began with"
+                f"the checkpoint's place in the data is none: {dict(state)!r:.200}; resume from another checkpoint"
+            )
+        if items != len(self):
+            raise CheckpointError(
+                f"the checkpoint was at example {position} of {items}, and the data have {len(self)} now; go on with "
+                "the data (and data.* settings) that the run began with"
             )
         if self._digest and state.get("digest", self._digest) not in ("", self._digest):
             raise CheckpointError(
-                f"the checkpoint was at example {state['position']} of other data, whose prompts have other tokens: go "
-                "on with the data, the tokenizer and the data.* settings that the run began with"
+                f"the checkpoint was at example {position} of other data, whose prompts have other tokens: go on "
+                "with the data, the tokenizer and the data.* settings that the run began with"
             )
-        self._seed = state["seed"]
-        self._go_to(state["epoch"], state["position"])
+        self._seed = seed
+        self._go_to(epoch, position)
 
     def _go_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from podium.telemetry.events import EvalFinished, Event, PhaseStarted, StepFinished
 from podium.telemetry.sinks.base import Sink
@@ -15,19 +15,20 @@ __all__ = ["JsonlSink"]
 
 
 class JsonlSink(Sink):
-    """Appends to the file at `path`.
+    """Appends to the file at `path`, or to `file` if that is open for reading and appending already.
 
     Every row has ``kind`` ("step" or "eval"), ``phase`` (of the last PhaseStarted, else null), ``step`` and ``time``
     (of the event, in unix seconds). A step's metrics stand beside them under their own names; an evaluation adds
     ``items``, its figures, the name of the ``metric`` that judges the run, and the bounds ``low`` and ``high`` of that.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, file: IO[bytes] | None = None) -> None:
         super().__init__()
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._phase: str | None = None
-        self._file = self.path.open("ab+")
+        if file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab+") if file is None else file
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":  # a run that was killed left half a line; what follows starts a new one

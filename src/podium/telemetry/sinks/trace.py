@@ -17,13 +17,14 @@ The file is in the format's JSON array form, whose closing bracket is optional: 
 file also opens after a crash. Times of workers on another machine are on that machine's clock.
 """
 
+import io
 import itertools
 import json
 import logging
 import math
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from podium.telemetry import events, metrics
 from podium.telemetry.events import CallFinished, Event, StepFinished
@@ -42,17 +43,20 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 class TraceSink(Sink):
-    """Writes to `path`, replacing what is there, in chunks of `chunk` events or once a second.
+    """Writes to `path`, replacing what is there, or to the new `file`, in chunks of `chunk` events or once a second.
 
     Memory is bounded by the chunk, the number of workers and a window of recent calls. After `limit_bytes` the trace
     ends with a remark, since viewers refuse files that are much larger.
     """
 
-    def __init__(self, path: str | Path, *, chunk: int = 512, limit_bytes: int = 256 * 2**20) -> None:
+    def __init__(
+        self, path: str | Path, file: IO[bytes] | None = None, *, chunk: int = 512, limit_bytes: int = 256 * 2**20
+    ) -> None:
         super().__init__()
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w", encoding="utf-8")
+        if file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = io.TextIOWrapper(self.path.open("wb") if file is None else file, encoding="utf-8")
         self._file.write("[\n")
         self._file.flush()  # a child that is forked later must not hold a copy that it writes at its end
         self._chunk = chunk
