@@ -242,7 +242,7 @@ class RunDirectory:
             ConfigError: A tracker is not installed.
         """
         yield JsonlSink(self.metrics_path, self.files.append(METRICS))
-        yield TraceSink(self.trace_path, self.files.create(self.trace_path.name))
+        yield TraceSink(self.trace_path, file=self.files.create(self.trace_path.name))
         if console is not None:
             yield ConsoleSink(console=console, log=self.log)
         arguments: dict[str, Any] = {"name": self.path.name, "config": config_to_dict(config)}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.config import build_config, parse_overrides, read_values
-from podium.errors import CheckpointError, ConfigError
+from podium.errors import ConfigError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState, files_of
 from podium.runs.config import InferenceConfig
@@ -304,10 +304,7 @@ def _figures(found: StoredModel) -> tuple[Metric, Evaluation | None, Evaluation 
     checkpoint = found.checkpoint
     if checkpoint is None:
         checkpoint = StoredCheckpoints(RunFiles(found.run, "checkpoints")).latest()
-    try:
-        state = TrainerState.read(checkpoint) if checkpoint is not None else TrainerState()
-    except CheckpointError:
-        state = TrainerState()
+    state = TrainerState.read(checkpoint) if checkpoint is not None else TrainerState()
     end = RunRecord(found.run).end if found.checkpoint is None else None
     step = state.step if end is None else end
     first, last = (state.first, state.last) if step == state.step else (None, None)

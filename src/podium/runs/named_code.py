@@ -38,9 +38,9 @@ from podium.functions import OF_SCRIPT
 from podium.rewards import NAMED_REWARDS
 from podium.rollout.engines.config import AUTO, OWN_OPTIONS, find_engines
 from podium.rollout.tasks.gym import PREFIX
-from podium.runs.files import LOCK, write_atomically
+from podium.runs.files import LOCK
 from podium.runs.named_files import PLACES, find_again, find_current_values
-from podium.runs.reading import RunFiles
+from podium.runs.run_files import RunFiles
 from podium.runs.schedules import SCHEDULES
 
 __all__ = ["check_code", "check_source", "list_code", "remember_code"]
@@ -350,10 +350,10 @@ def remember_code(run: Path, config: Any, *, begun: bool) -> None:
         return
     number = number or uuid4().hex
     content = {"begun": begun or (before is not None and before.begun), "inode": _inode(run), "code": code}
-    with suppress(OSError, TypeError, ValueError):  # no place to write, or a value that JSON cannot hold
+    with suppress(OSError, DataError, TypeError, ValueError):  # no place to write, or a value that JSON cannot hold
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(folder / f"{number}.json", json.dumps(content))
-        write_atomically(run / _ID_FILE, number)
+        RunFiles(folder).write(json.dumps(content), f"{number}.json")
+        RunFiles(run).write(number, _ID_FILE)
 
 
 def _folder(run: Path) -> Path | None:

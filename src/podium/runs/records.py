@@ -265,6 +265,9 @@ def _check_row(row: Any) -> Any:
             raise ValueError(f"{name} = {value!r:.40}: expected a finite number")
         if row["kind"] == "eval" and Metric(name.partition("/")[0]).is_share and not 0 <= value <= 1:
             raise ValueError(f"{name} = {value!r}: expected a share from 0 to 1")
+    low, value, high = (row.get(name) for name in ("low", row.get("metric"), "high"))
+    if (low is None) != (high is None) or (low is not None and value is not None and not low <= value <= high):
+        raise ValueError(f"low = {low}, high = {high}: expected two numbers with {row.get('metric')} = {value} between")
     return row
 
 

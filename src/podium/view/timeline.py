@@ -4,19 +4,23 @@ A trace has up to 256 MiB. Its lines are read once to find the names of tracks, 
 file each step ends; other lines are not parsed then. The slices of a few steps are parsed when the page asks for them.
 """
 
-import json
+import logging
 import re
 from bisect import bisect_left
 from contextlib import closing
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NotRequired, cast
+
+from typing_extensions import TypedDict
 
 from podium.errors import DataError
 from podium.runs.run_files import GrowingFile, RunFiles
+from podium.runs.typed import Amount, Count, read_json
 from podium.view.numbers import number
 
 __all__ = ["Timeline", "traces"]
 
+_logger = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"trace(?:-(\d{1,9}))?\.json")
 _RARE: Final = re.compile(rb'^\{"ph":"(?:[Mi]"|X"[^\n]*"ok":false)[^\n]*$', re.MULTILINE)
 _STEP: Final = re.compile(r"step (\d{1,15}) finished")
@@ -33,6 +37,18 @@ def traces(files: RunFiles) -> list[str]:
     return sorted(numbers, key=lambda name: numbers[name])
 
 
+class _Line(TypedDict):
+    """What the page reads of a line of a trace."""
+
+    ph: str
+    name: NotRequired[str]
+    pid: NotRequired[Count]
+    tid: NotRequired[Count]
+    ts: NotRequired[Amount]
+    dur: NotRequired[Amount]
+    args: NotRequired[dict[str, Any]]
+
+
 class Timeline:
     """The trace called ``name`` of a run. Times are in milliseconds since the first line with a time."""
 
@@ -40,6 +56,7 @@ class Timeline:
         self._files = files
         self.name = name
         self._file = GrowingFile(files, name)
+        self._is_damaged = False
         self._forget()
 
     def _forget(self) -> None:
@@ -56,13 +73,12 @@ class Timeline:
         for lines in self._file.chunks(self._forget):
             start = self._file.offset - len(lines)
             for match in _RARE.finditer(lines):
-                self._enter(_parse_line(match[0]), start + match.end())
+                self._enter(self._parse_line(match[0]), start + match.end())
             self.is_whole = lines.endswith(b"]\n")
 
     def _enter(self, line: dict[str, Any], place: int) -> None:
-        kind, name = line.get("ph"), str(line.get("name", ""))
-        track = (_integer(line.get("pid")), _integer(line.get("tid")))
-        args = line["args"] if isinstance(line.get("args"), dict) else {}
+        kind, name, args = line.get("ph"), line.get("name", ""), line.get("args", {})
+        track = (line.get("pid", 0), line.get("tid", 0))
         if kind == "M":
             if name == "thread_name":
                 self._tracks[track] = str(args.get("name", ""))
@@ -78,6 +94,16 @@ class Timeline:
                 facts = {str(key): str(value)[:500] for key, value in args.items()}
                 self.marks.append({"at": at, "name": name[:2000], "track": list(track), "facts": facts})
 
+    def _parse_line(self, line: bytes) -> dict[str, Any]:
+        """Return what a line says: nothing if it is damaged, of which the first one is named by a warning."""
+        try:
+            return cast("dict[str, Any]", read_json(_Line, line.rstrip().rstrip(b","), self._files.path / self.name))
+        except DataError as error:
+            if not self._is_damaged:
+                _logger.warning("%s", error)
+            self._is_damaged = True
+            return {}
+
     def _ms(self, us: Any) -> float:
         figure = number(us) or 0.0
         if self._start_us is None:
@@ -86,9 +112,9 @@ class Timeline:
 
     def _slice(self, line: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
         """Return a slice for the page: its track, its begin and length in ms, and its call or its step."""
-        track = [_integer(line.get("pid")), _integer(line.get("tid"))]
+        track = [line.get("pid", 0), line.get("tid", 0)]
         length = round((number(line.get("dur")) or 0.0) / 1000, 3)
-        entry = {"track": track, "at": self._ms(line.get("ts")), "ms": length, "name": str(line.get("name", ""))[:200]}
+        entry = {"track": track, "at": self._ms(line.get("ts")), "ms": length, "name": line.get("name", "")[:200]}
         entry |= {key: args[key] for key in ("call", "step", "rank") if isinstance(args.get(key), int)}
         return entry if args.get("ok") is not False else entry | {"failed": True}
 
@@ -134,8 +160,8 @@ class Timeline:
         lines = (line for line in data.splitlines() if line.startswith(b'{"ph":"X"'))
         slices: list[dict[str, Any]] = []
         for line in islice(lines, 4 * _MOST_SLICES):
-            parsed = _parse_line(line)
-            slice_ = self._slice(parsed, parsed["args"] if isinstance(parsed.get("args"), dict) else {})
+            parsed = self._parse_line(line)
+            slice_ = self._slice(parsed, parsed.get("args", {}))
             if (until is None or slice_["at"] < until) and slice_["at"] + slice_["ms"] >= begin:
                 slices.append(slice_)
         cut = stop - start > _WINDOW_BYTES or len(slices) > _MOST_SLICES
@@ -145,15 +171,3 @@ class Timeline:
         """Return the place in ``steps`` and the number of the step at a time; None after the last whole step."""
         index = bisect_left(self.steps, ms, key=lambda step: step[1])
         return index, self.steps[index][0] if index < len(self.steps) else None
-
-
-def _parse_line(line: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(line.rstrip().rstrip(b","))
-    except (ValueError, RecursionError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
-
-
-def _integer(value: Any) -> int:
-    return value if isinstance(value, int) and abs(value) < 1 << 53 else 0

@@ -50,7 +50,7 @@ class TraceSink(Sink):
     """
 
     def __init__(
-        self, path: str | Path, file: IO[bytes] | None = None, *, chunk: int = 512, limit_bytes: int = 256 * 2**20
+        self, path: str | Path, *, chunk: int = 512, limit_bytes: int = 256 * 2**20, file: IO[bytes] | None = None
     ) -> None:
         super().__init__()
         self.path = Path(path)
