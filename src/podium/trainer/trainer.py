@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +27,6 @@ from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.directory import Summary
 from podium.runs.evaluation import Evaluation
-from podium.runs.files import STATE_FILE
 from podium.runs.judging import choose_metric, knows_accuracy
 from podium.runs.ledger import Ledger
 from podium.runs.named_code import remember_code
@@ -36,6 +34,7 @@ from podium.runs.named_files import as_given, record
 from podium.runs.paths import resolve_resume
 from podium.runs.records import LEDGER, RunRecord
 from podium.runs.report import report
+from podium.runs.run_files import RunFiles
 from podium.runtime import Cluster
 from podium.telemetry import (
     EvalFinished,
@@ -191,9 +190,9 @@ class Trainer(ABC, Generic[C, E, R]):
         self.config = resolve_resume(self.config)
         check_settings(self.config, self.options.reward)  # before a function that it names is loaded
         if self.config.run.resume:  # before config.yaml is written
-            latest = StoredCheckpoints(Path(self.config.run.resume) / "checkpoints").latest()
+            latest = StoredCheckpoints(RunFiles(self.config.run.resume, "checkpoints")).latest()
             with suppress(CheckpointError):  # the damage is told when it is loaded
-                given = TrainerState.read(latest / STATE_FILE).given if latest else {}
+                given = TrainerState.read(latest).given if latest else {}
                 check_given(given, self.options.given, ", ".join(self.config.reward.names))
         run = open_run(self.recipe, self.config, self.options, self.read_data, stack, lasting, before)
         self.config = cast("C", run.config)

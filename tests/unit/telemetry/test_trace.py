@@ -35,7 +35,7 @@ def call(role: str, rank: int, call_id: int, submitted: int, started: int, ended
     return CallFinished(role, "update", rank, "node-0", call_id, submitted * MS, started * MS, ended * MS, ok)
 
 
-def trace(path: Path, events: list[Event], **options: int) -> list[dict[str, Any]]:
+def trace(path: Path, events: list[Event], **options: Any) -> list[dict[str, Any]]:
     with TraceSink(path, **options):
         for event in events:
             emit(event)

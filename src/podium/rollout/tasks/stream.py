@@ -75,9 +75,9 @@ class PromptStream(Generic[T]):
         Raises:
             CheckpointError: The stream of the state had other examples.
         """
-        seed, epoch, position, items = (state.get(name) for name in ("seed", "epoch", "position", "items"))
-        numbers = all(isinstance(number, int) for number in (seed, epoch, position, items))
-        if not numbers or epoch < 0 or not 0 <= position <= items:
+        values: list[Any] = [state.get(name) for name in ("seed", "epoch", "position", "items")]
+        seed, epoch, position, items = values
+        if not all(isinstance(value, int) for value in values) or epoch < 0 or not 0 <= position <= items:
             raise CheckpointError(
                 f"the checkpoint's place in the data is none: {dict(state)!r:.200}; resume from another checkpoint"
             )
