@@ -100,10 +100,11 @@ def write_completions(
     parts = sorted({name for grade in grades for name in grade.parts})
     extra = sorted({name for grade in grades for name in grade.extra})
     texts = TokenTexts(scored.tokenizer) if texts is None else texts
+    sources = [(scored, learned), *([] if left_out is None else [(left_out, None)])]
     tables = (
-        _table(of, columns, rows, parts, extra, texts)
-        for of, columns in ((scored, learned), (left_out, None))
-        for rows in (() if of is None else of.chunks(_WRITTEN_TOKENS))
+        _table(batch, columns, rows, parts, extra, texts)
+        for batch, columns in sources
+        for rows in batch.chunks(_WRITTEN_TOKENS)
     )
     if (first := next(tables, None)) is None:
         return
