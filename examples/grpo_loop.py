@@ -50,7 +50,8 @@ with podium.connect("local") as cluster, Grader(RewardConfig(name="fraction")) a
         batch = batch.with_columns(rewards=torch.tensor([grade.score for grade in grades]))
         # Compute the advantages from the rewards, within each group.
         batch = batch.merge(estimator.advantages(batch.select("loss_mask", "rewards", "group")))
-        metrics = policy.update(batch)  # one optimizer step on all rows
+        metrics = policy.accumulate(batch)  # the gradient of all rows; those of more batches would add up
+        policy.step()  # one optimizer step
         weights.sync(step)  # the generator drops what it derived from the old weights; new tokens get version `step`
         curve.append(float(batch.dense("rewards").mean()))
         print(f"step {step:3}  reward {curve[-1]:.3f}  entropy {metrics['policy/entropy']:.2f}", flush=True)

@@ -30,6 +30,7 @@ STEPS = 8
 WHOLE, QUARTERS = 1000, 36  # token budgets that cut the recorded rows into 1 and 4 micro-batches on one rank
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=3)
 GRPO = AlgorithmConfig(kl_in="loss", kl_coef=0.05, entropy_coef=0.01, importance_cap=2.0, aggregation="sequence-mean")
+IMITATION = AlgorithmConfig(loss="cross_entropy")
 PPO = AlgorithmConfig(advantage="gae")
 CAPS = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None}
 CAPPED = replace(TINY, config={**TINY.config, "model_type": "gemma2", **CAPS})  # a critic's values pass no cap
@@ -123,6 +124,22 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
     with started(preloaded, ranks, **roles(ParallelConfig(micro_batch_tokens=budget, strategy=strategy))) as group:
         for recipe in RECIPES:
             assert recipe(group) == pytest.approx(whole[recipe.__name__], abs=1e-5), recipe.__name__
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
+def test_gradients_that_are_accumulated_add_up_over_ranks(preloaded: Cluster, strategy: Strategy) -> None:
+    """Reinforcement and examples before one step, whose batches lie on the ranks in unlike shares."""
+    batch, examples = recorded(None), recorded(None, seed=1).take(range(3))
+    examples = examples.select("tokens", "loss_mask")
+    metrics: list[dict[str, float]] = []
+    for ranks in (1, 2):
+        parallel = ParallelConfig(micro_batch_tokens=QUARTERS, strategy="replicate" if ranks == 1 else strategy)
+        with started(preloaded, ranks, policy=Policy.bind(TINY, OPTIM, parallel, GRPO)) as group:
+            for _ in range(2):
+                row = group.policy.accumulate(batch)
+                row |= {"examples": group.policy.accumulate(examples, IMITATION, weight=0.5)["loss"]}
+                metrics.append({**row, **group.policy.step(grad_clip=0.1)})
+    assert metrics[2:] == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in metrics[:2]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

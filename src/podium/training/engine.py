@@ -2,11 +2,12 @@
 
 One step over a global minibatch that is spread over ranks and cut into micro-batches::
 
-    each rank, each micro-batch:   loss = sum(weights * per-token loss);  (scale * loss).backward()
-    all ranks:                     add gradients -> global norm -> divide by scale, clip -> AdamW
+    accumulate   each rank, each micro-batch:   loss = sum(weights * per-token loss);  (scale * loss).backward()
+    apply        all ranks:                     add gradients -> global norm -> divide by scale, clip -> AdamW
 
 The weights are normalized over the whole minibatch, so that the sum is the loss, however the minibatch was cut. The
-scale is 1 unless matrix products are in float16.
+scale is 1 unless matrix products are in float16. Several minibatches may be accumulated before a step, which then
+follows the sum of their losses.
 """
 
 import functools
@@ -35,26 +36,56 @@ from podium.training.parallel import make_parallel
 from podium.training.row_isolation import choose_batching, may_share_prompts
 from podium.training.scoring import run_model
 
-__all__ = ["StepResult", "TrainEngine"]
+__all__ = ["Accumulated", "Applied", "StepResult", "TrainEngine"]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """One optimizer step, equal on all ranks.
+class Accumulated:
+    """A global minibatch whose gradient was added to those that wait for a step, equal on all ranks.
 
     Attributes:
-        loss: The loss of the global minibatch.
-        grad_norm: The global norm before clipping.
-        learning_rate: The learning rate of this step.
-        skipped: Whether the loss or its gradient was not finite, so that the parameters stayed as they were.
-        metrics: Means and maxima over the global minibatch, by name.
+        loss: Its loss, times its weight.
+        metrics: Means and maxima over the minibatch, by name.
     """
 
     loss: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One optimizer step, equal on all ranks.
+
+    Attributes:
+        grad_norm: The global norm before clipping.
+        learning_rate: The learning rate of this step.
+        skipped: Whether the loss or its gradient was not finite, so that the parameters stayed as they were.
+    """
+
     grad_norm: float
     learning_rate: float
     skipped: bool
+
+
+@dataclass(frozen=True)
+class StepResult(Applied):
+    """One optimizer step by one global minibatch, equal on all ranks.
+
+    Attributes:
+        loss: The loss of the minibatch.
+        metrics: Means and maxima over the minibatch, by name.
+    """
+
+    loss: float
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Minibatch:
+    batch: Batch
+    compute: Callable[[MicroBatch], TokenLoss]
+    columns: Sequence[str]
+    weight: float
 
 
 class TrainEngine:
@@ -71,6 +102,7 @@ class TrainEngine:
         note: Why ``batching`` is not what ``parallel.batching`` prefers; "" if it is.
         shares_prompts: Whether rows with the same prompt have it once in a forward pass.
         loss_scale: The factor of the loss in the backward pass.
+        waiting_count: Number of minibatches whose gradients wait for :meth:`apply`.
 
     Raises:
         ConfigError: see :func:`.choose_batching` and :func:`.make_parallel`.
@@ -108,16 +140,20 @@ class TrainEngine:
         self._state = Offload(self._optimizer_state, self.parallel.gradients)
         self.step_count = 0
         self.skipped_count = 0
+        self.waiting_count = 0
+        self._has_gradients = False  # of what waits for a step
+        self._is_finite = True  # the loss of what waits
+        self._minibatches: list[_Minibatch] = []  # to be computed again with a lower loss scale
         self.rest()  # so that roles that are made one after the other do not all stand on the device
 
     def rest(self, *, weights: bool = True) -> None:
         """Move the parts that ``parallel.offload`` names off the device. Later calls of this engine bring back the
-        parts that they need.
+        parts that they need. Gradients that wait for a step stay.
 
         Args:
             weights: Whether the weights may leave the device, because no other worker reads them.
         """
-        if self.config.offload != "none":
+        if self.config.offload != "none" and not self.waiting_count:
             self._state.sleep()
         if self.config.offload == "all" and weights:
             self._weights.sleep()
@@ -178,16 +214,31 @@ class TrainEngine:
         columns: Sequence[str] = (),
         flat: bool = False,
     ) -> StepResult:
-        """Make one optimizer step over this rank's rows of a global minibatch.
+        """Accumulate a minibatch and make a step. See :meth:`accumulate` for what is taken and raised."""
+        minibatch = self.accumulate(batch, compute, columns=columns, flat=flat)
+        applied = self.apply()
+        return StepResult(applied.grad_norm, applied.learning_rate, applied.skipped, minibatch.loss, minibatch.metrics)
 
-        Where no token of any rank has a weight, parameters and optimizer stay as they are, and the step counts.
+    def accumulate(
+        self,
+        batch: Batch,
+        compute: Callable[[MicroBatch], TokenLoss],
+        *,
+        columns: Sequence[str] = (),
+        weight: float = 1.0,
+        flat: bool = False,
+    ) -> Accumulated:
+        """Add the gradient of this rank's rows of a global minibatch to those that wait for :meth:`apply`.
+
+        If an exception is raised, all gradients that wait are dropped.
 
         Args:
             batch: Has tokens, loss mask, loss weights and ``columns``; may be empty on some ranks.
             compute: Returns the loss of each token of one micro-batch, with gradients.
             columns: Token columns that ``compute`` finds in ``micro.columns``.
-            flat: Whether all gradients are known to be 0. The step then leads to the same parameters without passes
-                over the model, and without metrics.
+            weight: A factor of the loss.
+            flat: Whether all gradients are known to be 0. They are then added without passes over the model, and
+                without metrics.
 
         Raises:
             DataError: The loss reports other metrics in one micro-batch than in another.
@@ -195,38 +246,71 @@ class TrainEngine:
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates")
-        if not self._count(batch.jagged(fields.LOSS_WEIGHTS).values):  # AdamW would move by earlier gradients alone
-            self.step_count += 1
-            return StepResult(0.0, 0.0, self.optim.learning_rate(self.step_count - 1), False, {})
-        self._weights.wake()
-        self._state.wake()
-        self.model.train(self.dropout)
-        for module in self._adapter_dropouts:
-            module.train()
-        scale = self.loss_scale.value
-        if flat:
-            self.parallel.prepare(zeros=True)
-        parts = [] if flat else self._accumulate(batch, compute, columns)
-        norm, (total, metrics) = float(self.parallel.reduce()) / self.loss_scale.value, self._gather(parts)
-        while math.isfinite(total) and not math.isfinite(norm) and self.loss_scale.lower():
-            self._accumulate(batch, compute, columns)
+        minibatch, parts = _Minibatch(batch, compute, columns, weight), list[tuple[Tensor, PartialMetrics]]()
+        try:
+            if not self._count(batch.jagged(fields.LOSS_WEIGHTS).values):
+                self.waiting_count += 1
+                return Accumulated(0.0, {})
+            self._weights.wake()
+            self._state.wake()
+            if not self._has_gradients:
+                self.parallel.prepare(zeros=flat)
+            self._has_gradients = True
+            if not flat:
+                parts = self._backward(minibatch)
+            loss, metrics = self._gather(parts)
+        except BaseException:
+            self._forget()
+            raise
+        self.waiting_count += 1
+        self._is_finite = self._is_finite and math.isfinite(loss)
+        if self.loss_scale.is_used and not flat:
+            self._minibatches.append(minibatch)
+        return Accumulated(loss, metrics)
+
+    def apply(self, *, learning_rate: float | None = None, grad_clip: float | None = None) -> Applied:
+        """Make one optimizer step by the gradients that wait.
+
+        Where no token of any rank and minibatch had a weight, parameters and optimizer stay as they are, and the step
+        counts: AdamW would move by earlier gradients alone.
+
+        Args:
+            learning_rate: In place of that of the schedule.
+            grad_clip: In place of ``optim.grad_clip``; 0 clips nothing.
+
+        Raises:
+            PodiumError: No gradient waits.
+        """
+        if self.optim is None or self.optimizer is None or not self.waiting_count:
+            raise PodiumError("no gradient waits for an optimizer step: accumulate one first")
+        rate = self.optim.learning_rate(self.step_count) if learning_rate is None else learning_rate
+        norm, skipped = 0.0, False
+        if self._has_gradients:
+            scale, most = self.loss_scale.value, self.optim.grad_clip if grad_clip is None else grad_clip
             norm = float(self.parallel.reduce()) / self.loss_scale.value
-        self.model.eval()
-        rate = self.optim.learning_rate(self.step_count)
-        skipped = not (math.isfinite(norm) and math.isfinite(total))
-        if not skipped:
-            clips = self.optim.grad_clip and norm > self.optim.grad_clip
-            factor = (self.optim.grad_clip / norm if clips else 1.0) / self.loss_scale.value
-            if factor != 1.0:
-                for gradient in self.parallel.gradients():
-                    gradient.mul_(factor)
-            self.optimizer.update(rate, self.step_count)
-            self.loss_scale.count_step()
-        else:
-            self.loss_scale.value = scale  # not the scale was at fault
+            while self._is_finite and not math.isfinite(norm) and self.loss_scale.lower():
+                self.parallel.prepare()
+                for minibatch in self._minibatches:
+                    self._backward(minibatch)
+                norm = float(self.parallel.reduce()) / self.loss_scale.value
+            skipped = not (math.isfinite(norm) and self._is_finite)
+            if not skipped:
+                factor = (most / norm if most and norm > most else 1.0) / self.loss_scale.value
+                if factor != 1.0:
+                    for gradient in self.parallel.gradients():
+                        gradient.mul_(factor)
+                self.optimizer.update(rate, self.step_count)
+                self.loss_scale.count_step()
+            else:
+                self.loss_scale.value = scale  # not the scale was at fault
+        self._forget()
         self.step_count += 1
         self.skipped_count += skipped
-        return StepResult(total, norm, rate, skipped, metrics)
+        return Applied(norm, rate, skipped)
+
+    def _forget(self) -> None:
+        self.waiting_count, self._has_gradients, self._is_finite = 0, False, True
+        self._minibatches.clear()
 
     def is_flat(self, batch: Batch, factor: str) -> bool:
         """Whether the column ``factor``, by which losses are multiplied, is 0 at all tokens of all ranks that have a
@@ -238,23 +322,28 @@ class TrainEngine:
         """The number of values of all ranks that are not 0."""
         return int(self.parallel.gather(values_N.count_nonzero().to(self.device)[None]).sum())
 
-    def _accumulate(
-        self, batch: Batch, compute: Callable[[MicroBatch], TokenLoss], columns: Sequence[str]
-    ) -> list[tuple[Tensor, PartialMetrics]]:
-        """Make this rank's gradients, times the loss scale. Return the loss and the metrics of each micro-batch."""
-        self.parallel.prepare()
+    def _backward(self, minibatch: _Minibatch) -> list[tuple[Tensor, PartialMetrics]]:
+        """Add this rank's gradients, times the loss scale. Return the loss and the metrics of each micro-batch."""
+        self.model.train(self.dropout)
+        for module in self._adapter_dropouts:
+            module.train()
         parts: list[tuple[Tensor, PartialMetrics]] = []
-        micros = self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS), noisy=self._noisy)
-        with Counting("micro-batches", len(micros)) as count:
-            for micro in count.over(micros):
-                with autocast(self.device, self.precision):
-                    if len(micro.index) == 0:
-                        (run_model(self.model, micro).logits.sum() * 0.0).backward()
-                        continue
-                    token_loss, weights = compute(micro), micro.columns[fields.LOSS_WEIGHTS]
-                    loss = (weights * token_loss.loss_N).sum()
-                (loss * self.loss_scale.value).backward()
-                parts.append((loss.detach(), partial_metrics(token_loss, weights)))
+        try:
+            micros = self._micro_batches(minibatch.batch, (*minibatch.columns, fields.LOSS_WEIGHTS), noisy=self._noisy)
+            with Counting("micro-batches", len(micros)) as count:
+                for micro in count.over(micros):
+                    with autocast(self.device, self.precision):
+                        if len(micro.index) == 0:
+                            (run_model(self.model, micro).logits.sum() * 0.0).backward()
+                            continue
+                        token_loss, weights = minibatch.compute(micro), micro.columns[fields.LOSS_WEIGHTS]
+                        loss = (weights * token_loss.loss_N).sum()
+                        if minibatch.weight != 1.0:
+                            loss = loss * minibatch.weight
+                    (loss * self.loss_scale.value).backward()
+                    parts.append((loss.detach(), partial_metrics(token_loss, weights)))
+        finally:
+            self.model.eval()
         return parts
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], *, noisy: bool = False) -> MicroBatches:

@@ -140,7 +140,15 @@ class Learner(Worker):
         Args:
             within: A directory for temporary files, named ``.*.tmp``, which a worker that is killed leaves there.
                 Default, also if the directory does not exist: the system's.
+
+        Raises:
+            CheckpointError: Gradients wait for an optimizer step, and no checkpoint keeps them.
         """
+        if waiting := self.engine.waiting_count:
+            raise CheckpointError(
+                f"the gradients of {waiting} minibatch{'es' * (waiting > 1)} wait for an optimizer step, and a "
+                "checkpoint does not keep them: call step() before"
+            )
         with self.engine.awake():
             rank, ranks, gather = self.ctx.rank, self.ctx.world_size, self.engine.parallel.gather_objects
             state, layout = self._state(), self._layout
@@ -255,8 +263,10 @@ class Learner(Worker):
             if name in wanted:
                 set_random_state(device, wanted[name])
 
-    def weighted(self, batch: Batch) -> Batch:
+    def weighted(self, batch: Batch, algorithm: AlgorithmConfig | None = None) -> Batch:
         """Return ``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
+
+        ``algorithm``, by default the worker's, says how the loss is aggregated.
 
         Rows of the column ``left_out`` lose their ``loss_mask``, so that they have no weight and do not count.
         ``batch.meta["max_new_tokens"]`` is the constant of the aggregation ``sequence-sum-constant``. With the column
@@ -271,7 +281,7 @@ class Learner(Worker):
             batch = batch.with_columns({fields.LOSS_MASK: mask.like(mask.values.bool() & counted_N)})
         if fields.LOSS_WEIGHTS in batch:
             return batch
-        mask, mode = batch.jagged(fields.LOSS_MASK), self.algorithm.aggregation_mode
+        mask, mode = batch.jagged(fields.LOSS_MASK), (algorithm or self.algorithm).aggregation_mode
         counts = count_sampled(mask)
         trajectory_tokens = batch.dense(fields.TRAJECTORY_TOKENS) if fields.TRAJECTORY_TOKENS in batch else counts
         local_sums = torch.stack([counts.sum().double(), (counts.double() / trajectory_tokens.clamp(min=1)).sum()]).to(

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from podium.algorithms import LossInputs, TokenLoss, loss_declaration, policy_loss
+from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, check_functions, loss_declaration, policy_loss
 from podium.algorithms.declarations import ADVANTAGE_LOSSES
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
@@ -23,6 +23,7 @@ from podium.models.whole_weights import WholeWeights, full_weights
 from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
+from podium.training.config import check_dropout
 from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import score_tokens
 from podium.workers.learner import Learner
@@ -115,25 +116,49 @@ class Policy(Learner):
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
-        """Make one optimizer step over a global minibatch.
+        """Make one optimizer step over a global minibatch: :meth:`accumulate` and :meth:`step` in one call.
+
+        Args:
+            batch: As for :meth:`accumulate`.
+
+        Returns:
+            The metrics of both.
+
+        Raises:
+            DataError: A column is missing, or the loss did not return one number a token.
+        """
+        return {**self.accumulate(batch), **self.step()}
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
+    def accumulate(self, batch: Batch, loss: AlgorithmConfig | None = None, *, weight: float = 1.0) -> dict[str, float]:
+        """Add the gradient of a global minibatch to those that wait for :meth:`step`.
+
+        The sum of several minibatches' losses is trained, each with its weight. A loss is normalized over its own
+        minibatch, unless the batch has ``loss_weights``. If an exception is raised, all gradients that wait are
+        dropped.
 
         Args:
             batch: ``tokens``, ``loss_mask`` and ``loss_weights`` (computed over the minibatch if absent); ``left_out``,
                 if rows are left out; for a policy loss also ``advantages``, and ``old_logprobs``,
                 ``rollout_logprobs``, ``ref_logprobs`` as it asks for them. Without ``old_logprobs`` the policy counts
                 as unchanged since sampling.
+            loss: The loss of this minibatch and its constants; by default the worker's own.
+            weight: A factor of this minibatch's loss.
 
         Returns:
             Metrics of the whole minibatch, equal on all ranks, by their names in :mod:`podium.telemetry.metrics`.
 
         Raises:
+            ConfigError: ``loss`` cannot be found, or an option of it is wrong.
             DataError: A column is missing, or the loss did not return one number a token.
         """
+        algorithm = self.algorithm if loss is None else self._resolve(loss)
         sampled_N = batch.jagged(fields.LOSS_MASK).values.bool()
-        batch = self.weighted(batch)
+        batch = self.weighted(batch, algorithm)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
-        flat = self._has_no_other_term and fields.ADVANTAGES in batch and self.engine.is_flat(batch, fields.ADVANTAGES)
-        figures = {} if flat else self._minibatch_figures(batch, columns)
+        flat = _has_no_other_term(algorithm) and fields.ADVANTAGES in batch
+        flat = flat and self.engine.is_flat(batch, fields.ADVANTAGES)
+        figures = {} if flat else self._minibatch_figures(batch, columns, algorithm)
         self._scored = kept_N = None
         if fields.ROLLOUT_LOGPROBS in batch and fields.OLD_LOGPROBS not in batch:
             unscored_N = sampled_N if flat else sampled_N ^ batch.jagged(fields.LOSS_MASK).values
@@ -141,7 +166,7 @@ class Policy(Learner):
         sampled = self._sample_mismatch(batch) if flat and kept_N is not None else {}
 
         def compute(micro: MicroBatch) -> TokenLoss:
-            grad = self.algorithm.entropy_coef != 0
+            grad = algorithm.entropy_coef != 0
             scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad)
             assert scores.entropy is not None
             if kept_N is not None:
@@ -157,26 +182,44 @@ class Policy(Learner):
                 figures={name: micro.columns[name] for name in figures},
                 step=self.engine.step_count,
             )
-            return policy_loss(inputs, self.algorithm)
+            return policy_loss(inputs, algorithm)
 
-        result = self.engine.step(
-            batch.with_columns(figures),
-            compute,
-            columns=(*columns, *figures),
-            flat=flat,
+        minibatch = self.engine.accumulate(
+            batch.with_columns(figures), compute, columns=(*columns, *figures), weight=weight, flat=flat
         )
         self._scored = kept_N
+        return {metrics.LOSS: minibatch.loss, **minibatch.metrics, **sampled}
+
+    @endpoint(collect=first())
+    def step(self, *, learning_rate: float | None = None, grad_clip: float | None = None) -> dict[str, float]:
+        """Make one optimizer step by the gradients that :meth:`accumulate` has added up.
+
+        Args:
+            learning_rate: In place of that of the schedule ``optim.*``.
+            grad_clip: In place of ``optim.grad_clip``; 0 clips nothing.
+
+        Returns:
+            Norm of the gradient before clipping, learning rate and number of skipped steps, by their names in
+            :mod:`podium.telemetry.metrics`.
+
+        Raises:
+            PodiumError: No gradient waits.
+        """
+        applied = self.engine.apply(learning_rate=learning_rate, grad_clip=grad_clip)
         peak = memory_peak_bytes(self.device)
         return {
-            metrics.LOSS: result.loss,
-            **result.metrics,
-            **sampled,
-            metrics.GRAD_NORM: result.grad_norm,
-            metrics.LEARNING_RATE: result.learning_rate,
+            metrics.GRAD_NORM: applied.grad_norm,
+            metrics.LEARNING_RATE: applied.learning_rate,
             metrics.SKIPPED_STEPS: float(self.engine.skipped_count),
             **({"policy/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),
             **({"policy/memory_peak_gib": peak / 2**30} if peak else {}),  # so far, on the first rank's accelerator
         }
+
+    def _resolve(self, loss: AlgorithmConfig) -> AlgorithmConfig:
+        check_functions(loss)
+        algorithm = loss.resolve()
+        check_dropout(self.config, algorithm)
+        return algorithm
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def update_logprobs(self, batch: Batch) -> Batch:
@@ -256,12 +299,6 @@ class Policy(Learner):
         else:
             deque(all_weights, maxlen=0)  # shards are gathered from all ranks
 
-    @property
-    def _has_no_other_term(self) -> bool:
-        """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
-        algorithm = self.algorithm
-        return algorithm.loss in ADVANTAGE_LOSSES and not algorithm.entropy_coef and not algorithm.needs_reference
-
     def _sample_mismatch(self, batch: Batch) -> dict[str, float]:
         """Compare the generator's log-probabilities with this policy's in a few rows of a minibatch over which the step
         made no pass: a generator that computes another model draws completions that all earn nothing."""
@@ -287,13 +324,13 @@ class Policy(Learner):
         names = (fields.OLD_LOGPROBS, fields.ENTROPY) if entropy else (fields.OLD_LOGPROBS,)
         return self.engine.evaluate(batch, compute, names)
 
-    def _minibatch_figures(self, batch: Batch, columns: Sequence[str]) -> dict[str, Jagged]:
+    def _minibatch_figures(self, batch: Batch, columns: Sequence[str], algorithm: AlgorithmConfig) -> dict[str, Jagged]:
         """Token columns that the loss's ``minibatch`` function computes from the tokens of all ranks.
 
         A first pass without gradients gives the log-probabilities. Each rank gathers the tokens of all, computes the
         figures of the whole minibatch, and keeps those of its own tokens.
         """
-        figures = loss_declaration(self.algorithm.loss).minibatch
+        figures = loss_declaration(algorithm.loss).minibatch
         if figures is None:
             return {}
         mask = batch.jagged(fields.LOSS_MASK)
@@ -315,12 +352,17 @@ class Policy(Learner):
         columns_added: dict[str, Jagged] = {}
         with torch.no_grad():
             for name, figure_M in _check_figures(
-                figures(loss_inputs, self.algorithm), loss_inputs, batch, self.algorithm.loss
+                figures(loss_inputs, algorithm), loss_inputs, batch, algorithm.loss
             ).items():
                 values_N = torch.zeros(len(chosen_N), dtype=figure_M.dtype)
                 values_N[chosen_N] = figure_M[start : start + int(chosen_N.sum())].cpu()
                 columns_added[name] = mask.like(values_N)
         return columns_added
+
+
+def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
+    return algorithm.loss in ADVANTAGE_LOSSES and not algorithm.entropy_coef and not algorithm.needs_reference
 
 
 def _check_figures(figures: object, whole: LossInputs, batch: Batch, loss: str) -> Mapping[str, Tensor]:

@@ -36,6 +36,73 @@ def sft_step(engine: TrainEngine, batch: Batch, scale: float = 1.0) -> StepResul
     return engine.step(batch, compute)
 
 
+def nll(engine: TrainEngine, batch: Batch) -> Any:
+    return lambda micro: TokenLoss(-score_tokens(engine.model, batch, micro).logprobs)
+
+
+def flat_gradient(engine: TrainEngine) -> Tensor:
+    return torch.cat([part.flatten().float() for part in engine.parallel.gradients()])
+
+
+@pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["full", "adapted"])
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_gradients_of_several_minibatches_add_up(precision: str, model: ModelConfig) -> None:
+    still, batch = OptimConfig(lr=0.0, grad_clip=0.0), recorded()
+    parts = [batch.take(range(3)), batch.take(range(3, 5)), batch.take(range(5, 8))]
+    whole, apart = (make_engine(still, model, precision=precision) for _ in range(2))
+    result = sft_step(whole, batch)
+    accumulated = [apart.accumulate(part, nll(apart, part)) for part in parts]
+    assert apart.waiting_count == 3
+    applied = apart.apply()
+    assert sum(one.loss for one in accumulated) == pytest.approx(result.loss, rel=1e-5)
+    exact = precision == "float32"
+    assert applied.grad_norm == pytest.approx(result.grad_norm, rel=1e-5 if exact else 1e-2)
+    assert torch.allclose(flat_gradient(apart), flat_gradient(whole), atol=1e-6 if exact else 1e-3)
+    assert (apart.step_count, apart.waiting_count) == (1, 0)
+
+
+def test_the_same_minibatch_twice_is_twice_its_gradient_and_a_weight_is_a_factor() -> None:
+    still, batch = OptimConfig(lr=0.0, grad_clip=0.0), recorded()
+    norms: list[float] = []
+    for weights in ((1.0,), (1.0, 1.0), (0.5, 1.5), (2.0,), (1.0, -1.0)):
+        engine = make_engine(still)
+        for weight in weights:
+            engine.accumulate(batch, nll(engine, batch), weight=weight)
+        norms.append(engine.apply().grad_norm)
+    assert norms == pytest.approx([norms[0], *[2 * norms[0]] * 3, 0.0], rel=1e-5, abs=1e-6)
+
+
+def test_an_overflow_computes_all_minibatches_again() -> None:
+    still, batch = OptimConfig(lr=0.0, grad_clip=0.0), recorded()
+    exact, half = make_engine(still), make_engine(still, precision="float16")
+    for engine in (exact, half):
+        for weight in (1.0, 1e3):
+            engine.accumulate(batch, nll(engine, batch), weight=weight)
+    norms = [engine.apply().grad_norm for engine in (exact, half)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
+    assert half.loss_scale.value < 2.0**16
+
+
+def test_what_waits_is_dropped_with_a_minibatch_that_fails_and_survives_a_rest() -> None:
+    batch = recorded()
+    expected = make_engine()
+    sft_step(expected, batch)
+    engine = make_engine(offload="all")
+    engine.accumulate(batch, nll(engine, batch))
+    with pytest.raises(ZeroDivisionError):
+        engine.accumulate(batch, lambda micro: TokenLoss(torch.ones(1) / (1 // 0)))
+    assert engine.waiting_count == 0
+    with pytest.raises(PodiumError, match="no gradient waits"):
+        engine.apply()
+    engine.accumulate(batch, nll(engine, batch))
+    engine.rest()
+    engine.evaluate(batch, lambda micro: {"logprobs": score_tokens(engine.model, batch, micro).logprobs}, ["logprobs"])
+    engine.apply()
+    engine.wake()
+    for mine, theirs in zip(engine.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize(
     "parallel",
     [{"micro_batch_tokens": 30}, {"batching": "packed"}, {"batching": "packed", "micro_batch_tokens": 30}],

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from podium.algorithms import AlgorithmConfig, loss_weights
 from podium.data import Batch, Jagged
-from podium.errors import CheckpointError, ConfigError, DataError
+from podium.errors import CheckpointError, ConfigError, DataError, PodiumError
 from podium.models import ModelConfig
 from podium.models.manifest import file_sums, write_manifest
 from podium.rollout.engines import EngineConfig
@@ -104,6 +104,44 @@ def test_weights_made_here_are_those_of_the_algorithm(mode: Any) -> None:
     got = Policy(TINY, algorithm=AlgorithmConfig(aggregation=mode)).weighted(batch).jagged("loss_weights")
     expected = loss_weights(values_of(batch, "loss_mask"), batch.jagged("tokens").offsets, mode, constant=7.0)
     assert torch.allclose(got.values, expected)
+
+
+def test_accumulate_and_step_are_an_update() -> None:
+    whole, apart, batch = Policy(TINY, OPTIM), Policy(TINY, OPTIM), recorded()
+    for _ in range(3):
+        assert {**apart.accumulate(batch), **apart.step()} == whole.update(batch)
+    for mine, theirs in zip(apart.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_step_may_follow_two_losses_and_has_settings_of_its_own() -> None:
+    """Reinforcement, and a tenth of the cross-entropy of examples: the gradient is the sum of both."""
+    batch, examples, imitation = recorded(), recorded(), AlgorithmConfig(loss="cross_entropy")
+    policy = Policy(TINY, OPTIM)
+    first = policy.accumulate(batch)
+    second = policy.accumulate(examples.select("tokens", "loss_mask", "loss_weights"), imitation, weight=0.1)
+    apart = [Policy(TINY, OPTIM), Policy(TINY, OPTIM, algorithm=imitation)]
+    assert first["loss"] == apart[0].accumulate(batch)["loss"]
+    assert second["loss"] == pytest.approx(0.1 * apart[1].accumulate(examples)["loss"], rel=1e-6)
+    expected = [flat_gradient(worker) for worker in apart]
+    metrics = policy.step(learning_rate=0.0, grad_clip=0.0)
+    assert metrics["policy/learning_rate"] == 0.0
+    assert torch.allclose(flat_gradient(policy), expected[0] + 0.1 * expected[1], atol=1e-6)
+
+
+def flat_gradient(policy: Policy) -> torch.Tensor:
+    return torch.cat([part.flatten() for part in policy.engine.parallel.gradients()])
+
+
+def test_gradients_that_wait_are_not_lost_in_a_checkpoint(tmp_path: Path) -> None:
+    policy = Policy(TINY, OPTIM)
+    with pytest.raises(PodiumError, match="no gradient waits"):
+        policy.step()
+    policy.accumulate(recorded())
+    with pytest.raises(CheckpointError, match="gradients of 1 minibatch wait for an optimizer step"):
+        policy.save(str(tmp_path / "checkpoint"))
+    policy.step()
+    policy.save(str(tmp_path / "checkpoint"))
 
 
 def test_a_missing_column_is_named() -> None:
