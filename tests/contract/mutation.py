@@ -46,10 +46,11 @@ processes.GONE_S = 10.0
 
 @pytest.fixture(scope="module", params=ASKED, ids=ASKED.get)
 def target(request):
+    TestMutants.limit_s = 40.0 if ASKED[request.param] else 240.0
     return Target(request.param, preload=("podium.testing.workers", "torch"))
 
 class TestMutants(BackendContract):
-    limit_s = 40.0
+    pass
 """
 SELECTION: Final = """
 import json

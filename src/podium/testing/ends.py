@@ -16,7 +16,7 @@ from podium.data.store import lay_out
 from podium.errors import StoreFullError, WorkerDied, WorkerStartError
 from podium.processes import descendants_of, kill
 from podium.runtime import Backend, Cluster, Worker
-from podium.testing.load_workers import end_as, read_environment, start_family
+from podium.testing.load_workers import end_as, read_environment, read_holdings, start_family
 from podium.testing.processes import Started, make_site, read_written
 from podium.testing.shipped import leave, read_surroundings
 from podium.testing.target import LIMIT_S, Target, alive, all_gone, need, wait_for
@@ -214,6 +214,7 @@ class EndContract:
                 kill(pid)
 
     def test_closing_from_threads_and_with_calls_in_flight(self, target: Target) -> None:
+        children = read_holdings().children
         cluster = target.connect()
         need(cluster, "processes", "concurrent")
         sleeper = cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
@@ -232,6 +233,7 @@ class EndContract:
             thread.join()
         cluster.close()
         assert not left, "a call of close returned while processes ran"
+        assert wait_for(lambda: read_holdings().children <= children, GONE_S), "a child runs, or was not reaped"
 
     # -- the script --------------------------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class EndContract:
                 if cluster.capabilities.exit_status:  # a runtime that owns the processes ends its own when it likes
                     assert not all_gone(everything, GONE_S)
                     assert wait_for(lambda: not os.listdir(temporary), GONE_S), os.listdir(temporary)
-                assert not all_gone(workers[: 8 if cluster.capabilities.exit_status else 6], GONE_S)
+                assert not all_gone(workers[: 8 if cluster.capabilities.exit_status else 4], GONE_S)
             finally:
                 script.kill()
                 script.communicate()

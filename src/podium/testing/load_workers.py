@@ -25,12 +25,14 @@ print(subprocess.Popen([sys.executable, "-S", "-c", "{SLEEP}"], stdout=subproces
 
 
 class Holdings(NamedTuple):
-    """What a process holds: descriptors, threads, children that run or were not reaped, and bytes of memory."""
+    """What a process holds: descriptors, threads, children that run or were not reaped, and bytes of memory of its own
+    and of shared memory."""
 
     descriptors: int
     threads: int
     children: int
     nbytes: int
+    shared_nbytes: int
 
 
 class Crowd(Worker):
@@ -112,10 +114,10 @@ class Crowd(Worker):
 def read_holdings(worker: Worker | None = None) -> Holdings:
     """Return what this process holds."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    kib = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    nbytes, shared_nbytes = (int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
     children = sum(_parent_of(entry) == os.getpid() for entry in Path("/proc").iterdir() if entry.name.isdigit())
     descriptors, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
-    return Holdings(descriptors, threads, children, kib << 10)
+    return Holdings(descriptors, threads, children, nbytes, shared_nbytes)
 
 
 def _parent_of(entry: Path) -> int:

@@ -253,7 +253,8 @@ def _alive() -> dict[str, Any]:
 def _kinds(node: Mapping[str, Any]) -> tuple[str, ...]:
     """The model of each accelerator of a node. Ray has one word for all of them."""
     names = [key.partition(":")[2] for key in node["Resources"] if key.startswith("accelerator_type:")]
-    kind = (node.get("Labels") or {}).get("ray.io/accelerator-type") or next(iter(names), "")
+    labels: Mapping[str, str] = node.get("Labels") or {}
+    kind = labels.get("ray.io/accelerator-type") or next(iter(names), "")
     return (kind,) * int(_amounts(node["Resources"]).get("gpu", 0.0)) if kind else ()
 
 
