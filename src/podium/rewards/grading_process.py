@@ -141,4 +141,4 @@ def _read_item(data: bytes) -> Item | Result:
 def _explain(result: Result) -> Result:
     """Say what to do where the reward has asked a person."""
     asks = type(result.error).__name__ == "BdbQuit" or str(result.error) == "EOF when reading a line"
-    return replace(result, problem=result.problem.rstrip(": ") + _NO_TERMINAL) if asks else result
+    return replace(result, problem=result.problem + _NO_TERMINAL) if asks else result

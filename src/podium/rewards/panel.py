@@ -208,8 +208,11 @@ class Clock:
                 self._scopes.add(scope)
                 try:
                     return await value
-                except asyncio.CancelledError:
-                    raise
+                except asyncio.CancelledError as error:
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():  # by the time limit, or by the end of the loop
+                        raise
+                    return _failure(error)  # of something that the function cancelled itself
                 except BaseException as error:  # noqa: BLE001 - SystemExit too: a reward that leaves has failed
                     return _failure(error)
                 finally:
@@ -252,7 +255,7 @@ def _failure(error: BaseException) -> Result:
     if isinstance(error, CallError):
         return Result(problem=str(error)[:_PROBLEM])
     try:
-        problem = f"raised {type(error).__name__}: {error}"[:_PROBLEM]
+        problem = f"raised {type(error).__name__}: {error}".rstrip(": ")[:_PROBLEM]
     except Exception:  # noqa: BLE001 - a user's own class, whose text may raise anything
         problem = f"raised {type(error).__name__}"
     return Result(problem=problem, traceback=_trace(error)[-_TRACEBACK:], error=error)

@@ -134,3 +134,24 @@ def test_an_error_has_the_traceback_of_the_reward() -> None:
         grader.grade(["ok", "raise"], [{}] * 2)
     assert "in misbehave" in str(caught.value)
     assert "panel.py" not in str(caught.value)
+
+
+async def gives_up(completion: str) -> float:
+    """Await a task that the function itself has cancelled, as clients with cancel scopes do."""
+    task = asyncio.ensure_future(asyncio.sleep(600))
+    if completion == "cancel":
+        task.cancel()
+        await task
+    task.cancel()
+    if completion == "raise":
+        raise asyncio.CancelledError
+    return 1.0
+
+
+@pytest.mark.parametrize("in_script", [False, True])
+def test_a_function_that_cancels_something_of_its_own_has_failed_at_once_and_harms_no_other(in_script: bool) -> None:
+    config = RewardConfig(time_limit_s=LONG_S, on_error="score", failure_score=-1.0, processes=1)
+    with Grader(config, reward=gives_up, in_script=in_script) as grader:
+        grades = grader.grade(["1", "cancel", "raise", "2"], [{}] * 4)
+    assert [grade.score for grade in grades] == [1.0, -1.0, -1.0, 1.0]
+    assert [(grade.error, grade.timed_out) for grade in grades[1:3]] == [("raised CancelledError", False)] * 2
