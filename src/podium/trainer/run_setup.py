@@ -39,7 +39,6 @@ from podium.trainer.checks.preflight import (
     check_answers,
     check_lengths,
     check_tokens,
-    find_unused_settings,
     load_schedule,
 )
 from podium.trainer.generators import Generators, parts_of
@@ -175,7 +174,7 @@ def open_run(
     if before is not None:
         kept = before
     else:
-        for remark in (*remarks(config, directory.path), *find_unused_settings(config)):
+        for remark in remarks(config, directory.path):
             emit(Note(remark))
         kept = _open_lasting(options, read_data, lasting, directory, checkpoint)
         config = kept.data.config

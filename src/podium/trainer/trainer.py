@@ -57,6 +57,7 @@ from podium.trainer.checks.preflight import (
     check_settings,
     check_signatures,
     find_columns,
+    find_unused_settings,
     names_of_given,
     with_stop_tokens,
 )
@@ -205,6 +206,8 @@ class Trainer(ABC, Generic[C, E, R]):
             ConfigError, DataError: The run is refused because of its data.
         """
         config = self.config
+        for sentence in find_unused_settings(config):
+            emit(Note(sentence))
         emit(Waiting(f"reading {config.data.train or config.environment.name}"))
         tokenizer = load_tokenizer(config.model.tokenizer_source)
         sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, cast
 
-from podium.algorithms import check_functions
+from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, check_functions
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
 from podium.extras import install_command
@@ -63,6 +63,10 @@ _NO_SCHEDULES: Final = {
     inspect.isclass: "a class",
 }
 _REWARD, _REWARD_NAME = "reward", "reward.name"
+_CLIPPING: Final = ("ppo_clip", "gspo")
+_READING_LOSSES: Final = {"clip_low": _CLIPPING, "clip_high": _CLIPPING}
+_DISCOUNTING: Final = ("gae", "reinforce_pp", "gae_turns", "grpo_turns")
+_READING_ADVANTAGES: Final = {"gamma": _DISCOUNTING, "lam": ("gae", "gae_turns"), "value_clip": ("gae", "gae_turns")}
 
 
 # -- settings, against what is installed and what this machine has ---------------------------------------------------
@@ -122,12 +126,13 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
 
 
 def find_unused_settings(config: InferenceConfig) -> list[str]:
-    """Return a sentence for each setting that has no effect because the run trains in sessions of an environment, or
-    on completions."""
+    """Return a sentence for each setting that has no effect, because nothing in the run reads it: the run trains in
+    sessions of an environment, on completions, or by a loss or an estimator of Podium's that does without it."""
     if isinstance(config, SFTConfig):
         return []
     unused = ["data.split_turns = true has no effect: only supervised fine-tuning learns turns of the data"]
     unused = unused if config.data.split_turns else []
+    unused += _list_unread(config.algorithm) if isinstance(config, PPOConfig) else []
     if not config.environment.name:
         return unused
     plain = DataConfig()
@@ -137,6 +142,22 @@ def find_unused_settings(config: InferenceConfig) -> list[str]:
         for name in ("max_prompt_tokens", "overlong")
         if (value := getattr(config.data, name)) != getattr(plain, name)
     ]
+
+
+def _list_unread(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that neither Podium's loss nor its estimator reads."""
+    plain = AlgorithmConfig()
+    for role, known, readers_by_key in (
+        ("loss", LOSSES, _READING_LOSSES),
+        ("advantage", ADVANTAGES, _READING_ADVANTAGES),
+    ):
+        function = getattr(algorithm, role)
+        for key, readers in readers_by_key.items() if function in known else ():
+            if (value := getattr(algorithm, key)) != getattr(plain, key) and function not in readers:
+                yield (
+                    f"algorithm.{key} = {value!r} has no effect with algorithm.{role} = {function!r}: of Podium's own, "
+                    f"{', '.join(readers)} read it"
+                )
 
 
 def check_reward(config: RewardConfig, reward: Rewards | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from podium.algorithms import AlgorithmConfig
 from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import CheckpointError, ConfigError
@@ -185,3 +186,24 @@ def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
         == find_unused_settings(GRPOConfig(data=data))
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (
+            {"loss": "clip_cov", "clip_low": 0.1},
+            "algorithm.clip_low = 0.1 has no effect with algorithm.loss = 'clip_cov'",
+        ),
+        ({"lam": 0.9}, "algorithm.lam = 0.9 has no effect with algorithm.advantage = 'grpo'"),
+        ({"advantage": "rloo", "gamma": 0.9}, "algorithm.gamma = 0.9 has no effect with algorithm.advantage = 'rloo'"),
+        ({"value_clip": 0.5}, "algorithm.value_clip = 0.5 has no effect with algorithm.advantage = 'grpo'"),
+        ({"loss": "gspo", "clip_low": 0.1}, ""),
+        ({"advantage": "gae", "lam": 0.9, "gamma": 0.9, "value_clip": None}, ""),
+        ({"loss": "file.py:mine", "advantage": "file.py:mine", "clip_low": 0.1, "lam": 0.9}, ""),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_told(algorithm: dict[str, Any], expected: str) -> None:
+    said = find_unused_settings(GRPOConfig(algorithm=AlgorithmConfig(**algorithm)))
+    assert len(said) == bool(expected)
+    assert "".join(said).startswith(expected)
