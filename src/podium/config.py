@@ -17,7 +17,9 @@ A section stands beside the class that it configures. Its fields are its keys; t
 import dataclasses
 import difflib
 import functools
+import os
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,12 +35,14 @@ from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from podium.errors import ConfigError
 from podium.migration import find_equivalent
+from podium.secrecy import find_masked, mask, mask_command, variable_of
 
 __all__ = [
     "Key",
     "build_config",
     "config_to_dict",
     "config_to_yaml",
+    "fill_masked",
     "keys_of",
     "load_config",
     "parse_overrides",
@@ -112,11 +116,33 @@ def load_config(
         ConfigError: The file cannot be read, or a key is unknown, mistyped, out of range or contradicts another; the
             message names the key's full path, its value, the values that it takes and the nearest valid name.
     """
-    values = read_values(cls, path, overrides, content)
+    values = fill_masked(read_values(cls, path, overrides, content))
     typed = [dotted for dotted, _ in parse_overrides(cls, overrides)]
     config = build_config(cls, values, source=str(path or ""), typed=typed)
     check_source: Callable[[Path, Sequence[str]], C] | None = getattr(config, "check_source", None)
     return config if path is None or check_source is None else check_source(Path(path), typed)
+
+
+def fill_masked(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested ``values`` with secrets of the environment where a file of a run has none.
+
+    Raises:
+        ConfigError: Some are missing. The message names the variable of each.
+    """
+    missing = list[str]()
+    for path in find_masked(values):
+        variable = variable_of(path)
+        if variable in os.environ:
+            text, masked = os.environ[variable], _at(values, path)
+            _put(values, path, text if isinstance(masked, str) else _load_yaml(text))
+        else:
+            missing.append(
+                f"{path} is a secret, which the files of a run do not hold: set it in the environment variable "
+                f"{variable}, or give it with --{path}"
+            )
+    if missing:
+        raise ConfigError("\n".join(missing))
+    return values
 
 
 def read_values(
@@ -149,6 +175,7 @@ def build_config(
     Raises:
         ConfigError: Every mistake found, one a line.
     """
+    mask(values, key)  # the secrets that errors and logs leave out from now on
     try:
         return _validate(cls, values, text_as_number=not key)
     except pydantic.ValidationError as error:
@@ -213,8 +240,9 @@ def _plain(value: Any) -> Any:
 
 
 def config_to_yaml(config: Any) -> str:
-    """Return a section as YAML that :func:`load_config` reads back to an equal one."""
-    values = config_to_dict(config)
+    """Return a section as YAML that :func:`load_config` reads back to an equal one. Secrets are masked; a key that was
+    masked needs its value again."""
+    values = mask(config_to_dict(config))
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
@@ -303,7 +331,9 @@ def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
             return _several(arms, text)
         value = _load_yaml(text)
     except ValueError as error:
-        raise ConfigError(f"--{dotted} {text[:200]!r} is not valid YAML: {error}") from None
+        raise ConfigError(
+            f"{shlex.join(mask_command([f'--{dotted}', text[:200]]))} is not valid YAML: {error}"
+        ) from None
     return None if value in ("none", "None") and type(None) in arms else value
 
 
@@ -318,6 +348,10 @@ def _several(arms: Sequence[Any], text: str) -> Any:
         return text
 
 
+def _at(values: Mapping[str, Any], dotted: str) -> object:
+    return functools.reduce(lambda inner, name: cast("Any", inner)[name], dotted.split("."), cast("Any", values))
+
+
 def _put(values: dict[str, Any], dotted: str, value: object) -> None:
     *sections, last = dotted.split(".")
     for depth, name in enumerate(sections):
@@ -325,7 +359,9 @@ def _put(values: dict[str, Any], dotted: str, value: object) -> None:
         if inner is None:
             inner = values[name] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"--{dotted}: {'.'.join(sections[: depth + 1])} is {inner!r}, which has no keys below it")
+            raise ConfigError(
+                f"--{dotted}: {'.'.join(sections[: depth + 1])} is {mask(inner, name)!r}, which has no keys below it"
+            )
         values = cast("dict[str, Any]", inner)
     values[last] = value
 
@@ -376,7 +412,7 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[s
             literals = [arm for arm in _arms(field.annotation) if typing.get_origin(arm) is typing.Literal]
             choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-            line = f"{path} = {value!r}: expected {_describe_expected(field).replace('a number', finite)}"
+            line = f"{path} = {mask(value, path)!r}: expected {_describe_expected(field).replace('a number', finite)}"
             line += f"; did you mean {near[0]}?" if near else ""
         lines[line] = path
     return lines
@@ -388,7 +424,7 @@ def _unknown(root: type, prefix: str, names: Sequence[str], key: object, value: 
     inside = list(_leaves(value, path)) if isinstance(value, Mapping) else []
     answered = [(leaf, setting) for leaf, setting in inside if find_equivalent(leaf)]
     for leaf, setting in answered or [(path, value)]:
-        shown = f" (value {setting!r})" if isinstance(key, str) else ""
+        shown = f" (value {mask(setting, leaf)!r})" if isinstance(key, str) else ""
         hint = _translate(root, prefix, leaf) or _suggest(root, prefix, names, str(key))
         yield f"unknown key {leaf}{shown}{hint}", leaf
 

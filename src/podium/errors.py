@@ -27,6 +27,8 @@ All of them pickle, so that a worker of a worker can raise them through two proc
 from collections.abc import Sequence
 from typing import Any
 
+from podium.secrecy import mask_text
+
 __all__ = [
     "CallCancelled",
     "CheckpointError",
@@ -52,6 +54,9 @@ __all__ = [
 
 class PodiumError(Exception):
     """The base class: ``except PodiumError`` catches what Podium raises on purpose and nothing else."""
+
+    def __str__(self) -> str:
+        return mask_text(super().__str__())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args), self.__dict__

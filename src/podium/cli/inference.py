@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
-from podium.config import build_config, parse_overrides, read_values, with_overrides
+from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig
 from podium.runs.named_code import check_code
@@ -159,6 +159,7 @@ def inference_config(
     values = with_overrides(InferenceConfig, values, overrides)
     values.setdefault("model", {}).setdefault("path", model)
     if source is not None:
+        values = fill_masked(values)
         values, missing = find_current_values(values, source.run)
         data = values.get("data")
         needs = _with_train(needs, isinstance(data, dict) and bool(data.get("eval")))

@@ -14,6 +14,7 @@ from typing import NoReturn
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import connect, open_config
 from podium.errors import ConfigError
+from podium.processes import close_memory
 from podium.rollout.service import check_serving
 from podium.runtime.connecting import backend_class
 from podium.trainer.preload import PRELOAD
@@ -51,6 +52,7 @@ def run_serve(arguments: Sequence[str]) -> int:
     environment_token, name = os.environ.get(_TOKEN), options.name or Path(options.model).name or options.model
     if environment_token is not None and not environment_token.strip():
         raise ConfigError(f"{_TOKEN} is empty: set it to a token, or unset it to get a new token")
+    close_memory()
     token = environment_token or secrets.token_urlsafe(32)
     check_serving(options.host, options.port, token)
     with contextlib.ExitStack() as stack:

@@ -42,7 +42,10 @@ def run_view(arguments: Sequence[str]) -> int:
         RunFiles(parsed.export.parent).write(text, parsed.export.name)
         sys.stdout.write(f"{visible(str(parsed.export))}: {len(text) / 2**20:.1f} MiB\n")
         return 0
+    from podium.processes import close_memory
     from podium.view.server import ViewServer
+
+    close_memory()
 
     with ViewServer(runs, parsed.port) as server:
         sys.stdout.write(f"{visible(', '.join(run.name for run in runs))}: {server.url}\nCtrl-C ends it.\n")

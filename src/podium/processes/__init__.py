@@ -22,17 +22,18 @@ Five parts of Podium run a user's code this way, over frames of one format, and 
     rewards            The supervisor is a dispatcher that hands out items and keeps a deadline for each. Its children
                        have a limit of memory, and see no secrets of the environment.
     sessions           A fork server starts and kills what the worker asks for. A session sends requests to the worker.
-    tools              The supervisor has one child for one call, and ends with it.
+    tools              The supervisor has one child for one call, and ends with it. It sees no secrets either.
     worker processes   A fork server starts them. The messages of calls bring descriptors of shared memory and keep the
                        bounds that the kernel gives them, so they are no frames: see backends/local/wire.py.
     other Pythons      The command of an environment without Podium has no supervisor. It speaks frames by itself.
 
-Only rewards are kept from secrets: environments and workers need keys, as those of judges and trackers.
+Rewards and tools are kept from secrets that they do not name. Environments and workers need keys, as those of judges
+and trackers.
 """
 
 from podium.processes.channel import HEADER, Channel, Frame, FrameError, Requests, make_frame, read_frame
-from podium.processes.environment import find_secrets
 from podium.processes.fork_server import ForkServer, serve_forks
+from podium.processes.handover import close_memory, hide_secrets, open_own
 from podium.processes.launcher import (
     Launched,
     command,
@@ -60,7 +61,8 @@ __all__ = ["HEADER", "LONGEST_BODY", "START_LIMIT_S", "Channel", "ForkServer", "
 __all__ += ["Requests", "Supervisor"]
 __all__ += ["become_subreaper", "children_of", "command", "descendants_of", "describe_exit", "end_launched", "end_of"]
 __all__ += [
-    "find_secrets",
+    "close_memory",
+    "hide_secrets",
     "import_path",
     "is_ending",
     "is_stopped",
@@ -69,6 +71,7 @@ __all__ += [
     "limit_memory",
     "make_frame",
     "open_log",
+    "open_own",
 ]
 __all__ += ["raise_descriptor_limit", "read_frame", "serve_forks", "supervise", "temporary_directory"]
 __all__ += ["working_directory"]

@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from podium.errors import ConfigError, DataError
 from podium.processes.channel import Channel
+from podium.processes.handover import TAKE, hide_secrets
 from podium.processes.table import kill_marked
 
 __all__ = ["Launched", "command", "end_launched", "import_path", "open_log", "temporary_directory", "working_directory"]
@@ -70,14 +71,22 @@ class Launched:
         near, far = socket.socketpair()
         self.channel = Channel(near)
         try:
-            with far, os.fdopen(open_log(log_path), "ab") if log_path else nullcontext() as log:
+            variables, pipe = {**(os.environ if env is None else env), _MARK: mark}, None
+            if any(TAKE in word for word in line):
+                variables, pipe = hide_secrets(variables)
+            with (
+                far,
+                os.fdopen(open_log(log_path), "ab") if log_path else nullcontext() as log,
+                os.fdopen(pipe) if pipe else nullcontext(),
+            ):
                 self.process = subprocess.Popen(
                     line,
                     stdin=far.fileno(),
                     stdout=log,
                     stderr=log,
-                    env={**(os.environ if env is None else env), _MARK: mark},
+                    env=variables,
                     start_new_session=True,
+                    pass_fds=() if pipe is None else (pipe,),
                 )
         except BaseException:
             near.close()
@@ -141,7 +150,7 @@ def end_launched() -> None:
 def command(module: str, *args: Any) -> list[str]:
     """The command of a fresh interpreter that calls ``main(*args)`` of ``module``, with this process's ``sys.path``.
     ``args`` must have a ``repr`` that Python reads."""
-    code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main(*{args!r})"
+    code = f"import sys; sys.path[:] = {import_path()!r}; {TAKE}from {module} import main; main(*{args!r})"
     return [sys.executable, "-c", code]
 
 

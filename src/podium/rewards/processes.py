@@ -23,7 +23,6 @@ from podium.processes import (
     Launched,
     command,
     describe_exit,
-    find_secrets,
     make_frame,
 )
 from podium.rewards.config import RewardConfig
@@ -32,6 +31,7 @@ from podium.rewards.grades import Grade, Source, make_grade, show_traceback
 from podium.rewards.grading_process import decode
 from podium.rewards.panel import Result
 from podium.rewards.resolve import RewardFn, name_of
+from podium.secrecy import find_secrets
 from podium.telemetry.progress import Counting
 
 __all__ = ["GradingProcesses", "Pending"]

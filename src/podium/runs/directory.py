@@ -44,6 +44,7 @@ from podium.runs.files import SET, free_name, step_of
 from podium.runs.named_files import PLACES
 from podium.runs.records import CONFIG, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
 from podium.runs.run_files import RunFiles
+from podium.secrecy import mask_command, mask_text
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 
@@ -101,6 +102,11 @@ class Summary:
     def figures(self) -> dict[str, float | str | None]:
         """Numbers and texts by their names for trackers, such as ``tokens_per_s/generate``."""
         return {key: value for key, value in flatten(asdict(self), "/") if value != {}}
+
+
+class _MaskedFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return mask_text(super().format(record))
 
 
 class RunDirectory:
@@ -208,7 +214,7 @@ class RunDirectory:
         """
         file = io.TextIOWrapper(self.files.append("logs", CONTROLLER_LOG), encoding="utf-8", errors="backslashreplace")
         handler = logging.StreamHandler(file)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_MaskedFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         podium, root = logging.getLogger("podium"), logging.getLogger()
         level = podium.level
         if level == logging.NOTSET:
@@ -224,7 +230,7 @@ class RunDirectory:
 
         unsubscribe = subscribe(write)
         self._log = log
-        log(f"command: {shlex.join(sys.orig_argv)}")
+        log(f"command: {shlex.join(mask_command(sys.orig_argv))}")
         try:
             yield self.logs / CONTROLLER_LOG
         finally:

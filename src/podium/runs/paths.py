@@ -13,6 +13,7 @@ from podium.runs.files import free_name
 from podium.runs.named_files import align_values, find_again
 from podium.runs.records import CONFIG, RunRecord, flatten, is_run
 from podium.runs.run_files import RunFiles
+from podium.secrecy import mask
 
 __all__ = ["resolve_resume", "run_path"]
 
@@ -61,7 +62,7 @@ def resolve_resume(config: C) -> C:
     file = path / CONFIG
     stored = read_values(type(config), file, content=RunFiles(path).read_small(CONFIG))
     values = config_to_dict(build_config(type(config), stored, source=str(file)))
-    expected = dict(flatten(align_values(config_to_dict(config), values, path)))
+    expected = dict(flatten(mask(align_values(config_to_dict(config), values, path))))
     recorded = dict(flatten(values))
     others = [
         f"{key} = {expected.get(key)!r}, and the run has {recorded.get(key)!r}"

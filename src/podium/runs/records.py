@@ -27,6 +27,7 @@ from podium.runs.ledger import States, read_ledger
 from podium.runs.named_files import PLACES, as_given, read_objects
 from podium.runs.run_files import RunFiles
 from podium.runs.typed import Amount, Count, Number, read_json, read_lines
+from podium.secrecy import mask
 from podium.telemetry.held_out import ACCURACY, Metric
 
 __all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "RunRecord"]
@@ -80,7 +81,7 @@ class RunRecord:
         """
         with suppress(FileNotFoundError), _warning():
             text = self.files.read_small(CONFIG)
-            settings = flatten(as_given(read_values(object, self.path / CONFIG, content=text), self.path))
+            settings = flatten(mask(as_given(read_values(object, self.path / CONFIG, content=text), self.path)))
             objects = read_objects(text.decode(errors="replace"))
             return dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
         return {}

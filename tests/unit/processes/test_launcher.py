@@ -18,7 +18,6 @@ from podium.processes import (
     Launched,
     Supervisor,
     command,
-    find_secrets,
     is_stopped,
     serve_forks,
     supervise,
@@ -160,11 +159,3 @@ supervise(work)
     launched.channel.close()
     assert "ValueError: a fault of the supervisor's own" in (tmp_path / "log").read_text()
     assert launched.process.returncode == 1
-
-
-def test_secrets_are_known_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MY_API_KEY", "MY_TOKEN", "MY_KEYBOARD"):
-        monkeypatch.setenv(name, "1")
-    names = find_secrets(["MY_TOKEN"])
-    assert "MY_API_KEY" in names
-    assert not {"MY_TOKEN", "MY_KEYBOARD"} & {*names}

@@ -200,6 +200,35 @@ while not (os.path.exists({str(pids)!r}) and open({str(pids)!r}).read()):
     assert all_end(map(int, pids.read_text().split()))
 
 
+def variables() -> list[str]:
+    """List what looks like a secret here, and at the processes above."""
+    found = [name for name in os.environ if name.startswith("TEST_")]
+    pid = os.getppid()
+    while pid > 1:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found += [f"{entry.decode()} above" for entry in entries if entry.startswith(b"TEST_HF_TOKEN=of")]
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def want() -> str:
+    """Read a variable."""
+    return os.environ["TEST_HF_TOKEN"]
+
+
+def test_a_process_of_a_tool_has_no_secret_that_it_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ("TEST_HF_TOKEN", "TEST_WANDB_API_KEY", "TEST_PODIUM_TOKEN", "TEST_PAT", "TEST_NETRC")
+    for name in secrets:
+        monkeypatch.setenv(name, f"of {name}")
+    monkeypatch.setenv("TEST_DATABASE_URL", "postgres://u:hunter2@db/x")
+    monkeypatch.setenv("TEST_PLAIN", "1")
+    box = Toolbox([tool(variables, process=True), tool(want, process=True)])
+    assert json.loads(answer(box, "variables")) == ["TEST_PLAIN"]
+    assert "TEST_HF_TOKEN does not reach the tool unless tool(env=...) names it" in answer(box, "want")
+    named = Toolbox([tool(variables, process=True, env=["TEST_HF_TOKEN"])])
+    assert sorted(json.loads(answer(named, "variables"))) == ["TEST_HF_TOKEN", "TEST_PLAIN"]
+
+
 def test_a_coroutine_function_runs_in_a_process_too() -> None:
     assert answer(Toolbox([tool(wait, process=True)]), "wait", {"seconds": 0}) == "done"
 

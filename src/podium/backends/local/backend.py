@@ -31,7 +31,7 @@ from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import NOTHING, Inbound, Parcel, pack
 from podium.backends.process import THREAD_VARIABLES, accelerators, machine
 from podium.errors import ConfigError, WorkerStartError
-from podium.processes import ForkServer, command, raise_descriptor_limit
+from podium.processes import ForkServer, close_memory, command, raise_descriptor_limit
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Node, OnDeath, ProcessSpec
 
@@ -94,6 +94,7 @@ class LocalBackend(Backend):
         self.accelerators = accelerators()
         self._nodes = machine(self.accelerators, nodes)
         raise_descriptor_limit()
+        close_memory()
         self.store_options = store_bytes, "" if spill_dir is None else str(Path(spill_dir).absolute())
         private, self._spare = self._prepared.pop(tuple(preload), (None, None))
         self.files = Files(log_dir, echo, private)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from podium.backends.local import child
 from podium.backends.process import keep_freed_memory
 from podium.lazy import without_collector
-from podium.processes import Channel, Supervisor, command, open_log, serve_forks, supervise
+from podium.processes import Channel, Supervisor, command, hide_secrets, open_log, serve_forks, supervise
 
 __all__ = ["main"]
 
@@ -59,5 +59,8 @@ def _become_worker_process(
         for fd in fds:
             os.set_inheritable(fd, True)
         line = [*prefix, *command("podium.backends.local.child", fds, *settings)]
-        os.execvp(line[0], line)
+        variables, pipe = hide_secrets(os.environ)
+        if pipe is not None:
+            os.set_inheritable(pipe, True)
+        os.execvpe(line[0], line, variables)
     child.main(fds, *settings)

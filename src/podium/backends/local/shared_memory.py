@@ -39,6 +39,7 @@ import numpy as np
 from podium.backends.process import MEMORY
 from podium.data.store import Bytes
 from podium.errors import RefLostError, StoreFullError
+from podium.processes import open_own
 
 __all__ = ["INLINE_LIMIT", "Key", "Lease", "Segment", "SegmentPool"]
 
@@ -322,7 +323,7 @@ class WrittenPages:
         self._fd = -1
         self._found = (ctypes.c_uint64 * 3)()  # room for one range of pages
         with contextlib.suppress(OSError):
-            self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_own("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
         if self._fd >= 0:

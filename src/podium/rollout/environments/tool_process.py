@@ -15,7 +15,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import cloudpickle
@@ -30,6 +30,7 @@ from podium.processes import (
     supervise,
 )
 from podium.rollout.environments.calls import in_thread
+from podium.secrecy import find_secrets
 
 __all__ = ["FailedInProcess", "in_process", "main", "write_value"]
 
@@ -40,9 +41,9 @@ class FailedInProcess(Exception):
     """What the model is told of a call that raised, or that ended without an answer."""
 
 
-async def in_process(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+async def in_process(function: Callable[..., Any], values: Mapping[str, Any], env: Collection[str] = ()) -> Any:
     """Call a function, or a coroutine function, in a process of its own. The process ends with this call, also where
-    it is cancelled.
+    it is cancelled. Of the variables that look like secrets, it has only those that ``env`` names.
 
     Returns:
         A result that is a text, or the JSON of another one.
@@ -51,14 +52,20 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any]) ->
         FailedInProcess: The function raised, or its process ended.
     """
     call = _pickle(function, values)
-    launched = Launched(command("podium.rollout.environments.tool_process"))
+    withheld = find_secrets(env)
+    variables = {name: value for name, value in os.environ.items() if name not in withheld}
+    launched = Launched(command("podium.rollout.environments.tool_process"), env=variables)
     try:
         answer = await in_thread(_ask, launched.channel, call)
     finally:
         await in_thread(launched.end)
         launched.channel.close()
     if "result" not in answer:
-        raise FailedInProcess(answer.get("error", "its process sent something other than a result"))
+        error = answer.get("error", "its process sent something other than a result")
+        missing = [
+            f". {name} does not reach the tool unless tool(env=...) names it" for name in withheld if name in error
+        ]
+        raise FailedInProcess(error + "".join(missing))
     return answer["result"]
 
 

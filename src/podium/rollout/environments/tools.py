@@ -72,6 +72,7 @@ def tool(
     name: str = "",
     time_limit_s: float = 30.0,
     process: bool = False,
+    env: Sequence[str] = (),
     given: Mapping[str, Any] | None = None,
 ) -> Tool:
     """Return a function as a tool.
@@ -90,6 +91,8 @@ def tool(
             continues.
         process: Whether each call gets a process of its own, which is killed at the end with whatever it has started.
             Each call then takes about 0.2 s more, and changes that the function makes in memory are lost.
+        env: Environment variables that this process gets although they look like secrets, by name. It gets no others
+            that do.
         given: Arguments that the model neither sees nor sets, such as the state of a session.
 
     Raises:
@@ -109,7 +112,7 @@ def tool(
         checked = model.model_validate(arguments)
         values = {name: getattr(checked, name) for name in type(checked).model_fields} | fixed
         if process:
-            return await in_process(function, values)
+            return await in_process(function, values, env)
         if inspect.iscoroutinefunction(function):
             return await function(**values)
         result = await in_thread(function, **values)

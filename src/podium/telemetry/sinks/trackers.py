@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.extras import install_command
+from podium.secrecy import mask
 from podium.telemetry.events import (
     CompletionsSampled,
     EvalFinished,
@@ -106,7 +107,7 @@ class TensorBoardSink(TrackerSink):
         super().__init__()
         self._require("tensorboard", "tensorboard")
         self._make = self._require("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        self._folder, self._config = str(folder), dict(_leaves(config or {}))
+        self._folder, self._config = str(folder), dict(_leaves(mask(config or {})))
         self._made: Any = None
 
     def begin(self, first_step: int) -> None:
@@ -161,7 +162,7 @@ class _RunSink(TrackerSink):
     ) -> None:
         super().__init__()
         self._module = self._require(self.package, self.package)
-        self._run = self._module.init(project=project, name=name, config=dict(config or {}), **options)
+        self._run = self._module.init(project=project, name=name, config=mask(config or {}), **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

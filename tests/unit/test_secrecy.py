@@ -1,0 +1,173 @@
+"""What looks like a secret is shown nowhere, and nothing else is hidden."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.config import config_to_yaml, keys_of, load_config
+from podium.errors import ConfigError, PodiumError
+from podium.runs.config import GRPOConfig, InferenceConfig, PPOConfig, SFTConfig
+from podium.secrecy import MASK, find_masked, find_secrets, is_secret, mask, mask_command, mask_text, variable_of
+
+SECRET = "correct-horse-battery-7"
+SIGNED = {
+    "hub": "hf_" + "aB3" * 9,
+    "openai": "sk-proj-" + "aB3_" * 6,
+    "github": "ghp_" + "aB3" * 9,
+    "github, fine": "github_pat_" + "aB3_" * 6,
+    "gitlab": "glpat-" + "aB3" * 7,
+    "wandb": "wandb_v1_" + "aB3" * 7,
+    "slack": "xoxb-1234567890-abcdef",
+    "aws": "AKIA" + "A1B2C3D4" * 2,
+    "google": "AIza" + "aB3_-" * 7,
+    "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+    "a URL": "postgres://user:hunter2@db.example/x",
+    "a URL without a user": "redis://:hunter2@cache:6379",
+    "a header": "Bearer abcdefghijkl.mnop",
+    "a hook": "https://hooks.slack.com/services/T0/B0/XXXX",
+}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "api_key",
+        "apiKey",
+        "X-API-Key",
+        "HF_TOKEN",
+        "openai_api_key",
+        "password",
+        "db_passwd",
+        "webhook",
+        "webhook_url",
+        "Authorization",
+        "NETRC",
+        "github_pat",
+        "client_secret",
+        "access_key",
+        "token",
+        "cookie",
+        "api_keys",
+        "auth",
+    ],
+)
+def test_a_key_that_names_a_secret_hides_its_text_however_deep(key: str) -> None:
+    values = {"environment": {"options": {"judges": [{"how": {key: SECRET}}]}, "other": {key: [SECRET, SECRET]}}}
+    masked = mask(values)
+    assert SECRET not in json.dumps(masked)
+    assert masked["environment"]["options"]["judges"][0]["how"] == {key: MASK}
+    assert mask({key: 3, f"{key}_file": "a"}) == {key: 3, f"{key}_file": "a"}
+
+
+@pytest.mark.parametrize("text", SIGNED.values(), ids=SIGNED)
+def test_a_text_that_looks_like_a_secret_is_hidden_under_any_key(text: str) -> None:
+    assert MASK in mask({"note": f"use {text} here"})["note"]
+    assert "use " in mask_text(f"use {text} here") and text not in mask_text(f"use {text} here")
+
+
+def test_the_rest_of_a_url_stays() -> None:
+    assert mask_text("at postgres://user:hunter2@db.example/x") == f"at postgres://user:{MASK}@db.example/x"
+
+
+def test_what_is_no_secret_stays() -> None:
+    plain = {
+        "stop_token": "<|end|>", "eos_token": "</s>", "tokenizer": "chars:0123", "max_tokens": 5,
+        "key": "a", "key_column": "b",
+        "answer_key": "c", "revision": "0123456789abcdef0123456789abcdef01234567", "url": "https://user@host/x:y@z",
+        "email": "a@b.c", "path": "/data/a:b@c", "api_key": "", "monkey": "d", "note": "sk-learn and hf_hub",
+    }  # fmt: skip
+    assert mask(plain) == plain
+    assert not [
+        key.path
+        for cls in (PPOConfig, GRPOConfig, SFTConfig, InferenceConfig)
+        for key in keys_of(cls)
+        if is_secret(key.path, "text")
+    ], "no key of Podium's own"
+
+
+def test_variables_are_secrets_by_name_or_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = {
+        "MY_PAT": "1",
+        "SLACK_WEBHOOK": "1",
+        "NETRC": "1",
+        "SENTRY_DSN": "1",
+        "WANDB_API_KEY": "1",
+        "X_WEBHOOK_URL": "1",
+    }
+    hidden |= {"DATABASE_URL": SIGNED["a URL"], "NOTE": SIGNED["github"], "PODIUM_TOKEN": "1", "AWS_PROFILE": "1"}
+    plain = {"PATH_": "1", "HOME_URL": "https://host/x", "COMPAT": "1", "PATTERN": "1", "MY_KEYBOARD": "1"}
+    for name, value in {**hidden, **plain}.items():
+        monkeypatch.setenv(name, value)
+    assert {*find_secrets()} >= {*hidden}
+    assert not {*find_secrets()} & {*plain}
+    assert "MY_PAT" not in find_secrets(["MY_PAT"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--environment.options.api_key", SECRET],
+        [f"--environment.options.api_key={SECRET}"],
+        ["--environment.options", f"{{api_key: {SECRET}, n: 2}}"],
+        ["--environment.options", json.dumps({"judge": {"api_key": SECRET}})],
+        ["--run.name", SIGNED["hub"]],
+    ],
+)
+def test_a_command_line_is_written_without_its_secrets(words: list[str]) -> None:
+    masked = mask_command(["podium", "train", "grpo", *words, "--optim.lr", "1e-4"])
+    assert SECRET not in " ".join(masked) and SIGNED["hub"] not in " ".join(masked)
+    assert masked[:3] == ["podium", "train", "grpo"] and masked[-2:] == ["--optim.lr", "1e-4"]
+
+
+def test_a_configuration_is_written_without_secrets_and_asks_for_them_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: Any = {
+        "name": "path.py:play",
+        "options": {"api_key": SECRET, "keys": {"tokens": [1], "api_keys": ["a", SECRET]}},
+    }
+    base = ["--model.path", "m", "--data.train", "d", "--sampling.max_new_tokens", "3", "--batch.prompts", "4"]
+    config = load_config(GRPOConfig, None, [*base, "--environment", json.dumps(values)])
+    assert config.environment.options["api_key"] == SECRET
+    file = tmp_path / "config.yaml"
+    file.write_text(config_to_yaml(config))
+    assert SECRET not in file.read_text()
+    variable = "PODIUM_SECRET_ENVIRONMENT_OPTIONS_API_KEY"
+    with pytest.raises(ConfigError, match=rf"environment\.options\.api_key is a secret.*{variable}.*--environment"):
+        load_config(GRPOConfig, file)
+    monkeypatch.setenv(variable, SECRET)
+    monkeypatch.setenv(variable_of("environment.options.keys.api_keys"), '["a", "b"]')
+    again = load_config(GRPOConfig, file).environment.options
+    assert (again["api_key"], again["keys"]["api_keys"]) == (SECRET, ["a", "b"])
+    monkeypatch.delenv(variable)
+    given = load_config(GRPOConfig, file, ["--environment.options.api_key", "another"])
+    assert given.environment.options["api_key"] == "another"
+    assert not list(find_masked(given.environment.options))
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--environment.options", f"[{SECRET}, api_key"],
+        ["--environment.api_key", SECRET],
+        ["--environment.options.api_key", SECRET, "--environment.options.api_key.x", "1"],
+        ["--engine", f"{{api_key: {SECRET}}}"],
+        ["--optim.lr", SIGNED["hub"]],
+    ],
+)
+def test_errors_that_repeat_a_setting_hide_it(typed: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(GRPOConfig, None, ["--model.path", "m", *typed])
+    if "[" not in typed[1]:  # what is no YAML has no keys
+        assert SECRET not in str(raised.value)
+    assert SIGNED["hub"] not in str(raised.value)
+
+
+def test_an_error_of_podium_hides_what_is_known_and_what_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask({"api_key": SECRET})
+    monkeypatch.setenv("MY_API_KEY", "another-long-secret")
+    assert str(PodiumError(f"{SECRET} and another-long-secret were refused")) == f"{MASK} and {MASK} were refused"
