@@ -29,6 +29,7 @@ from podium.trainer.checks.preflight import (
     check_reward,
     check_tokens,
     find_columns,
+    find_fitting,
     with_stop_tokens,
 )
 from podium.trainer.completion_files import write_completions, write_examples
@@ -168,6 +169,8 @@ def load_held_out_pairs(config: InferenceConfig, tokenizer: PreTrainedTokenizerB
         data = replace(config.data, eval=source)
         pairs = encode_pairs(load_examples(data.train, data, "test", limit=config.eval.items), tokenizer, data)
         what = f"held-out ({name})" if name else "held-out"
+        kept = find_fitting(config.model, data, what, pairs.token_ids.lengths, pairs.examples)
+        pairs = pairs if kept is None else pairs.take(kept)
         check_tokens(config.model, what, int(pairs.token_ids.values.max()))
         check_examples(config.model, pairs.token_ids.lengths, pairs.examples, what)
         sets[name] = pairs

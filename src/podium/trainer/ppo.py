@@ -32,7 +32,7 @@ from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.formatting import percent
 from podium.telemetry.progress import Counting
-from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens
+from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
@@ -503,11 +503,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
             return PromptStream[Prompt](tasks, seed, tasks.digest)
         prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
+        lengths, most = prompts.token_ids.lengths, sampling.max_new_tokens
+        kept = find_fitting(config.model, data, "training", lengths, prompts.examples, most)
+        prompts = prompts if kept is None else prompts.take(kept)
         check_answers(prompts.examples, config.reward, self.options.reward)
         check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
         check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
-        lengths = prompts.token_ids.lengths
-        check_lengths(config.model, sampling.max_new_tokens, "training", lengths, prompts.examples)
+        check_lengths(config.model, most, "training", prompts.token_ids.lengths, prompts.examples)
         return PromptStream(prompts, seed, prompts.digest)
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:

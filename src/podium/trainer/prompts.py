@@ -5,6 +5,8 @@ A random number depends on the run's seed, the step and its place in the step, a
 Legend: P prompts, n completions a prompt.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +66,12 @@ class Prompts(Sequence[Prompt]):
         self.token_ids = encoded.token_ids
         self.digest = encoded.digest
         self._tokenizer = tokenizer
+
+    def take(self, rows: Sequence[int]) -> Prompts:
+        """These prompts alone."""
+        ids = self.token_ids.take(rows)
+        encoded = EncodedPrompts(ids, [*rows], 0, 0, ids.digest if self.digest else "")
+        return Prompts(self.examples, encoded, self._tokenizer)
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -39,6 +39,7 @@ from podium.trainer.checks.preflight import (
     check_answers,
     check_lengths,
     check_tokens,
+    find_fitting,
     load_schedule,
 )
 from podium.trainer.generators import Generators, parts_of
@@ -296,6 +297,9 @@ def read_held_out(
             continue
         prompts = load_held_out(data, tokenizer, config.eval.items)
         what = f"held-out ({name})" if name else "held-out"
+        lengths, examples = [len(prompt.token_ids) for prompt in prompts], [prompt.example for prompt in prompts]
+        if (kept := find_fitting(config.model, data, what, lengths, examples, sampling.max_new_tokens)) is not None:
+            prompts = [prompts[at] for at in kept]
         check_tokens(config.model, what, max(int(prompt.token_ids.max()) for prompt in prompts))
         lengths, examples = [len(prompt.token_ids) for prompt in prompts], [prompt.example for prompt in prompts]
         check_lengths(config.model, sampling.max_new_tokens, what, lengths, examples)

@@ -16,7 +16,7 @@ from podium.rollout.tasks import EncodedPairs, PromptStream, encode_pairs, load_
 from podium.runs.config import SFTConfig
 from podium.runs.evaluation import Evaluation
 from podium.telemetry import metrics as names
-from podium.trainer.checks.preflight import check_examples, check_tokens
+from podium.trainer.checks.preflight import check_examples, check_tokens, find_fitting
 from podium.trainer.evaluate import load_held_out_pairs, score_answers
 from podium.trainer.prompts import Pair, pair_batch
 from podium.trainer.run_data import HeldOut
@@ -92,6 +92,8 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
         del sampling
         data, seed = self.config.data, self.config.run.seed
         pairs = encode_pairs(load_examples(data.train, data, "train", seed), tokenizer, data)
+        kept = find_fitting(self.config.model, data, "training", pairs.token_ids.lengths, pairs.examples)
+        pairs = pairs if kept is None else pairs.take(kept)
         check_tokens(self.config.model, "training", int(pairs.token_ids.values.max()))
         check_examples(self.config.model, pairs.token_ids.lengths, pairs.examples, "training")
         return PromptStream(pairs, seed, pairs.digest)

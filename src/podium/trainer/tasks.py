@@ -12,10 +12,12 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.tasks import DataConfig, Example, load_examples
+from podium.rollout.tasks.bad_rows import BadRows
+from podium.rollout.tasks.encode import check_media
 from podium.rollout.tasks.writer import Writer
 from podium.trainer.prompts import Prompt
 
@@ -68,7 +70,7 @@ def load_tasks(
     """
     side: Any = split
     if data.train or (split == "test" and data.eval):
-        return Tasks(load_examples(data.train, data, side, seed, limit))
+        return Tasks(_without_media(load_examples(data.train, data, side, seed, limit), data))
     tasks = resolve_environment(environment).tasks
     if tasks is None:
         raise ConfigError(
@@ -79,6 +81,26 @@ def load_tasks(
     if not rows:
         raise ConfigError(f"environment.name = {environment.name!r} has no tasks for {split!r}")
     return Tasks([Example(_show(row), _answer(row), row) for row in rows])
+
+
+def _without_media(examples: Sequence[Example], data: DataConfig) -> list[Example]:
+    """Return the tasks without images, video and audio, which a session could not show to the model.
+
+    Raises:
+        DataError: A task has one, and ``data.bad_rows`` refuses it.
+    """
+    bad, kept = BadRows(data.bad_rows), list[Example]()
+    for example in examples:
+        try:
+            with example.name_in_errors():
+                check_media(example, ())
+            kept.append(example)
+        except DataError as error:
+            bad.add(error)
+    bad.settle(len(examples))
+    if bad:
+        bad.tell(len(bad), len(examples))
+    return kept
 
 
 def _comparable(value: Any, depth: int = 0) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from podium.errors import DataError
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig, Example
 from podium.trainer.tasks import Tasks, load_tasks
+from tests.unit.rollout.tasks.test_encode import notes_of
 
 KEYS = {"nest": {5: "five", "a": 1, None: 0, (1, 2): "pair"}}
 
@@ -109,3 +113,17 @@ def test_tasks_are_made_with_the_options_that_they_have_parameters_for(name: str
     environment = EnvironmentConfig(name=f"{__name__}:{name}", options={"held": 2, "split": "hard"})
     tasks = load_tasks(DataConfig(train=""), environment, "test")
     assert [task.text for task in tasks] == ["test 0", "test 1"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"image": "cat.png"}, {"frames": [{"bytes": "", "path": "a.mp4"}]}, {"prompt": "What is in <image>?"}]
+)
+def test_a_task_with_an_image_is_refused_or_left_out(tmp_path: Path, row: dict[str, Any]) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a", **fields}) + "\n" for fields in ({}, row)))
+    environment = EnvironmentConfig(name=f"{__name__}:Odd")
+    with pytest.raises(DataError, match=r"tasks\.jsonl, line 2: .*(image|frames)"):
+        load_tasks(DataConfig(train=str(file), holdout=0, answer_column=None), environment, "train")
+    config = DataConfig(train=str(file), holdout=0, answer_column=None, bad_rows="drop")
+    notes = notes_of(lambda: load_tasks(config, environment, "train"))
+    assert any(note.startswith("1 of 2 rows cannot be used and are left out") for note in notes)

@@ -51,8 +51,8 @@ class DataConfig:
     overlong: Literal["drop", "cut"] = "drop"
     """A longer prompt is left out (drop), or its text is shortened at the front (cut)."""
     bad_rows: Literal["refuse", "drop"] = "refuse"
-    """A row that cannot be used, because it is malformed or the chat template cannot write it, ends the run with an
-    error that names the row (refuse), or is left out and counted (drop)."""
+    """A row that cannot be used, because it is malformed, too long for the model, or not what the chat template can
+    write, ends the run with an error that names the row (refuse), or is left out and counted (drop)."""
     split_turns: bool = False
     """Supervised fine-tuning makes a row of each turn of the assistant, with the prompt that the chat template writes
     for this turn alone. The reasoning of earlier turns, which many templates leave out once later messages follow, is

@@ -32,7 +32,15 @@ from podium.telemetry import Note, Waiting, emit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedPairs", "EncodedPrompts", "TokenRows", "encode_pairs", "encode_prompts", "end_of_turn"]
+__all__ = [
+    "EncodedPairs",
+    "EncodedPrompts",
+    "TokenRows",
+    "check_media",
+    "encode_pairs",
+    "encode_prompts",
+    "end_of_turn",
+]
 
 _CHUNK: Final = 256  # examples that are written and encoded together
 _LONGEST_ANSWER: Final = 4_000_000  # characters, about a million tokens
@@ -71,6 +79,12 @@ class TokenRows(Sequence[list[int]]):
             raise IndexError(f"row {row} of {rows}")
         row %= rows
         return self.values[self._ends[row] : self._ends[row + 1]]
+
+    def take(self, rows: Sequence[int]) -> TokenRows:
+        """These rows alone."""
+        parts = [self.tensor(row) for row in rows]
+        offsets = torch.tensor([0, *map(len, parts)], dtype=torch.int64).cumsum(0)
+        return TokenRows(torch.cat(parts) if parts else self.values[:0], offsets)
 
     @property
     def lengths(self) -> list[int]:
@@ -129,6 +143,11 @@ class EncodedPairs(Sequence[tuple[list[int], list[bool]]]):
         if isinstance(row, slice):
             return [self[index] for index in range(*row.indices(len(self)))]
         return self.token_ids[row], self.loss_mask[row]
+
+    def take(self, rows: Sequence[int]) -> EncodedPairs:
+        """These pairs alone."""
+        ids, mask = self.token_ids.take(rows), self.loss_mask.take(rows)
+        return EncodedPairs(ids, mask, [self.examples[row] for row in rows], ids.digest if self.digest else "")
 
 
 def encode_prompts(
@@ -349,7 +368,16 @@ def _check_answer(example: Example) -> None:
         raise DataError(f"the answer has {length:,} characters, more than {_LONGEST_ANSWER:,}; take the row out")
 
 
-def _check_media(example: Example, words: Collection[str], *, answer: bool) -> None:
+def check_media(example: Example, words: Collection[str], *, answer: bool = False) -> None:
+    """Check that a row has no image, video or audio, and no sign of one in its text.
+
+    Args:
+        words: The texts that the tokenizer reads as one token of their own.
+        answer: Whether the answer is learned.
+
+    Raises:
+        DataError: It has one.
+    """
     if (column := find_media(example.row, example.fields)) is not None:
         raise DataError(
             f"column {column!r} holds an image, video or audio, which a model that is trained on text alone would not "
@@ -455,7 +483,7 @@ class _Prompts:
             try:
                 with example.name_in_errors():
                     (_check_answer if self._answers else _check_prompt)(example)
-                    _check_media(example, self._writer.words, answer=self._answers)
+                    check_media(example, self._writer.words, answer=self._answers)
                     if tokens == []:
                         raise DataError(f"the prompt {str(example.prompt)[:60]!r} has no tokens; take the row out")
             except (ConfigError, DataError) as error:

@@ -50,6 +50,7 @@ __all__ = [
     "check_settings",
     "check_tokens",
     "check_vocabulary",
+    "find_fitting",
     "find_unused_settings",
     "load_schedule",
     "names_of_given",
@@ -260,6 +261,42 @@ def check_lengths(
             f"sampling.max_new_tokens = {max_new_tokens} is more than the model's {most} positions{why}: lower "
             "sampling.max_new_tokens" + (shorter if room > 0 else "")
         )
+
+
+def find_fitting(
+    model: ModelConfig,
+    data: DataConfig,
+    what: str,
+    lengths: Sequence[int],
+    examples: Sequence[Example],
+    max_new_tokens: int | None = None,
+) -> list[int] | None:
+    """Return the places of the rows for which the model has enough positions, and tell of the others, where
+    ``data.bad_rows`` is drop; None where all are kept.
+
+    Args:
+        lengths: The number of tokens of each row.
+        max_new_tokens: Tokens that follow a row; None where a row has its answer.
+    """
+    from podium.models.loading import longest_text
+
+    most = longest_text(model, generated=max_new_tokens is not None)
+    if data.bad_rows == "refuse" or most is None:
+        return None
+    most -= max_new_tokens or 0
+    beyond = [at for at, length in enumerate(lengths) if length > most]
+    if not beyond or len(beyond) == len(lengths):  # all of them are refused with the settings that would help
+        return None
+    shown = ", ".join(f"{examples[at].place or f'number {at}'} ({lengths[at]} tokens)" for at in beyond[:3])
+    room = f" and sampling.max_new_tokens = {max_new_tokens}" if max_new_tokens is not None else ""
+    emit(
+        Note(
+            f"{len(beyond):,} of the {len(lengths):,} {what} rows are too long for the model's positions{room} and "
+            f"are left out, the first of them: {shown}"
+        )
+    )
+    left_out = {*beyond}
+    return [at for at in range(len(lengths)) if at not in left_out]
 
 
 def check_tokens(model: ModelConfig, what: str, largest: int) -> None:

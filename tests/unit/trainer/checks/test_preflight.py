@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from podium.trainer.checks.preflight import check_given, check_lengths, find_unu
 from podium.workers import Policy
 from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, metrics_rows, tiny
+from tests.unit.rollout.tasks.test_encode import notes_of
 from tests.unit.training.families import LONGROPE
 
 
@@ -132,6 +134,34 @@ def test_generation_beyond_a_turn_of_rotary_factors_is_refused() -> None:
     said = r"prompt, rows.jsonl, line 2, has 7 .* 16 positions, beyond which longrope changes the rotation .*lower"
     with pytest.raises(ConfigError, match=said):
         check_lengths(model, 10, "training", [6, 7], examples)
+
+
+@pytest.mark.parametrize("recipe", [GRPOConfig, SFTConfig])
+@pytest.mark.parametrize("held_out", [False, True])
+def test_rows_beyond_the_models_positions_are_left_out_as_bad_rows_are(
+    tmp_path: Path, recipe: Any, held_out: bool
+) -> None:
+    """The model has 32 positions. A prompt needs room for 26 new tokens, a pair none."""
+    long = {"prompt": "1234567=", "answer": "9" * 40}
+    lines = [{"prompt": f"{number}=", "answer": "1"} for number in range(8)]
+    for name, rows in (("good.jsonl", lines), ("bad.jsonl", [lines[0], long, long, long, long])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {name: str(tmp_path / f"{name}.jsonl") for name in ("good", "bad")}
+    sides = {"train": data["good"], "eval": data["bad"]} if held_out else {"train": data["bad"], "eval": data["good"]}
+    trainer: Any = PPOTrainer if recipe is GRPOConfig else SFTTrainer
+
+    def start(**policy: str) -> list[str]:
+        config = tiny(recipe, tmp_path, sampling={"max_new_tokens": 26}, data={**sides, **policy}, eval={"items": 8})
+        return notes_of(lambda: trainer(config, cluster="inline", show=False).read_data())
+
+    with pytest.raises(ConfigError, match="32 positions"):
+        start()
+    (note,) = [note for note in start(bad_rows="drop") if "positions" in note]
+    what = "held-out" if held_out else "training"
+    assert note.startswith(f"4 of the 5 {what} rows are too long for the model's positions")
+    tokens = 8 if recipe is GRPOConfig else 49
+    places = [f"{tmp_path}/bad.jsonl, line {line} ({tokens} tokens)" for line in (2, 3, 4)]
+    assert note.endswith("the first of them: " + ", ".join(places))
 
 
 def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:
