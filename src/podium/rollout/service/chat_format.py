@@ -119,7 +119,8 @@ class ChatFormat:
         closed = self._text(said, tools, opened=False)
         if not (full_text.startswith(prefix) and full_text.startswith(closed)):
             return None
-        return self._ending(said, tools) + full_text[len(closed) :]
+        ending = self._ending(said, tools)
+        return None if ending is None else ending + full_text[len(closed) :]
 
     def _recent(self, said: Messages, new: Messages, tools: Tools) -> Messages | None:
         """The messages of ``said`` by which alone the template is known to write what follows; None for all of them.
@@ -186,12 +187,14 @@ class ChatFormat:
         tail = self._tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False)
         return tail.rstrip().endswith("<think>")
 
-    def _ending(self, said: Messages, tools: Tools) -> str:
-        """What the template writes after the text and the tool calls of the last answer, up to its next message."""
+    def _ending(self, said: Messages, tools: Tools) -> str | None:
+        """What the template writes after the text and the tool calls of the last answer, up to its next message; None
+        if the template changes the text of answers."""
         answer = {**said[-1], "content": _MARK}
         for name in ("tool_calls", "reasoning_content"):
             answer.pop(name, None)
-        return self._text([*said[:-1], answer], tools, opened=False).rpartition(_MARK)[2]
+        _, mark, ending = self._text([*said[:-1], answer], tools, opened=False).rpartition(_MARK)
+        return ending if mark else None
 
     def _text(self, messages: Messages, tools: Tools, *, opened: bool) -> str:
         return self._writer.text(messages, list(tools) or None, opened=opened)

@@ -17,7 +17,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.examples import Messages, message_text
 from podium.rollout.tasks.spans import SystemPrompt, number_of
 
-__all__ = ["FieldCheck", "holds_speech", "is_speech", "to_tool_calls"]
+__all__ = ["FieldCheck", "holds_speech", "is_speech", "list_speech", "to_tool_calls"]
 
 Written = Callable[[int], str]
 """What the template writes of so many first messages of a conversation."""
@@ -86,6 +86,13 @@ def _is_sentence(text: str) -> bool:
         return False
     plain = [word for word in words if _WORD.fullmatch(word)]
     return 2 * len(plain) > len(words) and sum(word[0].islower() for word in plain) >= _LOWER
+
+
+def list_speech(message: Mapping[str, Any]) -> list[str]:
+    """Return the texts that a message says: its content, the names of its calls of tools, and fields of speech."""
+    fields = [value for name, value in message.items() if isinstance(value, str) and is_speech(name)]
+    names = [str(_function(call).get("name", "")) for call in _calls(message)]
+    return [said.strip() for said in (message_text(message), *fields, *names) if said.strip()]
 
 
 class FieldCheck:

@@ -24,11 +24,14 @@ __all__ = [
     "number_of",
     "opens_otherwise",
     "read_marks",
+    "read_spans",
+    "refuse_message",
     "split_turns",
     "text_differs_at",
 ]
 
 MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
+_PROBE: Final = "\ue000podium"  # begins with a letter of private use, which no template writes
 _MARKS: Final = frozenset({"weight", "train", "trainable", "loss_mask", "loss"})
 """Fields of a message by which the field's data say whether the turn is learned."""
 
@@ -129,6 +132,7 @@ def find_turn(
     messages: Messages,
     index: int,
     written: Callable[[int, bool], str],
+    render: Callable[[Messages], str],
     ends: Sequence[str],
     special: Collection[str],
 ) -> Span:
@@ -139,6 +143,7 @@ def find_turn(
 
     Args:
         written: Writes so many first messages, and opens an answer if the second argument is true.
+        render: Writes other messages.
         ends: The signs that end the last turn of a conversation, the longest first.
         special: The texts of the tokenizer's special tokens.
 
@@ -153,6 +158,9 @@ def find_turn(
     # An earlier turn may stand without a part of what opens an answer, such as <think>. The last may not.
     if start < len(opened) and not (index < len(messages) - 1 and text.startswith(written(index, False))):
         raise opens_otherwise(opened[start:], f"or {MARKING}")
+    if start < len(opened):  # the turn itself may begin as that part does
+        bare = [*messages[:index], {"role": messages[index]["role"], "content": _PROBE}, *messages[index + 1 :]]
+        start = min(start, text_differs_at(render(bare), opened))
     closed = written(index + 1, False)
     if text.startswith(closed):
         for sign in ends:
@@ -188,6 +196,35 @@ def _is_special(text: str, special: Collection[str]) -> bool:
     return not rest.strip() and bool(text.strip())
 
 
+def read_spans(
+    text: str, marks: Sequence[tuple[int, int]], known: int, ends: Sequence[str], special: Collection[str]
+) -> list[Span]:
+    """Return the spans that a template marks in ``text``, each with the token that ends its turn.
+
+    Args:
+        marks: First character of each mark, and the one after its last.
+        known: The characters of the prompt, in which nothing is learned.
+        ends: The tokens that end a turn, in their order. A mark may hold some of them.
+        special: The texts of the tokenizer's special tokens.
+    """
+    spans: list[Span] = []
+    for start, stop in marks:
+        if stop < known:
+            continue
+        begin, ended = max(start, known), bool(ends) and text[start:stop].rstrip().endswith("".join(ends))
+        for count in reversed(range(len(ends) if not ended else 0)):
+            rest = "".join(ends[count:])
+            blank = len(text[stop:]) - len(text[stop:].lstrip()) if not count else 0
+            if text[start:stop].endswith("".join(ends[:count])) and text.startswith(rest, stop + blank):
+                stop, ended = stop + blank + len(rest), True
+                break
+        if not ends and (following := next((token for token in special if text.startswith(token, stop)), "")):
+            stop, ended = stop + len(following), True
+        if stop > begin:
+            spans.append(Span(-1, begin, stop, ended))
+    return spans
+
+
 def check_learned(text: str, messages: Messages, spans: Sequence[Span]) -> int:
     """Check that the spans hold what the assistant said, and nothing that others said.
 
@@ -202,13 +239,13 @@ def check_learned(text: str, messages: Messages, spans: Sequence[Span]) -> int:
     learned = [span for span in spans if span.learned]
     for span in learned:
         if span.start < done or span.stop <= span.start:
-            raise _refuse(messages, span.index, "its text cannot be told from another turn's")
+            raise refuse_message(messages, span.index, "its text cannot be told from another turn's")
         outside.append(text[done : span.start])
         done = span.stop
         content = message_text(messages[span.index]).strip()
         if content and content not in text[span.start : span.stop]:
             if content in text:
-                raise _refuse(messages, span.index, "a part of it would not be learned")
+                raise refuse_message(messages, span.index, "a part of it would not be learned")
             rewritten += "".join(content.split()) not in "".join(text[span.start : span.stop].split())
     check_others(text, [*outside, text[done:]], messages, {span.index for span in learned})
     return rewritten
@@ -233,11 +270,12 @@ def check_others(text: str, outside: Sequence[str], messages: Messages, turns: C
             continue
         at = rest.find(content, rest_at)
         if at < 0:
-            raise _refuse(messages, index, "the model would learn to say it, and the assistant did not")
+            raise refuse_message(messages, index, "the model would learn to say it, and the assistant did not")
         rest_at = at + len(content)
 
 
-def _refuse(messages: Messages, index: int, reason: str) -> DataError:
+def refuse_message(messages: Messages, index: int, reason: str) -> DataError:
+    """The error for a message that the template writes so that the learned text would be wrong."""
     return DataError(
         f"the chat template writes message {number_of(messages, index)} of the role {messages[index]['role']!r}, "
         f"{message_text(messages[index])[:40]!r}, so that {reason}: {MARKING}"

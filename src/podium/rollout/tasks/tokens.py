@@ -59,11 +59,12 @@ class Encoder:
         return self._encoding(texts, **options)
 
     def encode_spans(
-        self, text: str, spans: list[Span], ids: list[int], kept: Kept | None
+        self, text: str, spans: list[Span], ids: list[int], kept: Kept | None, *, marked: bool = False
     ) -> tuple[list[int], list[bool]]:
         """Encode a conversation whose prompt has the ``ids``.
 
         Args:
+            marked: Whether the template marks the spans, which may leave out a part of an answer.
             kept: The prompt's text, and the offsets of its tokens. Tokenizers read what stands between two special
                 tokens by itself, so that only what follows the last one of the prompt is encoded again.
 
@@ -80,7 +81,8 @@ class Encoder:
             whole = [*ids[:known], *encoded["input_ids"][0]]
             offsets = [(first + begin, last + begin) for first, last in encoded["offset_mapping"][0]]
             mask = mask_tokens([*kept[1][:known], *offsets] if kept and known else offsets, spans)
-            if mask is not None and whole[: len(ids)] == ids:
+            read = min(len(ids), len(whole))  # a conversation may end before its last turn, which is not learned
+            if mask is not None and whole[:read] == ids[:read] and (marked or all(mask[read:])):
                 return whole, mask
         done, pieces = 0, list[tuple[str, bool]]()
         for span in spans:

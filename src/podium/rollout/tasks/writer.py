@@ -6,10 +6,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.bad_rows import RowError
@@ -17,13 +18,7 @@ from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, message_text, template_messages
 from podium.rollout.tasks.fields import FieldCheck, to_tool_calls
 from podium.rollout.tasks.spans import (
-    MARKING,
-    Span,
     SystemPrompt,
-    check_learned,
-    check_others,
-    find_turn,
-    opens_otherwise,
     read_marks,
     text_differs_at,
 )
@@ -36,6 +31,7 @@ from podium.rollout.tasks.templates import (
     template_options,
 )
 from podium.rollout.tasks.tokens import Encoder, Kept
+from podium.rollout.tasks.turns import Texts, TurnFinder
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -50,7 +46,7 @@ INSTRUCTING: Final = ("system", "developer")
 
 _CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
 _EXAMINED: Final = 200  # characters of a text that are looked at for unknown ones
-_PROBE: Final = "podium"
+_PROBES: Final = (("user", "podium"), ("assistant", "podium"), ("assistant", "rostra"))
 
 
 class Writer:
@@ -66,9 +62,6 @@ class Writer:
         self._kept: dict[int, Kept] = {}
         self._fields = FieldCheck()
         self._encoder = Encoder(tokenizer)
-        self.turns = [0, 0, 0]
-        """Turns of conversations that were encoded; of these, those that the template writes otherwise than the row has
-        them, and those whose end is not learned."""
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
         self.unknown = unknown if isinstance(unknown, int) and unknown not in special else None
@@ -97,14 +90,18 @@ class Writer:
         """The special tokens with which the template ends the assistant's turn, and their ids: most write one."""
         if self._template is None:
             return ()
-        messages = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+        user, *answers = ({"role": role, "content": text} for role, text in _PROBES)
         try:
-            written = run_in_time(lambda: self._render(messages, None, opened=False))
+            texts = [run_in_time(lambda a=answer: self._render([user, a], None, opened=False)) for answer in answers]
         except Looping:
             raise
         except ConfigError:  # one that writes prompts only
             return ()
-        (ids,) = self._encoder.encode([written.rpartition(_PROBE)[2]])
+        written, other = texts
+        if written == other:  # it writes no answers
+            return ()
+        common = text_differs_at(written[::-1], other[::-1])  # a template may change the case of a text, or quote it
+        (ids,) = self._encoder.encode([written[len(written) - common :]])
         first = next((at for at, token in enumerate(ids) if token in self._encoder.special.values()), None)
         if first is None:
             return ()
@@ -117,10 +114,13 @@ class Writer:
         return self.ends[0] if self.ends else None
 
     @cached_property
-    def _end_signs(self) -> tuple[str, ...]:
-        """The texts that end a turn: all tokens of the template's end, and the first alone."""
-        signs = ("".join(name for name, _ in self.ends), *(name for name, _ in self.ends[:1]))
-        return tuple(dict.fromkeys(sign for sign in signs if sign))
+    def _finder(self) -> TurnFinder:
+        return TurnFinder([name for name, _ in self.ends], [*self._encoder.special], self._find_marks)
+
+    @property
+    def turns(self) -> list[int]:
+        """As :attr:`.TurnFinder.turns`."""
+        return self._finder.turns
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -174,7 +174,7 @@ class Writer:
         """
         self.text(messages, tools, opened=True)
         try:
-            texts = _Texts(self._render, self.messages(messages), tools)
+            texts = Texts(self._render, self.messages(messages), tools)
             self._check_tools(texts)
             start += len(texts.messages) - len(messages)
             self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True), start)
@@ -339,7 +339,7 @@ class Writer:
         if example.is_text and isinstance(prompt, str):
             return prompt
         if self._template is not None:
-            texts = _Texts(self._render, read_marks(self.messages(prompt))[0], self._tools(example))
+            texts = Texts(self._render, read_marks(self.messages(prompt))[0], self._tools(example))
             self._check_variables(example, texts)
             self._check_tools(texts)
             if not is_checked:
@@ -370,11 +370,11 @@ class Writer:
             raise ConfigError("the row has tools, and the chat template writes none: set data.chat_template to another")
         return cast("list[Any]", tools)
 
-    def _check_tools(self, texts: _Texts) -> None:
+    def _check_tools(self, texts: Texts) -> None:
         if texts.tools and texts(len(texts.messages), opened=True) == self._render(texts.messages, None, opened=True):
             raise ConfigError("there are tools, and the chat template writes none: set data.chat_template to another")
 
-    def _check_variables(self, example: Example, texts: _Texts) -> None:
+    def _check_variables(self, example: Example, texts: Texts) -> None:
         """Check that the row has no column that the template would write if it got it. Raises DataError."""
         for name in self._variables:
             if not (value := example.row.get(name)) or name in example.fields:
@@ -431,31 +431,15 @@ class Writer:
         before = self.messages(prompt)
         messages, learned = read_marks([*before, *self._to_messages(example.turns)])
         first = 0 if example.whole else len(before)
-        texts = _Texts(self._render, messages, tools)
+        texts = Texts(self._render, messages, tools)
         stripped = self._fields.check(messages, texts, texts.write)
-        self.turns[1] += sum(index >= first for index in stripped)
-        if GENERATION.search((self._tool_template if tools else self._template) or ""):
-            if not all(learned[first:]):
-                raise ConfigError(
-                    "a turn is marked as not to be learned, and the chat template marks the assistant's text itself: "
-                    "set data.chat_template to one without {% generation %}"
-                )
-            return self._read_marks(messages, tools, 0 if example.whole else len(ids))
-        text = texts(len(messages))
-        spans: list[Span] = []
-        for index in range(first, len(messages)):
-            if messages[index]["role"] == "assistant":
-                span = find_turn(text, messages, index, texts, self._end_signs, self._encoder.special)
-                spans.append(replace(span, learned=learned[index]))
-        self.turns[0] += len(spans)
-        self.turns[1] += check_learned(text, messages, spans)
-        while spans and not spans[-1].learned:
-            spans.pop()
-        if not spans:
-            raise DataError("no turn of the conversation is learned: every turn is marked as not to be learned")
-        self.turns[2] += sum(span.learned and not span.ended for span in spans[:-1])
-        tokens, mask = self._encoder.encode_spans(text[: spans[-1].stop], spans, ids, self._kept.pop(id(example), None))
-        return (tokens, mask) if spans[-1].ended else ([*tokens, end], [*mask, True])
+        self._finder.turns[1] += sum(index >= first for index in stripped)
+        marked = GENERATION.search((self._tool_template if tools else self._template) or "") is not None
+        spans = self._finder.find(texts, first, learned, marked=marked)
+        kept = None if marked else self._kept.pop(id(example), None)
+        tokens, mask = self._encoder.encode_spans(texts.whole[: spans[-1].stop], spans, ids, kept, marked=marked)
+        is_ended = spans[-1].ended or (marked and bool(self.ends))
+        return (tokens, mask) if is_ended else ([*tokens, end], [*mask, True])
 
     def _to_messages(self, messages: Sequence[Mapping[str, Any]]) -> Messages:
         """Messages that the template can write, with function calls in the form that it reads."""
@@ -463,41 +447,20 @@ class Writer:
             messages = [to_tool_calls(message) for message in messages]
         return template_messages(messages)
 
-    def _read_marks(self, messages: Messages, tools: list[Any] | None, known: int) -> tuple[list[int], list[bool]]:
-        """Encode a conversation with the template's own mask, to which the end of each turn is added."""
-        opened = self._render(messages[:-1], tools, opened=True)
-        if not (text := self._render(messages, tools, opened=False)).startswith(opened):
-            raise opens_otherwise(opened[text_differs_at(text, opened) :], "or data.chat_template to another file")
-        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoding = self._apply_template(messages, tools, **options)
-        tokens: list[int] = encoding["input_ids"]
-        mask = [bool(flag) for flag in encoding["assistant_masks"]]
-        end = self.end[1] if self.end else None
-        for index in range(1, len(tokens)):
-            mask[index] = mask[index] or (mask[index - 1] and tokens[index] == end and tokens[index - 1] != end)
-        self._check_marks(text, messages, tokens, mask)
-        mask[:known] = [False] * known
-        if not any(mask):
-            raise ConfigError(
-                f"the chat template marks nothing of {str(messages)[:60]} as the assistant's text: {MARKING}"
+    def _find_marks(self, texts: Texts) -> list[tuple[int, int]]:
+        """Return where the template marks the assistant's text, in characters."""
+        try:
+            written, marks = cast("Callable[..., Any]", render_jinja_template)(
+                conversations=[texts.messages],
+                tools=texts.tools,
+                chat_template=self._tool_template if texts.tools else self._template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+                **self._options,
             )
-        last = max(index for index, learned in enumerate(mask) if learned) + 1
-        return tokens[:last], mask[:last]
-
-    def _check_marks(self, text: str, messages: Messages, tokens: list[int], mask: list[bool]) -> None:
-        """Check that the template's marks do not cover what others than the assistant said. Raises DataError."""
-        if not self._tokenizer.is_fast:
-            return
-        encoded: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        if encoded["input_ids"] != tokens:
-            return
-        outside, done = list[str](), 0
-        for (first, last), learned in zip(encoded["offset_mapping"], mask, strict=True):
-            if learned:
-                outside.append(text[done:first])
-                done = last
-        turns = {index for index, message in enumerate(messages) if message["role"] == "assistant"}
-        check_others(text, [*(part for part in outside if part), text[done:]], messages, turns)
+        except Exception as error:  # as in _apply_template
+            raise ConfigError(f"the chat template cannot mark {str(texts.messages)[:120]}: {error}") from error
+        return [(start, stop) for start, stop in marks[0]] if written[0] == texts.whole else []
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -508,26 +471,6 @@ class Writer:
         eos = self._tokenizer.eos_token_id
         encoded = self._encoder.encode(texts, special=True)
         return [ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids for ids in encoded]
-
-
-class _Texts:
-    """What the template writes of the first messages of a conversation, each text once."""
-
-    def __init__(self, render: Callable[..., str], messages: Messages, tools: list[Any] | None) -> None:
-        self._render = render
-        self.messages = messages
-        self.tools = tools
-        self._made: dict[tuple[int, bool], str] = {}
-
-    def __call__(self, count: int, opened: bool = False) -> str:
-        """The text of the first ``count`` messages."""
-        if (count, opened) not in self._made:
-            self._made[count, opened] = self.write(self.messages[:count], opened=opened)
-        return self._made[count, opened]
-
-    def write(self, messages: Messages, opened: bool = False) -> str:
-        """The text of other messages."""
-        return self._render(messages, self.tools, opened=opened)
 
 
 def _try_row(example: Example, work: Callable[[], T]) -> T | RowError:
