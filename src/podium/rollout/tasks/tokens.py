@@ -71,19 +71,19 @@ class Encoder:
         Raises:
             DataError: The text in pieces has other characters than the whole.
         """
-        whole: list[int] = []
+        joined: list[int] = []
         if self._tokenizer.is_fast:
-            known = begin = 0
+            shared = begin = 0
             if kept is not None and len(kept[1]) == len(ids) and text.startswith(kept[0]):
-                known = self._last_special(kept, ids)
-                begin = kept[1][known][0] if known else 0
+                shared = self._last_special(kept, ids)
+                begin = kept[1][shared][0] if shared else 0
             encoded = self.encode_with_offsets([text[begin:]])
-            whole = [*ids[:known], *encoded["input_ids"][0]]
+            joined = [*ids[:shared], *encoded["input_ids"][0]]
             offsets = [(first + begin, last + begin) for first, last in encoded["offset_mapping"][0]]
-            mask = mask_tokens([*kept[1][:known], *offsets] if kept and known else offsets, spans)
-            read = min(len(ids), len(whole))  # a conversation may end before its last turn, which is not learned
-            if mask is not None and whole[:read] == ids[:read] and (marked or all(mask[read:])):
-                return whole, mask
+            mask = mask_tokens([*kept[1][:shared], *offsets] if kept and shared else offsets, spans)
+            read = min(len(ids), len(joined))  # a conversation may end before its last turn, which is not learned
+            if mask is not None and joined[:read] == ids[:read] and (marked or all(mask[read:])):
+                return joined, mask
         done, pieces = 0, list[tuple[str, bool]]()
         for span in spans:
             pieces += [(text[done : span.start], False), (text[span.start : span.stop], span.learned)]
@@ -93,7 +93,7 @@ class Encoder:
         for piece, (_, learned) in zip(self.encode([piece for piece, _ in pieces]), pieces, strict=True):
             tokens += piece
             mask += [learned] * len(piece)
-        self.check_pieces(tokens, whole or self.encode([text])[0], text)
+        self.check_pieces(tokens, joined or self.encode([text])[0], text)
         return tokens, mask
 
     def check_pieces(self, pieces: list[int], whole: list[int], text: str) -> None:

@@ -48,7 +48,7 @@ class Texts:
         """The text of other messages."""
         return self._render(messages, self.tools, opened=opened)
 
-    def replaced(self, messages: Messages) -> Texts:
+    def with_messages(self, messages: Messages) -> Texts:
         """The texts of other messages, with the same tools."""
         return Texts(self._render, messages, self.tools)
 
@@ -95,7 +95,7 @@ class TurnFinder:
                 "set data.chat_template to one without {% generation %}"
             )
         self._prove(texts, first, marked=marked)
-        spans = self._marked(texts, first) if marked else self._written(texts, first)
+        spans = self._find_marked(texts, first) if marked else self._find_written(texts, first)
         if marked:
             self._check_marked(texts, spans, first)
             self.turns[2] += sum(not span.ended for span in spans[: None if self.ends else -1])
@@ -110,7 +110,7 @@ class TurnFinder:
         self.turns[2] += sum(span.learned and not span.ended for span in spans[:-1])
         return spans
 
-    def _written(self, texts: Texts, first: int) -> list[Span]:
+    def _find_written(self, texts: Texts, first: int) -> list[Span]:
         """A turn is what the template adds for it to what opens it, up to its end."""
         joined = "".join(self.ends)
         signs = [sign for sign in dict.fromkeys((joined, *self.ends[:1])) if sign]
@@ -120,7 +120,7 @@ class TurnFinder:
             if texts.messages[index]["role"] == "assistant"
         ]
 
-    def _marked(self, texts: Texts, first: int) -> list[Span]:
+    def _find_marked(self, texts: Texts, first: int) -> list[Span]:
         """A turn is what the template marks, with the token that ends it, and without what opens the last one."""
         text, opened = texts.whole, texts(len(texts.messages) - 1, opened=True)
         if not text.startswith(opened):
@@ -163,9 +163,9 @@ class TurnFinder:
             for at, message in enumerate(messages)
         ]
         pairs = zip(messages, probes, strict=True)
-        probed = texts.replaced([{**m, "content": probe} if probe else m for m, probe in pairs])
+        probed = texts.with_messages([{**m, "content": probe} if probe else m for m, probe in pairs])
         try:
-            spans = self._marked(probed, first) if marked else self._written(probed, first)
+            spans = self._find_marked(probed, first) if marked else self._find_written(probed, first)
         except (ConfigError, DataError):  # the template writes some texts otherwise than others
             return
         parts = {span: probed.whole[span.start : span.stop].lower() for span in spans}
