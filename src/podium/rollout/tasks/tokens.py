@@ -80,9 +80,11 @@ class Encoder:
             encoded = self.encode_with_offsets([text[begin:]])
             joined = [*ids[:shared], *encoded["input_ids"][0]]
             offsets = [(first + begin, last + begin) for first, last in encoded["offset_mapping"][0]]
-            mask = mask_tokens([*kept[1][:shared], *offsets] if kept and shared else offsets, spans)
+            offsets = [*kept[1][:shared], *offsets] if kept and shared else offsets
+            mask = mask_tokens(offsets, spans)
             read = min(len(ids), len(joined))  # a conversation may end before its last turn, which is not learned
-            if mask is not None and joined[:read] == ids[:read] and (marked or all(mask[read:])):
+            is_generated = read == len(joined) or any(s.start <= offsets[read][0] < s.stop for s in spans)
+            if mask is not None and joined[:read] == ids[:read] and (marked or is_generated):
                 return joined, mask
         done, pieces = 0, list[tuple[str, bool]]()
         for span in spans:
