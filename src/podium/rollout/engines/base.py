@@ -34,6 +34,7 @@ from podium.rollout.engines.requests import (
     Event,
     Failed,
     Finished,
+    PromptTokens,
     Request,
     RequestId,
     RequestQueue,
@@ -74,6 +75,7 @@ class Engine(ABC):
         positions: The longest sequence that the model takes, or None for any. The constructor of a subclass sets it.
         prefilled_tokens: Number of prompt tokens that went through the model so far, where the engine counts them.
         count: Counts the tokens that are drawn, for a run's bar. ``advance`` adds to ``count.done``; it need not.
+        prompt_tokens: What became of the prompts' tokens so far, where the engine counts it.
         text_ids: The ids that are drawn, as :meth:`restrict` was given them; None where all of the vocabulary are.
     """
 
@@ -86,6 +88,7 @@ class Engine(ABC):
     vocabulary: int
     positions: int | None = None
     prefilled_tokens: int = 0
+    prompt_tokens: PromptTokens | None = None
     text_ids: tuple[int, tuple[int, ...]] | None = None
 
     def __init__(self, config: EngineConfig, model: nn.Module, refusal: str = "") -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "Failed",
     "Finished",
+    "PromptTokens",
     "Request",
     "RequestId",
     "RequestQueue",
@@ -107,6 +108,21 @@ class Aborted:
 
 
 Event: TypeAlias = Tokens | Finished | Failed | Aborted
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """What became of the tokens of prompts.
+
+    Attributes:
+        read: Tokens of all prompts that began.
+        reused: Those whose keys and values the engine had already.
+        evicted: Positions whose keys and values the engine forgot because memory was short.
+    """
+
+    read: int
+    reused: int
+    evicted: int
 
 
 class RequestQueue:

@@ -15,7 +15,7 @@ from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.engines.native.graphs import DecodeGraphs, graphless, renew
 from podium.rollout.engines.native.lanes import Lanes
 from podium.rollout.engines.native.parameters import find_unsupported, read_weights
-from podium.rollout.engines.requests import Event, RequestId
+from podium.rollout.engines.requests import Event, PromptTokens, RequestId
 from podium.rollout.sampling import SamplingParams
 
 __all__ = ["NativeEngine"]
@@ -87,7 +87,8 @@ class NativeEngine(ModelEngine):
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
         waiting = self.waiting if self.waiting and self._make_room() else None
         events = self._lanes.advance(waiting, self.config.max_sequences, interrupted)
-        self.prefilled_tokens = self._lanes.prefilled_tokens
+        counts = self._lanes.prompt_tokens, self._lanes.reused_tokens, self._lanes.memory.evicted_tokens
+        self.prefilled_tokens, self.prompt_tokens = self._lanes.prefilled_tokens, PromptTokens(*counts)
         return events
 
     @torch.inference_mode()
@@ -98,7 +99,8 @@ class NativeEngine(ModelEngine):
         """Have lanes for what waits. Return False where it must wait until no lane is live.
 
         What lanes hold is copied where the old cache and the new one fit into memory at once. Otherwise nothing longer
-        than a lane begins before the others have ended.
+        than a lane begins before the others have ended. Texts that lanes lose move to pages, which take what lanes
+        leave of the budget: at least half of it where requests allow that completions are reused.
         """
         lanes, most = self._lanes, self.config.max_sequences
         if lanes.cache is not None and not lanes.live and not lanes.cache.fits(self._decoder.weights):
@@ -109,25 +111,34 @@ class NativeEngine(ModelEngine):
         if cache is not None and cache.length >= length and cache.lanes >= count:
             return True
         nbytes_held = 0 if cache is None else self._bytes(cache.lanes, cache.length)
-        gib, device = self.config.cache_gib, self._decoder.weights.device
-        budget = (free_memory_bytes(device) + nbytes_held) // 4 if gib is None else int(gib * 2**30)
-        affordable = budget // self._bytes(1, length)
+        gib, free_bytes = self.config.cache_gib, free_memory_bytes(self._decoder.weights.device)
+        budget = (free_bytes + nbytes_held + lanes.memory.nbytes) // 4 if gib is None else int(gib * 2**30)
+        for_lanes = budget // 2 if any(request.reuse_completions for request in self.waiting) else budget
+        affordable = for_lanes // self._bytes(1, length)
         count = min(count, max(affordable - affordable % ROW_QUANTUM, ROW_QUANTUM))
         if cache is not None:
             if cache.length >= length and cache.lanes >= count:
                 return True
             larger, longer = max(count, cache.lanes), max(length, cache.length)
-            if (lanes.live or lanes.remembers) and nbytes_held + self._bytes(larger, longer) <= budget:
+            if (lanes.live or lanes.remembers) and nbytes_held + self._bytes(larger, longer) <= for_lanes:
                 # A conversation grows by a little at a time; the cache grows at once for several turns.
                 doubled = min(2 * cache.length, self.positions or 2 * cache.length)
-                spacious = length > cache.length and nbytes_held + self._bytes(larger, max(longer, doubled)) <= budget
-                lanes.resize(larger, round_up(max(longer, doubled), _LENGTH_QUANTUM) if spacious else longer)
+                spacious = (
+                    length > cache.length and nbytes_held + self._bytes(larger, max(longer, doubled)) <= for_lanes
+                )
+                self._resize(larger, round_up(max(longer, doubled), _LENGTH_QUANTUM) if spacious else longer, budget)
                 return True
             if lanes.live:
                 return cache.length >= length
-            lanes.clear()  # before the new one, so that both are never held at once
-        lanes.resize(count, length)
+            lanes.spill(range(cache.lanes))
+            lanes.clear_lanes()  # before the new one, so that both are never held at once
+        self._resize(count, length, budget)
         return True
+
+    def _resize(self, count: int, length: int, budget: int) -> None:
+        self._lanes.resize(count, length)
+        self._lanes.memory.limit_bytes = max(0, budget - self._bytes(count, length))
+        self._lanes.memory.shrink()
 
     def _bytes(self, lanes: int, length: int) -> int:
         weights = self._decoder.weights

@@ -8,10 +8,11 @@ A lane is a row of the key/value cache. Lanes 0 to A-1 are decoded at every step
 wait, a lane that falls free is filled before the next step. When none waits, live lanes from the end change places with
 free ones and A shrinks.
 
-A free lane remembers: its keys and values stay until another request needs the lane. A prompt that begins like the text
-of some lane takes them from there, and only the rest goes through the model. What a prefill computed is the same, bit
-by bit, for every prompt that begins alike (``exact`` counts these positions); what decoding computed differs from it by
-rounding, and serves only requests that allow it (``reuse_completions``). New weights end all memory.
+A free lane remembers: its keys and values stay until another request needs the lane, and then move to pages (see
+:mod:`.memory`) if the request allowed that they are reused. A prompt that begins like the text of some lane or page
+takes them from there, and only the rest goes through the model. What a prefill computed is the same, bit by bit, for
+every prompt that begins alike (``exact`` counts these positions); what decoding computed differs from it by rounding,
+and serves only requests that allow it (``reuse_completions``). New weights end all memory.
 
 When a completion reaches its length is known without asking the device. Whether a stop token was drawn is asked at
 every step on the CPU, and at every eighth on other devices, where asking empties the queue of kernels. A lane that has
@@ -23,7 +24,7 @@ through it again before the next token is drawn.
 Legend: A active lanes, B rows of one draw, T most new tokens, S most stop tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import dropwhile, groupby, islice, pairwise
@@ -40,6 +41,7 @@ from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.native.cache import KVCache, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
 from podium.rollout.engines.native.graphs import DecodeGraphs, bucket
+from podium.rollout.engines.native.memory import Match, PagedMemory
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
@@ -65,11 +67,23 @@ _Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]  # rows that are drawn 
 
 
 class _Seen(NamedTuple):
-    """A prompt that went through the model, in row ``row`` of ``prefill``; ``exact`` of its positions as in a lane."""
+    """A prompt that went through the model, in row ``row`` of ``prefill``; ``exact`` of its positions as in a lane.
+
+    ``computed`` of its tokens went through the model; 0 after the first request has them."""
 
     prefill: Prefill
     row: int
     exact: int
+    computed: int
+
+
+class _Beginning(NamedTuple):
+    """The first ``length`` positions of a prompt, the first ``exact`` as in a prefill, in a lane or in pages."""
+
+    length: int = 0
+    exact: int = 0
+    lane: int = -1
+    match: Match | None = None
 
 
 class Lanes:
@@ -81,6 +95,12 @@ class Lanes:
 
     Args:
         graphs: Decodes in steps of static shape; None decodes step by step as it comes.
+
+    Attributes:
+        memory: The texts that lanes lost.
+        prompt_tokens: Number of tokens of the prompts that began so far.
+        reused_tokens: Those of them whose keys and values were there already.
+        prefilled_tokens: Number of tokens that went through the model, those that new weights computed again included.
     """
 
     def __init__(
@@ -95,11 +115,17 @@ class Lanes:
         self._graphs = graphs
         self._gate, self._current_decoder, self._changes = gate, current_decoder, -1
         self._prefill_tokens = prefill_tokens
-        self.prefilled_tokens = 0
+        self.prompt_tokens = self.reused_tokens = self.prefilled_tokens = 0
+        self.memory = PagedMemory()
         self.clear()
 
     def clear(self) -> None:
         """Give back all memory. No lane may be live."""
+        self.memory.clear()
+        self.clear_lanes()
+
+    def clear_lanes(self) -> None:
+        """Give back what the lanes take. No lane may be live."""
         self.cache: KVCache | None = None
         if self._graphs is not None:
             self._graphs.clear()
@@ -283,6 +309,7 @@ class Lanes:
     def _begin_version(self, decoder: Decoder, cache: KVCache) -> None:
         """Nothing that other weights computed is used from here on: no prompt, no memory, no lane's keys."""
         self._seen.clear()
+        self.memory.clear()
         records = self._records
         records["known"] = records["used"] = 0
         lanes = records["live"].nonzero()[0]
@@ -355,15 +382,17 @@ class Lanes:
         with self._gate:
             self._prefill(self._decoder(), keys, due)
         seen = [self._seen[key] for key in keys]
+        self._count(keys)
+        self.spill(lanes)
         logits: list[Tensor] = []
         at = 0
         for _, run in groupby(seen, lambda one: id(one.prefill)):
-            prefills, run_rows, _ = zip(*run, strict=True)
+            prefills, run_rows, *_ = zip(*run, strict=True)
             rows = torch.tensor(run_rows, device=self._device)
             self.cache.place(prefills[0].keys, prefills[0].values, rows, index[at : at + len(rows)])
             logits.append(prefills[0].logits_PV[rows])
             at += len(rows)
-        for lane, (_, _, exact), request in zip(lanes.tolist(), seen, requests, strict=True):
+        for lane, (_, _, exact, _), request in zip(lanes.tolist(), seen, requests, strict=True):
             params, length = request.params, len(request.prompt)
             self._texts[lane, :length] = request.prompt
             kind = self._kinds.setdefault(_drawing(params), len(self._kinds))
@@ -393,6 +422,23 @@ class Lanes:
         self._activate(int(records["live"].nonzero()[0][-1]) + 1)
         self._count.done += len(requests)
         self._stream(lanes[records["streams"][lanes]])
+
+    def _count(self, keys: Sequence[_Key]) -> None:
+        for key in keys:
+            seen = self._seen[key]
+            self.prompt_tokens += len(key[0])
+            self.reused_tokens += len(key[0]) - seen.computed
+            self._seen[key] = seen._replace(computed=0)
+
+    def spill(self, lanes: Iterable[int]) -> None:
+        """Move the texts that these free lanes remember to pages, if their requests allowed that they are reused."""
+        if self.cache is None or not self.memory.limit_bytes:
+            return
+        for lane in lanes:
+            request, length, exact = (self._records[field][lane] for field in ("request", "known", "exact"))
+            if self._records["used"][lane] and length >= _SHORTEST_PREFIX and request.reuse_completions:
+                keys, values = self.cache.keys_by_time[:, lane], self.cache.values[:, lane]
+                self.memory.remember(self._texts[lane, :length].tolist(), int(exact), keys, values)
 
     def _shrink(self) -> None:
         """Close the gaps between live lanes where that takes away enough rows; no request waits."""
@@ -449,42 +495,59 @@ class Lanes:
         for part in _parts([prompt for prompt, _ in prompts], self._prefill_tokens):
             if part.start >= len(needed):
                 break
-            prefixes = [(key, *self._longest_prefix(*key)) for key in prompts[part]]
+            beginnings = [(key, self._find_beginning(*key)) for key in prompts[part]]
             for alike in (
-                [prefix for prefix in prefixes if not prefix[2]],
-                [prefix for prefix in prefixes if prefix[2]],
+                [beginning for beginning in beginnings if not beginning[1].length],
+                [beginning for beginning in beginnings if beginning[1].length],
             ):
                 if alike:
                     self._prefill_part(decoder, alike)
 
-    def _prefill_part(self, decoder: Decoder, prompts: Sequence[tuple[_Key, int, int]]) -> None:
-        """One forward pass over prompts, each after so many positions of a lane that are there already."""
-        assert self.cache is not None
-        keys, lanes, lengths = (list(column) for column in zip(*prompts, strict=True))
-        past = None
-        if any(lengths):
-            past = Past(*self.cache.read(self._index(np.array(lanes)), max(lengths)), lengths)
-            self._records["used"][lanes] = 0  # the new text has all of it
+    def _prefill_part(self, decoder: Decoder, prompts: Sequence[tuple[_Key, _Beginning]]) -> None:
+        """One forward pass over prompts, each after so many positions of a lane or of pages that are there already."""
+        keys, beginnings = (list(column) for column in zip(*prompts, strict=True))
+        past = self._past(beginnings) if any(beginning.length for beginning in beginnings) else None
         prefill = decoder.prefill([prompt for prompt, _ in keys], past)
-        for row, (key, lane, length) in enumerate(prompts):
-            exact = int(self._records["exact"][lane])
-            self._seen[key] = _Seen(prefill, row, len(key[0]) if length <= exact else exact)
-            self.prefilled_tokens += len(key[0]) - length
+        for row, (key, (length, exact, lane, _)) in enumerate(prompts):
+            if length and lane >= 0 and length == self._records["known"][lane]:
+                self._records["used"][lane] = 0  # the new text has all of it
+            computed = len(key[0]) - length
+            self._seen[key] = _Seen(prefill, row, len(key[0]) if length <= exact else exact, computed)
+            self.prefilled_tokens += computed
 
-    def _longest_prefix(self, prompt: Sequence[int], reuse_completions: bool) -> tuple[int, int]:
-        """The lane whose text begins most like ``prompt``, and how many positions they share: all but one at most."""
+    def _past(self, beginnings: Sequence[_Beginning]) -> Past:
+        assert self.cache is not None
+        lengths = [beginning.length for beginning in beginnings]
+        lanes = np.array([max(beginning.lane, 0) for beginning in beginnings])
+        past = Past(*self.cache.read(self._index(lanes), max(lengths)), lengths)
+        for row, beginning in enumerate(beginnings):
+            if beginning.match is not None:
+                past.keys[:, row] = past.values[:, row] = 0
+                beginning.match.copy_into(past.keys[:, row], past.values[:, row])
+        return past
+
+    def _find_beginning(self, prompt: Sequence[int], reuse_completions: bool) -> _Beginning:
+        """Return the longest beginning of ``prompt`` that a lane or pages have: all but the last token at most."""
+        if len(prompt) <= _SHORTEST_PREFIX:
+            return _Beginning()
+        in_lane = self._find_in_lanes(prompt, reuse_completions)
+        match = self.memory.find(prompt, reuse_completions)
+        if match.length >= _SHORTEST_PREFIX and match.length > in_lane.length:
+            return _Beginning(match.length, match.exact, match=match)
+        return in_lane
+
+    def _find_in_lanes(self, prompt: Sequence[int], reuse_completions: bool) -> _Beginning:
         records, head = self._records, _SHORTEST_PREFIX
         usable = records["known"] if reuse_completions else np.minimum(records["known"], records["exact"])
-        if len(prompt) <= head or not usable.any():
-            return 0, 0
         wanted = np.array(prompt[:-1])
         lanes = ((usable >= head) & (self._texts[:, :head] == wanted[:head]).all(1)).nonzero()[0]
         if not len(lanes):
-            return 0, 0
-        differ = self._texts[lanes, : len(wanted)] != wanted
-        lengths = np.minimum(np.where(differ.any(1), differ.argmax(1), len(wanted)), usable[lanes])
+            return _Beginning()
+        width = min(len(wanted), self._texts.shape[1])
+        differ = self._texts[lanes, :width] != wanted[:width]
+        lengths = np.minimum(np.where(differ.any(1), differ.argmax(1), width), usable[lanes])
         best = int(lengths.argmax())
-        return int(lanes[best]), int(lengths[best])
+        return _Beginning(int(lengths[best]), int(records["exact"][lanes[best]]), int(lanes[best]))
 
 
 @lru_cache(maxsize=1024)
