@@ -50,6 +50,7 @@ class Echo:
     in_flight = 0
     waiting = 0
     version = 0
+    prompt_tokens = None
 
     def __init__(self, answer: Sequence[int]) -> None:
         self.drawn = Sampled([*answer], [-1.0] * len(answer), [0] * len(answer), "stop")

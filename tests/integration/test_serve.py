@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,27 @@ def test_the_official_client_talks_and_everything_is_recorded_as_sampled(served:
     assert session.splits == 0
     assert [row.ids[turn.start : turn.stop] for turn in row.turns] == sampled
     assert sum(row.sampled) == sum(map(len, sampled))
+
+
+def test_metrics_say_which_prompt_tokens_were_not_computed_again(served: Served) -> None:
+    import urllib.request
+
+    def count() -> dict[str, float]:
+        asked = urllib.request.Request(f"{served.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(asked) as answer:
+            lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("podium_prompt_")]
+        return {name.removeprefix("podium_prompt_tokens_"): float(value) for name, value in lines}
+
+    messages: list[Any] = [{"role": "user", "content": "how much is one and one? " * 2}]
+    counts = [count()]
+    for _ in range(2):
+        answer = served.client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, seed=1)
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and two?"}]
+        counts.append(count())
+    first, second = ({name: after[name] - before[name] for name in after} for before, after in pairwise(counts))
+    assert second["read"] > first["read"] > 50
+    assert second["read"] - second["reused"] < 50, "the second turn computes the new message"
+    assert first["evicted"] == second["evicted"] == 0
 
 
 def test_a_stream_says_what_the_whole_answer_says(served: Served) -> None:

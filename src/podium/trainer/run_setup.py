@@ -345,7 +345,7 @@ def _open_sessions(
     if roles.rollout is None or generators is None:
         return None
     logs = directory.logs if kept.cluster.capabilities.processes else None
-    sessions = Sessions(roles.rollout, roles.asked_generators, config, kept.data.sampling, logs)
+    sessions = Sessions(roles.rollout, roles.asked_generators, config, kept.data.sampling, logs, roles.generators)
     if roles.asked_generators:
         generators.returned = sessions.serve
         generators.left_out = sessions.leave_out

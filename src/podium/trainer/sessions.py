@@ -71,6 +71,7 @@ class Sessions:
         config: The configuration of the run.
         sampling: Sampling parameters of training, with stop tokens.
         logs: The directory of the workers' logs, if they have any.
+        drawing: Handles of all generators that draw for the sessions, whose counts of prompt tokens are reported.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Sessions:
         config: InferenceConfig,
         sampling: SamplingParams,
         logs: Path | None = None,
+        drawing: Sequence[Handle[Generator]] = (),
     ) -> None:
-        self._logs = logs
+        self._logs, self._drawing = logs, tuple(drawing)
+        self._counted: Mapping[str, float] = {}
         self._workers, self._generators, self._config, self._sampling = workers, tuple(generators), config, sampling
         self._token = secrets.token_urlsafe(32)
         self._urls: dict[int, list[str]] = {}
@@ -159,6 +162,7 @@ class Sessions:
             self._say_overruled({name for report in reports for name in report["overruled"]})
         self._say_unknown(sum(report["unknown"] for report in reports), len(batch))
         report = _join_figures(reports)
+        report = replace(report, figures={**report.figures, **self._count_prompt_tokens()})
         evaluation = f"evaluation after step {step}" if step else "evaluation"
         self._say(report, f"step {step}" if training else evaluation, len(batch))
         self._say_unasked(batch.python(fields.GRADE))
@@ -180,6 +184,24 @@ class Sessions:
         finally:
             with self._counting:
                 self._in_progress -= own_sessions
+
+    def _count_prompt_tokens(self) -> Mapping[str, float]:
+        """Return what became of the prompts' tokens since the last call; nothing if a generator does not say it."""
+        try:
+            counts = [count for handle in self._drawing for count in handle.count_prompt_tokens()]
+        except PodiumError:  # a lost generator, which its own calls report
+            return {}
+        known_counts = [count for count in counts if count is not None]
+        if not known_counts or len(known_counts) < len(counts):
+            return {}
+        total = {
+            names.SESSIONS_READ: float(sum(count.read for count in known_counts)),
+            names.SESSIONS_REUSED: float(sum(count.reused for count in known_counts)),
+            names.SESSIONS_EVICTED: float(sum(count.evicted for count in known_counts)),
+        }
+        with self._counting:
+            before, self._counted = self._counted, total
+        return {name: max(0.0, value - before.get(name, 0.0)) for name, value in total.items()}
 
     def _say_notes(self) -> None:
         """Emit the notes of the workers, each text once."""

@@ -22,6 +22,7 @@ from podium.runtime import concat, endpoint, shard
 from podium.workers.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:
+    from podium.rollout.engines.requests import PromptTokens
     from podium.rollout.service.server import Server
 
 __all__ = ["Generator"]
@@ -90,6 +91,11 @@ class Generator(WeightReceiver):
     def positions(self) -> int | None:
         """Return the most tokens of a prompt and its completion that the engine of each rank takes; None for any."""
         return self._ready_engine().positions
+
+    @endpoint(concurrent=True)
+    def count_prompt_tokens(self) -> PromptTokens | None:
+        """Return what became of the prompts' tokens so far, of each rank; None if its engine does not count them."""
+        return self._ready_engine().prompt_tokens
 
     @endpoint(concurrent=True)
     def serve(

@@ -137,6 +137,7 @@ class Dice:
     in_flight: int = 0
     waiting: int = 0
     version: int = 0
+    prompt_tokens: None = None
 
     async def stream(
         self,

@@ -180,6 +180,12 @@ class _Api:
             "sessions": ("Sessions that are recorded.", len(self.service.sessions)),
             "weights_version": ("Version of the weights that the next token is drawn from.", source.version),
         }
+        if (counts := source.prompt_tokens) is not None:
+            gauges |= {
+                "prompt_tokens_read": ("Tokens of the prompts that the engine began.", counts.read),
+                "prompt_tokens_reused": ("Those whose keys and values the engine had already.", counts.reused),
+                "prompt_tokens_evicted": ("Positions that the engine forgot for want of memory.", counts.evicted),
+            }
         return PlainTextResponse(self.metrics_of.text(gauges), media_type="text/plain; version=0.0.4")
 
     # -- streams ---------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from podium.rollout.service.token_source import Scored, read_sampled
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
     from podium.rollout.service.concurrency import Caller
+    from podium.rollout.engines.requests import PromptTokens
     from podium.rollout.service.sessions import Sampled
 
 __all__ = ["EngineClient"]
@@ -84,6 +85,11 @@ class EngineClient:
     def version(self) -> int:
         """The version of the weights that the next token is drawn from."""
         return self.engine.version
+
+    @property
+    def prompt_tokens(self) -> PromptTokens | None:
+        """As :attr:`.TokenSource.prompt_tokens`."""
+        return self.engine.prompt_tokens
 
     async def stream(
         self,

@@ -65,7 +65,7 @@ class RemoteTokens:
         self._of: OrderedDict[str, _Generator] = OrderedDict()
         self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
         self._users: Counter[asyncio.AbstractEventLoop] = Counter()
-        self.version = 0
+        self.version, self.prompt_tokens = 0, None  # each generator's own /metrics has the count
         self.positions: int | None = None
         self.moved = 0
         self._waiting = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from podium.rollout.service.sessions import Sampled
 
 if TYPE_CHECKING:
-    from podium.rollout.engines.requests import Tokens
+    from podium.rollout.engines.requests import PromptTokens, Tokens
     from podium.rollout.sampling import Completion, SamplingParams
     from podium.rollout.service.concurrency import Caller
 
@@ -52,6 +52,11 @@ class TokenSource(Protocol):
     @property
     def version(self) -> int:
         """The version of the weights, as far as this process knows."""
+        ...
+
+    @property
+    def prompt_tokens(self) -> PromptTokens | None:
+        """What became of the prompts' tokens so far; None where nobody counts it or another process does."""
         ...
 
     def stream(

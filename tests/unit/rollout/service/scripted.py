@@ -44,6 +44,7 @@ class Scripted:
 
     positions: int | None = None
     in_flight = waiting = version = 0
+    prompt_tokens = None
 
     def __init__(self, tokenizer: Any, *answers: str | Sequence[int] | Exception | None, pause_s: float = 0.0) -> None:
         self._tokenizer, self._pause_s = tokenizer, pause_s
