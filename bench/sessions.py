@@ -249,20 +249,30 @@ async def floor(calls_count: int, at_once: int = 64) -> dict[str, Any]:
     return figures("bare starlette and httpx", calls, wall_s, 0)
 
 
-def by_model(rows: int = 512, tokens: int = 64) -> list[dict[str, Any]]:
-    """Tokens a second of a model of a million parameters: a batch of single answers, and sessions of one call."""
+def make_model(positions: int) -> Any:
+    """A model of a million parameters with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", vocab_size=len(make_tokenizer()), **shape)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def by_model(rows: int = 512, tokens: int = 64) -> list[dict[str, Any]]:
+    """Tokens a second of a model of a million parameters: a batch of single answers, and sessions of one call."""
     from podium.rollout.engines import EngineConfig, make_engine
     from podium.rollout.service.engine_client import EngineClient
 
     tokenizer = make_tokenizer()
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": True}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", vocab_size=len(tokenizer), **shape))
-    engine = make_engine(EngineConfig(), model.eval())
+    engine = make_engine(EngineConfig(), make_model(positions=256))
     form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
     params = SamplingParams(max_new_tokens=tokens)
     service = Service(
@@ -296,6 +306,38 @@ def by_model(rows: int = 512, tokens: int = 64) -> list[dict[str, Any]]:
         end_idle_threads()  # as a generator does before another thread draws
         found.append({"way": f"1M model, {label}", "tokens_per_s": round(drawn / (time.perf_counter() - began))})
     return found
+
+
+def remembered(
+    sessions: int = 256, lanes: int = 128, turns: int = 20, drawn: int = 24, added: int = 8
+) -> dict[str, Any]:
+    """How many prompt tokens a model of a million parameters computes for conversations that grow, of which fewer are
+    drawn at a time than are open: those that are new, or the whole history at each turn."""
+    import random
+
+    from podium.rollout.engines import EngineConfig, Finished, Request, make_engine
+
+    engine, chance = make_engine(EngineConfig(max_sequences=lanes), make_model(positions=2048)), random.Random(0)
+    params = SamplingParams(max_new_tokens=drawn)
+    texts = [chance.choices(range(90), k=64) for _ in range(sessions)]
+    new = sum(map(len, texts))
+    began = time.perf_counter()
+    for turn in range(turns):
+        for number, text in enumerate(texts):
+            engine.submit(Request(id=number, prompt=text, params=params, seed=turn))
+        while events := engine.poll():
+            for event in events:
+                if isinstance(event, Finished):
+                    texts[event.id] += [*event.completion.token_ids.tolist(), *chance.choices(range(90), k=added)]  # type: ignore[index]
+        new += sessions * added * (turn + 1 < turns)
+    counts: Any = engine.prompt_tokens
+    return {
+        "way": f"{sessions} sessions of {turns} turns, {lanes} drawn at a time",
+        "prompt_tokens": counts.read,
+        "new": new,
+        "computed": engine.prefilled_tokens,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
 
 
 def ms_a_call(sessions: int, turns: int, repeats: int) -> list[dict[str, Any]]:
@@ -343,6 +385,11 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [*ms_a_call(arguments.sessions, arguments.turns, arguments.repeats), *tokens_per_s(arguments.repeats)]
     rows.append(asyncio.run(by_turn()))
+    rows = [
+        *ms_a_call(arguments.sessions, arguments.turns, arguments.repeats),
+        *tokens_per_s(arguments.repeats),
+        remembered(),
+    ]
     text = ",\n".join(map(json.dumps, rows))
     Path(__file__).with_suffix(".json").write_text(f"[\n{text}\n]\n")
     sys.stdout.write(text + "\n")

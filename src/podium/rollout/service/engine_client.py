@@ -29,8 +29,8 @@ from podium.rollout.service.token_source import Scored, read_sampled
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
-    from podium.rollout.service.concurrency import Caller
     from podium.rollout.engines.requests import PromptTokens
+    from podium.rollout.service.concurrency import Caller
     from podium.rollout.service.sessions import Sampled
 
 __all__ = ["EngineClient"]

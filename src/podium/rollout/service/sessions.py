@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, chain, repeat
 from typing import Any, Final, TypeAlias
 
 __all__ = ["Key", "RecordedCall", "Row", "Sampled", "Session", "Turn", "message_key", "tools_key"]
@@ -184,7 +184,7 @@ class Session:
         """Return the key of each message. Those that are as in the latest call have theirs already."""
         latest = self.calls[-1] if self.calls else None
         earlier = () if latest is None else zip(latest.messages, latest.conversation, strict=True)
-        pairs = zip_longest(messages, islice(earlier, len(messages)), fillvalue=(None, ""))
+        pairs = zip(messages, chain(earlier, repeat((None, ""))), strict=False)
         return tuple(key if message == before else message_key(message) for message, (before, key) in pairs)
 
     def without_said(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -382,7 +382,7 @@ class Lanes:
         with self._gate:
             self._prefill(self._decoder(), keys, due)
         seen = [self._seen[key] for key in keys]
-        self._count(keys)
+        self._count_prompts(keys)
         self.spill(lanes)
         logits: list[Tensor] = []
         at = 0
@@ -423,7 +423,7 @@ class Lanes:
         self._count.done += len(requests)
         self._stream(lanes[records["streams"][lanes]])
 
-    def _count(self, keys: Sequence[_Key]) -> None:
+    def _count_prompts(self, keys: Sequence[_Key]) -> None:
         for key in keys:
             seen = self._seen[key]
             self.prompt_tokens += len(key[0])
