@@ -383,11 +383,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    rows = [*ms_a_call(arguments.sessions, arguments.turns, arguments.repeats), *tokens_per_s(arguments.repeats)]
-    rows.append(asyncio.run(by_turn()))
     rows = [
         *ms_a_call(arguments.sessions, arguments.turns, arguments.repeats),
         *tokens_per_s(arguments.repeats),
+        asyncio.run(by_turn()),
         remembered(),
     ]
     text = ",\n".join(map(json.dumps, rows))
