@@ -214,7 +214,7 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 
     def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
         rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, bad, answers=True)
-        writer.turns[:] = [0, 0, 0, 0]
+        writer.turns[:] = [0] * 5
         for chunk in prompts.chunks():
             pairs = writer.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end)
             for (index, _, _), pair in zip(chunk, pairs, strict=True):
@@ -276,7 +276,7 @@ def _tell_bad(
     bad.tell(len(stored["bad"]), len(examples))
 
 
-def _tell_turns(turns: int, rewritten: int, endless: int, partial: int) -> None:
+def _tell_turns(turns: int, rewritten: int, endless: int, partial: int, opened: int) -> None:
     """Tell of turns that are not learned as their rows have them."""
     if rewritten:
         emit(
@@ -285,6 +285,14 @@ def _tell_turns(turns: int, rewritten: int, endless: int, partial: int) -> None:
                 "them: many templates leave the reasoning of earlier turns out. The model learns what the template "
                 "writes, and the last turn of a conversation whole; data.split_turns makes a row of each turn, which "
                 "is then learned whole"
+            )
+        )
+    if opened:
+        emit(
+            Note(
+                f"the chat template opens {opened} of {turns} turns of the assistant otherwise than it opens an answer "
+                "that is generated, as many templates do once later messages follow; data.split_turns makes a row of "
+                "each turn, after the opening of answers"
             )
         )
     if partial:

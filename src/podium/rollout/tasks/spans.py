@@ -46,6 +46,7 @@ class Span:
         stop: The character after its end.
         ended: Whether the span holds a sign that ends the turn.
         learned: Whether the turn is learned. A row may mark turns that are not.
+        opening: What opens an answer before it is generated, and does not stand before this turn.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Span:
     stop: int
     ended: bool
     learned: bool = True
+    opening: str = ""
 
 
 class SystemPrompt(dict[str, Any]):
@@ -161,6 +163,18 @@ def find_turn(
     if start < len(opened):  # the turn itself may begin as that part does
         bare = [*messages[:index], {"role": messages[index]["role"], "content": _PROBE}, *messages[index + 1 :]]
         start = min(start, text_differs_at(render(bare), opened))
+    return replace(_find_end(text, messages, index, start, written, ends, special), opening=opened[start:])
+
+
+def _find_end(
+    text: str,
+    messages: Messages,
+    index: int,
+    start: int,
+    written: Callable[[int, bool], str],
+    ends: Sequence[str],
+    special: Collection[str],
+) -> Span:
     closed = written(index + 1, False)
     if text.startswith(closed):
         for sign in ends:

@@ -67,13 +67,14 @@ class TurnFinder:
         special: The texts of the tokenizer's special tokens.
         find_marks: Returns where the template marks the assistant's text, in characters.
         turns: Turns that were found; of these, those that the template writes otherwise than the row has them, those
-            whose end is not learned, and those that the template marks only in part.
+            whose end is not learned, those that the template marks only in part, and those that stand after another
+            opening than a generated answer.
     """
 
     ends: Sequence[str]
     special: Sequence[str]
     find_marks: Callable[[Texts], list[tuple[int, int]]]
-    turns: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    turns: list[int] = field(default_factory=lambda: [0, 0, 0, 0, 0])
     _proved: set[tuple[Any, ...]] = field(default_factory=set[tuple[Any, ...]])
 
     def find(self, texts: Texts, first: int, learned: Sequence[bool], *, marked: bool) -> list[Span]:
@@ -103,6 +104,7 @@ class TurnFinder:
         spans = [replace(span, learned=learned[span.index]) for span in spans]
         self.turns[0] += len(spans)
         self.turns[1] += check_learned(texts.whole, texts.messages, spans)
+        self.turns[4] += sum(span.learned and bool(span.opening) for span in spans)
         while spans and not spans[-1].learned:
             spans.pop()
         if not spans:

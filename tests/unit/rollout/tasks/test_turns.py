@@ -114,3 +114,22 @@ def test_a_prompt_that_is_too_long_leaves_its_turn_out() -> None:
     example = conversation([*TALK[:2], say("user", "long " * 20), TALK[3]])
     pairs = encode_pairs([example], tokenizer, config)
     assert [row.turns for row in pairs.examples] == [[TALK[1]]]
+
+
+def test_turns_that_stand_after_another_opening_are_told() -> None:
+    """The template opens an answer with empty thinking, and leaves this out of earlier turns."""
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}:{{ '<t></t>' if m.role == 'assistant' and loop.last }}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant:<t></t>{% endif %}"
+    )
+    messages = [TALK[0], say("assistant", "<t>beta"), *TALK[2:]]  # whose text begins as the opening does
+    tokenizer = make_tokenizer(template)
+    (note,) = notes_of(lambda: encode_pairs([conversation(messages)], tokenizer, DataConfig()))
+    assert "opens 1 of 2 turns of the assistant otherwise" in note
+    ((ids, mask),) = encode_pairs([conversation(messages)], tokenizer, DataConfig())
+    learned = [token for token, flag in zip(ids, mask, strict=True) if flag]
+    assert tokenizer.decode(learned) == "<t>beta<|end|>delta<|end|>"
+    assert [text for _, text in rows(template, conversation(messages))] == ["<t>beta<|end|>", "delta<|end|>"]
+    assert not any(
+        "opens" in text for text in notes_of(lambda: encode_pairs([conversation(messages)], tokenizer, SPLIT))
+    )
