@@ -76,7 +76,6 @@ from podium.trainer.run_setup import (
     read_held_out,
 )
 from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, name_stage
-from podium.workers.reward_model import load_scorer_tokenizer
 
 __all__ = ["Trainer"]
 
@@ -220,6 +219,8 @@ class Trainer(ABC, Generic[C, E, R]):
         if not (config.scores_answers or config.environment.name):
             check_signatures(config.reward, self.options.reward, columns)
         if "reward" in config.roles and "reward" not in (self.options.workers or {}):
+            from podium.workers.reward_model import load_scorer_tokenizer  # imports models, which few runs need here
+
             load_scorer_tokenizer(config.reward.path)
         template = chat_template(tokenizer, config.data)
         return RunData(count_steps(config, len(stream)), stream, held_out, tokenizer, template, sampling, columns)
