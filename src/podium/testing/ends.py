@@ -233,7 +233,8 @@ class EndContract:
             thread.join()
         cluster.close()
         assert not left, "a call of close returned while processes ran"
-        assert wait_for(lambda: read_holdings().children <= children, GONE_S), "a child runs, or was not reaped"
+        if cluster.capabilities.exit_status:  # another runtime keeps processes as long as any cluster is connected
+            assert wait_for(lambda: read_holdings().children <= children, GONE_S), "a child runs, or was not reaped"
 
     # -- the script --------------------------------------------------------------------------------------------------
 
