@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +48,22 @@ def test_a_reader_that_ends_stops_the_run_which_saves(tmp_path: Path) -> None:
         f"latest checkpoint is {latest}"
     )
     assert "Traceback" not in err
+
+
+def test_a_run_whose_terminal_is_gone_saves_and_ends_well(tmp_path: Path) -> None:
+    main_end, terminal = pty.openpty()
+    with start(tmp_path, terminal) as process:
+        os.close(terminal)
+        shown = b""
+        while b" left" not in shown:  # a step is done
+            shown += os.read(main_end, 4096)
+        os.close(main_end)
+        process.send_signal(signal.SIGHUP)
+        _, err = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0, err
+    assert list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))
+    assert (tmp_path / "runs" / "run" / "summary.json").exists()
+    assert "ConsoleSink" not in (tmp_path / "runs" / "run" / "logs" / "controller.log").read_text()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")

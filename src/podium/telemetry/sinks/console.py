@@ -53,7 +53,7 @@ _SAMPLE_CHARACTERS: Final = 600
 _CLEAN_LINE: Final = b"\r\x1b[2K\x1b[?25h"
 _ECHO_WIDTH: Final = 8  # of several ^C
 _FIRST_LINE_S: Final = 30.0
-_ESTIMATED_STEPS: Final = 20
+_ESTIMATED_STEPS: Final = 50
 _FIELD_WIDTH: Final = 10  # of the names beside a sample's texts
 
 
@@ -143,17 +143,19 @@ def lost_output() -> str:
 
 
 def lose_output(console: Console, error: OSError) -> None:
-    """Write nothing any more on the file of ``console``, which has refused what was written, and tell so.
+    """Write nothing any more on the file of ``console``, which has refused what was written. Tell so if it is a closed
+    pipe or a full disk. A terminal that is gone has sent SIGHUP, which says all.
 
     Raises:
-        OSError: ``error``, if it is another one than that of a closed pipe or a full disk.
+        OSError: ``error``, if it is another one.
     """
-    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO):
         raise error
-    _LOST.append(f"stdout cannot be written any more ({os.strerror(error.errno)})")
     with suppress(OSError, ValueError):  # or Python fails at its end, when it writes what is left
         os.dup2(os.open(os.devnull, os.O_WRONLY), console.file.fileno())
-    emit(events.OutputLost(lost_output()))
+    if error.errno != errno.EIO:
+        _LOST.append(f"stdout cannot be written any more ({os.strerror(error.errno)})")
+        emit(events.OutputLost(lost_output()))
 
 
 class _Terminal(Console):
