@@ -224,7 +224,7 @@ class EndContract:
 
         def close() -> None:
             cluster._backend.close()  # pyright: ignore[reportPrivateUsage] - closed below the runtime
-            left.extend(pid for pid in pids if alive(pid))
+            left.extend(all_gone(pids, 0.0 if cluster.capabilities.exit_status else GONE_S))
 
         threads = [threading.Thread(target=close) for _ in range(3)]
         for thread in threads:
