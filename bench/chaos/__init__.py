@@ -2,6 +2,7 @@
 
 __main__   the command line, and the table of results
 campaign   one run of each schedule: faults in a random order, each with the outcome that is expected of it
+pairs      a second fault, at an event that follows the first one
 faults     what is done to a run, and what the run must do then
 victim     the run as it is seen from outside: its processes, its steps, its errors
 training   the run from inside: its configuration, and the roles that fail on order

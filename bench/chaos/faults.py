@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.chaos.leftovers import below
+from bench.chaos.pairs import HELPERS, PAIRS
 from bench.chaos.training import HOARD, ON_PURPOSE
 from bench.chaos.victim import Failed, Victim
 
@@ -61,6 +62,24 @@ def _kill_helper(module: str) -> Callable[[Victim], None]:
     return lambda victim: os.kill(victim.helper(module), signal.SIGKILL)
 
 
+def _kill_pair(name: str) -> Callable[[Victim], None]:
+    """Kill a process, and have the controller kill another one at an event that follows."""
+    first = PAIRS[name].first
+
+    def strike(victim: Victim) -> None:
+        pid = victim.helper(HELPERS[first]) if first in HELPERS else victim.worker(first)
+        order = victim.order("second", name)
+        os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + SURFACES_S
+        while order.exists() and victim.running() and time.monotonic() < until:
+            time.sleep(0.02)
+        if order.exists():
+            order.unlink()
+            raise Failed(f"the run ended, or gave no event for the second fault: {victim.said()}")
+
+    return strike
+
+
 def _kill_in_save(victim: Victim) -> None:
     until = time.monotonic() + 60.0
     while not list((victim.directory / "checkpoints").glob(".step-*.tmp")):
@@ -72,7 +91,7 @@ def _kill_in_save(victim: Victim) -> None:
 
 def _kill_grading(victim: Victim) -> None:
     """Kill the process that grades, not the one that hands out items."""
-    children = below(victim.helper("podium.rewards.dispatcher"))
+    children = below(victim.helper(HELPERS["dispatcher"]))
     if not children:
         raise ProcessLookupError("nothing is graded")
     os.kill(children[0], signal.SIGKILL)
@@ -185,7 +204,7 @@ def _no_memory(victim: Victim) -> None:
 
 _OUT_OF_MEMORY = r"MemoryError|[Cc]annot allocate memory|can't allocate memory|bad_alloc|out of memory"
 _NO_ROOM = r"(No space left on device.*; make room|File too large; raise the limit)"
-_GRADER = r"the process that grades .* ended \(signal SIGKILL\)|ended its process \(signal SIGKILL\)"
+_GRADER = r"ended its process \(signal SIGKILL\)"
 
 FAULTS: dict[str, Fault] = {
     "controller": Fault(_kill("controller"), "restarts"),
@@ -194,7 +213,7 @@ FAULTS: dict[str, Fault] = {
     "policy": Fault(_kill("policy")),
     "generator": Fault(_kill("generator")),
     "rollout": Fault(_kill("rollout")),
-    "fork_server": Fault(_kill_helper("podium.backends.local.server")),
+    "fork_server": Fault(_kill_helper(HELPERS["fork_server"])),
     "pause": Fault(_pause),
     "slow": Fault(_slow),
     "half_closed": Fault(_half_close),
@@ -208,15 +227,19 @@ FAULTS: dict[str, Fault] = {
     "memory": Fault(_no_memory, "surfaces", _OUT_OF_MEMORY),
     "files_end": Fault(_files_end, "surfaces", _NO_ROOM),
     "disk_full": Fault(_disk_full, "surfaces", _NO_ROOM, heal=_make_room),
-    "dispatcher": Fault(_kill_helper("podium.rewards.dispatcher"), "either", _GRADER),
+    "dispatcher": Fault(_kill_helper(HELPERS["dispatcher"])),
     "grading": Fault(_kill_grading, "either", _GRADER),
+    **{name: Fault(_kill_pair(name)) for name in PAIRS},
 }
 """By name. A grader that spins is no fault: the reward of every run does, for some of its completions."""
 
-ON_RAY = ("controller", "policy", "generator", "save")
+ON_RAY = (
+    *("controller", "policy", "generator", "save"),
+    *(name for name, pair in PAIRS.items() if "rollout" not in pair and not {*pair} & {*HELPERS}),
+)
 
-OF_SESSIONS = ("rollout",)
+OF_SESSIONS = ("rollout", *(name for name, pair in PAIRS.items() if "rollout" in pair))
 """Faults that only runs of sessions can have."""
 
-OF_SINGLE_TURNS = ("generator_raises", "memory", "dispatcher", "grading")
+OF_SINGLE_TURNS = ("generator_raises", "memory", "dispatcher", "grading", "policy, dispatcher")
 """Faults that runs of sessions cannot have: nothing is graded, and their generators answer requests."""

@@ -32,6 +32,18 @@ TITLES: Final = {
     "disk_full": "the disk is full",
     "dispatcher": "SIGKILL of the process that hands out items to grade",
     "grading": "SIGKILL of the process that grades",
+    "policy, fork_server": "SIGKILL of the policy; of the fork server when that is noticed",
+    "policy, loading fork_server": "SIGKILL of the policy; of the fork server when the workers start again",
+    "policy, starting policy": "SIGKILL of the policy; of the one that starts in its place",
+    "policy, starting generator": "SIGKILL of the policy; of the generator that starts again",
+    "policy, restored policy": "SIGKILL of the policy; again when it has loaded the checkpoint",
+    "policy, restored generator": "SIGKILL of the policy; of the generator before it gets the weights",
+    "policy, dispatcher": "SIGKILL of the policy; of the process that hands out items to grade",
+    "generator, starting generator": "SIGKILL of the generator; of the one that starts in its place",
+    "generator, policy": "SIGKILL of the generator; of the policy while the generator starts again",
+    "fork_server, fork_server": "SIGKILL of the fork server; of the next one",
+    "rollout, starting rollout": "SIGKILL of the rollout worker; of the one that starts in its place",
+    "rollout, generator": "SIGKILL of the rollout worker; of a generator when that is noticed",
 }
 OUTCOMES: Final = ("survived", "restarted", "surfaced", "missed", "wrong")
 

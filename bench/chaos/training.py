@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.leftovers import process
+from bench.chaos.pairs import read_pair
 from podium.data import Batch
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
@@ -133,10 +134,16 @@ def train(config: Mapping[str, Any], folder: str, temporary: str, backend: str, 
     tempfile.tempdir = None
     exec(_CLOCK, {})
 
+    order = home / "orders" / "second"
+
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted) and (one := process(event.pid)):
             with (home / "pids").open("a", encoding="utf-8") as file:
                 file.write(f"{event.role} {event.pid} {one.started}\n")
+        if (second := read_pair(home)) is not None:
+            second(event)
+            if second.struck:
+                order.unlink()
 
     subscribe(note)
     workers = {"policy": FailingPolicy, "generator": FailingGenerator}

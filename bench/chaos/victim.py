@@ -11,11 +11,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bench.chaos.leftovers import Process, alive, below, leftovers, process, segments
+from bench.chaos.pairs import find_helper, find_worker
 from bench.chaos.training import configuration, train
 
 __all__ = ["ENDLESS", "Failed", "Victim"]
@@ -115,21 +115,11 @@ class Victim:
 
     def worker(self, role: str) -> int:
         """The newest process that holds ``role``. Raises ProcessLookupError if there is none yet."""
-        path = self.home / "pids"
-        lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-        found = [Process(*map(int, numbers)) for names, *numbers in reversed(lines) if role in names.split("+")]
-        if not found or not alive(found[0]):
-            raise ProcessLookupError(f"no process holds {role}")
-        return found[0].pid
+        return find_worker(self.home, role)
 
     def helper(self, module: str) -> int:
         """The process below the controller whose command has ``module``. Raises ProcessLookupError if there is none."""
-        for pid in below(self.controller):
-            with suppress(OSError):
-                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.controller and module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return pid
-        raise ProcessLookupError(f"no process runs {module}")
+        return find_helper(self.controller, module)
 
     def order(self, name: str, text: str = "") -> Path:
         """Give an order, which see :mod:`bench.chaos.training`."""

@@ -53,7 +53,13 @@ __all__ = [
 
 
 class PodiumError(Exception):
-    """The base class: ``except PodiumError`` catches what Podium raises on purpose and nothing else."""
+    """The base class: ``except PodiumError`` catches what Podium raises on purpose and nothing else.
+
+    ``lost`` names the process whose end caused the error, and says how it ended: "rank 0 of policy (signal SIGKILL)".
+    It is empty if no process has ended.
+    """
+
+    lost: str = ""
 
     def __str__(self) -> str:
         return mask_text(super().__str__())
@@ -86,10 +92,11 @@ class WorkerStartError(PodiumError):
     ``rank`` is the first rank that failed, and ``remote_traceback`` the text of its traceback if there is one.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, remote_traceback: str = "") -> None:
+    def __init__(self, message: str, *, rank: int | None = None, remote_traceback: str = "", lost: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.remote_traceback = remote_traceback
+        self.lost = lost
 
 
 class WorkerDied(PodiumError):
@@ -107,6 +114,7 @@ class WorkerDied(PodiumError):
         self.cause = cause
         self.role = role
         self.last_words = tuple(last_words)
+        self.lost = f"rank {rank} of {role} ({cause})"
 
 
 class EndpointError(PodiumError):

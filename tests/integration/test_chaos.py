@@ -13,6 +13,7 @@ import pytest
 
 from bench.chaos.campaign import Campaign
 from bench.chaos.faults import FAULTS
+from bench.chaos.pairs import PAIRS
 from bench.chaos.victim import Victim
 
 STRIKES = {
@@ -32,6 +33,7 @@ LEFT_OUT = {  # where the suite tries what `make chaos` alone does to a run
     "clock": "",  # for time: `make chaos` alone
     "memory": "",
     "disk_full": "",  # it needs a disk of its own, so root
+    **dict.fromkeys(PAIRS, "test_losses_in_pairs.py"),
 }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -271,3 +272,11 @@ async def varied(task: Task, client: Client) -> float:
 async def alone(task: Task) -> float:
     """Has no client."""
     return 1.0
+
+
+async def fatal(task: Task, client: Client) -> float:
+    """End the process of the session where the task begins with 7."""
+    if task["prompt"].startswith("7"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    reply = await client.chat([{"role": "user", "content": task["prompt"]}])
+    return digits(reply.text)

@@ -257,10 +257,13 @@ class GradingProcesses:
         self._launched.reap()
         self._launched.kill_descendants()  # the reward's import may have ended the dispatcher as if all were well
         cause = "closed its socket" if status is None else f"ended ({describe_exit(status)})"
-        return RewardError(
-            f"the process that grades with the reward {self._label} {cause}; see what the process wrote to stderr. "
+        what = f"the process that grades with the reward {self._label}"
+        error = RewardError(
+            f"{what} {cause}; see what the process wrote to stderr. "
             "If it ran out of memory, set reward.processes or reward.memory_gib lower"
         )
+        error.lost = f"{what}, which {cause}"
+        return error
 
     def stop(self, limit_s: float = 10.0) -> None:
         """End all processes and wait for them, by force after ``limit_s``. Items without a result get an error."""

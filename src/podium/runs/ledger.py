@@ -37,6 +37,7 @@ __all__ = ["Entry", "Ledger", "States", "read_ledger"]
 
 _STATES: Final = ("returned", "taken", "rolled_out", "graded", "trained", "dropped")
 _RETURNED, _TAKEN, _, _, _TRAINED, _DROPPED = range(len(_STATES))
+_IN_FLIGHT: Final = ("taken", "rolled_out", "graded")
 
 
 class First(TypedDict):
@@ -69,7 +70,7 @@ class Ledger:
 
     def __init__(self, path: Path, first: int = 0, size: int = 0) -> None:
         self.path = path
-        self.states = States()
+        self.states, self._suspects = States(), set[int]()
         self._lock = Lock()  # the two halves of steps may run at the same time
         self._size = size
         self._file = RunFiles(path.parent).append(path.name)
@@ -100,10 +101,22 @@ class Ledger:
                 "run's own file back"
             )
 
-    def take(self, step: int, until: int) -> None:
-        """Enter as taken for ``step`` all prompts with numbers below ``until`` that have no entry yet."""
-        if prompts := self.states.open_before(until):
-            self._write({"state": "taken", "step": step, "prompts": prompts})
+    def take(self, step: int, until: int, suspects: Mapping[int, str] | None = None) -> None:
+        """Enter as taken for ``step`` all prompts with numbers below ``until`` that have no entry yet. Those among the
+        ``suspects`` are entered as dropped, each for its reason."""
+        prompts, reasons = self.states.open_before(until), suspects or {}
+        if not prompts:
+            return
+        lines: list[Mapping[str, Any]] = [{"state": "taken", "step": step, "prompts": prompts}]
+        for reason in dict.fromkeys(reasons[prompt] for prompt in prompts if prompt in reasons):
+            dropped = [prompt for prompt in prompts if reasons.get(prompt) == reason]
+            self._suspects.update(dropped)
+            lines.append({"state": "dropped", "step": step, "prompts": dropped, "reason": reason})
+        self._write(*lines)
+
+    def prompts(self, step: int) -> list[int]:
+        """Return the prompts that ``step`` plays, in its order, while some of them are in flight."""
+        return [prompt for prompt in self.states.by_step.get(step, ()) if prompt not in self._suspects]
 
     def move(self, step: int, state: str, places: Iterable[int] | None = None, **more: Any) -> None:
         """Enter the next state of the prompts of ``step``, if the step has prompts. ``more`` are further fields of the
@@ -115,8 +128,8 @@ class Ledger:
         Raises:
             PodiumError: A prompt is in that state already, or in a later one.
         """
-        if prompts := self.states.by_step.get(step):
-            prompts = prompts if places is None else [prompts[index] for index in places]
+        if prompts := self.prompts(step):
+            prompts = self.states.in_flight([step]) if places is None else [prompts[index] for index in places]
             self._write({"state": state, "step": step, "prompts": prompts, **more})
 
     def drop(self, reason: str) -> None:
@@ -135,10 +148,11 @@ class Ledger:
         with suppress(OSError):  # a write failed before, and its error was raised there
             self._file.close()
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, *lines: Mapping[str, Any]) -> None:
         with self._lock:
-            self.states.enter(line)
-            data = write_json(line) + b"\n"
+            for line in lines:
+                self.states.enter(line)
+            data = b"".join(write_json(line) + b"\n" for line in lines)
             self._file.write(data)
             self._file.flush()
             self._size += len(data)
@@ -148,7 +162,7 @@ class States:
     """The state of each prompt, computed from the lines of a ledger.
 
     Attributes:
-        by_step: The prompts in flight, by step.
+        by_step: The prompts of each step that has some in flight, in the order in which the step took them.
         reasons: Number of prompts that were dropped, by reason.
     """
 
@@ -193,10 +207,8 @@ class States:
         if state == _RETURNED:
             self._returned.update(prompts)
             self.by_step.clear()
-        elif state >= _TRAINED:
-            left = [prompt for prompt in self.by_step.pop(step, ()) if prompt not in {*prompts}]
-            if left:  # some of the step's prompts were dropped alone
-                self.by_step[step] = left
+        elif state >= _TRAINED and not self.in_flight([step]):
+            self.by_step.pop(step, None)
         if state == _DROPPED:
             self.reasons[line["reason"]] += len(prompts)
 
@@ -219,9 +231,10 @@ class States:
         end = self._first + len(self._states)
         return [*sorted(prompt for prompt in self._returned if prompt < until), *range(end, until)]
 
-    def in_flight(self) -> list[int]:
-        """Return the prompts that are taken, and neither trained nor dropped."""
-        return [prompt for prompts in self.by_step.values() for prompt in prompts]
+    def in_flight(self, steps: Iterable[int] | None = None, states: Sequence[str] = _IN_FLIGHT) -> list[int]:
+        """Return the prompts that are taken, and neither trained nor dropped: those of ``steps``, in ``states``."""
+        prompts = [prompt for step in self.by_step if steps is None or step in steps for prompt in self.by_step[step]]
+        return [prompt for prompt in prompts if _STATES[self._states[prompt - self._first]] in states]
 
     def counts(self) -> dict[str, int]:
         """Return the number of prompts in each state, without the states that have none."""

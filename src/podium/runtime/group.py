@@ -179,6 +179,10 @@ class WorkerGroup(Generic[W]):
         """
         self.processes.calls.give_up(needed.processes.calls)
 
+    def check_alive(self) -> None:
+        """Raise WorkerDied if a rank has ended, even if nobody has heard of that yet."""
+        self.processes.calls.check_alive(f"{self.name}.check_alive")
+
     def restart(self) -> None:
         """Kill the processes, start new ones in the same slots, and make all their workers again, colocated ones too.
 

@@ -167,7 +167,7 @@ class ProcessSet:
             ) from error.__cause__
         except (WorkerDied, DeadlineExceeded) as error:
             rank = error.rank if isinstance(error, WorkerDied) else min(error.running, default=None)
-            raise WorkerStartError(f"{name} did not start: {error}", rank=rank) from error
+            raise WorkerStartError(f"{name} did not start: {error}", rank=rank, lost=error.lost) from error
         self.worlds[name] = World(self.size, {**role.meshes, **join_meshes(name, role.meshes, declared)})
         self.workers[name] = role
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Self
 
-from podium.data import Batch
+from podium.data import Batch, fields
 from podium.errors import PlacementError, PodiumError, WorkerStartError
 from podium.telemetry import Note, Recovered, emit
-from podium.trainer.restart_limit import RunLost
+from podium.trainer.restart_limit import RunLost, find_lost
 from podium.trainer.rollout_queue import RolloutQueue
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class _Part:
     drawn: Future[Batch] = field(default_factory=Future["Batch"])
     sent_s: float = 0.0
     processes: Sequence[int] = ()  # of the generator that it was sent to
+    lost: Sequence[int] = ()  # the processes whose loss is known, or which it was not sent to after all
     journal: str = ""  # of these processes
 
 
@@ -83,6 +84,9 @@ class Generators:
         changing: A lock that is held while the policy's weights change, until the generators have the new ones.
         returned: Function that is called with the number of a generator that was restarted and has the current weights.
         left_out: Function that is called with the number of a generator that is left out of the run.
+        suspect: Function that is called with "generator", a step and the places of its prompts when a generator was
+            lost that drew them. It returns a sentence about those for which that was the second time. The run then goes
+            on from its latest checkpoint, without these prompts.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Generators:
         self.changing = threading.RLock()
         self.returned: Callable[[int], None] = lambda number: None
         self.left_out: Callable[[int], None] = lambda number: None
+        self.suspect: Callable[[str, int, Sequence[int]], str] = lambda worker, step, places: ""
         self._handles, self._weight_sync, self._losses, self._apart = tuple(handles), weight_sync, losses, apart
         self._timeout_s = timeout_s
         self._journals, self._keeper = journals, keeper
@@ -137,20 +142,21 @@ class Generators:
 
     # -- a whole batch ---------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Batch, sampling: SamplingParams, *, continued: bool = False) -> Batch:
-        """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references.
+    def generate(self, prompts: Batch, sampling: SamplingParams, step: int | None = None) -> Batch:
+        """Draw ``sampling.n`` completions of each prompt of ``step``, or of an evaluation. The tensors of the batch are
+        references.
 
-        With ``continued`` what a lost generator had begun is continued, where there are journals.
+        What a lost generator had begun for a step is continued, where there are journals.
         """
         numbers = [number for number in range(len(self._handles)) if number not in self._gone]
         cuts = [at * len(prompts) // len(numbers) for at in range(len(numbers) + 1)]
         shares = {number: prompts.slice(*cuts[at : at + 2]) for at, number in enumerate(numbers)}
         sent = {
-            number: self._ask(number, share, sampling, continued)
+            number: self._ask(number, share, sampling, step is not None)
             for number, share in shares.items()
             if len(share) or len(numbers) == 1
         }
-        batches = [self._answer(number, shares[number], sampling, call, continued) for number, call in sent.items()]
+        batches = [self._answer(number, shares[number], sampling, call, step) for number, call in sent.items()]
         return batches[0] if len(batches) == 1 else Batch.concat(batches)
 
     def _ask(self, number: int, prompts: Batch, sampling: SamplingParams, continued: bool) -> _Asked:
@@ -158,10 +164,16 @@ class Generators:
         try:
             with self._collect_answer(number) as handle:
                 processes, journal = handle.group.pids, self._journal(number) if continued else ""
+                self._check_alive(handle)
                 call = handle.generate.submit(prompts.with_meta(journal=journal) if journal else prompts, sampling)
         except PodiumError as error:
             return _Asked(error, processes, journal, sent_s)
         return _Asked(call, processes, journal, sent_s)
+
+    def _check_alive(self, handle: Handle[Generator]) -> None:
+        """After a loss, ask a generator whether it lives before it gets prompts: what it never got did not end it."""
+        if self._losses.any:
+            handle.group.check_alive()
 
     @contextmanager
     def _collect_answer(self, number: int) -> Iterator[Handle[Generator]]:
@@ -177,7 +189,7 @@ class Generators:
                 raise PodiumError(f"{handle.group.name} is being restarted")
             yield handle
 
-    def _answer(self, number: int, prompts: Batch, sampling: SamplingParams, asked: _Asked, continued: bool) -> Batch:
+    def _answer(self, number: int, prompts: Batch, sampling: SamplingParams, asked: _Asked, step: int | None) -> Batch:
         """Wait for the completions. They are sampled again after the loss of this generator, or of one that interrupted
         it."""
         begun = ""
@@ -188,13 +200,36 @@ class Generators:
                 return batch if self._keeper is None else self._keeper.keep(batch)
             except PodiumError as error:
                 if self._is_restartable(number, asked.processes):
+                    if step is not None and not isinstance(asked.call, PodiumError):
+                        self._check_suspects(number, [(step, prompts)], error)
                     number = self._restart_or_leave_out(number, error)
                 elif self._is_interrupted(asked.sent_s):
                     with self.changing:
                         pass
                 else:
                     raise
-                asked = self._ask(number, prompts.with_meta(begun=begun) if begun else prompts, sampling, continued)
+                again = prompts.with_meta(begun=begun) if begun else prompts
+                asked = self._ask(number, again, sampling, step is not None)
+
+    def _check_suspects(self, number: int, drawn: Sequence[tuple[int, Batch]], error: PodiumError) -> None:
+        """Note that a generator was lost while it drew these prompts, each part with its step.
+
+        Raises:
+            RunLost: For some of them it was the second time.
+        """
+        parts = [self.suspect("generator", step, prompts.dense(fields.GROUP).tolist()) for step, prompts in drawn]
+        if not (said := "; ".join(filter(None, parts))):
+            return
+        raise RunLost(f"{self._losses.add(self._causes(number, error), error, self._name(number))}; {said}") from error
+
+    def _name(self, number: int) -> str:
+        return self._handles[number].group.name
+
+    def _causes(self, number: int, error: PodiumError) -> list[str]:
+        """Say which processes of a generator have ended, and why."""
+        name, lost = self._name(number), self._handles[number].group.lost
+        causes = [f"rank {rank} of {name} ({cause})" for rank, cause in lost.items()]
+        return causes or find_lost(error) or [f"{name}, which is broken"]
 
     def _restart_or_leave_out(self, number: int, error: PodiumError) -> int:
         """Restart a generator and return it. If it cannot be restarted, leave it out and return another one."""
@@ -280,13 +315,12 @@ class Generators:
                     error = lost
 
     def _restart_once(self, number: int, error: PodiumError) -> PodiumError | None:
-        """As ``_restart``, for one loss. Returns the error of the next one, if it came before the weights."""
+        """As ``_restart``, for one loss. Returns the error of the next one, if that came before the generator draws."""
         handle = self._handles[number]
         group = handle.group
         if number in self._gone:
             raise RunLost(f"{group.name} is left out") from error
-        causes = [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]
-        what = self._losses.add(causes or [f"{group.name}, which is broken"], error, of=group.name)
+        what = self._losses.add(self._causes(number, error), error, of=group.name)
         with self._asking[number]:
             self._coming.add(number)
         try:
@@ -296,14 +330,19 @@ class Generators:
                 self._weight_sync.sync(self._version, [handle])
                 version = self._version
                 self._coming.discard(number)  # before anybody can send the next weights
-        except (PlacementError, WorkerStartError) as failed:  # its node is gone, say
-            raise RunLost(f"{what}; it cannot be restarted in its place: {failed}") from error
+            self.returned(number)
+        except (PlacementError, WorkerStartError) as failed:
+            failed_before = isinstance(error, WorkerStartError)
+            if not failed.lost or failed_before:  # its constructor raises, or its node is gone
+                raise RunLost(f"{what}; it cannot be restarted in its place: {failed}") from error
+            emit(Note(f"{what}; its replacement has ended: {failed}"))
+            return failed
         except PodiumError as failed:
             if not group.lost:
                 raise
+            emit(Note(f"{what}; its replacement has ended: {failed}"))
             return failed
         emit(Recovered(f"{what}; it was restarted and has the weights of version {version}"))
-        self.returned(number)
         return None
 
     def revive(self) -> None:
@@ -362,7 +401,9 @@ class Generators:
         part.sent_s, part.processes = time.monotonic(), ()
         try:
             with self._collect_answer(number) as handle:
-                part.processes, journal = handle.group.pids, self._journal(number)
+                part.lost = part.processes = handle.group.pids  # lost before it got the part, until it is sent
+                journal = self._journal(number)
+                self._check_alive(handle)
                 files = {"journal": journal, "begun": part.journal} if journal else {}
                 draw = handle.generate_beside.within(timeout_s=self._timeout_s or handle.group.timeout_s)
                 call = draw.submit(part.prompts.with_meta(**files), part.sampling)
@@ -370,7 +411,7 @@ class Generators:
             self._queue.finished(number)
             self._find_failed_part(number, part, error)
             return
-        part.journal = journal
+        part.journal, part.lost = journal, ()
         call.when_done(lambda: self._todo.put(partial(self._end, number, part, call)))
 
     def _end(self, number: int, part: _Part, call: Call[Batch]) -> None:
@@ -425,6 +466,10 @@ class Generators:
         if part not in self._in_flight:
             return
         if isinstance(error, PodiumError) and self._is_restartable(number, part.processes):
+            lost = [other for other in self._in_flight if other.processes == part.processes != other.lost]
+            for other in lost:
+                other.lost = part.processes
+            self._check_suspects(number, [(other.step, other.prompts) for other in lost], error)
             self._lose(number, error)
             again()
         elif isinstance(error, PodiumError) and self._is_interrupted(part.sent_s):

@@ -128,7 +128,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         elif self.run.declared.side_by_side and not self._whole_stages:
             scored = self.collect_parts(prompts, step)
         else:
-            with stage("generate"):
+            drawing = [] if self.run.roles.generators_are_apart else ["generator"]
+            with stage("generate"), self.at_work(step, *drawing):
                 batch = self.generate(prompts, step)
             with stage("score"), self._keep_if_not_graded([batch], prompts, step):
                 scored = self.score(batch, prompts, step)
@@ -161,7 +162,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Run ``sampling.n`` sessions for each prompt's task. A prompt is dropped if all of its sessions failed."""
         stage = partial(self.clock.stage, step=step, half="collect")
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
-        with stage("rollout"):
+        with stage("rollout"), self.at_work(step, "rollout"):
             batch, report = sessions.live(prompts, seeds, self.run.data.sampling, step)
         if len(batch) < (ranks := self.run.roles.policy.group.world_size):
             raise PodiumError(
@@ -264,7 +265,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
-        return self.drawing.generate(prompt_batch(prompts, seeds), self.run.data.sampling, continued=True)
+        return self.drawing.generate(prompt_batch(prompts, seeds), self.run.data.sampling, step)
 
     def draw(self, prompts: Sequence[Prompt], step: int) -> list[Future[Batch]]:
         """As ``generate``, in parts of a few prompts. A part is returned as soon as its last completion ends."""

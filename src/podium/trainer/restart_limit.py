@@ -2,15 +2,20 @@
 
 a generator with processes of its own   it is restarted and gets the current weights (podium.trainer.generators)
 any other worker                        all workers are closed, and the run is resumed from its latest checkpoint
+the process that hands out grades       the same; the grader starts another one
+
+A process that ends while a loss is mended is one more loss: a replacement that starts, loads the checkpoint or gets its
+weights, or any other process of the run.
 """
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from podium.errors import LostTooOften, PodiumError
 
-__all__ = ["Losses", "RunLost"]
+__all__ = ["Losses", "RunLost", "find_lost"]
 
 WINDOW_S: Final = 3600.0
 
@@ -19,16 +24,58 @@ class RunLost(Exception):
     """A run has lost a worker, and with it all that was learned since the latest checkpoint."""
 
 
+def find_lost(error: BaseException) -> list[str]:
+    """Return the process whose end caused ``error``, if one did: an empty list means that none has ended."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PodiumError) and cause.lost:
+            return [cause.lost]
+        cause = cause.__cause__
+    return []
+
+
 class Losses:
-    """The workers that a run has lost.
+    """The workers that a run has lost, and the prompts that may have ended them.
 
     Args:
         most: The run goes on after this many losses within an hour. Each generator has the same limit of its own.
+        remedies: What a person can do where the prompts of a role end its process, by role.
+
+    Attributes:
+        suspects: Why a prompt is not played again, by the number of the prompt.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, remedies: Mapping[str, str] | None = None) -> None:
+        self.suspects: dict[int, str] = {}
+        self._most, self._remedies = most, remedies or {}
         self._found: dict[str, list[tuple[float, str]]] = {}
+        self._in_flight: dict[str, set[int]] = {}  # by worker, the prompts that it had when it was lost
+
+    @property
+    def any(self) -> bool:
+        """Whether the run has lost a worker."""
+        return bool(self._found)
+
+    def suspect(self, worker: str, prompts: Iterable[int]) -> str:
+        """Note the prompts that were in flight when ``worker``, a process with one or several roles, was lost.
+
+        Those for which this is the second time become suspects. Returns a sentence about them; "" if there are none.
+        """
+        prompts, before = {*prompts}, self._in_flight.setdefault(worker, set())
+        twice = sorted(prompts & before - self.suspects.keys())
+        before |= prompts
+        if not twice:
+            return ""
+        reason = f"in flight in two losses of {worker}"
+        self.suspects |= dict.fromkeys(twice, reason)
+        numbers = ", ".join(map(str, twice[:8])) + (", …" if len(twice) > 8 else "")
+        what = f"prompt{'s' * (len(twice) > 1)} {numbers} {'were' if len(twice) > 1 else 'was'} {reason}"
+        return f"{what}, and will not be played again{self._remedy(worker)}"
+
+    def _remedy(self, causes: str) -> str:
+        """Return the remedies for the roles that ``causes`` name."""
+        roles = set(re.findall(r"\w+", causes))
+        return "".join(f". {remedy}" for role, remedy in self._remedies.items() if role in roles)
 
     def add(self, causes: Sequence[str], error: PodiumError, of: str = "") -> str:
         """Count a loss that caused ``error``. Returns the cause with the number of the loss.
@@ -52,5 +99,6 @@ class Losses:
                 + "\n".join(lines)
                 + "\nThe last of these losses caused this error: "
                 + str(error)
+                + self._remedy(" ".join(cause for _, cause in losses))
             ) from error
         return f"lost {cause} (loss {len(losses)} of at most {self._most} within an hour)"

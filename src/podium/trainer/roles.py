@@ -96,6 +96,11 @@ class Roles:
             losses |= {f"rank {rank} of {names} ({cause})": None for rank, cause in group.lost.items()}
         return list(losses)
 
+    def lost_together(self) -> dict[str, set[str]]:
+        """The roles of each set of processes that has lost one, by the name of the set."""
+        groups = [worker.group for worker in self.workers.values() if worker.group.lost]
+        return {group.processes.name: {group.name, *group.shares_processes_with} for group in groups}
+
     @property
     def generators_are_apart(self) -> bool:
         """Whether the generators' processes hold no other role. Then they can be restarted alone."""

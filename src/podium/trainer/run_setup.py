@@ -247,7 +247,20 @@ def _open_lasting(
         grader.start()
     if cluster.capabilities.processes:  # otherwise the workers load in this process, which does not wait for them
         lasting.enter_context(importing(LATER))
-    return _Lasting(cluster, stop, data, data.stream.state(), grader, Losses(config.run.max_restarts))
+    losses = Losses(config.run.max_restarts, _remedies(config))
+    return _Lasting(cluster, stop, data, data.stream.state(), grader, losses)
+
+
+def _remedies(config: PPOConfig | SFTConfig) -> dict[str, str]:
+    """What a person can do where the prompts of a role end its process."""
+    environment = config.environment
+    if not environment.name or environment.limits.processes:
+        return {}
+    return {
+        "rollout": f"A session of environment.name = {environment.name!r} may have ended the rollout worker, in whose "
+        "process sessions run: with environment.options.processes = 8 each session has a process of its own, whose "
+        "end fails this session alone"
+    }
 
 
 def is_graded(config: PPOConfig | SFTConfig) -> bool:

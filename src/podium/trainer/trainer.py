@@ -6,8 +6,8 @@ fit ─▶ prepare: all that a run has ─▶ resume ─▶ schedule: collect, l
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -38,6 +38,7 @@ from podium.runs.run_files import RunFiles
 from podium.runtime import Cluster
 from podium.telemetry import (
     EvalFinished,
+    Event,
     Note,
     PhaseFinished,
     PhaseStarted,
@@ -45,9 +46,11 @@ from podium.telemetry import (
     RunSummarized,
     StepFinished,
     Waiting,
+    WorkerLost,
     emit,
     flush,
     metrics as names,
+    subscribe,
 )
 from podium.telemetry.held_out import ACCURACY, Metric
 from podium.telemetry.sinks.console import lost_output
@@ -63,7 +66,7 @@ from podium.trainer.checks.preflight import (
 )
 from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
-from podium.trainer.restart_limit import RunLost
+from podium.trainer.restart_limit import RunLost, find_lost
 from podium.trainer.roles import RoleWorkers
 from podium.trainer.run_data import HeldOut, RunData
 from podium.trainer.run_setup import (
@@ -162,28 +165,50 @@ class Trainer(ABC, Generic[C, E, R]):
             PodiumError: The error that ended the run. What was computed until then is in the run's directory.
             RunInterrupted: A second signal ended the run, or the first one before it began to train.
         """
-        config_before, before, lost = self.config, None, ""
+        config_before, before = self.config, None
+        losses: list[str] = []  # which this attempt mends
         try:
             with ExitStack() as lasting:
                 while True:
                     self.clock, self.state = StageClock(), TrainerState()
                     try:
                         with ExitStack() as stack:
-                            run = self.run = self.prepare(stack, lasting, before)
-                            if lost:
-                                emit(Recovered(lost))
-                            else:  # the run begins here: an earlier failure leaves no run in the directory
+                            run = self.run = self._prepare_again(before, stack, lasting)
+                            if before is None:  # the run begins here: an earlier failure leaves no run in the directory
                                 objects = self.options.objects
                                 run.directory.write_config(*record(self.config, run.directory.path, objects))
                                 remember_code(run.directory.path, self.config, begun=not self.config.run.resume)
+                            while losses:
+                                emit(Recovered(losses.pop(0)))
                             return self._train(run, stack)
                     except RunLost as error:
-                        before, lost = self.run, str(error)
+                        before = self.run
                         before.stop.begun = False  # until it trains again, a signal costs nothing
+                        losses.append(str(error))
                     resumed = replace(self.config.run, resume=str(before.directory.path))
                     self.config = replace(self.config, run=resumed)
         finally:
             self.config = config_before  # a second call starts with the same configuration
+
+    def _prepare_again(self, before: Run[E] | None, stack: ExitStack, lasting: ExitStack) -> Run[E]:
+        """Do :meth:`prepare`. A process that ends meanwhile is one more loss, if the run ``before`` has had one: its
+        RunLost is raised."""
+        ended: list[str] = []
+
+        def note(event: Event) -> None:
+            if isinstance(event, WorkerLost):
+                ended.append(f"rank {event.rank} of {event.role} ({event.cause})")
+
+        unsubscribe = subscribe(note)
+        try:
+            return self.prepare(stack, lasting, before)
+        except PodiumError as error:
+            causes = find_lost(error) or ended
+            if before is None or not causes:
+                raise
+            raise RunLost(before.losses.add(causes, error)) from error
+        finally:
+            unsubscribe()
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[E] | None = None) -> Run[E]:
         """Open all parts of the run. See :func:`podium.trainer.run_setup.open_run` for the arguments."""
@@ -247,8 +272,11 @@ class Trainer(ABC, Generic[C, E, R]):
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
         try:
             first = self.resume() + 1
+            self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
             stack.callback(self.ledger.close)
+            if run.generators is not None:
+                run.generators.suspect = self._suspect_drawn
             self._began = time.monotonic()
             emit(PhaseStarted(self.recipe, self.config.run.steps, first))
             flush()
@@ -275,11 +303,44 @@ class Trainer(ABC, Generic[C, E, R]):
                 _logger.warning("after the error that ends the run: %s", late)
             if isinstance(error, OSError) and is_refusal(error):
                 raise PodiumError(run.refuse_disk(explain(error), error)) from error
-            if isinstance(error, LostTooOften) or not isinstance(error, PodiumError):
-                raise
-            if not (causes := run.roles.lost()):
-                raise
-            raise RunLost(run.losses.add(causes, error)) from error
+            if isinstance(error, PodiumError) and not isinstance(error, LostTooOften):
+                self._count_loss(run, error)
+            raise
+
+    def _count_loss(self, run: Run[E], error: PodiumError) -> None:
+        """Raise RunLost if ``error`` came from the end of a process, and the run may go on."""
+        if causes := run.roles.lost() or find_lost(error):
+            said = [run.losses.add(causes, error)]
+            for worker, roles in run.roles.lost_together().items():
+                prompts = set[int]().union(*(self._at_work.get(role, ()) for role in roles))
+                said.append(run.losses.suspect(worker, prompts))
+            raise RunLost("; ".join(filter(None, said))) from error
+
+    @contextmanager
+    def at_work(self, step: int, *roles: str) -> Iterator[None]:
+        """Note that the prompts of ``step`` are in the processes of ``roles`` during the block.
+
+        After a loss the processes are asked first whether they live: what a process never got did not end it.
+        """
+        workers = self.run.roles.workers
+        for role in roles if self.run.losses.any else ():
+            if role in workers:
+                workers[role].group.check_alive()
+        prompts = self.ledger.states.in_flight([step])
+        for role in roles:
+            self._at_work.setdefault(role, set()).update(prompts)
+        yield
+        for role in roles:  # after an error they stay noted, for the process that was lost
+            self._at_work[role].difference_update(prompts)
+
+    def _suspect_drawn(self, worker: str, step: int, places: Sequence[int]) -> str:
+        """Note that a generator was lost while it drew the prompts at ``places`` of ``step``. See Losses.suspect."""
+        prompts = self.ledger.states.by_step.get(step, ())
+        return self.run.losses.suspect(worker, [prompts[place] for place in places if place < len(prompts)])
+
+    def _learn(self, rollout: R) -> Mapping[str, float]:
+        with self.at_work(rollout.step, "policy", "critic", "reference"):
+            return self.learn(rollout)
 
     def _check_output(self, what: str) -> None:
         """Raise PodiumError if what the run shows is lost, which ends a run. ``what`` says where that leaves it."""
@@ -292,14 +353,14 @@ class Trainer(ABC, Generic[C, E, R]):
         return StepCalls(
             # a lambda, so that a method that is replaced during the run is used
             collect=lambda step: self.collect(step),
-            learn=lambda rollout: self.learn(rollout),
+            learn=self._learn,
             report=self._report,
             evaluate=self.evaluate,
             save=self.save,
             check_saved=run.saver.check,
             stop_requested=lambda: run.stop.requested,
             place=stream.state,
-            take=lambda step: ledger.take(step, stream.number),
+            take=lambda step: ledger.take(step, stream.number, run.losses.suspects),
             train=lambda step: ledger.move(step, "trained"),
             drop=lambda step, reason: ledger.move(step, "dropped", reason=reason),
             apart=self.keeps_apart,
@@ -349,8 +410,13 @@ class Trainer(ABC, Generic[C, E, R]):
         )
 
     def take(self, step: int, count: int) -> list[E]:
-        """Take the next ``count`` examples of the data for ``step``, and enter them in the ledger."""
-        taken = self.run.data.stream.take(count)
+        """Take the next ``count`` examples of the data for ``step``, and enter them in the ledger. Examples that were
+        in flight in two losses of a worker are passed over."""
+        taken, stream, suspects = list[E](), self.run.data.stream, self.run.losses.suspects
+        while len(taken) < count:
+            numbers = range(stream.number, stream.number + count - len(taken))
+            examples = stream.take(len(numbers))
+            taken += [one for number, one in zip(numbers, examples, strict=True) if number not in suspects]
         self.steps.took(step)
         return taken
 

@@ -111,3 +111,27 @@ def test_a_run_without_a_checkpoint_begins_a_new_ledger(tmp_path: Path) -> None:
         ledger.take(1, 3)
         ledger.close()
     assert lines(path) == [{"first": 0}, {"state": "taken", "step": 1, "prompts": [0, 1, 2]}]
+
+
+def test_places_stay_those_of_the_step_when_some_of_its_prompts_are_dropped(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.take(1, 3)
+    ledger.move(1, "dropped", [0], reason="the reward scored no completion")
+    ledger.move(1, "rolled_out", [2])
+    assert ledger.states.in_flight() == [1, 2]
+    assert ledger.states.in_flight([1], ["rolled_out"]) == [2]
+    ledger.move(1, "trained")
+    assert ledger.states.counts() == {"trained": 2, "dropped": 1}
+    ledger.move(1, "trained")  # nothing of the step is in flight any more
+    ledger.close()
+
+
+def test_suspects_are_dropped_where_others_are_taken(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.take(1, 4, {1: "in flight in two losses of rollout", 9: "later"})
+    ledger.move(1, "rolled_out", [1])
+    assert ledger.states.in_flight([1], ["rolled_out"]) == [2]
+    assert ledger.states.reasons == {"in flight in two losses of rollout": 1}
+    assert ledger.states.next == 4
+    ledger.close()
+    assert read_ledger(ledger.path).counts() == {"taken": 2, "rolled_out": 1, "dropped": 1}

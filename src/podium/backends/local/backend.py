@@ -211,8 +211,9 @@ def _missing() -> str:
 
 
 def _not_started(process: LocalProcess, timeout_s: float, in_time: bool) -> WorkerStartError:
-    why = f"its process did not start within {timeout_s:g} s"
+    why, lost = f"its process did not start within {timeout_s:g} s", ""
     if in_time:
-        why = f"its process ended before it took a request: {process.death.cause if process.death else 'given up'}"
+        cause = process.death.cause if process.death else "given up"
+        why, lost = f"its process ended before it took a request: {cause}", f"{process.label} ({cause})"
     words = "".join(f"\n  | {line}" for line in process.log.last_lines())
-    return WorkerStartError(f"{process.label}: {why}; see {process.log.path}{words}", rank=process.rank)
+    return WorkerStartError(f"{process.label}: {why}; see {process.log.path}{words}", rank=process.rank, lost=lost)

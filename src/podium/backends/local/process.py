@@ -103,7 +103,9 @@ class LocalProcess(ProcessHandle):
                 server.fork(token, arguments, calls.fileno(), control.fileno(), on_end=self._on_end)
             except OSError as error:
                 self.end(None)
-                raise WorkerStartError(f"{spec.label}: the fork server has ended: {error}", rank=spec.rank) from error
+                why = "the fork server has ended"
+                lost = f"{spec.label} ({why})"
+                raise WorkerStartError(f"{spec.label}: {why}: {error}", rank=spec.rank, lost=lost) from error
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
         if not self.takes_calls:

@@ -168,7 +168,8 @@ class RayBackend(Backend):
         node_names = {node.name for node in self.nodes()}
         for spec in specs:
             if spec.place.node not in node_names:
-                raise WorkerStartError(f"{spec.label}: node {spec.place.node} has left the cluster", rank=spec.rank)
+                what = f"node {spec.place.node} has left the cluster"
+                raise WorkerStartError(f"{spec.label}: {what}", rank=spec.rank, lost=f"{spec.label} ({what})")
 
     def _make(self, spec: ProcessSpec, on_death: OnDeath) -> RayProcess:
         actor_options = {**self._actor_options, **spec.options}
@@ -228,7 +229,9 @@ class RayBackend(Backend):
             self._look_for(specs)
             words = "\n".join(process.log.last_lines())
             raise WorkerStartError(
-                f"{process.label}: its Ray actor did not start: {error}\n{words}", rank=process.rank
+                f"{process.label}: its Ray actor did not start: {error}\n{words}",
+                rank=process.rank,
+                lost=f"{process.label} (its Ray actor has ended)" if isinstance(error, RayActorError) else "",
             ) from error
 
 

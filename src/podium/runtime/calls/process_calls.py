@@ -196,6 +196,12 @@ class ProcessCalls:
         """Whether a call can succeed."""
         return not (self._ended or self.lost or self.broken or self._needed)
 
+    def check_alive(self, label: str) -> None:
+        """Ask all ranks, so that an end of which nobody has heard yet is known. Raises as :meth:`send`."""
+        self._ask_all([rank for rank in range(len(self.handles)) if rank not in self.lost], "status", STATUS_S)
+        if not self.usable:
+            self._refuse(label)
+
     def _refuse(self, label: str) -> None:
         """Say why no call can be sent."""
         refuse_in_a_fork(self._process, label)
