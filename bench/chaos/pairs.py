@@ -52,7 +52,7 @@ PAIRS: Final = {
     "policy, dispatcher": Pair("policy", "lost", "policy", "dispatcher"),
     "generator, starting generator": Pair("generator", "started", "generator", "generator"),
     "generator, policy": Pair("generator", "started", "generator", "policy"),
-    "fork_server, fork_server": Pair("fork_server", "loading", "", "fork_server"),
+    "fork_server, fork_server": Pair("fork_server", "started", "policy", "fork_server"),
     "rollout, starting rollout": Pair("rollout", "started", "rollout", "rollout"),
     "rollout, generator": Pair("rollout", "lost", "rollout", "generator"),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from podium.processes import kill
 from tests.integration.processes import all_gone, run_script, start_script, wait_for
 
 GONE_S = 60.0  # the promise is 2 s, on a machine that does nothing else
@@ -294,3 +295,51 @@ with podium.connect("local", preload=[]) as cluster:
 """,
     )
     assert out == f"['{tmp_path}']\n['{tmp_path}/mine']\n"
+
+
+BLOCKS = """
+import pathlib, time
+folder = pathlib.Path(__file__).parent
+(folder / "importing").touch()
+while not (folder / "go").exists():  # which nobody makes
+    time.sleep(0.01)
+"""
+FORK_SERVER = """
+from podium.backends.local import LocalBackend
+LocalBackend.prepare(["blocks"])
+(_, server), = LocalBackend._prepared.values()
+print(server.process.pid, flush=True)
+time.sleep(600)
+"""
+DISPATCHER = """
+import threading
+from podium.rewards import Grader, RewardConfig
+threading.Thread(target=Grader(RewardConfig(name="blocks:reward")).start, daemon=True).start()
+from podium.processes import children_of
+while not (pids := children_of(os.getpid())):
+    time.sleep(0.01)
+print(*pids, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [FORK_SERVER, DISPATCHER], ids=["fork_server", "dispatcher"])
+def test_a_server_ends_with_its_script_in_the_middle_of_an_import(
+    kind: str, end: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "blocks.py").write_text(BLOCKS)
+    script = start_script(tmp_path, "import os, time\n" + kind, warm=False)  # a warm server has imported already
+    pids: list[int] = []
+    try:
+        pids += read_pids(script)
+        assert wait_for(lambda: (tmp_path / "importing").exists(), GONE_S)
+        script.send_signal(end)
+        script.wait(60.0)
+        assert not all_gone(pids, GONE_S), "the import never ends, and the server waits for it"
+        assert left_over(tmp_path) == []
+    finally:
+        script.kill()
+        script.communicate()
+        for pid in pids:
+            kill(pid)

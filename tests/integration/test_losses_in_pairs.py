@@ -96,7 +96,7 @@ PAIRS = [  # the first victim, the event and the role that it is about, and the 
     ("generator", "lost", "generator", "policy"),
     ("generator", "lost", "generator", "fork_server"),
     ("generator", "recovered", "", "generator"),
-    ("fork_server", "loading", "", "fork_server"),
+    ("fork_server", "started", "policy", "fork_server"),
 ]
 EVERYDAY = {*PAIRS[:4], PAIRS[6], PAIRS[12], PAIRS[13]}
 

@@ -14,6 +14,7 @@ its descendants and ends.
 """
 
 import contextlib
+import fcntl
 import gc
 import os
 import select
@@ -57,9 +58,35 @@ class Supervisor:
         self.poller.register(connection, select.POLLIN)
         self.poller.register(self._wake, select.POLLIN)
 
+    def hear(self, end: Callable[[], NoReturn]) -> None:
+        """Call ``end`` as soon as the controller is gone, although the main thread imports: the kernel sends a signal
+        when the other end of the socket is closed, and when the parent ends. This holds until :meth:`settle`."""
+        connection = self._private[-1]
+
+        def look(number: int = 0, frame: FrameType | None = None) -> None:
+            if self.is_left():  # other signals tell of messages
+                end()
+
+        signal.signal(signal.SIGIO, look)
+        signal.siginterrupt(signal.SIGIO, False)
+        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
+        kill_with_parent(signal.SIGIO)
+        look()  # it may have gone before
+
+    def is_left(self) -> bool:
+        """Return whether the controller has closed its end of the socket, or has ended."""
+        closed = select.poll()
+        closed.register(self._private[-1], getattr(select, "POLLRDHUP", 0))  # which macOS lacks
+        return bool(closed.poll(0)) or os.getppid() != self._controller
+
     def settle(self) -> None:
         """Call this once, after the imports. It spares the processes that they started, and keeps the memory of what
         they loaded shared with forks."""
+        connection = self._private[-1]
+        fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) & ~os.O_ASYNC)
+        kill_with_parent(0)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
         self._spared = set(children_of(os.getpid()))
         gc.freeze()
 
@@ -78,7 +105,8 @@ class Supervisor:
                 kill(os.getpid())
             become_subreaper()
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGIO):
+                signal.signal(number, signal.SIG_DFL)
             for fd in self._private:
                 os.close(fd)
             code = run()
@@ -135,16 +163,27 @@ class Supervisor:
                 time.sleep(0.002)
 
 
-def supervise(work: Callable[[Supervisor, Channel], None]) -> NoReturn:
+def supervise(work: Callable[[Supervisor, Channel], None], clean_up: Callable[[], None] = lambda: None) -> NoReturn:
     """Do the work of a supervisor, whose standard input is the channel to its controller, and then end with all
-    descendants. The work ends when the controller closes the channel."""
+    descendants, and ``clean_up``. The work ends when the controller closes the channel. If the controller does that
+    before :meth:`Supervisor.settle`, the process ends at once, in the middle of an import."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     supervisor = Supervisor(connection)
     code = 1
+
+    def end() -> NoReturn:
+        is_left = supervisor.is_left()  # otherwise the controller starts another one
+        supervisor.end()
+        if is_left:
+            clean_up()
+        sys.stderr.flush()
+        os._exit(0 if is_left else code)
+
     try:
+        supervisor.hear(end)
         work(supervisor, Channel(connection, trusted=True))
         code = 0
     except ConnectionError:
@@ -152,9 +191,7 @@ def supervise(work: Callable[[Supervisor, Channel], None]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - what is below this process ends in any case
         traceback.print_exc()
     finally:
-        supervisor.end()
-        sys.stderr.flush()
-        os._exit(code)
+        end()
 
 
 def _look_up(number: int, frame: FrameType | None) -> None:

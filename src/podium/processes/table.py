@@ -37,9 +37,9 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends. Only Linux can."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def kill_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that forked it ends; 0 for none. Only Linux can."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:

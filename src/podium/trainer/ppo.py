@@ -171,7 +171,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         scored = replace(self._select_ungraded(batch, prompts, step), figures=report.figures)
         places = sorted({*scored.groups})
         with stage("score"), self._keep_if_not_graded([batch], prompts, step):
-            self.ledger.move(step, "rolled_out", places, versions=scored.versions())
+            self.enter_drawn(step, places, scored.versions())
             scored = grade_sessions(scored, self.run.grader, self.config.reward, self.run.roles.reward)
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(scored.batch))}
             scored = replace(scored, figures={**scored.figures, **trained})
@@ -282,7 +282,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Grade all completions of a step, or those of some prompts. ``prompts`` are all prompts of the step."""
         ungraded = self._select_ungraded(batch, prompts, step)
         places = sorted({*ungraded.groups})
-        self.ledger.move(step, "rolled_out", places, versions=ungraded.versions())
+        self.enter_drawn(step, places, ungraded.versions())
         scored = ungraded.graded(self.run.grader, self._declared.data, self.run.roles.reward)
         self._enter_graded(scored, places)
         return scored

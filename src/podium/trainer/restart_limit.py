@@ -49,28 +49,33 @@ class Losses:
         self.suspects: dict[int, str] = {}
         self._most, self._remedies = most, remedies or {}
         self._found: dict[str, list[tuple[float, str]]] = {}
-        self._in_flight: dict[str, set[int]] = {}  # by worker, the prompts that it had when it was lost
+        self._in_flight: dict[str, set[int]] = {}  # by role, the prompts with which it was lost once
 
     @property
     def any(self) -> bool:
         """Whether the run has lost a worker."""
         return bool(self._found)
 
-    def suspect(self, worker: str, prompts: Iterable[int]) -> str:
-        """Note the prompts that were in flight when ``worker``, a process with one or several roles, was lost.
+    def suspect(self, role: str, prompts: Iterable[int]) -> str:
+        """Note the prompts that were in flight when a process with ``role`` was lost.
 
         Those for which this is the second time become suspects. Returns a sentence about them; "" if there are none.
         """
-        prompts, before = {*prompts}, self._in_flight.setdefault(worker, set())
+        prompts, before = {*prompts}, self._in_flight.setdefault(role, set())
         twice = sorted(prompts & before - self.suspects.keys())
         before |= prompts
         if not twice:
             return ""
-        reason = f"in flight in two losses of {worker}"
+        reason = f"in flight in two losses of {role}"
         self.suspects |= dict.fromkeys(twice, reason)
         numbers = ", ".join(map(str, twice[:8])) + (", …" if len(twice) > 8 else "")
         what = f"prompt{'s' * (len(twice) > 1)} {numbers} {'were' if len(twice) > 1 else 'was'} {reason}"
-        return f"{what}, and will not be played again{self._remedy(worker)}"
+        return f"{what}, and will not be played again{self._remedy(role)}"
+
+    def acquit(self, prompts: Iterable[int], *roles: str) -> None:
+        """Note that processes with ``roles`` have lived through these prompts."""
+        for role in roles:
+            self._in_flight.get(role, set()).difference_update(prompts)
 
     def _remedy(self, causes: str) -> str:
         """Return the remedies for the roles that ``causes`` name."""

@@ -96,10 +96,9 @@ class Roles:
             losses |= {f"rank {rank} of {names} ({cause})": None for rank, cause in group.lost.items()}
         return list(losses)
 
-    def lost_together(self) -> dict[str, set[str]]:
-        """The roles of each set of processes that has lost one, by the name of the set."""
-        groups = [worker.group for worker in self.workers.values() if worker.group.lost]
-        return {group.processes.name: {group.name, *group.shares_processes_with} for group in groups}
+    def lost_roles(self) -> list[str]:
+        """The roles whose processes have lost one, by the names of their groups."""
+        return [name for name, worker in self.workers.items() if worker.group.lost]
 
     @property
     def generators_are_apart(self) -> bool:

@@ -311,9 +311,8 @@ class Trainer(ABC, Generic[C, E, R]):
         """Raise RunLost if ``error`` came from the end of a process, and the run may go on."""
         if causes := run.roles.lost() or find_lost(error):
             said = [run.losses.add(causes, error)]
-            for worker, roles in run.roles.lost_together().items():
-                prompts = set[int]().union(*(self._at_work.get(role, ()) for role in roles))
-                said.append(run.losses.suspect(worker, prompts))
+            for role in run.roles.lost_roles():
+                said.append(run.losses.suspect(role, self._at_work.get(role, ())))
             raise RunLost("; ".join(filter(None, said))) from error
 
     @contextmanager
@@ -332,6 +331,14 @@ class Trainer(ABC, Generic[C, E, R]):
         yield
         for role in roles:  # after an error they stay noted, for the process that was lost
             self._at_work[role].difference_update(prompts)
+        self.run.losses.acquit(prompts, *roles)
+
+    def enter_drawn(self, step: int, places: Sequence[int], versions: Sequence[tuple[int, int]]) -> None:
+        """Enter in the ledger that the prompts at ``places`` of ``step`` are rolled out, with the ``versions`` of the
+        weights."""
+        self.ledger.move(step, "rolled_out", places, versions=versions)
+        prompts = self.ledger.states.by_step.get(step, ())
+        self.run.losses.acquit([prompts[place] for place in places if prompts], "generator")
 
     def _suspect_drawn(self, worker: str, step: int, places: Sequence[int]) -> str:
         """Note that a generator was lost while it drew the prompts at ``places`` of ``step``. See Losses.suspect."""

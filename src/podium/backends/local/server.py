@@ -23,10 +23,10 @@ __all__ = ["main"]
 
 def main(preload: list[str], private: str) -> None:
     """Serve until the controller is gone."""
-    supervise(partial(_serve, preload, private))
+    supervise(partial(_serve, preload), partial(shutil.rmtree, private, ignore_errors=True))
 
 
-def _serve(preload: list[str], private: str, supervisor: Supervisor, channel: Channel) -> None:
+def _serve(preload: list[str], supervisor: Supervisor, channel: Channel) -> None:
     keep_freed_memory()
     with without_collector():
         for name in preload:
@@ -35,11 +35,7 @@ def _serve(preload: list[str], private: str, supervisor: Supervisor, channel: Ch
             except Exception as error:  # noqa: BLE001 - an import may raise anything; the worker that needs it says so
                 sys.stderr.write(f"preload of {name} failed: {type(error).__name__}: {error}\n")
     supervisor.settle()
-    try:
-        serve_forks(supervisor, channel, _become_worker_process)
-    finally:
-        supervisor.end()
-        shutil.rmtree(private, ignore_errors=True)
+    serve_forks(supervisor, channel, _become_worker_process)
 
 
 def _become_worker_process(
