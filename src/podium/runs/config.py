@@ -349,6 +349,12 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         self.check_roles()
         figure, _ = self.judged_by
+        for name in ("stop_at", "patience"):
+            if (value := getattr(self.eval, name)) not in (None, 0) and not self.eval.items:
+                raise ConfigError(
+                    f"eval.{name} = {value:g} with eval.items = 0, which turns evaluation off, so that nothing would "
+                    f"end the run: raise eval.items, or leave eval.{name} out"
+                )
         if figure != "auto":
             check_goal(Metric(figure), self.eval.stop_at)
 

@@ -302,6 +302,25 @@ def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[s
         assert said in err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--sampling.stop_token_ids=[999]", "the stop token 999 (sampling.stop_token_ids"),
+        ("--eval.items 0 --eval.stop_at 0.5", "eval.stop_at = 0.5 with eval.items = 0"),
+        ("--eval.items 0 --eval.patience 3", "eval.patience = 3 with eval.items = 0"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_settings_without_effect_are_refused_before_the_start(
+    capsys: pytest.CaptureFixture[str], yaml: Path, tmp_path: Path, words: str, said: str, dry: bool
+) -> None:
+    place = ["--run.dir", str(tmp_path / "runs"), "--backend", "inline", *(["--dry-run"] if dry else [])]
+    status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), *place, *words.split())
+    assert status == 2
+    assert said in err
+    assert not [*tmp_path.glob("runs/*/config.yaml")]
+
+
 def test_options_of_a_backend_are_taken_out_and_read_as_yaml() -> None:
     words = ["--backend.address", "auto", "--backend.init.num_cpus=4", "--backend.echo", "true"]
     parser = argparse.ArgumentParser()

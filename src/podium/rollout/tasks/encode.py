@@ -345,6 +345,9 @@ def _check_unknown(
 ) -> None:
     """Tell of prompts, or of ``answers``, with characters that the tokenizer does not know. Raises DataError."""
     if writer.unknown is None:
+        kept = [examples[index] for index in found["kept"].tolist()]
+        texts = [_whole_text(one.prompt) if not answers else one.answer or "" for one in kept]
+        writer.check_lost("answers" if answers else "prompts", texts)
         return
     hits = found["values"].eq(writer.unknown)
     if answers is not None:
@@ -357,6 +360,10 @@ def _check_unknown(
 
 def _last_text(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else message_text(prompt[-1])
+
+
+def _whole_text(prompt: str | Messages) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(map(message_text, prompt))
 
 
 def _check_prompt(example: Example) -> None:

@@ -45,6 +45,7 @@ INSTRUCTING: Final = ("system", "developer")
 """The roles of messages before which no ``data.system_prompt`` comes."""
 
 _CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
+_RARE: Final = "\ue000\u0f3a\U0001f9ff"  # characters that a tokenizer encodes if it can encode any
 _EXAMINED: Final = 200  # characters of a text that are looked at for unknown ones
 _PROBES: Final = (("user", "podium"), ("assistant", "podium"), ("assistant", "rostra"))
 
@@ -322,6 +323,22 @@ class Writer:
         if 2 * rows > total and 2 * blind > len(texts):
             raise DataError(f"{spoken}: the model would see nothing but {unknown}; set model.tokenizer")
         emit(Note(f"{spoken}: the model sees {unknown} in their place"))
+
+    def check_lost(self, what: str, texts: Sequence[str]) -> None:
+        """Report characters of ``texts`` for which the tokenizer has no token at all. Tokenizers that encode any
+        character, as those of bytes do, are not asked for each."""
+        if all(self._encoder.encode(list(_RARE))):
+            return
+        end = self._tokenizer.unk_token_id  # GPT-2's is its end-of-sequence token
+        signs = [sign for sign in sorted(set().union(*texts)) if not sign.isspace()]
+        lost = {sign for sign, ids in zip(signs, self._encoder.encode(signs), strict=True) if not ids or end in ids}
+        if rows := sum(not lost.isdisjoint(text) for text in texts):
+            emit(
+                Note(
+                    f"{rows} of {len(texts)} {what} hold characters for which the tokenizer has no token, such as "
+                    f"{', '.join(map(repr, sorted(lost)[:5]))}: the model does not see them; set model.tokenizer"
+                )
+            )
 
     # -- text ----------------------------------------------------------------------------------------------------------
 

@@ -338,13 +338,13 @@ def check_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sto
             raise ConfigError(f"{what}: {remedy} (resize_token_embeddings of transformers)")
         emit(Note(f"{what}. They are special tokens, and a text that contains one is refused"))
     limit, holes = find_text_ids(model, tokenizer) or (vocabulary_size(model), ())
-    if never := [id for id in stop_token_ids if id >= limit or id in holes]:
+    if never := [id for id in stop_token_ids if not 0 <= id < limit or id in holes]:
         raise ConfigError(
             f"the stop token {never[0]} (sampling.stop_token_ids, the tokenizer's eos_token or generation_config.json) "
             f"is never sampled, so that it ends no completion: "
             + (
                 f"the model has no row for it, {remedy}"
-                if never[0] >= vocabulary_size(model)
+                if not 0 <= never[0] < vocabulary_size(model)
                 else "it stands for no text"
             )
         )

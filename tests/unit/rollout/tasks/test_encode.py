@@ -252,6 +252,24 @@ def test_unknown_characters_are_told_and_nothing_else_is_refused() -> None:
     assert notes_of(lambda: encode_pairs([fine], tokenizer, DataConfig())) == []
 
 
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of pairs, as BPE makes them, without a token for what it has not seen."""
+    core = tokenizers.Tokenizer(models.BPE({"<eos>": 0, "a": 1, "b": 2, "ab": 3, "=": 4}, [("a", "b")]))
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+
+
+def test_characters_without_any_token_are_told_with_their_share() -> None:
+    tokenizer, some, fine = letters_tokenizer(), example("ab\u00e9=", "b\u00fc"), example("a b=", "a")
+    assert notes_of(lambda: encode_pairs([some, fine, fine], tokenizer, DataConfig())) == [
+        f"1 of 3 {what} hold characters for which the tokenizer has no token, such as {sign!r}: the model does not see "
+        "them; set model.tokenizer"
+        for what, sign in (("prompts", "\u00e9"), ("answers", "\u00fc"))
+    ]
+    assert len(notes_of(lambda: encode_prompts([some, fine], tokenizer, DataConfig()))) == 1
+    assert notes_of(lambda: encode_pairs([fine], tokenizer, DataConfig())) == []
+    assert notes_of(lambda: encode_pairs([some], byte_tokenizer(), DataConfig())) == []
+
+
 def test_half_a_surrogate_pair_is_refused_wherever_it_comes_from() -> None:
     with pytest.raises(DataError, match="half of a surrogate pair, which is no text, stands near"):
         encode_prompts([example("a")], byte_tokenizer(), DataConfig(system_prompt="be \ud800 brief"))
