@@ -32,12 +32,14 @@ from podium.rewards.grading_process import decode
 from podium.rewards.panel import Result
 from podium.rewards.resolve import RewardFn, name_of
 from podium.secrecy import find_secrets
+from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 
 __all__ = ["GradingProcesses", "Pending"]
 
 _MOST_PROCESSES: Final = 8
 _LOOKS_S: Final = 1.0  # after which a silent dispatcher is told to go on
+MOST_LOG_BYTES: Final = 64 << 20
 _SLICE: Final = 256  # items that are sent at once
 
 
@@ -107,6 +109,7 @@ class GradingProcesses:
         self._pending = {0: loading}  # by the item's number; item 0 is the reward's import
         self._next = 1
         self._stopping = False
+        self._log_path, self._said = log_path, False
         self._error: RewardError | None = None  # why no more items are graded
         self._withheld = find_secrets(config.env)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -224,7 +227,30 @@ class GradingProcesses:
         incoming.register(self._launched.channel, select.POLLIN)
         while not incoming.poll(1000 * _LOOKS_S):
             self._launched.resume()
+            self._shorten_log()
+        self._shorten_log()
         return self._launched.channel.read()
+
+    def _shorten_log(self) -> None:
+        """Drop the oldest half of what the reward has printed once this is long, and emit a note the first time."""
+        path = self._log_path
+        with suppress(OSError):
+            if path is None or path.stat().st_size <= MOST_LOG_BYTES:
+                return
+            with path.open("r+b") as file:  # its writers append, so that they go on at the new end
+                file.seek(-MOST_LOG_BYTES // 2, os.SEEK_END)
+                rest = file.read(MOST_LOG_BYTES).partition(b"\n")[2]
+                file.seek(0)
+                file.truncate()
+                file.write(b"(what the reward had printed before was dropped)\n" + rest)
+            if not self._said:
+                self._said = True
+                emit(
+                    Note(
+                        f"the reward {self._label} has printed over {MOST_LOG_BYTES >> 20} MiB: the oldest half of "
+                        f"{path} is dropped, now and whenever the file is as long again; print less in the reward"
+                    )
+                )
 
     def _settle_all(self, error: RewardError) -> None:
         with suppress(KeyError):

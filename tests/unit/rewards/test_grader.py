@@ -432,3 +432,31 @@ def test_a_forgotten_grader_ends_with_its_script() -> None:
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=200, check=True
     )
     assert (done.stdout, done.stderr) == ("1.0\n", "")
+
+
+def test_the_log_of_a_reward_that_prints_much_keeps_the_newest_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("podium.rewards.processes.MOST_LOG_BYTES", 1 << 16)
+    log, notes = tmp_path / "reward.log", list[str]()
+
+    def speak(completion: str) -> float:
+        print(completion, "x" * 4000)  # noqa: T201 - this is what is tested
+        return 1.0
+
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    try:
+        with Grader(RewardConfig(processes=1), reward=speak, log_path=log) as grader:
+            for part in range(4):
+                texts = [f"number {part * 50 + n}" for n in range(50)]
+                assert len(grader.grade(texts, [{}] * 50)) == 50
+            assert wait_until(lambda: log.stat().st_size <= 1 << 16)
+            assert grader.grade(["the end"], [{}])[0].score == 1.0
+            assert wait_until(lambda: "the end" in log.read_text())
+    finally:
+        unsubscribe()
+    text = log.read_text()
+    assert text.startswith("(what the reward had printed before was dropped)\n")
+    assert "number 199 " in text and "number 0 " not in text
+    assert "\0" not in text
+    assert len([note for note in notes if "print less in the reward" in note]) == 1
