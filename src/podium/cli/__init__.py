@@ -69,6 +69,10 @@ def _in_short(error: PodiumError | OSError) -> str:
     if isinstance(error, OSError) and not isinstance(error, PodiumError):
         if error.filename is None and not _can_write():
             return f"stdout cannot be written ({error.strerror or error})"
+        from podium.models.manifest import refusal_of
+
+        if reason := refusal_of(error):
+            return f"cannot write {error.filename or 'a file'}: {reason}"
         prefix = f"{error.filename}: " if error.filename else ""
         return f"{prefix}{error.strerror or error}; check the path, its permissions and the room on the disk"
     if isinstance(error.__cause__, PodiumError) and getattr(error, "remote_traceback", ""):

@@ -7,13 +7,14 @@ what was written.
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Final
 
 from podium.errors import CheckpointError
 
-__all__ = ["MANIFEST", "check_manifest", "explain", "file_sums", "is_refusal", "write_manifest"]
+__all__ = ["MANIFEST", "check_manifest", "explain", "file_sums", "is_refusal", "refusal_of", "write_manifest"]
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
@@ -34,6 +35,13 @@ def explain(error: OSError) -> str:
     """Return why a disk refuses, and the remedy if it is known."""
     remedy = _REMEDIES.get(error.errno or 0)
     return f"{error.strerror or error}{f'; {remedy}' if remedy else ''}"
+
+
+def refusal_of(error: BaseException) -> str:
+    """Return why a disk refuses, if that is what ``error`` is about, and the remedy; "" for other errors. Libraries
+    raise errors of their own kinds, whose text has the system's words."""
+    codes = [code for code in _REMEDIES if getattr(error, "errno", None) == code or os.strerror(code) in str(error)]
+    return explain(OSError(codes[0], os.strerror(codes[0]))) if codes else ""
 
 
 def file_sums(files: Iterable[Path]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.config import build_config, parse_overrides, read_values
-from podium.errors import ConfigError
+from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState, files_of
 from podium.runs.config import InferenceConfig
@@ -165,8 +165,24 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
             _copy_model(RunFiles(found.run, "model"), aside)
         (aside / _CARD).write_text(_card(found, adapters=found.adapted and not merge), encoding="utf-8")
         files.rename(temporary, to.name)
+    except Exception as error:
+        from podium.models.manifest import refusal_of
+
+        if not (reason := refusal_of(error)):
+            raise
+        raise CheckpointError(f"cannot write {to / _find_unwritten(error, aside)}: {reason}") from error
     finally:
         files.remove(temporary)
+
+
+def _find_unwritten(error: Exception, aside: Path) -> Path:
+    """Return the file that a full disk refused, from the directory ``aside``. Not every error names it."""
+    refused = getattr(error, "filename", None)
+    if not refused:  # the last file that was begun
+        files = [path for path in aside.rglob("*") if path.is_file()]
+        refused = max(files, key=lambda path: path.stat().st_mtime_ns, default=aside)
+    path = Path(refused)
+    return path.relative_to(aside) if path.is_relative_to(aside) else path
 
 
 @contextmanager

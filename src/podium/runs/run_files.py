@@ -164,8 +164,12 @@ class RunFiles:
 
     def write(self, content: str | bytes, *names: str) -> None:
         """Replace a file as :meth:`replace` does."""
-        with self.replace(*names) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        try:
+            with self.replace(*names) as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+        except OSError as error:
+            error.filename = str(self.run.joinpath(*names))  # which a write does not know
+            raise
 
     def make_folder(self, *names: str) -> Path:
         """Make a folder, and those before it, if it is missing. Returns its path."""

@@ -218,9 +218,10 @@ class Generators:
             RunLost: For some of them it was the second time.
         """
         parts = [self.suspect("generator", step, prompts.dense(fields.GROUP).tolist()) for step, prompts in drawn]
-        if not (said := "; ".join(filter(None, parts))):
+        if not (sentences := "; ".join(filter(None, parts))):
             return
-        raise RunLost(f"{self._losses.add(self._causes(number, error), error, self._name(number))}; {said}") from error
+        what = self._losses.add(self._causes(number, error), error, self._name(number))
+        raise RunLost(f"{what}; {sentences}") from error
 
     def _name(self, number: int) -> str:
         return self._handles[number].group.name

@@ -96,7 +96,7 @@ class Roles:
             losses |= {f"rank {rank} of {names} ({cause})": None for rank, cause in group.lost.items()}
         return list(losses)
 
-    def lost_roles(self) -> list[str]:
+    def find_lost_roles(self) -> list[str]:
         """The roles whose processes have lost one, by the names of their groups."""
         return [name for name, worker in self.workers.items() if worker.group.lost]
 

@@ -310,10 +310,10 @@ class Trainer(ABC, Generic[C, E, R]):
     def _count_loss(self, run: Run[E], error: PodiumError) -> None:
         """Raise RunLost if ``error`` came from the end of a process, and the run may go on."""
         if causes := run.roles.lost() or find_lost(error):
-            said = [run.losses.add(causes, error)]
-            for role in run.roles.lost_roles():
-                said.append(run.losses.suspect(role, self._at_work.get(role, ())))
-            raise RunLost("; ".join(filter(None, said))) from error
+            sentences = [run.losses.add(causes, error)]
+            for role in run.roles.find_lost_roles():
+                sentences.append(run.losses.suspect(role, self._at_work.get(role, ())))
+            raise RunLost("; ".join(filter(None, sentences))) from error
 
     @contextmanager
     def at_work(self, step: int, *roles: str) -> Iterator[None]:
@@ -337,12 +337,12 @@ class Trainer(ABC, Generic[C, E, R]):
         """Enter in the ledger that the prompts at ``places`` of ``step`` are rolled out, with the ``versions`` of the
         weights."""
         self.ledger.move(step, "rolled_out", places, versions=versions)
-        prompts = self.ledger.states.by_step.get(step, ())
+        prompts = self.ledger.prompts(step)
         self.run.losses.acquit([prompts[place] for place in places if prompts], "generator")
 
     def _suspect_drawn(self, worker: str, step: int, places: Sequence[int]) -> str:
         """Note that a generator was lost while it drew the prompts at ``places`` of ``step``. See Losses.suspect."""
-        prompts = self.ledger.states.by_step.get(step, ())
+        prompts = self.ledger.prompts(step)
         return self.run.losses.suspect(worker, [prompts[place] for place in places if place < len(prompts)])
 
     def _learn(self, rollout: R) -> Mapping[str, float]:
@@ -422,8 +422,8 @@ class Trainer(ABC, Generic[C, E, R]):
         taken, stream, suspects = list[E](), self.run.data.stream, self.run.losses.suspects
         while len(taken) < count:
             numbers = range(stream.number, stream.number + count - len(taken))
-            examples = stream.take(len(numbers))
-            taken += [one for number, one in zip(numbers, examples, strict=True) if number not in suspects]
+            pairs = zip(numbers, stream.take(len(numbers)), strict=True)
+            taken += [example for number, example in pairs if number not in suspects]
         self.steps.took(step)
         return taken
 

@@ -346,7 +346,7 @@ def _check_unknown(
     """Tell of prompts, or of ``answers``, with characters that the tokenizer does not know. Raises DataError."""
     if writer.unknown is None:
         kept = [examples[index] for index in found["kept"].tolist()]
-        texts = [_whole_text(one.prompt) if not answers else one.answer or "" for one in kept]
+        texts = [_whole_text(example.prompt) if not answers else example.answer or "" for example in kept]
         writer.check_lost("answers" if answers else "prompts", texts)
         return
     hits = found["values"].eq(writer.unknown)
