@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
-_PROBE: Final = "\ue000podium"  # begins with a letter of private use, which no template writes
+_PROBE: Final = "\ue000podium\ue000"  # begins and ends with a letter of private use, which no template writes
 _MARKS: Final = frozenset({"weight", "train", "trainable", "loss_mask", "loss"})
 """Fields of a message by which the field's data say whether the turn is learned."""
 
@@ -161,35 +161,52 @@ def find_turn(
     if start < len(opened) and not (index < len(messages) - 1 and text.startswith(written(index, False))):
         raise opens_otherwise(opened[start:], f"or {MARKING}")
     if start < len(opened):  # the turn itself may begin as that part does
-        bare = [*messages[:index], {"role": messages[index]["role"], "content": _PROBE}, *messages[index + 1 :]]
-        start = min(start, text_differs_at(render(bare), opened))
-    return replace(_find_end(text, messages, index, start, written, ends, special), opening=opened[start:])
+        start = min(start, text_differs_at(render(_with_probe(messages, index)), opened))
+    closed = written(index + 1, False)
+    bounds = _find_end(text, closed, start, ends, special)
+    if bounds is None:
+        bounds = _find_common_end(text, render(_with_probe(messages, index)), start, [*ends, *special])
+    if bounds is None:
+        raise ConfigError(
+            f"the chat template writes the turn {str(messages[index])[:60]} otherwise once later messages follow: "
+            f"{MARKING}"
+        )
+    return Span(index, start, bounds[0], ended=bounds[1], opening=opened[start:])
+
+
+def _with_probe(messages: Messages, index: int) -> Messages:
+    """Return messages of which one says nothing but a text that stands nowhere else."""
+    return [*messages[:index], {"role": messages[index]["role"], "content": _PROBE}, *messages[index + 1 :]]
 
 
 def _find_end(
-    text: str,
-    messages: Messages,
-    index: int,
-    start: int,
-    written: Callable[[int, bool], str],
-    ends: Sequence[str],
-    special: Collection[str],
-) -> Span:
-    closed = written(index + 1, False)
+    text: str, closed: str, start: int, ends: Sequence[str], special: Collection[str]
+) -> tuple[int, bool] | None:
+    """Return where a turn ends, and whether with a token; None where that cannot be told.
+
+    Args:
+        closed: What the template writes up to the turn.
+    """
     if text.startswith(closed):
         for sign in ends:
             if (at := text.rfind(sign, start, len(closed))) >= 0:
-                return Span(index, start, at + len(sign), ended=True)
+                return at + len(sign), True
+        turn = closed.rstrip()
+        if ends and len(turn) > start and any(turn.endswith(token) for token in special):
+            return len(turn), True  # a call of a tool may end with a token of its own
         following = next((token for token in special if text.startswith(token, len(closed))), "")
-        return Span(index, start, len(closed) + len(following), ended=bool(following))
-    if stop := _other_end(text, closed, start, special):
-        return Span(index, start, stop, ended=True)
-    for sign in ends:
-        if (at := text.find(sign, start)) >= 0:
-            return Span(index, start, at + len(sign), ended=True)
-    raise ConfigError(
-        f"the chat template writes the turn {str(messages[index])[:60]} otherwise once later messages follow: {MARKING}"
-    )
+        return len(closed) + len(following), bool(following)
+    stop = _other_end(text, closed, start, special)
+    return (stop, True) if stop else None
+
+
+def _find_common_end(text: str, probed: str, start: int, tokens: Sequence[str]) -> tuple[int, bool] | None:
+    """Return the end of a turn by what it has in common with the same conversation in which the turn says something
+    else: the token that stands after its text."""
+    at = max(start, len(text) - text_differs_at(text[::-1], probed[::-1]))
+    at += len(text[at:]) - len(text[at:].lstrip())
+    token = next((token for token in tokens if text.startswith(token, at)), "")
+    return (at + len(token), True) if token else None
 
 
 def _other_end(text: str, closed: str, start: int, special: Collection[str]) -> int:

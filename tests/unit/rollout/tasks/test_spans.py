@@ -132,6 +132,57 @@ def test_the_next_role_ends_a_turn_whose_end_is_written_only_at_the_last() -> No
     assert learn(ENDS_LAST_ONLY, TALK)[1] == "beta<|start|>delta<|end|>"
 
 
+CALLS_END_OTHERWISE = (
+    "{% for m in messages %}<|start|>{{ m.role }}:"
+    "{% if m.reasoning and loop.last %}({{ m.reasoning }})<|end|><|start|>assistant:{% endif %}"
+    "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]<|stop|>"
+    "{% else %}{{ m.content }}{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|end|>' }}{% endif %}"
+    "{% endfor %}" + OPEN
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "learned"),
+    [
+        (
+            [
+                say("user", "a"),
+                say("assistant", "", tool_calls=[{"function": {"name": "get"}}]),
+                say("tool", "5"),
+                TALK[3],
+            ],
+            "[get]<|stop|>delta<|return|>",
+        ),
+        ([say("user", "a"), say("assistant", "", tool_calls=[{"function": {"name": "get"}}])], "[get]<|stop|>"),
+        (
+            [
+                say("user", "a"),
+                say("assistant", "b", reasoning="c"),
+                say("user", "d"),
+                say("assistant", "e", reasoning="f"),
+            ],
+            "b<|end|>(f)<|end|><|start|>assistant:e<|return|>",
+        ),
+    ],
+)
+def test_a_call_ends_with_its_own_token_and_a_turn_without_its_reasoning_where_its_text_ends(
+    messages: list[dict[str, Any]], learned: str
+) -> None:
+    """As gpt-oss does it."""
+    assert learn(CALLS_END_OTHERWISE, messages)[1] == learned
+
+
+STRIPS_AND_ENDS_TWICE = (
+    "{% for m in messages %}<|start|>{{ m.role }}:{% if m.reasoning and loop.last %}({{ m.reasoning }}){% endif %}"
+    "{{ m.content }}{{ '\n<|stop|>' if m.role == 'assistant' }}<|end|>{% endfor %}" + OPEN
+)
+
+
+def test_both_ends_of_a_turn_without_its_reasoning_are_learned() -> None:
+    messages = [say("user", "a"), say("assistant", "b", reasoning="c"), say("user", "d"), say("assistant", "e")]
+    assert learn(STRIPS_AND_ENDS_TWICE, messages)[1] == "b\n<|stop|><|end|>e\n<|stop|><|end|>"
+
+
 def test_marks_of_a_template_that_cover_the_user_are_refused() -> None:
     with pytest.raises(DataError, match=r"^talk\.jsonl, line 1: .*message 1 of the role 'user'.*the assistant did not"):
         learn(MARKS_USER, TALK)
