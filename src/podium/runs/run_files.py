@@ -52,12 +52,17 @@ class RunFiles:
 
     @property
     def path(self) -> Path:
-        """The path of the folder, for messages and for what :meth:`check` has looked at."""
+        """The path of the folder for messages, as the run's directory was given."""
+        return self._given.joinpath(*self._folder)
+
+    @property
+    def absolute(self) -> Path:
+        """The absolute path of the folder, for code that opens paths itself in what :meth:`check` has looked at."""
         return self.run.joinpath(*self._folder)
 
     def folder(self, *names: str) -> "RunFiles":
         """Return the files in a folder of this one."""
-        return RunFiles(self.run, *self._folder, *names)
+        return RunFiles(self._given, *self._folder, *names)
 
     # Reading
 
@@ -118,7 +123,7 @@ class RunFiles:
         a regular file nor a folder."""
         for _ in self.walk(*names):
             pass
-        return self.path.joinpath(*names)
+        return self.absolute.joinpath(*names)
 
     def signature(self, *names: str) -> tuple[int, int]:
         """Return the size in bytes and the time of the last change in ns, which show whether a file has changed. (0, 0)
@@ -175,14 +180,14 @@ class RunFiles:
         """Make a folder, and those before it, if it is missing. Returns its path."""
         self.run.mkdir(parents=True, exist_ok=True)
         with self._parent((*names, "."), make=True):
-            return self.path.joinpath(*names)
+            return self.absolute.joinpath(*names)
 
     def renew_folder(self, *names: str) -> Path:
         """Make an empty folder in the place of what was there. Returns its path."""
         self.remove(*names)
         with self._parent(names) as (folder, name):
             os.mkdir(name, dir_fd=folder)
-        return self.path.joinpath(*names)
+        return self.absolute.joinpath(*names)
 
     def remove(self, *names: str) -> None:
         """Remove a file, a link itself, or a folder with what is in it, if it is there."""

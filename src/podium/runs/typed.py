@@ -59,7 +59,8 @@ def read_json(kind: type[T], content: bytes, file: Path, line: int | None = None
         value = _adapter(kind).validate_json(content, strict=True)
     except pydantic.ValidationError as error:
         raise DataError(f"{where}: {_explain(error)}; {_REMEDY}") from None
-    if fault := next(_compare_names(value, json.loads(content)), ""):
+    of_classes = any(map(is_dataclass, [value, *(value.values() if isinstance(value, dict) else ())]))
+    if of_classes and (fault := next(_compare_names(value, json.loads(content)), "")):
         raise DataError(f"{where}: {fault}; {_REMEDY}")
     return cast("T", value)
 

@@ -127,7 +127,7 @@ class Saver:
             folder = self._checkpoints.files.folder(path.name)
             _write_learners(folder, roles, self._texts)
             folder.write(content, STATE_FILE)
-            write_manifest(folder.path, [file_sums([folder.path / STATE_FILE])])
+            write_manifest(folder.absolute, [file_sums([folder.absolute / STATE_FILE])])
         self.took_s = time.monotonic() - began_s
 
     @contextmanager
@@ -153,7 +153,7 @@ def _write_learners(folder: RunFiles, roles: Roles, texts: Mapping[str, str]) ->
     failed: PodiumError | None = None
     for name, worker in roles.learners.items():
         try:
-            calls[name] = worker.write_state.submit(str(folder.path / name))
+            calls[name] = worker.write_state.submit(str(folder.absolute / name))
         except PodiumError as error:
             failed = failed or error
     for name, call in calls.items():
@@ -162,8 +162,8 @@ def _write_learners(folder: RunFiles, roles: Roles, texts: Mapping[str, str]) ->
             if roles.learners[name] is roles.policy:
                 for file, text in texts.items():
                     folder.write(text, name, file)
-                sums = [*sums, file_sums(folder.path / name / file for file in texts)]
-            write_manifest(folder.path / name, sums)
+                sums = [*sums, file_sums(folder.absolute / name / file for file in texts)]
+            write_manifest(folder.absolute / name, sums)
         except PodiumError as error:
             failed = failed or error
     if failed is not None:

@@ -110,7 +110,7 @@ class Run:
         last = self._curves.last_time
         return {
             "name": self.name,
-            "path": str(self.files.path),
+            "path": str(self.files.absolute),
             "phase": self._curves.phase,
             "step": self._curves.last_step,
             "steps": _shorten(record.settings.get("run.steps")),
