@@ -237,7 +237,8 @@ class GradingProcesses:
         with suppress(OSError):
             if path is None or path.stat().st_size <= MOST_LOG_BYTES:
                 return
-            with path.open("r+b") as file:  # its writers append, so that they go on at the new end
+            log = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(log, "r+b") as file:  # its writers append, so that they go on at the new end
                 file.seek(-MOST_LOG_BYTES // 2, os.SEEK_END)
                 rest = file.read(MOST_LOG_BYTES).partition(b"\n")[2]
                 file.seek(0)
