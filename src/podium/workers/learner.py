@@ -263,10 +263,10 @@ class Learner(Worker):
             if name in wanted:
                 set_random_state(device, wanted[name])
 
-    def weighted(self, batch: Batch, algorithm: AlgorithmConfig | None = None) -> Batch:
+    def weighted(self, batch: Batch) -> Batch:
         """Return ``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
 
-        ``algorithm``, by default the worker's, says how the loss is aggregated.
+        ``batch.meta["aggregation"]``, by default that of the worker's algorithm, says how.
 
         Rows of the column ``left_out`` lose their ``loss_mask``, so that they have no weight and do not count.
         ``batch.meta["max_new_tokens"]`` is the constant of the aggregation ``sequence-sum-constant``. With the column
@@ -281,7 +281,8 @@ class Learner(Worker):
             batch = batch.with_columns({fields.LOSS_MASK: mask.like(mask.values.bool() & counted_N)})
         if fields.LOSS_WEIGHTS in batch:
             return batch
-        mask, mode = batch.jagged(fields.LOSS_MASK), (algorithm or self.algorithm).aggregation_mode
+        mask = batch.jagged(fields.LOSS_MASK)
+        mode = batch.meta.get("aggregation", self.algorithm.aggregation_mode)
         counts = count_sampled(mask)
         trajectory_tokens = batch.dense(fields.TRAJECTORY_TOKENS) if fields.TRAJECTORY_TOKENS in batch else counts
         local_sums = torch.stack([counts.sum().double(), (counts.double() / trajectory_tokens.clamp(min=1)).sum()]).to(

@@ -152,9 +152,12 @@ class Policy(Learner):
             ConfigError: ``loss`` cannot be found, or an option of it is wrong.
             DataError: A column is missing, or the loss did not return one number a token.
         """
-        algorithm = self.algorithm if loss is None else self._resolve(loss)
+        algorithm = self.algorithm
+        if loss is not None:
+            algorithm = self._resolve(loss)
+            batch = batch.with_meta(aggregation=algorithm.aggregation_mode)
         sampled_N = batch.jagged(fields.LOSS_MASK).values.bool()
-        batch = self.weighted(batch, algorithm)
+        batch = self.weighted(batch)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
         flat = _has_no_other_term(algorithm) and fields.ADVANTAGES in batch
         flat = flat and self.engine.is_flat(batch, fields.ADVANTAGES)
