@@ -204,6 +204,26 @@ def test_progress_that_cannot_be_read_ends_alone(caplog: pytest.LogCaptureFixtur
         unsubscribe()
 
 
+def test_the_end_of_a_cluster_is_no_failure_of_progress(caplog: pytest.LogCaptureFixture) -> None:
+    read, over = threading.Event(), threading.Event()
+
+    def fail(after_s: float) -> list[Count]:
+        read.set()
+        over.wait()
+        raise OSError("the processes are gone")
+
+    unsubscribe = subscribe(lambda event: None)
+    watch = ProgressWatch(fail)
+    try:
+        assert read.wait(60)
+        watch.close()
+        over.set()
+        assert wait_until(lambda: not watch._thread.is_alive())  # pyright: ignore[reportPrivateUsage]
+    finally:
+        unsubscribe()
+    assert "progress" not in caplog.text
+
+
 def test_a_call_that_goes_on_is_not_said_to_wait(local: Cluster, tmp_path: Path) -> None:
     counter = local.start(Counter.bind(), local.pool(), name="counter")
     stalls: list[Stalled] = []

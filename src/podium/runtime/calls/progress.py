@@ -106,5 +106,6 @@ class ProgressWatch:
             try:
                 self.look()
             except Exception:
-                logging.getLogger("podium").exception("progress is not shown any more; the run goes on")
+                if not self._closed.is_set():  # else the processes may be gone
+                    logging.getLogger("podium").exception("progress is not shown any more; the run goes on")
                 return
