@@ -36,7 +36,7 @@ from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
 
 WORLDS = Path(worlds.__file__)
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<eos>{% else %}{{ m.content }}{% endif %}"
+    "{{ tools | length if tools }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<eos>{% else %}{{ m.content }}{% endif %}"
     "{% endfor %}"
 )
 
