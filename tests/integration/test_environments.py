@@ -36,8 +36,8 @@ from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
 
 WORLDS = Path(worlds.__file__)
 TEMPLATE = (
-    "{{ tools | length if tools }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<eos>{% else %}{{ m.content }}{% endif %}"
-    "{% endfor %}"
+    "{{ tools | length if tools }}{% for m in messages %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
 
 

@@ -176,7 +176,8 @@ class Writer:
         self.text(messages, tools, opened=True)
         try:
             texts = Texts(self._render, self.messages(messages), tools)
-            self._check_tools(texts)
+            if not self._names_tools():  # a template that names them may leave them out on purpose
+                self._check_tools(texts)
             start += len(texts.messages) - len(messages)
             self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True), start)
         except DataError as error:
@@ -383,9 +384,12 @@ class Writer:
             if isinstance(example.prompt, str):
                 return None
             raise DataError(f"the tools {str(row_tools)[:60]!r} are no list of JSON schemas; repair the row")
-        if not re.search(r"\btools\b", self._tool_template or ""):
+        if not self._names_tools():
             raise ConfigError("the row has tools, and the chat template writes none: set data.chat_template to another")
         return cast("list[Any]", tools)
+
+    def _names_tools(self) -> bool:
+        return re.search(r"\btools\b", self._tool_template or "") is not None
 
     def _check_tools(self, texts: Texts) -> None:
         if texts.tools and texts(len(texts.messages), opened=True) == self._render(texts.messages, None, opened=True):
