@@ -54,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             sys.stderr.write(f"podium {command}: {_in_short(error)}\n")
         return 2
+    except Exception as error:
+        from podium.processes import explain_limit
+
+        if debug or not (sentence := explain_limit(error)):
+            raise
+        sys.stderr.write(f"podium {command}: {sentence} ({type(error).__name__}: {error})\n")
+        return 2
     except RunInterrupted as interruption:
         for number in (signal.SIGINT, signal.SIGTERM):  # the run has said so, and Python's end is not to be disturbed
             signal.signal(number, signal.SIG_IGN)
@@ -70,6 +77,10 @@ def _in_short(error: PodiumError | OSError) -> str:
         if error.filename is None and not _can_write():
             return f"stdout cannot be written ({error.strerror or error})"
         from podium.models.manifest import refusal_of
+        from podium.processes import explain_limit
+
+        if sentence := explain_limit(error):
+            return f"{sentence} ({error})"
 
         if reason := refusal_of(error):
             return f"cannot write {error.filename or 'a file'}: {reason}"

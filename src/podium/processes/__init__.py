@@ -43,7 +43,13 @@ from podium.processes.launcher import (
     temporary_directory,
     working_directory,
 )
-from podium.processes.limits import LONGEST_BODY, START_LIMIT_S, limit_memory, raise_descriptor_limit
+from podium.processes.limits import (
+    LONGEST_BODY,
+    START_LIMIT_S,
+    explain_limit,
+    limit_memory,
+    raise_descriptor_limit,
+)
 from podium.processes.supervisor import Supervisor, supervise
 from podium.processes.table import (
     become_subreaper,
@@ -60,6 +66,7 @@ from podium.processes.table import (
 __all__ = ["HEADER", "LONGEST_BODY", "START_LIMIT_S", "Channel", "ForkServer", "Frame", "FrameError", "Launched"]
 __all__ += ["Requests", "Supervisor"]
 __all__ += ["become_subreaper", "children_of", "command", "descendants_of", "describe_exit", "end_launched", "end_of"]
+__all__ += ["explain_limit"]
 __all__ += [
     "close_memory",
     "hide_secrets",

@@ -11,11 +11,14 @@ import contextlib
 import itertools
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from podium.processes.channel import Channel
 from podium.processes.launcher import Launched
+from podium.processes.limits import explain_limit
 from podium.processes.supervisor import Supervisor
 
 __all__ = ["ForkServer", "serve_forks"]
@@ -77,7 +80,19 @@ def serve_forks(supervisor: Supervisor, channel: Channel, run: Callable[..., int
                 supervisor.kill(pids.get(number, -1))
                 continue
             descriptors = channel.descriptors.popleft()
-            pid = supervisor.fork(lambda: live(descriptors, body))  # noqa: B023 - it is called at once
+            play = partial(live, descriptors, body)
+            pid = _try_fork(supervisor, channel, number, play)
             numbers[pid], pids[number] = number, pid
             for fd in descriptors:
                 os.close(fd)
+
+
+def _try_fork(supervisor: Supervisor, channel: Channel, number: int, run: Callable[[], int]) -> int:
+    """Start a child. Returns its process id. Where the system refuses, which the controller hears as the child's end,
+    it is 0: this process goes on for its other children."""
+    try:
+        return supervisor.fork(run)
+    except OSError as error:
+        sys.stderr.write(f"cannot start a process: {error}; {explain_limit(error)}\n")
+        channel.send(number, b"%d" % (os.EX_OSERR << 8))
+        return 0

@@ -1,16 +1,22 @@
 """What a process that runs a user's code may use: time to start, memory, descriptors, bytes of a message."""
 
 import os
+import re
 import resource
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = ["LONGEST_BODY", "START_LIMIT_S", "limit_memory", "raise_descriptor_limit"]
+__all__ = ["LONGEST_BODY", "START_LIMIT_S", "explain_limit", "limit_memory", "raise_descriptor_limit"]
 
 START_LIMIT_S: Final = 300.0  # to import a user's code
 LONGEST_BODY: Final = 1 << 26  # bytes of one message
 
+_MOST_CAUSES: Final = 16
+_NO_SPACE: Final = re.compile(
+    "MemoryError|failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|mmap.*failed"
+)
+_NO_THREADS: Final = re.compile("can't start new thread|Resource temporarily unavailable|pthread_create")
 _MOST_DESCRIPTORS: Final = 1 << 16
 
 
@@ -24,6 +30,31 @@ def limit_memory(limit_bytes: int | None) -> None:
         most = pages * os.sysconf("SC_PAGE_SIZE") + limit_bytes
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def explain_limit(error: BaseException) -> str:
+    """Return a sentence that names the limit of the system which ``error`` or its cause has met, and the remedy; "" if
+    it met none."""
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < _MOST_CAUSES:
+        texts.append(f"{type(cause).__name__}: {cause}")
+        cause = cause.__cause__ or cause.__context__
+    text = "\n".join(texts)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY and (_NO_SPACE.search(text) or _NO_THREADS.search(text)):  # stacks are mapped
+        return (
+            f"the limit on the memory that a process may map (ulimit -v) is {space >> 10} KiB, which is too little for "
+            "torch, the libraries and the model: raise it, as with `ulimit -v unlimited`"
+        )
+    if _NO_THREADS.search(text):
+        number, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        most = "" if number == resource.RLIM_INFINITY else f" is {number}, and"
+        return (
+            f"the system lets this user start no more threads and processes: the limit (ulimit -u){most} counts all of "
+            "the user's, and a container may have a limit of its own (pids.max): raise it, or end other processes"
+        )
+    return ""
 
 
 def raise_descriptor_limit() -> None:

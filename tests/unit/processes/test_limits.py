@@ -1,0 +1,63 @@
+"""Limits of the system that a run meets, and the sentence about each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podium.processes import explain_limit
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+        RuntimeError("libgomp: pthread_create failed"),
+    ],
+)
+def test_exhausted_threads_are_named_with_limit_and_remedy(error: Exception) -> None:
+    wrapper = ValueError("the run ended")
+    wrapper.__cause__ = error
+    for shown in (error, wrapper):
+        assert "no more threads and processes: the limit (ulimit -u)" in explain_limit(shown)
+        assert "raise it, or end other processes" in explain_limit(shown)
+    assert explain_limit(ValueError("another error")) == ""
+
+
+def test_other_errors_of_memory_are_no_limit_where_there_is_none() -> None:
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    assert explain_limit(MemoryError()) == ""
+
+
+def test_a_limit_on_address_space_that_is_too_small_gets_one_sentence(tmp_path: Path) -> None:
+    """A new interpreter, whose imports meet the limit."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n' * 80)
+    words = ["--data.train", str(tmp_path / "rows.jsonl"), "--model.tokenizer", "chars:0123456789="]
+    words += [
+        "--model.config",
+        "{model_type: qwen3, hidden_size: 32}",
+        "--run.dir",
+        str(tmp_path),
+        "--run.steps",
+        "1",
+        "--eval.items",
+        "0",
+    ]
+    process = subprocess.run(
+        [sys.executable, "-m", "podium", "train", "grpo", *words, "--backend", "local"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1_000_000 << 10, 1_000_000 << 10)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = process.stderr.strip().splitlines()[-1]
+    assert process.returncode == 2, process.stderr
+    assert "(ulimit -v) is 1000000 KiB, which is too little" in last
+    assert "`ulimit -v unlimited`" in last
