@@ -50,8 +50,7 @@ with podium.connect("local") as cluster, Grader(RewardConfig(name="fraction")) a
         batch = batch.with_columns(rewards=torch.tensor([grade.score for grade in grades]))
         # Compute the advantages from the rewards, within each group.
         batch = batch.merge(estimator.advantages(batch.select("loss_mask", "rewards", "group")))
-        metrics = policy.accumulate(batch)  # the gradient of all rows; those of more batches would add up
-        policy.step()  # one optimizer step
+        metrics = policy.accumulate(batch) | policy.step()  # the gradient of all rows, and one optimizer step
         weights.sync(step)  # the generator drops what it derived from the old weights; new tokens get version `step`
         curve.append(float(batch.dense("rewards").mean()))
         print(f"step {step:3}  reward {curve[-1]:.3f}  entropy {metrics['policy/entropy']:.2f}", flush=True)
