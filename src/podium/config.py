@@ -34,6 +34,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from podium.errors import ConfigError
+from podium.exceptions import read_text
 from podium.migration import find_equivalent
 from podium.secrecy import find_masked, mask, mask_command, variable_of
 
@@ -293,7 +294,7 @@ def _load_yaml(text: str) -> object:
     except RecursionError:
         raise ValueError(_TOO_MUCH) from None
     except Exception as error:  # noqa: BLE001 - PyYAML lets pass what dates, numbers and keys raise
-        raise ValueError(str(error)) from None
+        raise ValueError(read_text(error)) from None
     _check_plain(loaded)
     return loaded
 

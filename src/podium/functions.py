@@ -17,6 +17,7 @@ from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, Final
 
 from podium.errors import ConfigError, PodiumError
+from podium.exceptions import read_text
 
 __all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "load_function", "nearest", "what_raised"]
 
@@ -150,7 +151,7 @@ def what_raised(subject: str) -> Iterator[None]:
     except PodiumError:
         raise
     except (Exception, SystemExit) as error:
-        where, what = _statement(error), str(error).strip().partition("\n")[0]
+        where, what = _statement(error), read_text(error).strip().partition("\n")[0]
         if isinstance(error, SyntaxError) and error.filename:
             where, what = f"{error.filename}:{error.lineno}: ", error.msg
         raise ConfigError(f"{subject}: {where}{type(error).__name__}: {what}".rstrip(": ")) from error

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Final
 
+from podium.exceptions import read_text
+
 __all__ = ["explain_offline", "look_for_hub"]
 
 _TIMEOUT_S: Final = 5.0
@@ -52,7 +54,7 @@ def _look() -> None:
         logging.getLogger(__name__).warning(
             "the hub at %s does not answer (%s): only models and datasets on this machine are used",
             constants.ENDPOINT,
-            str(error) or type(error).__name__,
+            read_text(error) or type(error).__name__,
         )
         os.environ["HF_HUB_OFFLINE"] = "1"
         for settings in (constants, sys.modules.get("datasets.config")):

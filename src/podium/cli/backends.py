@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
 
+from podium.exceptions import read_text
 from podium.runtime import backends
 
 __all__ = ["run_backends"]
@@ -35,7 +36,7 @@ def _describe(point: EntryPoint) -> str:
                 capabilities = dataclasses.asdict(made.capabilities)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - one that does not work here is still worth naming
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        return f"not usable here: {kind}{error}"
+        return f"not usable here: {kind}{read_text(error)}"
     can = [name for name, able in capabilities.items() if able]
     cannot = [name for name, able in capabilities.items() if not able]
     return f"can: {', '.join(can) or 'only the basics'}" + (f"; cannot: {', '.join(cannot)}" if cannot else "")

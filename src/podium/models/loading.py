@@ -24,6 +24,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging as transformers_l
 
 from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
+from podium.exceptions import read_text
 from podium.hub import explain_offline, look_for_hub
 from podium.models.attention import choose_attention
 from podium.models.config import LoraConfig, ModelConfig
@@ -396,18 +397,18 @@ def _check_layers(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
+    if "trust_remote_code" in read_text(error):
         return (
             "it needs Python code of its own, which Podium does not run; choose a model that transformers has code for"
         )
-    if match := re.search(r"Unrecognized configuration class <class '[\w.]*\.(\w+)'>", str(error)):
+    if match := re.search(r"Unrecognized configuration class <class '[\w.]*\.(\w+)'>", read_text(error)):
         return (
             f"transformers has no language model for a {match[1]}; choose a model of text, or one of text and images "
             "that transformers loads as a language model, such as Gemma 3 or Qwen3.5"
         )
-    if "does not support an attention implementation" in str(error):
+    if "does not support an attention implementation" in read_text(error):
         return "the model has no attention of the kind that model.attention names; use auto or eager"
-    return explain_offline(error) or " ".join(str(error).split()) or type(error).__name__
+    return explain_offline(error) or " ".join(read_text(error).split()) or type(error).__name__
 
 
 def _check_tensors(config: ModelConfig, report: Mapping[str, Any], spared: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.errors import CheckpointError
+from podium.exceptions import read_text
 
 __all__ = ["MANIFEST", "check_manifest", "explain", "file_sums", "is_refusal", "refusal_of", "write_manifest"]
 
@@ -40,7 +41,9 @@ def explain(error: OSError) -> str:
 def refusal_of(error: BaseException) -> str:
     """Return why a disk refuses, if that is what ``error`` is about, and the remedy; "" for other errors. Libraries
     raise errors of their own kinds, whose text has the system's words."""
-    codes = [code for code in _REMEDIES if getattr(error, "errno", None) == code or os.strerror(code) in str(error)]
+    codes = [
+        code for code in _REMEDIES if getattr(error, "errno", None) == code or os.strerror(code) in read_text(error)
+    ]
     return explain(OSError(codes[0], os.strerror(codes[0]))) if codes else ""
 
 

@@ -10,6 +10,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from podium.errors import ConfigError
+from podium.exceptions import read_text
 from podium.hub import explain_offline, look_for_hub
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         )
         if offline := explain_offline(error):
             raise ConfigError(f"no tokenizer {source!r}: {offline}") from error
-        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = read_text(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(f"no tokenizer {origin}: {reason}; set model.tokenizer") from error
     tokenizer = cast("PreTrainedTokenizerBase", loaded)
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:

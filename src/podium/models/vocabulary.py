@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from podium.errors import ConfigError
+from podium.exceptions import read_text
 from podium.models.loading import vocabulary_size
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def generation_ends(model: ModelConfig) -> list[int]:
     except OSError:  # a model need not have the file
         return []
     except Exception as error:
-        raise ConfigError(f"{model.path}: its generation_config.json cannot be read: {error}") from error
+        raise ConfigError(f"{model.path}: its generation_config.json cannot be read: {read_text(error)}") from error
     return ids
 
 

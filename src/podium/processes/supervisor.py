@@ -22,11 +22,11 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final, NoReturn
 
+from podium.exceptions import format_error
 from podium.processes.channel import Channel
 from podium.processes.table import become_subreaper, children_of, descendants_of, kill, kill_with_parent
 
@@ -110,8 +110,8 @@ class Supervisor:
             for fd in self._private:
                 os.close(fd)
             code = run()
-        except BaseException:  # noqa: BLE001 - nothing may climb out of a fork into the supervisor's own loop
-            traceback.print_exc()
+        except BaseException as error:  # noqa: BLE001 - nothing may climb out of a fork into the supervisor's own loop
+            sys.stderr.write(format_error(error))
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -188,8 +188,8 @@ def supervise(work: Callable[[Supervisor, Channel], None], clean_up: Callable[[]
         code = 0
     except ConnectionError:
         code = 0  # the controller is gone
-    except BaseException:  # noqa: BLE001 - what is below this process ends in any case
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - what is below this process ends in any case
+        sys.stderr.write(format_error(error))
     finally:
         end()
 

@@ -20,13 +20,13 @@ import select
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
+from podium.exceptions import describe_error, format_error
 from podium.processes import Channel, Frame, FrameError, Supervisor, describe_exit, make_frame, supervise
 from podium.rewards.grading_process import ALIVE, REPLACE, encode, grade_awaited, grade_items
 from podium.rewards.panel import Panel, Result
@@ -81,7 +81,7 @@ def _load(settings: Settings) -> tuple[Panel | None, Result]:
     except ConfigError as error:
         return None, Result(problem=str(error), limit="configuration")
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-        return None, Result(problem=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        return None, Result(problem=describe_error(error), traceback=format_error(error))
 
 
 class _Stream(Channel):

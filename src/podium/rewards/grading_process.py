@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, cast
 
+from podium.exceptions import describe_error
 from podium.processes import Channel, children_of, limit_memory
 from podium.rewards.forms import Item
 from podium.rewards.panel import Clock, Panel, Result, is_finite, judge, judge_awaited
@@ -134,7 +135,7 @@ def _read_item(data: bytes) -> Item | Result:
     try:
         completion, row, extras = cast("tuple[str, Mapping[str, Any], Mapping[str, Any]]", pickle.loads(data))
     except Exception as error:  # noqa: BLE001 - a class of the controller's may be missing here, or fail in any way
-        return Result(problem=f"cannot be given its row: {type(error).__name__}: {error}"[:_PROBLEM])
+        return Result(problem=f"cannot be given its row: {describe_error(error)}"[:_PROBLEM])
     return Item(completion, row, extras)
 
 

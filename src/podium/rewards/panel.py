@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.exceptions import describe_error, format_error, read_text
 from podium.rewards.forms import CallError, Form, Item, Log, read_form
 from podium.rewards.resolve import RewardFn, name_of, resolve_reward
 
@@ -253,11 +254,8 @@ def _failure(error: BaseException) -> Result:
         traceback.clear_frames(error.__traceback__)  # frees what filled the memory
         return Result(problem="raised MemoryError", limit="memory")
     if isinstance(error, CallError):
-        return Result(problem=str(error)[:_PROBLEM])
-    try:
-        problem = f"raised {type(error).__name__}: {error}".rstrip(": ")[:_PROBLEM]
-    except Exception:  # noqa: BLE001 - a user's own class, whose text may raise anything
-        problem = f"raised {type(error).__name__}"
+        return Result(problem=read_text(error)[:_PROBLEM])
+    problem = f"raised {describe_error(error)}".rstrip(": ")[:_PROBLEM]
     return Result(problem=problem, traceback=_trace(error)[-_TRACEBACK:], error=error)
 
 
@@ -320,4 +318,4 @@ def _trace(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    return format_error(error, trace)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import cloudpickle
 
 from podium.errors import ConfigError, RewardError
+from podium.exceptions import describe_error
 from podium.processes import (
     START_LIMIT_S,
     Frame,
@@ -176,7 +177,7 @@ class GradingProcesses:
                     except Exception as error:  # pickling runs code of any class
                         raise RewardError(
                             f"{pending.name(number)} cannot be sent to a grading process with its row: "
-                            f"{type(error).__name__}: {error}; a row must hold plain values"
+                            f"{describe_error(error)}; a row must hold plain values"
                         ) from error
                     frames.append(make_frame(number, data))
                 self._pending.update(dict.fromkeys(numbers, pending))
@@ -305,6 +306,6 @@ def _pickle(function: RewardFn) -> bytes:
         return cloudpickle.dumps(function)
     except Exception as error:  # pickling runs code of any class: whatever it raises is our user's to see
         raise RewardError(
-            f"the reward {name_of(function)} cannot be sent to a grading process: {type(error).__name__}: {error}; "
+            f"the reward {name_of(function)} cannot be sent to a grading process: {describe_error(error)}; "
             "load what the reward needs inside the function, or name the reward as module:function"
         ) from error

@@ -24,6 +24,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from podium.data import Rows
 from podium.errors import DataError, RefLostError, SerializationError, StoreFullError
+from podium.exceptions import describe_error
 from podium.runtime.rows import kind_of
 
 if TYPE_CHECKING:
@@ -134,8 +135,12 @@ def encode(
     buffers: list[pickle.PickleBuffer] = []
     try:
         return _dump(value, buffers, blocks), buffers
-    except Exception as error:  # pickle runs code of any class: whatever it raises is our user's to see
-        raise SerializationError(f"{where} does not pickle: {_blame(value)}{type(error).__name__}: {error}") from error
+    except (
+        Exception,
+        SystemExit,
+        GeneratorExit,
+    ) as error:  # pickle runs code of any class, which may raise anything
+        raise SerializationError(f"{where} does not pickle: {_blame(value)}{describe_error(error)}") from error
 
 
 def _dump(value: object, buffers: list[pickle.PickleBuffer], blocks: list[Block] | None) -> bytes:
@@ -164,8 +169,12 @@ def decode(
         return pickle.loads(data, buffers=buffers)
     except (RefLostError, StoreFullError, DataError):
         raise
-    except Exception as error:  # unpickling runs code of any class: whatever it raises is our user's to see
-        raise SerializationError(f"{where} does not unpickle: {type(error).__name__}: {error}") from error
+    except (
+        Exception,
+        SystemExit,
+        GeneratorExit,
+    ) as error:  # unpickling runs code of any class, too
+        raise SerializationError(f"{where} does not unpickle: {describe_error(error)}") from error
     finally:
         if blocks or _here.opened:
             _here.blocks = ()
@@ -181,7 +190,7 @@ def _blame(value: object, depth: int = 6) -> str:
     for key, entry in _parts(value):
         try:
             _dump(entry, [], [])
-        except Exception:  # noqa: BLE001 - the search is for the entry that raises, whatever it raises
+        except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - the search is for the entry that raises, whatever it raises
             return f"{key!r} ({type(entry).__name__}): {_blame(entry, depth - 1)}"
     return ""
 

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from podium.annotations import signature_of
 from podium.errors import ConfigError
+from podium.exceptions import describe_error, read_text
 from podium.extras import install_command
 from podium.functions import nearest
 from podium.runtime.backend import Backend
@@ -142,7 +143,7 @@ def _load_backend(scheme: str, backend: str) -> type[Backend]:
     try:
         cls: Any = entry.load()
     except (Exception, SystemExit) as error:
-        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        what = read_text(error) if isinstance(error, ImportError) else describe_error(error)
         is_own = entry.module.startswith("podium.")
         other = f"another version of the package of {entry.value}, or what that package requires"
         remedy = install_command(scheme) if is_own else other

@@ -1,9 +1,10 @@
 """Records that pass between the runtime and a backend: places, processes, requests, replies, deaths."""
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+from podium.runtime.exceptions import unpack_exception
 
 __all__ = ["Capabilities", "Death", "Failure", "Node", "OnDeath", "Packed", "Place", "ProcessSpec", "Reply", "Request"]
 __all__ += ["Resources"]
@@ -110,8 +111,7 @@ class Failure:
     """An exception that leaves a worker process, as the payload of a reply with status "error".
 
     Attributes:
-        exception: The exception, or its pickle where it leaves the process, or None where it does not pickle. To
-            unpickle it runs a user's code, which must not stand in the way of the other fields.
+        exception: The exception, or its bytes where it leaves the process, or None where it cannot be made anew.
         secondary: The exception looks like the consequence of another rank's failure: a broken collective.
     """
 
@@ -123,10 +123,4 @@ class Failure:
 
     def original(self) -> BaseException | None:
         """The exception, or None where it does not survive the way."""
-        if not isinstance(self.exception, bytes):
-            return self.exception
-        try:
-            exception = pickle.loads(self.exception)
-        except Exception:  # noqa: BLE001 - a class may raise anything when it is made anew; the text is there already
-            return None
-        return exception if isinstance(exception, BaseException) else None
+        return unpack_exception(self.exception) if isinstance(self.exception, bytes) else self.exception

@@ -31,12 +31,12 @@ from textwrap import indent
 from types import CoroutineType, FrameType, MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
-
 from podium.errors import SerializationError, StoreFullError
-from podium.runtime.calls import Call, Collectives, Outbox, Wanted, cause_of, is_inside_collective
+from podium.exceptions import describe_error, format_error, is_readable, name_class, read_text
+from podium.runtime.calls import Call, Collectives, Outbox, Wanted, is_inside_collective
 from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.endpoints import Returns, endpoints_of
+from podium.runtime.exceptions import pack_exception, unpack_exception
 from podium.runtime.messages import Failure
 from podium.runtime.profiling import Profile, Recorded
 from podium.runtime.worker import Bound, Worker, WorkerContext, current_context
@@ -107,7 +107,8 @@ def pack_outcome(outcome: Outcome, wants_result: bool, pack: Callable[[Any], P])
             value = outcome.keep(value)
         return outcome, pack(value)
     except (SerializationError, StoreFullError) as error:
-        failure = Failure(type(error).__name__, str(error), str(error.__cause__ or ""), error, False)
+        cause = "" if error.__cause__ is None else read_text(error.__cause__)
+        failure = Failure(type(error).__name__, str(error), cause, error, False)
         return outcome._replace(status="error", value=failure), pack(failure)
 
 
@@ -189,8 +190,9 @@ class WorkerProcess:
         except BaseException as error:  # the boundary: everything a worker raises is translated
             if isinstance(error, asyncio.CancelledError) and running.cancelled:
                 return Outcome("cancelled", None, started, time.monotonic_ns())
-            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise
+            is_main = threading.current_thread() is threading.main_thread()
+            if isinstance(error, KeyboardInterrupt) and is_main and not self._ships_exceptions:
+                raise  # Ctrl-C of the script, which this process is
             return Outcome("error", self._failure(error), started, time.monotonic_ns())
         finally:
             if token is not None and not self._ships_exceptions:  # a process of its own runs nothing else
@@ -243,7 +245,7 @@ class WorkerProcess:
         except StoreFullError:
             raise
         except Exception as error:  # an accelerator may report here what failed before
-            what = f"the result of {label} cannot be kept: {type(error).__name__}: {error}"
+            what = f"the result of {label} cannot be kept: {describe_error(error)}"
             raise SerializationError(what) from error
 
     def _await(self, running: _Running, undone: Any) -> Any:
@@ -371,7 +373,7 @@ class WorkerProcess:
     ) -> None:
         """End a call that a worker of this process made."""
         if error is not None:
-            error.__cause__ = cause_of(cause)
+            error.__cause__ = unpack_exception(cause)
         self._outbox.deliver(number, value, error)
 
     def do_store(self) -> Usage | None:
@@ -391,8 +393,8 @@ class WorkerProcess:
         for name in reversed(list(self.workers)):
             try:
                 self.do_close_worker(name)
-            except Exception:
-                logging.getLogger("podium").exception("close() of worker %r raised", name)
+            except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - the others are closed, too
+                logging.getLogger("podium").error("close() of worker %r raised: %s", name, format_error(error))
         if self._owns_process_group:
             self.do_break_collectives()
         if self._loop is not None and self._loop_thread is not None:
@@ -490,17 +492,19 @@ class WorkerProcess:
         self._owns_process_group = True
 
     def _failure(self, error: BaseException) -> Failure:
-        text = "".join(traceback.format_exception(type(error), error, _own_part(error)))
-        kind, message = type(error), str(error)
+        text = format_error(error, _own_part(error))
+        kind, message = type(error), read_text(error)
         if isinstance(error, BdbQuit) and self._ships_exceptions:
             message = (
                 "a worker process has no terminal for a debugger: run the script on podium.connect('inline'), or "
                 f"attach a debugger to process {os.getpid()}"
             )
-        secondary = kind.__module__.startswith("torch.distributed") or kind.__name__.startswith("Dist")
+        name = name_class(error)
+        secondary = str(kind.__module__).startswith("torch.distributed") or name.startswith("Dist")
         if isinstance(error, RuntimeError):
             secondary = secondary or any(hint in message or hint in text for hint in _OF_COLLECTIVES)
-        return Failure(kind.__name__, message, text, _pickle(error) if self._ships_exceptions else error, secondary)
+        original = pack_exception(error) if self._ships_exceptions else error if is_readable(error) else None
+        return Failure(name, message, text, original, secondary)
 
 
 async def _wait_for_result(value: Any) -> Any:
@@ -527,14 +531,7 @@ def _run_loop(runner: asyncio.Runner, ends: threading.Event) -> None:
             try:
                 runner.get_loop().run_forever()
             except (SystemExit, KeyboardInterrupt) as error:
-                _log.error("%s in the event loop, which goes on", type(error).__name__, exc_info=error)
-
-
-def _pickle(error: BaseException) -> bytes | None:
-    try:
-        return cloudpickle.dumps(error)  # pyright: ignore[reportUnknownMemberType]
-    except Exception:  # noqa: BLE001 - a class may raise anything while it pickles; the text goes in its place
-        return None
+                _log.error("%s in the event loop, which goes on: %s", name_class(error), format_error(error))
 
 
 def _own_part(error: BaseException) -> TracebackType | None:

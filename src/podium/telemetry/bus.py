@@ -47,7 +47,7 @@ class Bus:
         for listener in self._listeners:
             try:
                 listener(event)
-            except Exception as error:  # noqa: BLE001 - whatever a listener raises, the run must go on
+            except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - not Ctrl-C: the run must go on
                 if self._remove(listener):
                     report_failure(listener.func, event, error)
 
@@ -79,17 +79,18 @@ class Bus:
         return removed
 
 
-def report_failure(callback: object, event: Event, error: Exception) -> None:
+def report_failure(callback: object, event: Event, error: BaseException) -> None:
     """Log that ``callback`` raised ``error`` on ``event`` and gets no more events."""
     import logging  # imported here: it would be a third of this package's import time
 
+    from podium.exceptions import describe_error, format_error
+
     logging.getLogger("podium.telemetry").error(
-        "%s failed on %s and gets no more events; the run goes on: %s: %s",
+        "%s failed on %s and gets no more events; the run goes on: %s%s",
         getattr(callback, "__qualname__", type(callback).__name__),
         type(event).__name__,
-        type(error).__name__,
-        error,
-        exc_info=None if isinstance(error, OSError) else error,  # a full disk is no matter of the code
+        describe_error(error),
+        "" if isinstance(error, OSError) else f"\n{format_error(error)}",  # a full disk is no matter of the code
     )
 
 

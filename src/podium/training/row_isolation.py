@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, same_within_rounding
 from podium.errors import ConfigError
+from podium.exceptions import describe_error
 from podium.models.loading import plain_model, rotary_turn
 from podium.training.config import ParallelConfig
 from podium.training.micro_batches import SharedPrompts, cut
@@ -107,7 +108,7 @@ def interference(
             except ConfigError as error:
                 return str(error)
             except Exception as error:  # noqa: BLE001 - whatever an architecture raises, rows cannot share a pass
-                return " ".join(f"{type(error).__name__}: {error}".split())
+                return " ".join(describe_error(error).split())
     finally:
         model.train(training)
     if not bool((foreign == 0).all()):  # NaN is no zero

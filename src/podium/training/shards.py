@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from podium.devices import compute_dtype, return_large_blocks
 from podium.errors import ConfigError
+from podium.exceptions import read_text
 from podium.models.attention import choose_attention
 from podium.models.config import ModelConfig
 from podium.models.loading import checkpoint_layers, lay_out, load_model, plain_model
@@ -165,7 +166,7 @@ def _compute_buffers(model: PreTrainedModel, device: torch.device) -> str:
             with torch.random.fork_rng(devices=[]):
                 model.initialize_weights()
         except Exception as error:  # noqa: BLE001 - whatever an architecture raises, it is loaded whole instead
-            return f"its buffers cannot be computed alone: {' '.join(str(error).split())}"
+            return f"its buffers cannot be computed alone: {' '.join(read_text(error).split())}"
     for name, buffer in model.named_buffers():
         if name not in kept and not torch.equal(buffer.nan_to_num(), first[name].nan_to_num()):
             return f"its buffer {name} is not computed by transformers"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
+from podium.exceptions import describe_error
 from podium.models.loading import load_scorer, rotary_turn
 from podium.models.tokenizers import load_tokenizer
 from podium.rollout.tasks.writer import INSTRUCTING
@@ -154,6 +155,6 @@ class RewardModel(Worker):
             roles = ", ".join(str(turn.get("role")) for turn in turns)
             raise DataError(
                 f"the chat template of the reward model {self.path} cannot write a conversation of {roles}: "
-                f"{type(error).__name__}: {error}; change the prompts, or data.system_prompt"
+                f"{describe_error(error)}; change the prompts, or data.system_prompt"
             ) from error
         return cast("list[int]", self._tokenizer(written, add_special_tokens=False)["input_ids"])

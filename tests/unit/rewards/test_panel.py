@@ -162,7 +162,7 @@ def test_an_exception_without_a_text_and_a_list_of_the_wrong_length_are_told_as_
     def silent(completion: str) -> float:
         raise Silent
 
-    assert result_of([silent]).problem == "raised Silent"
+    assert result_of([silent]).problem == "raised Silent: its text cannot be read: __str__ raises RuntimeError"
     assert result_of([lambda completion: Silent()]).problem == "returned an object of Silent"
     assert result_of([lambda completions: [1.0, 2.0]]).problem.startswith("returned 2 scores for a list of one")
 

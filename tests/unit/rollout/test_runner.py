@@ -181,7 +181,10 @@ def test_a_session_that_raises_whatever_it_likes_ends_alone(how: str) -> None:
         return 0.0
 
     first, second = lived(play, [{"fine": False}, {"fine": True}])
-    expected = {"no text": "Unspeakable: its text cannot be read", "exit in a task": "RuntimeError: SystemExit: 3"}
+    expected = {
+        "no text": "Unspeakable: its text cannot be read: __str__ raises RuntimeError",
+        "exit in a task": "RuntimeError: SystemExit: 3",
+    }
     assert first.failure == expected.get(how, "SystemExit: 3")
     assert second.failure == ""
 

@@ -40,6 +40,7 @@ from monarch.config import configure
 from podium.backends.files import Files, Log
 from podium.backends.process import Surroundings, accelerators, environment_of, machine
 from podium.errors import WorkerStartError
+from podium.exceptions import read_text
 from podium.processes import describe_exit, is_stopped
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode
@@ -105,7 +106,7 @@ class MonarchBackend(Backend):
                     self.processes.pop(other.key, None)
                 words = "\n".join(process.log.last_lines())
                 raise WorkerStartError(
-                    f"{process.label}: its Monarch proc did not start: {error}\n{words}", rank=process.rank
+                    f"{process.label}: its Monarch proc did not start: {read_text(error)}\n{words}", rank=process.rank
                 ) from error
         return processes
 

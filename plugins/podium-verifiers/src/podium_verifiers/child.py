@@ -118,7 +118,7 @@ async def live(settings: dict[str, Any], connection: socket.socket) -> None:
         try:
             outcome = await run_episode(env, tasks[order["place"]], order)
         except Exception as error:  # noqa: BLE001  an environment raises what it likes
-            outcome = {"error": f"{type(error).__name__}: {error}"}
+            outcome = {"error": show(error)}
         writer.write(make_frame(number, outcome))
 
     async with env.serving():
@@ -135,6 +135,14 @@ async def live(settings: dict[str, Any], connection: socket.socket) -> None:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*running.values(), return_exceptions=True)
+
+
+def show(error: BaseException) -> str:
+    """Return the class of an exception and its text, which may raise anything."""
+    try:
+        return f"{type(error).__name__}: {error}"[:20_000]
+    except BaseException:  # noqa: BLE001 - its class may raise anything
+        return f"{type(error).__name__}, whose text cannot be read"
 
 
 def make_frame(number: int, answer: dict[str, Any]) -> bytes:
@@ -161,7 +169,7 @@ def main() -> None:
         else:
             asyncio.run(live(settings, socket.socket(fileno=connection)))
     except BaseException as error:
-        reply({"error": f"{type(error).__name__}: {error}"})
+        reply({"error": show(error)})
         raise
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from podium.backends.local import child
 from podium.backends.process import keep_freed_memory
+from podium.exceptions import describe_error
 from podium.lazy import without_collector
 from podium.processes import Channel, Supervisor, command, hide_secrets, open_log, serve_forks, supervise
 
@@ -33,7 +34,7 @@ def _serve(preload: list[str], supervisor: Supervisor, channel: Channel) -> None
             try:
                 importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 - an import may raise anything; the worker that needs it says so
-                sys.stderr.write(f"preload of {name} failed: {type(error).__name__}: {error}\n")
+                sys.stderr.write(f"preload of {name} failed: {describe_error(error)}\n")
     supervisor.settle()
     serve_forks(supervisor, channel, _become_worker_process)
 

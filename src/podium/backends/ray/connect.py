@@ -23,6 +23,7 @@ from ray._private import ray_constants
 
 from podium.backends.ray.cleanup import Tidier
 from podium.errors import ConfigError
+from podium.exceptions import read_text
 from podium.processes import children_of
 
 __all__ = ["connect", "disconnect", "ray", "remove_at_end"]
@@ -76,7 +77,7 @@ def connect(address: str | None, init: Mapping[str, Any]) -> None:
             where = "an embedded cluster" if address is None else f"address {address!r}"
             unsure = address is not None and "RAY_AUTH_MODE" not in os.environ
             hint = CLIENT_LOG if _no_client_server(error) else AUTHENTICATION if unsure else ""
-            first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+            first_line = read_text(error).strip().partition("\n")[0] or type(error).__name__
             raise ConfigError(f"connect('ray'): {where} cannot be had: {first_line}{hint}") from error
         if debugger is None:  # Ray sets its own for the whole process; the script's breakpoint() shall be Python's
             os.environ.pop("PYTHONBREAKPOINT", None)
@@ -116,7 +117,7 @@ def _embed(init: Mapping[str, Any]) -> None:
         except Exception as error:
             _tidier.close(remove=False)
             raise RuntimeError(
-                f"{str(error).strip().partition(chr(10))[0]} (Ray's logs: {init_options['_temp_dir']})"
+                f"{read_text(error).strip().partition(chr(10))[0]} (Ray's logs: {init_options['_temp_dir']})"
             ) from error
     for agent in _agents():
         _tidier.kill(agent)
@@ -185,7 +186,7 @@ def _sigterm_kept() -> Generator[None]:
 
 
 def _no_client_server(error: BaseException) -> bool:
-    return isinstance(error, ConnectionAbortedError) and any(phrase in str(error) for phrase in CLIENT_FAILED)
+    return isinstance(error, ConnectionAbortedError) and any(phrase in read_text(error) for phrase in CLIENT_FAILED)
 
 
 def _knock(address: str) -> None:

@@ -21,6 +21,7 @@ from podium.backends.files import Log
 from podium.backends.interrupts import Interrupts
 from podium.backends.ray.connect import ray
 from podium.backends.ray.wire import FULL, NO_VALUES, Parcel, bare_name, no_room, wire_to_outcome
+from podium.exceptions import read_text
 from podium.processes import is_stopped
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, Failure, OnDeath, Reply, Request
@@ -144,7 +145,7 @@ def _cause(error: BaseException | None, killed: bool) -> str:
         return "killed by its controller"
     if isinstance(error, ActorUnavailableError):
         return "Ray lost the connection to it, as when its node goes down"
-    text = str(error).strip()
+    text = "" if error is None else read_text(error).strip()
     why = re.search(r"because ([^\n]*?)\.(?:\s|$)", text)
     exit_text = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)\.(?:\s|$)", text)
     return (why[1] if why else text.partition("\n")[0]) + (f" ({exit_text[1]}: {exit_text[2]})" if exit_text else "")

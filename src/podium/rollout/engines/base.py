@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.errors import ConfigError, GenerationError
+from podium.exceptions import describe_error
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import REPORT_EVERY_S, Drawn, Journal
 from podium.rollout.engines.requests import (
@@ -396,7 +397,8 @@ class Engine(ABC):
                 self._report()
             return events
         except BaseException as error:
-            failure = error if isinstance(error, Exception) else GenerationError(f"generation ended by {error!r}")
+            ended = GenerationError(f"generation ended by {describe_error(error)}")
+            failure = error if isinstance(error, Exception) else ended
             with self._changed:
                 begun = self._in_flight.keys() - {request.id for request in self._arrived}
                 for id in begun:

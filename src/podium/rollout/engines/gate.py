@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from podium.errors import GenerationError
+from podium.exceptions import read_text
 
 __all__ = ["WeightGate"]
 
@@ -81,6 +82,6 @@ class WeightGate:
         try:
             yield
         except BaseException as error:
-            self.refuse(f"the weights of version {version} arrived only in part ({error}); sync again")
+            self.refuse(f"the weights of version {version} arrived only in part ({read_text(error)}); sync again")
             raise
         self.open(version)

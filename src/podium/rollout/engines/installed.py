@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from podium.errors import ConfigError
+from podium.exceptions import read_text
 from podium.extras import install_command
 from podium.rollout.engines.config import AUTO, OWN_OPTIONS, EngineConfig, find_engines
 
@@ -65,7 +66,7 @@ def engine_class(name: str) -> type[Engine]:
         where = lines[-1] if lines else ""
         kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"{subject} cannot be loaded: {where}{kind}{error}; repair its package, or use engine.name=auto"
+            f"{subject} cannot be loaded: {where}{kind}{read_text(error)}; repair its package, or use engine.name=auto"
         ) from error
     if not (inspect.isclass(engine_class) and issubclass(engine_class, Engine)):
         raise ConfigError(f"{subject} is no engine: expected a subclass of podium.rollout.engines.Engine")

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
+from podium.exceptions import describe_error
+
 __all__ = ["contain_exits", "in_thread", "is_cancelled", "session_counts"]
 
 P = ParamSpec("P")
@@ -39,7 +41,7 @@ def _begin(function: Callable[[], T]) -> Future[T]:
         try:
             result = function()
         except StopIteration as error:  # which no coroutine can raise
-            answer.set_exception(RuntimeError(f"StopIteration: {error}"))
+            answer.set_exception(RuntimeError(describe_error(error)))
         except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
             answer.set_exception(error)
         else:
@@ -85,4 +87,4 @@ async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
     except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+        raise RuntimeError(describe_error(error)) from error

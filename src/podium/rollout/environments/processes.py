@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from podium.errors import PodiumError
+from podium.exceptions import describe_error, read_text
 from podium.processes import START_LIMIT_S, ForkServer, FrameError, command, describe_exit, make_frame, read_frame
 from podium.rollout.environments.client import Reply
 from podium.rollout.environments.contract import Outcome
@@ -174,7 +175,7 @@ async def _answer(writer: asyncio.StreamWriter, number: int, asked: Mapping[str,
                 answer["value"] = client.base_url if asked["with"]["address"] else ""
     except Exception as error:  # noqa: BLE001 - it is the session's to hear
         kind = next((name for name, error_class in KINDS.items() if isinstance(error, error_class)), "")
-        answer["error"] = (kind or "GenerationError", str(error) if kind else f"{type(error).__name__}: {error}")
+        answer["error"] = (kind or "GenerationError", read_text(error) if kind else describe_error(error))
     _send(writer, number, answer)
 
 

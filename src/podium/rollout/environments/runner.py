@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from podium.errors import ContextFull
+from podium.exceptions import format_error, name_class, read_text
 from podium.rollout.environments.calls import contain_exits, is_cancelled, session_counts
 from podium.rollout.environments.client import MOST_AGENTS, Client
 from podium.rollout.environments.contract import Outcome, Reward
@@ -216,7 +217,7 @@ async def _live_session(
 
 
 def _make_failure(error: BaseException) -> Ending:
-    what = f"{type(error).__name__}: {_text(error).partition(chr(10))[0][:200]}{_hint(error)}"
+    what = f"{name_class(error)}: {read_text(error).partition(chr(10))[0][:200]}{_hint(error)}"
     return Ending(failure=what, details=_own_traceback(error))
 
 
@@ -240,19 +241,12 @@ def _own_traceback(error: BaseException) -> str:
         step = step.tb_next
     if own_step is None and name in _CHECKS:
         return ""
-    return "".join(traceback.format_exception(type(error), error, own_step or error.__traceback__))
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - it is a stranger's
-        return "its text cannot be read"
+    return format_error(error, own_step or error.__traceback__)
 
 
 def _is_full(error: BaseException) -> bool:
     """Whether an error says that the context is full: the client's, or that of an agent which asks over HTTP."""
-    return isinstance(error, ContextFull) or "context_length_exceeded" in _text(error)
+    return isinstance(error, ContextFull) or "context_length_exceeded" in read_text(error)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

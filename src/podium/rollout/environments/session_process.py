@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 from podium.errors import ConfigError, ContextFull, GenerationError
+from podium.exceptions import describe_error
 from podium.processes import Channel, Requests, Supervisor, serve_forks, supervise
 from podium.rollout.environments.client import Reply, agent_name, hash_seed
 from podium.rollout.environments.config import EnvironmentConfig
@@ -69,7 +70,7 @@ def _serve_sessions(supervisor: Supervisor, channel: Channel) -> None:
     try:
         play = resolve_environment(config).play
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-        channel.send(0, f"{type(error).__name__}: {error}".partition("\n")[0].encode())
+        channel.send(0, describe_error(error).partition("\n")[0].encode())
         return
     channel.send(0)
     supervisor.settle()

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import cloudpickle
 
+from podium.exceptions import describe_error, read_text
 from podium.processes import (
     LONGEST_BODY,
     Channel,
@@ -142,8 +143,7 @@ def _call(data: bytes) -> dict[str, str]:
             result = asyncio.run(_await(result))
         return {"result": write_value(result)}
     except BaseException as error:  # noqa: BLE001 - the model hears of it, whatever it is
-        kind = type(error).__name__
-        return {"error": str(error) if kind == "ToolError" else f"{kind}: {error}"}
+        return {"error": read_text(error) if type(error).__name__ == "ToolError" else describe_error(error)}
 
 
 async def _await(result: Any) -> Any:

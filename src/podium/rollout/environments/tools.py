@@ -29,6 +29,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, crea
 from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
+from podium.exceptions import describe_error, read_text
 from podium.rollout.environments.calls import in_thread, is_cancelled, session_counts
 from podium.rollout.environments.tool_process import FailedInProcess, in_process, write_value
 
@@ -179,13 +180,13 @@ class Toolbox:
         except ValidationError as error:
             return f"error: {name} cannot be called so: {_plain(error)}", True
         except (ToolError, FailedInProcess) as error:
-            return f"error: {error}"[:_MOST_SHOWN], True
+            return f"error: {read_text(error)}"[:_MOST_SHOWN], True
         except BaseException as error:  # SystemExit of a tool ends the call, not the run
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if isinstance(error, TimeoutError) and timer.expired():
                 return f"error: {name} took longer than {called_tool.time_limit_s:g} s", True
-            return f"error: {type(error).__name__}: {error}"[:_MOST_SHOWN], True
+            return f"error: {describe_error(error)}"[:_MOST_SHOWN], True
 
 
 def _arguments(given: Any) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from podium.errors import DataError
+from podium.exceptions import read_text
 from podium.hub import explain_offline, look_for_hub
 
 __all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "means_files", "read_rows", "split_names"]
@@ -285,7 +286,7 @@ def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[
 def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> DataError:
     if offline := explain_offline(error):
         return DataError(f"{spec}: neither a file nor a dataset that can be loaded: {offline}")
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    reason = read_text(error).strip().partition("\n")[0] or type(error).__name__
     with_options = f" with data.options = {dict(options)!r}" if options else ""
     return DataError(
         f"{spec}: neither a file nor a dataset that can be loaded{with_options}: {reason}. A file ends in .jsonl, "

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError, DataError
+from podium.exceptions import describe_error
 from podium.rollout.tasks.examples import half_pair
 from podium.rollout.tasks.spans import Span, mask_tokens
 
@@ -47,7 +48,7 @@ class Encoder:
         except Exception as error:
             halves = (f"{text[max(0, at - 20) : at + 20]!r}" for text in texts if (at := half_pair(text)) is not None)
             if (near := next(halves, None)) is None:
-                reason = f"{type(error).__name__}: {error}"
+                reason = describe_error(error)
                 raise ConfigError(
                     f"the tokenizer cannot encode {texts[0][:60]!r}: {reason}; set model.tokenizer"
                 ) from error

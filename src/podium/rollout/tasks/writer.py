@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from podium.errors import ConfigError, DataError
+from podium.exceptions import read_text
 from podium.rollout.tasks.bad_rows import RowError
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, message_text, template_messages
@@ -433,8 +434,8 @@ class Writer:
         except Exception as error:  # templates raise what they like, and Jinja's own errors besides
             system = self.config.system_prompt
             raise ConfigError(
-                f"the chat template cannot write {str(messages)[:120]}: {str(error) or type(error).__name__}; set "
-                "data.chat_template to another, or to none for plain text"
+                f"the chat template cannot write {str(messages)[:120]}: {read_text(error) or type(error).__name__}; "
+                "set data.chat_template to another, or to none for plain text"
                 + ("; the template may not support system prompts" if system else "")
             ) from error
 
@@ -480,7 +481,9 @@ class Writer:
                 **self._options,
             )
         except Exception as error:  # as in _apply_template
-            raise ConfigError(f"the chat template cannot mark {str(texts.messages)[:120]}: {error}") from error
+            raise ConfigError(
+                f"the chat template cannot mark {str(texts.messages)[:120]}: {read_text(error)}"
+            ) from error
         return [(start, stop) for start, stop in marks[0]] if written[0] == texts.whole else []
 
     # -- tokens --------------------------------------------------------------------------------------------------------

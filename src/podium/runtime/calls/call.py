@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, Ty
 from weakref import WeakSet
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, PodiumError
+from podium.exceptions import format_error
 from podium.runtime.dispatch import PerRank
 
 if TYPE_CHECKING:
@@ -354,5 +355,6 @@ class Watch:
             while ticks:  # no name here keeps an object until the next round
                 try:
                     ticks.pop()(time.monotonic())
-                except Exception:
-                    logging.getLogger("podium").exception("checking the deadlines of calls failed; the checks go on")
+                except Exception as error:  # noqa: BLE001 - the checks go on whatever one of them raises
+                    what = "checking the deadlines of calls failed; the checks go on"
+                    logging.getLogger("podium").error("%s: %s", what, format_error(error))

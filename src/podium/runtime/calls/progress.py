@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from podium import telemetry
+from podium.exceptions import format_error
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.in_flight import return_number, take_number
 from podium.runtime.messages import Reply, Request
@@ -105,7 +106,8 @@ class ProgressWatch:
                 continue
             try:
                 self.look()
-            except Exception:
+            except Exception as error:  # noqa: BLE001 - the run goes on without it
                 if not self._closed.is_set():  # else the processes may be gone
-                    logging.getLogger("podium").exception("progress is not shown any more; the run goes on")
+                    what = "progress is not shown any more; the run goes on"
+                    logging.getLogger("podium").error("%s: %s", what, format_error(error))
                 return

@@ -11,7 +11,6 @@ arguments stay with the caller, and the script passes on references.
 """
 
 import logging
-import pickle
 import sys
 import threading
 from collections import deque
@@ -20,14 +19,14 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary
 
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
-
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
+from podium.exceptions import describe_error
 from podium.runtime.calls.call import Call, Watch
 from podium.runtime.codec import decode, encode
+from podium.runtime.exceptions import pack_exception
 from podium.runtime.messages import Failure, Reply
 
-__all__ = ["Outbox", "Reachable", "Relay", "Wanted", "cause_of", "reachable", "travelled"]
+__all__ = ["Outbox", "Reachable", "Relay", "Wanted", "reachable", "travelled"]
 
 
 UNANSWERED_S = 10.0  # after a call's deadline, by which the script has ended the call if it is there
@@ -221,7 +220,7 @@ class Relay:
             self._ask(rank, "deliver", {"number": number, "value": result()}, partial(self._deliver, key))
         except Exception as error:  # noqa: BLE001 - the worker raises it
             translated = error if isinstance(error, PodiumError) else _translate_error(error)
-            answer = {"number": number, "error": translated, "cause": _pickle(error.__cause__)}
+            answer = {"number": number, "error": translated, "cause": pack_exception(error.__cause__)}
             self._ask(rank, "deliver", answer, _unheard)
 
     def _deliver(self, key: tuple[int, int], reply: Reply) -> None:
@@ -233,23 +232,8 @@ class Relay:
         raise SerializationError(failure.message)
 
 
-def cause_of(data: bytes | None) -> BaseException | None:
-    """The cause of an error that was delivered, or None where it does not survive the way."""
-    try:
-        return None if data is None else pickle.loads(data)
-    except Exception:  # noqa: BLE001 - a class may raise anything when it is made anew
-        return None
-
-
-def _pickle(error: BaseException | None) -> bytes | None:
-    try:
-        return None if error is None else cloudpickle.dumps(error)  # pyright: ignore[reportUnknownMemberType]
-    except Exception:  # noqa: BLE001 - a class may raise anything while it pickles
-        return None
-
-
 def _translate_error(error: Exception) -> PodiumError:
-    return EndpointError(f"{type(error).__name__}: {error}", method="", rank=-1)
+    return EndpointError(describe_error(error), method="", rank=-1)
 
 
 def _raise(error: Exception) -> None:

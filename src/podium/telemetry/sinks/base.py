@@ -107,7 +107,7 @@ class Sink(ABC):
         self.emitted_ns = emitted_ns
         try:
             self.handle(event)
-        except Exception as error:  # noqa: BLE001 - whatever a sink raises, the run must go on
+        except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - not Ctrl-C: the run must go on
             if self._unsubscribe is not None:
                 self._unsubscribe()
                 self._unsubscribe = None

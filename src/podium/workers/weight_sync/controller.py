@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from podium.data import TensorRef
 from podium.errors import ConfigError, DataError, PodiumError
+from podium.exceptions import read_text
 from podium.models.buckets import cut
 from podium.runtime import Call, Handle
 from podium.telemetry import Note, emit
@@ -166,7 +167,7 @@ class StreamedSync(WeightSync):
         except BaseException as error:
             self._sums = {}
             self._announced.clear()
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = f"{type(error).__name__}: {read_text(error).partition(chr(10))[0]}"
             for generator in behind:  # generators that died or are broken have no request that waits
                 with contextlib.suppress(PodiumError):
                     generator.abort_weight_sync(reason)

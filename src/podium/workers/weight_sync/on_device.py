@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from podium.exceptions import read_text
 from podium.models.buckets import checksum
 
 __all__ = ["Lent", "Loan", "Site", "lend", "open_loan", "route", "site_of"]
@@ -149,4 +150,4 @@ def _wait_for(tensors: Sequence[Tensor]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {read_text(error).partition(chr(10))[0]}"

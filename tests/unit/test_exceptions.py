@@ -1,0 +1,367 @@
+"""The text of an exception is read whatever its class does, and the exception arrives without its class being asked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+import podium
+from podium.errors import EndpointError
+from podium.exceptions import describe_error, format_error, is_readable, read_text
+from podium.rewards.forms import Item
+from podium.rewards.panel import Panel, judge
+from podium.rollout.environments.tools import Toolbox
+from podium.runtime import Worker, endpoint
+from podium.runtime.exceptions import pack_exception, unpack_exception
+from podium.telemetry import Bus, Note
+
+LARGE = 3_000_000
+
+
+class Text(Exception):
+    """An exception whose text is what a function makes."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __str__(self) -> Any:
+        return self.make()
+
+    __repr__ = __str__
+
+
+def leave(error: type[BaseException]) -> NoReturn:
+    raise error
+
+
+def recurse() -> Any:
+    return recurse()
+
+
+def spin() -> str:
+    while True:
+        pass
+
+
+def grow() -> str:
+    return "".join("x" for _ in iter(int, 1))
+
+
+class Odd(str):
+    def __getitem__(self, key: Any) -> Any:
+        raise ValueError
+
+    def __format__(self, spec: str) -> Any:
+        raise ValueError
+
+    def encode(self, *arguments: Any, **options: Any) -> Any:
+        raise ValueError
+
+
+TEXTS: dict[str, Callable[[], Any]] = {
+    "raises": lambda: leave(ValueError),
+    "exits": lambda: leave(SystemExit),
+    "interrupts": lambda: leave(KeyboardInterrupt),
+    "ends a generator": lambda: leave(GeneratorExit),
+    "is no text": lambda: 3,
+    "recurses": recurse,
+    "spins": spin,
+    "grows": grow,
+    "is long": lambda: "x" * LARGE,
+    "is odd": lambda: Odd("x"),
+    "is no Unicode": lambda: "\ud800",
+}
+
+
+class NameOfClass(type):
+    @property
+    def __name__(cls) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise ValueError
+
+
+class OddClass(Exception, metaclass=NameOfClass):
+    __module__ = 3  # type: ignore[assignment] # what an exception may bring
+
+    @property
+    def __cause__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise ValueError
+
+    @property
+    def __notes__(self) -> Any:
+        raise ValueError
+
+
+def circle() -> BaseException:
+    first, second = ValueError("first"), KeyError("second")
+    first.__cause__, second.__cause__ = second, first
+    return first
+
+
+def noted(notes: Any) -> BaseException:
+    error = ValueError("noted")
+    error.__notes__ = notes
+    return error
+
+
+def deep_group() -> BaseException:
+    group: BaseException = Text(TEXTS["raises"])
+    for _ in range(2_000):
+        group = BaseExceptionGroup("group", [group])
+    return group
+
+
+def long_chain() -> BaseException:
+    error: BaseException = ValueError("0")
+    for number in range(20_000):
+        error, error.__context__ = ValueError(str(number)), error
+    return error
+
+
+ODD: dict[str, Callable[[], BaseException]] = {
+    **{f"text {name}": lambda make=make: Text(make) for name, make in TEXTS.items()},
+    **{f"group of {name}": lambda make=make: ExceptionGroup("g", [Text(make)]) for name, make in TEXTS.items()},
+    "odd class": OddClass,
+    "circle": circle,
+    "notes of numbers": lambda: noted([1, 2]),
+    "notes": lambda: noted(7),
+    "notes that raise": lambda: noted([Text(TEXTS["exits"])]),
+    "deep group": deep_group,
+    "long chain": long_chain,
+}
+
+
+UNREADABLE = {f"{what} {name}" for name in [*TEXTS][:9] for what in ("text", "group of")} | {"deep group"}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_any_exception_is_shown(kind: str) -> None:
+    error = ODD[kind]()
+    for text in (read_text(error), describe_error(error), format_error(error)):
+        assert type(text) is str
+        assert len(text.encode()) < 1_000_000
+    assert describe_error(error).startswith(type.__dict__["__name__"].__get__(type(error)))
+    assert sys.gettrace() is None
+    readable = is_readable(error)
+    del error  # which pytest would show
+    assert readable == (kind not in UNREADABLE)
+
+
+def test_usual_exceptions_are_shown_as_python_shows_them() -> None:
+    try:
+        try:
+            raise ExceptionGroup("several", [ValueError("a"), OSError(2, "no file", "x.txt")])
+        except ExceptionGroup as inner:
+            raise KeyError("outer") from inner
+    except KeyError as error:
+        import traceback
+
+        assert format_error(error) == traceback.format_exc()
+        assert describe_error(error) == "KeyError: 'outer'"
+    assert describe_error(ValueError()) == "ValueError"
+
+
+# -- to another process ----------------------------------------------------------------------------------------------
+
+
+class Reduced(Exception):
+    """An exception that is made anew by a function."""
+
+    def __reduce__(self) -> Any:
+        return self.args[0] if len(self.args) == 1 else super().__reduce__()
+
+
+class Leaving(Exception):
+    def __reduce__(self) -> Any:
+        os._exit(77)
+
+
+class Value:
+    """A value of an exception that is made anew by a function."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (77,)
+
+
+class State:
+    def __setstate__(self, state: Any) -> None:
+        os._exit(77)
+
+
+class Needs(OSError):
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(name)
+        self.number = number
+
+
+class Constructor(Exception):
+    def __init__(self, *arguments: Any) -> None:
+        if arguments:
+            raise RuntimeError("it is made once")
+
+
+PACKED: dict[str, Callable[[], BaseException]] = {
+    "ends the process": lambda: Reduced((os._exit, (77,))),
+    "ends the process in a function": lambda: Reduced((lambda: os._exit(77), ())),
+    "ends where it is pickled": lambda: Leaving("x"),
+    "garbage": lambda: Reduced(7),
+    "a text": lambda: Reduced("nowhere"),
+    "another type": lambda: Reduced((int, ("3",))),
+    "a value": lambda: ValueError(Value()),
+    "a nested value": lambda: ValueError({"a": [Value()]}),
+    "a state": lambda: ValueError(State()),
+    "in a group": lambda: ExceptionGroup("g", [Reduced((os._exit, (77,))), Leaving("y")]),
+    "arguments": lambda: Needs("x", 2),
+    "a constructor": lambda: _with_arguments(Constructor()),
+}
+
+
+def _with_arguments(error: BaseException) -> BaseException:
+    error.args = (1, 2)
+    return error
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_an_exception_is_made_anew_without_its_class_being_asked(kind: str) -> None:
+    error = PACKED[kind]()
+    again = unpack_exception(pack_exception(error))
+    assert type(again) is type(error)
+    if kind == "arguments":
+        assert (again.args, again.number) == (("x",), 2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(2, "no file", "x.txt"),
+        KeyError("k"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+        ImportError("m", name="n", path="p"),
+        StopIteration(3),
+        SystemExit(4),
+        ExceptionGroup("g", [ValueError(1), ExceptionGroup("h", [KeyError(2)])]),
+        SyntaxError("bad", ("f.py", 1, 2, "x =", 1, 3)),
+        noted(["a note"]),
+        EndpointError("e", method="m", rank=3, remote_traceback="t"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_usual_exceptions_arrive_as_they_are(error: BaseException) -> None:
+    again = unpack_exception(pack_exception(error))
+    assert again is not None
+    assert (type(again), str(again), again.__dict__) == (type(error), str(error), error.__dict__)
+    for name in ("errno", "filename", "name", "path", "value", "code", "lineno", "reason"):
+        assert getattr(again, name, None) == getattr(error, name, None)
+
+
+def test_bytes_that_are_no_exception_are_none() -> None:
+    assert unpack_exception(b"") is unpack_exception(None) is None
+    assert all(pack_exception(Text(make)) is None for make in [*TEXTS.values()][:9])
+
+
+class Odds(Worker):
+    """Raises what it is asked for."""
+
+    @endpoint
+    def show(self, kind: str) -> None:
+        raise {**ODD, **PACKED}[kind]()
+
+    @endpoint
+    async def wait(self, kind: str) -> None:
+        raise {**ODD, **PACKED}[kind]()
+
+    @endpoint
+    def leave(self, name: str) -> None:
+        raise {"SystemExit": SystemExit, "GeneratorExit": GeneratorExit, "KeyboardInterrupt": KeyboardInterrupt}[name]
+
+    @endpoint
+    def make(self) -> Any:
+        return Leaving2()
+
+    @endpoint
+    def ping(self) -> int:
+        return os.getpid()
+
+
+class Leaving2:
+    def __reduce__(self) -> Any:
+        raise SystemExit(3)
+
+
+BACKENDS = ["inline", "local", pytest.param("ray", marks=pytest.mark.ray)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_exception_ends_a_worker_or_the_script(backend: str) -> None:
+    with podium.connect(backend) as cluster:
+        odds = cluster.start(Odds.bind(), cluster.pool([1], cpus=1))
+        (pid,) = odds.ping()
+        for kind in [*ODD, *PACKED]:
+            for method in (odds.show, odds.wait):
+                with pytest.raises(EndpointError, match=r"rank 0") as caught:
+                    method(kind)
+                assert "Traceback" in caught.value.remote_traceback or "raise" in caught.value.remote_traceback
+                assert caught.value.__cause__ is None or is_readable(caught.value.__cause__)
+        with pytest.raises(EndpointError, match="does not pickle: SystemExit"):
+            odds.make()
+        for name in ("SystemExit", "GeneratorExit", "KeyboardInterrupt"):
+            if (backend, name) != ("inline", "KeyboardInterrupt"):  # which is the script's own Ctrl-C
+                with pytest.raises(EndpointError, match=name):
+                    odds.leave(name)
+        assert odds.ping() == [pid]
+
+
+# -- rewards, tools, listeners ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*ODD, *PACKED])
+def test_a_reward_that_raises_it_has_failed(kind: str) -> None:
+    def score(completion: str) -> float:
+        raise {**ODD, **PACKED}[kind]()
+
+    result = judge(Panel([score], (), frozenset({"prompt"}), 1), Item("text", {"prompt": ""}, {}))
+    assert result.problem.startswith("raised ")
+    result.problem.encode()
+
+
+@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("kind", ["text raises", "text exits", "text spins", "text is long", "odd class", "circle"])
+def test_a_tool_that_raises_it_answers_with_an_error(kind: str, process: bool) -> None:
+    def look_up(word: str) -> str:
+        """Look a word up."""
+        raise ODD[kind]()
+
+    from podium.rollout.environments.tools import tool
+
+    box = Toolbox([tool(look_up, process=process)])
+    call = {"id": "1", "function": {"name": "look_up", "arguments": '{"word": "a"}'}}
+    (message,) = asyncio.run(box.answer([call]))
+    assert message["content"].startswith("error: ")
+    assert len(message["content"]) < 100_000
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_listener_that_raises_it_gets_no_more_events(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def listen(event: object) -> None:
+        raise ODD[kind]()
+
+    bus = Bus()
+    bus.subscribe(listen)
+    with caplog.at_level(logging.ERROR):
+        bus.emit(Note("x"))
+    assert "gets no more events" in caplog.text
+    assert not bus.active()
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit])
+def test_a_listener_that_leaves_ends_no_run(error: type[BaseException], tmp_path: Path) -> None:
+    bus = Bus()
+    bus.subscribe(lambda event: leave(error))
+    bus.emit(Note("x"))
+    assert not bus.active()
