@@ -13,6 +13,7 @@ from importlib import import_module
 
 import podium
 from podium.errors import PodiumError, RunInterrupted
+from podium.exceptions import describe_error
 from podium.functions import nearest
 from podium.lazy import without_collector
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if debug or not (sentence := explain_limit(error)):
             raise
-        sys.stderr.write(f"podium {command}: {sentence} ({type(error).__name__}: {error})\n")
+        sys.stderr.write(f"podium {command}: {sentence} ({describe_error(error)})\n")
         return 2
     except RunInterrupted as interruption:
         for number in (signal.SIGINT, signal.SIGTERM):  # the run has said so, and Python's end is not to be disturbed
