@@ -23,6 +23,13 @@ SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
 LINE = f"{SECRET}\nb3BlbnNzaC1rZXktdjE\n"
 
 
+def clear(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
+
+
 def links(entry: Path, victim: Path) -> None:
     """A link to what was here, which is now the victim's."""
     os.replace(entry, victim / entry.name) if entry.exists() else (victim / entry.name).write_text(LINE)
@@ -31,12 +38,12 @@ def links(entry: Path, victim: Path) -> None:
 
 def links_to_secret(entry: Path, victim: Path) -> None:
     (victim / "id_rsa").write_text(LINE)
-    shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+    clear(entry)
     entry.symlink_to(victim / "id_rsa")
 
 
 def links_to_nothing(entry: Path, victim: Path) -> None:
-    shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+    clear(entry)
     entry.symlink_to(victim / "new")
 
 
@@ -49,7 +56,7 @@ def hard_links(entry: Path, victim: Path) -> None:
 
 def is_pipe(entry: Path, victim: Path) -> None:
     """A pipe without a writer, on which who reads waits for ever."""
-    shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+    clear(entry)
     os.mkfifo(entry)
 
 
