@@ -207,10 +207,7 @@ def test_a_disk_that_is_full_is_one_line(
     monkeypatch.setattr(RunDirectory, "write_config", full)
     status, _, err = run(capsys, "train", "sft", "--config", str(yaml), "--backend", "inline", "--eval.items", "0")
     assert status == 2
-    assert err == (
-        "podium train: /runs/x/summary.json: No space left on device; check the path, its permissions and the room on "
-        "the disk\n"
-    )
+    assert err == "podium train: cannot write /runs/x/summary.json: No space left on device; make room on that disk\n"
 
 
 def test_a_backend_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
