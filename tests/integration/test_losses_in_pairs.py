@@ -323,7 +323,7 @@ class FatalDraw(Generator):
 
     def _build_requests(self, prompts: Batch, sampling: Any) -> Any:
         asked = super()._build_requests(prompts, sampling)
-        if any(self._tokenizer.decode(row).startswith(POISON) for row in asked.prompts):
+        if any(str(self._tokenizer.decode([*row])).startswith(POISON) for row in asked.prompts):
             os.kill(os.getpid(), signal.SIGKILL)
         return asked
 
