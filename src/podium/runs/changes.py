@@ -167,6 +167,18 @@ def _evaluation(name: str) -> dict[str, Path]:
     return evaluations
 
 
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
+
+
+def _is_number(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind) or types.is_null(kind)
+
+
 def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the rows by their prompt and by their number among the rows with this prompt.
 
@@ -186,6 +198,13 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
             present = file.schema_arrow.names
             weighing = ("tokens",) if metric.name in (LOSS, TOKEN_ACCURACY) else ()
             names = [name for name in (*_COLUMNS, column, *weighing, "group", "session") if name in present]
+            kinds = {field.name: field.type for field in file.schema_arrow}
+            known = {name: _is_text for name in _COLUMNS if name != "completion" or name in present}
+            known |= {column: _is_number} if column in present else {}
+            for name, is_known in known.items():
+                if name not in kinds or not is_known(kinds[name]):
+                    kind = "texts" if is_known is _is_text else "numbers"
+                    raise ConfigError(f"{path}: the column {name!r} holds no {kind}: the file was damaged or changed")
             rows = file.read(columns=names).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
