@@ -38,6 +38,7 @@ from podium.rollout.tasks.writer import Writer
 
 SESSIONS, TURNS, ANSWER = 1000, 10, 16
 TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
