@@ -11,7 +11,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.models import ModelConfig, load_model, load_tokenizer
 from podium.rollout.engines import find_engines
+from podium.runs.checkpoints import TrainerState
 from podium.runs.named_code import list_code
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.integration.test_environment_plugins import write_package
@@ -139,7 +140,7 @@ def test_no_door_loads_the_engine_of_a_strangers_run(
     install_engine(archive, monkeypatch, request, "strange")
     run = write_run(archive, tmp_path, engine={"name": "strange"})
     shutil.copytree(run / "model", run / "checkpoints" / "step-000001" / "policy")
-    (run / "checkpoints" / "step-000001" / "trainer.json").write_text("{}")
+    (run / "checkpoints" / "step-000001" / "trainer.json").write_text(json.dumps(asdict(TrainerState(step=1))))
     for model in (str(run), str(run / "checkpoints" / "step-000001"), f"{run}@1"):
         for door in (["eval", model], ["sample", model, "--prompt", "1="], ["serve", model, "--backend", "inline"]):
             assert main(door) == 2, door
