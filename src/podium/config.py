@@ -332,9 +332,9 @@ def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
             return _several(arms, text)
         value = _load_yaml(text)
     except ValueError as error:
-        raise ConfigError(
-            f"{shlex.join(mask_command([f'--{dotted}', text[:200]]))} is not valid YAML: {error}"
-        ) from None
+        argument = shlex.join(mask_command([f"--{dotted}", text[:200]]))
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in argument)
+        raise ConfigError(f"{shown} is not valid YAML: {error}") from None
     return None if value in ("none", "None") and type(None) in arms else value
 
 
