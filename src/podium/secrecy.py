@@ -97,7 +97,9 @@ def find_masked(value: Any, path: str = "") -> Iterator[str]:
         for name, entry in cast("Mapping[Any, Any]", value).items():
             yield from find_masked(entry, f"{path}.{name}".strip("."))
     elif isinstance(value, list | tuple):
-        yield from dict.fromkeys(found for entry in cast("Sequence[Any]", value) for found in find_masked(entry, path))
+        yield from dict.fromkeys(
+            masked_path for entry in cast("Sequence[Any]", value) for masked_path in find_masked(entry, path)
+        )
     elif isinstance(value, str) and MASK in value:
         yield path
 
@@ -119,8 +121,8 @@ def _mask(value: Any, key: str, depth: int) -> Any:
     if is_secret(key, value):
         _known.add(value)
         return MASK
-    for found in _SIGN.finditer(value):
-        _known.add(found[0][len(found["head"] or found["scheme"] or found["hook"] or "") :])
+    for match in _SIGN.finditer(value):
+        _known.add(match[0][len(match["head"] or match["scheme"] or match["hook"] or "") :])
     return _SIGN.sub(_replace, value)
 
 

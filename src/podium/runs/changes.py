@@ -199,11 +199,11 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
             weighing = ("tokens",) if metric.name in (LOSS, TOKEN_ACCURACY) else ()
             names = [name for name in (*_COLUMNS, column, *weighing, "group", "session") if name in present]
             kinds = {field.name: field.type for field in file.schema_arrow}
-            known = {name: _is_text for name in _COLUMNS if name != "completion" or name in present}
-            known |= {column: _is_number} if column in present else {}
-            for name, is_known in known.items():
-                if name not in kinds or not is_known(kinds[name]):
-                    kind = "texts" if is_known is _is_text else "numbers"
+            checks = {name: _is_text for name in _COLUMNS if name != "completion" or name in present}
+            checks |= {column: _is_number} if column in present else {}
+            for name, is_right in checks.items():
+                if name not in kinds or not is_right(kinds[name]):
+                    kind = "texts" if is_right is _is_text else "numbers"
                     raise ConfigError(f"{path}: the column {name!r} holds no {kind}: the file was damaged or changed")
             rows = file.read(columns=names).to_pylist()
     except (OSError, pa.ArrowException) as error:

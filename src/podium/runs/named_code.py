@@ -118,8 +118,8 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
         yield ("run", "schedule"), config.run.schedule
     algorithm = getattr(config, "algorithm", None)
     if algorithm is not None:
-        for field, known in (("advantage", ADVANTAGES), ("loss", LOSSES)):
-            if (name := getattr(algorithm, field)) not in known:
+        for field, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+            if (name := getattr(algorithm, field)) not in names:
                 yield ("algorithm", field), name
         if algorithm.advantage not in ADVANTAGES or algorithm.loss not in LOSSES:
             yield from _list_options(("algorithm", "options"), algorithm.options)
@@ -158,33 +158,33 @@ def _module_of_engine(name: str) -> str:
 
 def _describe(config: Any, keys: Keys, value: Any) -> _Code:
     """Find the file of the code that a value names, and compute its checksum."""
-    place = ""
+    location = ""
     if not isinstance(value, str):
         value = json.loads(json.dumps(value, default=str))  # as the record has it
     else:
         if keys == ("engine", "name"):
-            place = _module_of_engine(value)
+            location = _module_of_engine(value)
         elif keys == ("environment", "name"):
-            place = config.environment.code.rpartition(":")[0]
+            location = config.environment.code.rpartition(":")[0]
         elif match := _FUNCTION.fullmatch(value):
-            place = match["place"]
-            if keys[1] != "options" and place.endswith(".py"):
-                value = f"{os.path.abspath(os.path.expanduser(place))}:{match['attribute']}"
+            location = match["place"]
+            if keys[1] != "options" and location.endswith(".py"):
+                value = f"{os.path.abspath(os.path.expanduser(location))}:{match['attribute']}"
         elif _is_file(value):
-            place = value
-    if not place:
+            location = value
+    if not location:
         return _Code(keys, value)
-    file = os.path.realpath(os.path.expanduser(_file_of(place)))
+    file = os.path.realpath(os.path.expanduser(_file_of(location)))
     return _Code(keys, value, file, _checksum(file)) if _is_file(file) else _Code(keys, value)
 
 
-def _file_of(place: str) -> str:
-    """Return the file ``place``, or the file of the module ``place``; "" if there is none. No package is imported to
+def _file_of(location: str) -> str:
+    """Return the file ``location``, or that of the module ``location``; "" if there is none. No package is imported to
     find a module in it. Modules in the working directory count, because a program that an environment starts may find
     them there first."""
-    if not place or place.endswith(".py") or os.sep in place or _is_file(place):
-        return place
-    name, *inner = place.split(".")
+    if not location or location.endswith(".py") or os.sep in location or _is_file(location):
+        return location
+    name, *inner = location.split(".")
     try:
         local = PathFinder.find_spec(name, [os.getcwd()])
         spec = local if local and local.origin else find_spec(name) or local

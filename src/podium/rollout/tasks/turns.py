@@ -127,8 +127,8 @@ class TurnFinder:
         text, opened = texts.whole, texts(len(texts.messages) - 1, opened=True)
         if not text.startswith(opened):
             raise opens_otherwise(opened[text_differs_at(text, opened) :], "or data.chat_template to another file")
-        known = len(texts(first, opened=True)) if first else 0
-        spans = read_spans(text, self.find_marks(texts), known, self.ends, self.special)
+        start = len(texts(first, opened=True)) if first else 0
+        spans = read_spans(text, self.find_marks(texts), start, self.ends, self.special)
         last = len(opened)
         spans = [replace(s, start=last) if s.start < last < s.stop else s for s in spans]
         if not spans:
@@ -173,12 +173,12 @@ class TurnFinder:
         parts = {span: probed.whole[span.start : span.stop].lower() for span in spans}
         if not all(probe in probed.whole.lower() for probe in probes):  # it leaves a message out
             return
-        learned, own = "\0".join(parts.values()), {span.index: part for span, part in parts.items()}
+        learned, part_of = "\0".join(parts.values()), {span.index: part for span, part in parts.items()}
         for index, probe in enumerate(probes):
             is_turn = index >= first and messages[index]["role"] == "assistant"
             if probe and not is_turn and probe in learned:
                 self._proved.discard(shape)
                 raise refuse_message(messages, index, "the model would learn to say it, and the assistant did not")
-            if probe and is_turn and not marked and probe not in own.get(index, ""):
+            if probe and is_turn and not marked and probe not in part_of.get(index, ""):
                 self._proved.discard(shape)
                 raise refuse_message(messages, index, "a part of it would not be learned")

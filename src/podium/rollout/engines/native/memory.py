@@ -153,7 +153,7 @@ def _count_alike(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens both begin with."""
     if first == second:
         return len(first)
-    for count, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
+    for count, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
             return count
     return min(len(first), len(second))
