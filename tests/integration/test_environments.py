@@ -155,7 +155,7 @@ def test_an_agent_that_knows_only_an_address_is_trained_by_the_sampling_of_the_r
     for row in metrics_rows(run):
         assert (row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_TURNS]) == (16, 2)
         assert row[metrics.MISMATCH_MAX] < 1e-5
-        assert 0 < row[metrics.SESSIONS_REUSED] < row[metrics.SESSIONS_READ]
+        assert 0 <= row[metrics.SESSIONS_REUSED] < row[metrics.SESSIONS_READ]
         assert row[metrics.SESSIONS_EVICTED] == 0
     assert sum("its own temperature" in note for note in notes) == 1
 

@@ -145,7 +145,6 @@ def test_an_async_endpoint_raises_while_its_siblings_wait(faulty: Handle[Faulty]
         ("kill", "signal SIGKILL"),
         ("segfault", "signal SIGSEGV"),
         ("os._exit", "exit code 3"),
-        ("interrupt", "exit code 1"),
     ],
 )
 def test_a_process_that_ends_in_a_call_is_named_with_cause_and_last_words(
@@ -161,10 +160,13 @@ def test_a_process_that_ends_in_a_call_is_named_with_cause_and_last_words(
         assert any("string_at" in line for line in error.last_words), "the stack of the crash is in its last words"
 
 
-@pytest.mark.parametrize("how", ["sys.exit", "raise"])
+KINDS = {"sys.exit": "SystemExit", "interrupt": "KeyboardInterrupt", "raise": "LookupError"}
+
+
+@pytest.mark.parametrize("how", KINDS)
 def test_leaving_python_politely_is_an_endpoint_error_and_the_process_lives(faulty: Handle[Faulty], how: str) -> None:
     pids = faulty.group.pids
-    with pytest.raises(EndpointError, match="SystemExit" if how == "sys.exit" else "LookupError"):
+    with pytest.raises(EndpointError, match=KINDS[how]):
         faulty.fail_on(0, how, "return")
     assert faulty.rank() == [0, 1, 2]
     assert faulty.group.pids == pids

@@ -146,7 +146,8 @@ def test_asynchronous_steps_are_drawn_side_by_side_within_the_bound(preloaded: C
     assert max(behind.values()) == 2
     assert behind[6] == 0, "a resumed run begins with the newest weights"
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 32}
-    assert all(row["mismatch/weight_mean"] > 0 for row in metrics_rows(run)), "corrected for the older weights"
+    weights = [row["mismatch/weight_mean"] for row in metrics_rows(run) if "mismatch/weight_mean" in row]
+    assert weights and min(weights) > 0, "corrected for the older weights, but in steps without a gradient"
 
 
 class Stuck(Generator):

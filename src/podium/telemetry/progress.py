@@ -10,9 +10,10 @@ A part that is over is not counted any more. ``podium.runtime.calls.progress`` a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
+from weakref import WeakValueDictionary
 
 from podium.telemetry.events import Count
 from podium.telemetry.formatting import clock_duration, compact
@@ -46,7 +47,7 @@ class Counting:
     b 1 of 2 rows
     """
 
-    __slots__ = ("_began_ns", "_labels", "done", "total")
+    __slots__ = ("__weakref__", "_began_ns", "_labels", "done", "total")
 
     def __init__(
         self, unit: str, total: int = 0, *, stage: str = "", whole: bool = False, role: str = "", rank: int = 0
@@ -86,7 +87,7 @@ class Counting:
         return Count(unit, self.done, self.total, seconds, stage, whole, role, rank)
 
 
-_OPEN: Final[dict[int, Counting]] = {}
+_OPEN: Final[MutableMapping[int, Counting]] = WeakValueDictionary()  # without those that nobody has any more
 
 
 def read_counts(after_s: float = 0.0) -> tuple[Count, ...]:

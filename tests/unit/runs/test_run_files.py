@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -222,7 +223,7 @@ def test_another_user_prepares_a_run(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can be two users")
     tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
+    for parent in tmp_path.parents[: len(tmp_path.relative_to(tempfile.gettempdir()).parts) - 1]:
         parent.chmod(0o755)
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("mine")
@@ -230,15 +231,16 @@ def test_another_user_prepares_a_run(tmp_path: Path) -> None:
     run.mkdir()
     os.chown(run, 65534, 65534)
     if not (child := os.fork()):
-        os.setgid(65534)
-        os.setuid(65534)
         try:
-            victim.read_text()
-        except PermissionError:
+            os.setgid(65534)
+            os.setuid(65534)
+            with pytest.raises(PermissionError):
+                victim.read_text()
             for name in ("ledger.jsonl", "metrics.jsonl", ".lock", "curve.png"):
                 (run / name).symlink_to(victim)
             os._exit(0)
-        os._exit(1)
+        finally:  # whatever was raised: this process is no second run of the tests
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     files = RunFiles(run)
     for method in (files.append, files.open, lambda name: files.write("x", name), lambda name: files.lock()):

@@ -13,6 +13,7 @@ import podium
 from podium import Cluster, telemetry
 from podium.errors import EndpointError
 from podium.runtime import Worker
+from podium.telemetry import progress
 from podium.telemetry.progress import Counting
 from podium.testing.workers import Probe, Sleeper
 
@@ -72,6 +73,7 @@ def test_a_stall_names_who_waits_for_whom(
     cluster: Cluster, events: list[telemetry.Event], caplog: pytest.LogCaptureFixture
 ) -> None:
     sleeper = cluster.start(Sleeper.bind(), cluster.pool([2]), name="slow")
+    progress._OPEN.clear()  # what tests before this one have left open
     with caplog.at_level(logging.WARNING, "podium"):
         call = sleeper.sleep.submit(0.8)
         calls = sleeper.group.processes.calls

@@ -170,12 +170,14 @@ def test_status_shows_the_line_where_each_request_waits(process: WorkerProcess) 
 
 
 def test_shutdown_closes_workers_loops_and_threads(process: WorkerProcess) -> None:
-    worker = process.workers["subject"]
+    worker, others = process.workers["subject"], {*threading.enumerate()}
     assert isinstance(worker, Subject)
     run(process, "wait", seconds=0.0)
+    loops = [thread for thread in threading.enumerate() if thread.name == "podium-loop" and thread not in others]
+    assert len(loops) == 1
     process.do_shutdown()
     assert worker.closed
-    assert not [thread for thread in threading.enumerate() if thread.name == "podium-loop" and thread.is_alive()]
+    assert not loops[0].is_alive()
 
 
 def test_a_worker_made_by_hand_is_an_ordinary_object_of_one_rank() -> None:

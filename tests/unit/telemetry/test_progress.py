@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import podium
+import podium.telemetry.progress as telemetry_progress
 from podium import Cluster, telemetry
 from podium.errors import DeadlineExceeded
 from podium.runtime import Worker, endpoint
@@ -38,6 +39,12 @@ def stage(name: str, seconds: float) -> Count:
 def local() -> Iterator[Cluster]:
     with podium.connect("local", preload=()) as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def none_of_others() -> None:
+    """What tests before this one have left open does not count here."""
+    telemetry_progress._OPEN.clear()
 
 
 def states() -> list[tuple[int, int]]:
