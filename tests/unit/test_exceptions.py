@@ -94,7 +94,7 @@ class OddClass(Exception, metaclass=NameOfClass):
         raise ValueError
 
     @property
-    def __notes__(self) -> Any:
+    def __notes__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise ValueError
 
 
@@ -111,7 +111,7 @@ def noted(notes: Any) -> BaseException:
 
 
 def deep_group() -> BaseException:
-    group: BaseException = Text(TEXTS["raises"])
+    group: Any = Text(TEXTS["raises"])
     for _ in range(2_000):
         group = BaseExceptionGroup("group", [group])
     return group
