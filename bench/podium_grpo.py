@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.measure import covered
 from bench.peers.protocol import Pacer, Peer
-from bench.workload import ALPHABET, SHAPES, StepLoad, prompt_texts
+from bench.workload import ALPHABET, SHAPES, StepLoad, allow_unused_stop, prompt_texts
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
@@ -67,6 +67,7 @@ def write_prompts(path: Path, load: StepLoad) -> None:
 def config_of(load: StepLoad, folder: Path) -> GRPOConfig:
     data = folder / "prompts.jsonl"
     write_prompts(data, load)
+    allow_unused_stop()
     return GRPOConfig(
         run=RunConfig(dir=str(folder), name="run", seed=load.seed, steps=MANY_STEPS),
         model=ModelConfig(

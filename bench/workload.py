@@ -93,3 +93,11 @@ def reward(completion: str, example: Mapping[str, Any]) -> float:
     """The share of letters `a`: something to learn that costs nothing to score."""
     del example
     return completion.count("a") / max(len(completion), 1)
+
+
+def allow_unused_stop() -> None:
+    """Let a run of this process have a stop token that is never sampled, so that all completions have full length. A
+    user's run is refused then."""
+    from podium.trainer.checks import preflight
+
+    vars(preflight)["check_vocabulary"] = lambda *_: None

@@ -17,7 +17,7 @@ from bench.gpu.shapes import TOKENIZER, load_of, model_config
 from bench.gpu.stage import Stage
 from bench.peer import peer_command, python_of, start_peer
 from bench.podium_grpo import write_prompts
-from bench.workload import SHAPES, StepLoad
+from bench.workload import SHAPES, StepLoad, allow_unused_stop
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
@@ -135,6 +135,7 @@ def config_of(
     """The configuration of a run, with Podium's defaults wherever the workload says nothing else."""
     data = folder / "prompts.jsonl"
     write_prompts(data, load)
+    allow_unused_stop()
     return GRPOConfig(
         run=RunConfig(dir=str(folder), name="run", seed=load.seed, steps=steps),
         model=ModelConfig(config=shape, tokenizer=TOKENIZER, seed=load.seed),
