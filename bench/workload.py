@@ -100,4 +100,4 @@ def allow_unused_stop() -> None:
     user's run is refused then."""
     from podium.trainer.checks import preflight
 
-    vars(preflight)["check_vocabulary"] = lambda *_: None
+    preflight.check_vocabulary = lambda *_: None
