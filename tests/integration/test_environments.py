@@ -92,6 +92,7 @@ def test_a_session_of_several_turns_is_a_row_and_its_turns_are_rewarded(
     for row in metrics_rows(run):
         assert row[metrics.SESSIONS_TRAINED] == row[metrics.SESSIONS_ROWS] == 16
         assert row[metrics.SESSIONS_FAILED] == row[metrics.SESSIONS_SPLITS] == 0
+        assert row[metrics.SESSIONS_UNRECOGNIZED] == 0
         assert row[metrics.MISMATCH_MAX] < 1e-5  # what was recorded is what the policy would have drawn
         assert row[metrics.SESSIONS_TURNS] == pytest.approx(2 if world == "twice" else 3, abs=0.5)
         assert row[metrics.REWARD_MEAN] > 0

@@ -29,6 +29,9 @@ LEFT_OUT: Final = "completion/left_out"  # share that is left out of the loss; o
 SESSIONS_FAILED: Final = "sessions/failed"  # share of a step's sessions of an environment that failed
 SESSIONS_FULL: Final = "sessions/context_full"  # share that ended because the model's context was full
 SESSIONS_SPLITS: Final = "sessions/splits"  # calls whose history the chat template writes otherwise than it was sampled
+SESSIONS_UNRECOGNIZED: Final = (
+    "sessions/unrecognized"  # calls that begin a row because the agent has edited the history
+)
 SESSIONS_TRAINED: Final = "sessions/trained"  # trajectories that are trained: a session's, or those of its agents
 SESSIONS_ROWS: Final = "sessions/rows"  # rows of these trajectories
 SESSIONS_TURNS: Final = "sessions/turns"  # answers of the model in a session, on average

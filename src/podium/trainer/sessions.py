@@ -42,7 +42,7 @@ __all__ = ["SessionReport", "Sessions", "grade_sessions"]
 _MODEL: Final = "policy"
 _GRACE_S: Final = 60.0  # time for a wave of sessions to end after its time limit
 _LOOK_S: Final = 5.0  # between two checks for notes of the workers
-_TOTALS: Final = ("sessions", "context_full", "turns", "splits", "tool_calls", "tool_errors")
+_TOTALS: Final = ("sessions", "context_full", "turns", "splits", "unrecognized", "tool_calls", "tool_errors")
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class Sessions:
         reports = [report for report in self._workers.report(key) if report]
         if training:
             self._say_overruled({name for report in reports for name in report["overruled"]})
+        self._say_departure(next((report["departure"] for report in reports if report["departure"]), ""))
         self._say_unknown(sum(report["unknown"] for report in reports), len(batch))
         report = _join_figures(reports)
         report = replace(report, figures={**report.figures, **self._count_prompt_tokens()})
@@ -217,6 +218,17 @@ class Sessions:
                 Note(
                     f"the environment's agent asks for its own {', '.join(sorted(asked))}; training draws by the run's "
                     "sampling.*, because a step learns from one distribution"
+                )
+            )
+
+    def _say_departure(self, departure: str) -> None:
+        if departure and "departure" not in self._said:
+            self._said.add("departure")
+            emit(
+                Note(
+                    "an agent sends back a history that is not what its session has recorded, so its call begins a new "
+                    f"row and the model reads all of it again (sessions/unrecognized): {departure}. Send messages back "
+                    "as they were, unless this edit is meant"
                 )
             )
 
@@ -295,6 +307,7 @@ def _join_figures(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
         names.SESSIONS_FAILED: sum(failures.values()) / count,
         names.SESSIONS_FULL: total["context_full"] / count,
         names.SESSIONS_SPLITS: float(total["splits"]),
+        names.SESSIONS_UNRECOGNIZED: float(total["unrecognized"]),
         names.SESSIONS_TURNS: total["turns"] / count,
         names.SESSIONS_TOOL_CALLS: total["tool_calls"] / count,
         names.SESSIONS_TOOL_ERRORS: total["tool_errors"] / max(1, total["tool_calls"]),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from podium.rollout.service.sessions import Sampled, Session, message_key
+from podium.rollout.service.histories import message_key
+from podium.rollout.service.sessions import Sampled, Session
 
 
 def sampled(*ids: int, version: int = 3) -> Sampled:

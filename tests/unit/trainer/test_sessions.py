@@ -1,15 +1,19 @@
-"""The sessions of a run: how long a call that lives them may take."""
+"""The sessions of a run: how long a call that lives them may take, and what is told of them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from podium.data import Batch, fields
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.runs.config import InferenceConfig, RunConfig
+from podium.telemetry import Event, Note, metrics, subscribe
 from podium.trainer.sessions import Sessions
 
 
@@ -34,3 +38,34 @@ def test_sessions_that_wait_for_room_have_longer(
         assert (first, second) == (first_s, second_s), "the second waits for the first"
     with lived.count_sessions(sessions) as again:
         assert again == first_s
+
+
+def test_the_first_history_that_an_agent_has_edited_is_told_once() -> None:
+    report = dict.fromkeys(("sessions", "turns"), 2) | dict.fromkeys(
+        ("context_full", "splits", "tool_calls", "tool_errors", "unknown"), 0
+    )
+    report |= {"failures": Counter(), "details": {}, "seconds": [1.0], "overruled": {}}
+    reports = [
+        {**report, "unrecognized": 2, "departure": "message 2 has x"},
+        {**report, "unrecognized": 0, "departure": ""},
+    ]
+    empty = torch.zeros(1, dtype=torch.int64)
+    columns = dict.fromkeys((fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION), empty)
+    batch = Batch({**columns, fields.GRADE: [SimpleNamespace(score=1.0, full=False)]})
+    call = SimpleNamespace(wait=lambda _: True, result=lambda: batch)
+    live = SimpleNamespace(within=lambda timeout_s: SimpleNamespace(submit=lambda *_: call))
+    workers = SimpleNamespace(
+        group=SimpleNamespace(world_size=2), live=live, notes=list, report=lambda key: [dict(one) for one in reports]
+    )
+    sessions = Sessions(cast("Any", workers), (), InferenceConfig(), SamplingParams(max_new_tokens=8))
+    notes: list[Event] = []
+    unsubscribe = subscribe(notes.append)
+    try:
+        for step in range(2):
+            _, found = sessions.live([], torch.zeros(0, 1, dtype=torch.int64), SamplingParams(max_new_tokens=8), step)
+            assert found.figures[metrics.SESSIONS_UNRECOGNIZED] == 2
+    finally:
+        unsubscribe()
+    texts = [note.text for note in notes if isinstance(note, Note)]
+    assert len(texts) == 1
+    assert "message 2 has x" in texts[0]

@@ -178,6 +178,7 @@ class _Api:
             "requests_waiting": ("Completions of which no token is drawn yet.", source.waiting),
             "tokens_in_flight": ("Tokens that requests in flight may still hold, prompts included.", source.in_flight),
             "sessions": ("Sessions that are recorded.", len(self.service.sessions)),
+            "unrecognized": ("Calls whose history is not what their session has recorded.", self.service.unrecognized),
             "weights_version": ("Version of the weights that the next token is drawn from.", source.version),
         }
         if (counts := source.prompt_tokens) is not None:

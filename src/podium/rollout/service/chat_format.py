@@ -10,6 +10,7 @@ the library ``renderers`` may know it (:mod:`.renderers`). This module imports n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -31,6 +32,8 @@ _MARK: Final = "podium\u241fmark"  # stands for an answer whose place in a writt
 
 _KINDS: Final = 4096  # of histories, about which is remembered what their last messages stand for
 _REPEATS: Final = 12
+_VALUES: Final = 16  # of a field, of which it is tried whether the template writes them
+_UNKNOWN: Final = {"podium_field": "podium"}  # which a template writes that writes all fields of a message
 
 
 class ChatFormat:
@@ -47,6 +50,7 @@ class ChatFormat:
         self._writer = writer
         self._tokenizer = tokenizer
         self.library = library
+        self._read_fields: dict[tuple[str, ...], dict[str, bool]] = {}  # by role and name, whether values are written
         self._trusted: dict[tuple[Any, ...], int] = {}  # by kind, the longest history that its last messages stand for
         special = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {*special}
@@ -158,6 +162,42 @@ class ChatFormat:
         whole = self._text(messages, tools, opened=True)
         text = self._tokenizer.decode(added, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return [*prompt, *sampled, *added] if whole.endswith(text) else None
+
+    def reads(self, role: str, fields: Mapping[str, Any]) -> bool:
+        """As :meth:`.histories.Template.reads`. A template that mentions no field and does not write whole messages
+        reads none; others are tried, each field with the first values that it has."""
+        if not any(map(self._writer.mentions, fields)) and _UNKNOWN.keys() != fields.keys():
+            return self.reads(role, _UNKNOWN)
+        names = role, *fields
+        values = self._read_fields.setdefault(names, {})
+        key = json.dumps(fields, sort_keys=True, default=str)
+        if key not in values and len(values) < _VALUES:
+            values[key] = any(self._writes_field(role, fields, tools) for tools in ((), (TOOL,)))
+        return values.get(key, any(values.values()))
+
+    def _writes_field(self, role: str, fields: Mapping[str, Any], tools: Tools) -> bool:
+        plain = {"role": role, "content": "podium"}
+        try:
+            return self._written(plain, tools) != self._written({**plain, **fields}, tools)
+        except ConfigError:
+            return False
+
+    def writes_alike(self, messages: Messages, tools: Tools) -> bool:
+        """As :meth:`.histories.Template.writes_alike`. A template that writes none of them says nothing."""
+        try:
+            texts = {self._written(message, tools) for message in messages}
+            return len(texts) == 1 and self._text([USER], tools, opened=False) not in texts
+        except ConfigError:
+            return False
+
+    def _written(self, message: Mapping[str, Any], tools: Tools) -> str:
+        """A question, and the message where one of its role may stand."""
+        if message["role"] in ("system", "developer"):
+            return self._text([message, USER], tools, opened=False)
+        before = [USER, CALL] if message["role"] == "tool" else [USER] if message["role"] == "assistant" else []
+        if message["role"] == "tool":
+            message = {"tool_call_id": CALL["tool_calls"][0]["id"], **message}
+        return self._text([*before, message], tools, opened=False)
 
     def parse(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = ()) -> Reply:
         """Return the content of ``sampled``, which follows ``prompt``."""

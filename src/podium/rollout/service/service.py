@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from podium.errors import ConfigError
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.concurrency import Caller, merge_streams
+from podium.rollout.service.histories import Departure, rename_results, tools_key
 from podium.rollout.service.session_store import SessionStore
-from podium.rollout.service.sessions import RecordedCall, Sampled, Session, tools_key
+from podium.rollout.service.sessions import RecordedCall, Sampled, Session
 from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
 from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import ChatRequest, Refusal
@@ -55,6 +56,7 @@ class Asked:
         messages: The conversation; () for a request of ids or text.
         tools: Its tools.
         continues: The call that the conversation continues.
+        departure: Where the client has edited what the session recorded; None if it has not.
         stops: Texts that end an answer.
         caller: The request that it belongs to.
     """
@@ -68,6 +70,7 @@ class Asked:
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     continues: RecordedCall | None = None
+    departure: Departure | None = None
     stops: Sequence[str] = ()
 
 
@@ -125,6 +128,7 @@ class Service:
 
     Attributes:
         overruled: How often a request asked for a parameter that ``rules`` replaced, by its name.
+        unrecognized: How many calls began a row because their history is not what the session has recorded.
     """
 
     def __init__(
@@ -143,8 +147,9 @@ class Service:
         self._tokenizer = tokenizer
         self.stop_token_ids = tuple(stop_token_ids)
         self.most_tokens = most_tokens
-        self.sessions = SessionStore(_MOST_BYTES if rules is None else None)
+        self.sessions = SessionStore(_MOST_BYTES if rules is None else None, form)
         self.overruled: Counter[str] = Counter()
+        self.unrecognized = 0
         self.created_s = int(time.time())
         self._seeds = itertools.count(time.time_ns() % _SEEDS)
         self._seeds_of: dict[str, itertools.count[int]] = {}
@@ -216,11 +221,15 @@ class Service:
         recorded = self._session(session, request.messages)
         self._check_length(map(message_text, request.messages), session)
         continues: RecordedCall | None = None
+        departure: Departure | None = None
         prompt: list[int] | None = None
         try:
             if recorded is not None:
-                continues = recorded.find(request.messages, tools)
+                continues, departure = recorded.recognize(request.messages, tools)
             new = request.messages[0 if continues is None else len(continues.messages) :]
+            if continues is not None:
+                last = len(continues.messages) - 1
+                new = rename_results(new, request.messages[last], continues.messages[last])
             self.form.check(
                 () if continues is None else continues.messages,
                 new if recorded is None else recorded.without_said(new),
@@ -247,6 +256,7 @@ class Service:
             messages=request.messages,
             tools=tools,
             continues=continues,
+            departure=departure,
             stops=request.stops,
         )
 
@@ -350,8 +360,16 @@ class Service:
         answers = [self._answer(asked, sample) for sample in drawn]
         if asked.session is None:
             return answers
-        record = partial(asked.session.record, asked.prompt, tools=asked.tools, continues=asked.continues)
+        record = partial(
+            asked.session.record,
+            asked.prompt,
+            tools=asked.tools,
+            continues=asked.continues,
+            departure=asked.departure,
+        )
+        before = asked.session.unrecognized
         calls = [record(answer.sampled, (*asked.messages, answer.message)) for answer in answers]
+        self.unrecognized += asked.session.unrecognized - before
         self.sessions.keep(asked.session)
         return [replace(answer, call=call) for answer, call in zip(answers, calls, strict=True)]
 

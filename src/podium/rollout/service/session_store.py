@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Final
 
+from podium.rollout.service.histories import Template
 from podium.rollout.service.sessions import Session
 
 __all__ = ["SessionStore"]
@@ -21,10 +22,11 @@ class SessionStore:
 
     Args:
         most_bytes: The most bytes of all sessions together; None for any number.
+        template: The template by which histories are read.
     """
 
-    def __init__(self, most_bytes: int | None) -> None:
-        self._most = most_bytes
+    def __init__(self, most_bytes: int | None, template: Template | None = None) -> None:
+        self._most, self._template = most_bytes, template
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._bytes: Counter[str] = Counter()
         self._total = 0
@@ -46,7 +48,7 @@ class SessionStore:
 
     def open(self, name: str) -> Session:
         """Return the session of this name, and begin it if there is none."""
-        session = self._sessions.get(name) or Session(name)
+        session = self._sessions.get(name) or Session(name, self._template)
         self.keep(session)
         return session
 

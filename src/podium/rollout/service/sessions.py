@@ -10,22 +10,19 @@ what tools and users said, and what another row trains. This module imports no t
 
 from __future__ import annotations
 
-import contextlib
-import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate, chain, repeat
-from typing import Any, Final, TypeAlias
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
 
-__all__ = ["Key", "RecordedCall", "Row", "Sampled", "Session", "Turn", "message_key", "tools_key"]
+from podium.rollout.service.histories import Departure, Key, MessageReader, Template, describe_departure, tools_key
 
-Key: TypeAlias = str
-"""What a message says, in a form that is equal for what two clients send of the same message."""
+__all__ = ["Recognized", "RecordedCall", "Row", "Sampled", "Session", "Turn"]
 
 _REASONING: Final = ("reasoning_content", "reasoning")
-_IGNORED: Final = frozenset({*_REASONING, "refusal", "audio", "annotations", "function_call"})
+_COMPARED: Final = 16  # of the latest rows, in which an answer is looked for that came back as another one
 _EMPTY_BYTES: Final = 1024  # of a session, and of each thing in it
 _MESSAGE_BYTES: Final = 512
 _TOKEN_BYTES: Final = 112
@@ -125,6 +122,19 @@ class RecordedCall:
     tools: Key = ""
 
 
+class Recognized(NamedTuple):
+    """What a session knows of a client's history.
+
+    Attributes:
+        call: The call whose prompt and answer are its longest beginning; None for a new conversation.
+        departure: Where the history leaves a conversation of the session although it has answers of the session from
+            there on; None where it does not.
+    """
+
+    call: RecordedCall | None
+    departure: Departure | None
+
+
 class Session:
     """One conversation with a model, or the conversations of one task where there are sub-agents.
 
@@ -137,17 +147,23 @@ class Session:
         calls: The calls, in the order in which they were answered.
         splits: How many calls began a row although they continued a conversation, because their prompt's ids did not
             begin with what was recorded: the chat template writes a history otherwise than the model sampled it.
+        unrecognized: How many calls began a row because their history has another message where the session has an
+            answer, or before one: the client has edited it.
+        departure: The first such message, in words; "" for none.
         over: Whether it is closed. Nothing is recorded any more.
         full: Whether its last request was refused because the model's context was full.
         nbytes: About how much memory it takes.
     """
 
-    def __init__(self, id: str) -> None:
+    def __init__(self, id: str, template: Template | None = None) -> None:
         self.id = id
+        self._reader = MessageReader(template)
         self.rows: list[Row] = []
         self.calls: list[RecordedCall] = []
         self._calls_of: dict[int, list[RecordedCall]] = {}  # by the hash of their conversation
         self.splits = 0
+        self.unrecognized = 0
+        self.departure = ""
         self.over = False
         self.full = False
         self.nbytes = _EMPTY_BYTES + len(id)
@@ -167,25 +183,58 @@ class Session:
         Raises:
             RecursionError: A message is nested too deeply to be compared.
         """
-        conversation, key = self._keys(messages), tools_key(tools)
+        return self.recognize(messages, tools).call
+
+    def recognize(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Recognized:
+        """Return what is known of a history, whose answers may have been changed on their way in what the template does
+        not read. Raises as :meth:`find`."""
+        self._reader.learn(tools)
+        latest = self.calls[-1] if self.calls else None
+        earlier = () if latest is None else zip(latest.messages, latest.conversation, strict=True)
+        keys = self._reader.keys(messages, earlier)
+        while True:
+            call = self._longest_beginning(keys, tools_key(tools))
+            departure = self._departure(messages, keys, 0 if call is None else len(call.conversation))
+            if departure is None or not self._reader.is_alike(departure, tools):
+                return Recognized(call, departure)
+            keys[departure.at] = departure.key
+
+    def _longest_beginning(self, conversation: Sequence[Key], tools: Key) -> RecordedCall | None:
+        """The call that :meth:`find` returns, by the keys of messages and of tools."""
 
         def rank(call: RecordedCall) -> tuple[bool, bool, int]:
-            return call.tools == key, self._is_open(call), call.number
+            return call.tools == tools, self._is_open(call), call.number
 
         hashes = [*accumulate(conversation, _hash_next, initial=0)]
         for length in range(len(conversation), 0, -1):
             if calls := self._calls_of.get(hashes[length]):
-                beginning = conversation[:length]
+                beginning = tuple(conversation[:length])
                 if same := [call for call in calls if call.conversation == beginning]:
                     return max(same, key=rank)
         return None
 
-    def _keys(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Key, ...]:
-        """Return the key of each message. Those that are as in the latest call have theirs already."""
-        latest = self.calls[-1] if self.calls else None
-        earlier = () if latest is None else zip(latest.messages, latest.conversation, strict=True)
-        pairs = zip(messages, chain(earlier, repeat((None, ""))), strict=False)
-        return tuple(key if message == before else message_key(message) for message, (before, key) in pairs)
+    def _departure(
+        self, messages: Sequence[Mapping[str, Any]], keys: Sequence[Key], recognized: int
+    ) -> Departure | None:
+        """Where a history leaves the conversation of one of the latest rows. None if no answer follows the messages
+        that are ``recognized``, or if none of those that follow is the session's: another agent's, or an example."""
+        answers = [at for at in range(recognized, len(messages)) if messages[at].get("role") == "assistant"]
+        if not answers:
+            return None
+        at, before, key = -1, None, ""
+        for row in self.rows[-_COMPARED:]:
+            call = self.calls[row.turns[-1].call]
+            pairs = zip(keys, call.conversation, strict=False)
+            common = next((number for number, (one, other) in enumerate(pairs) if one != other), len(call.conversation))
+            if common < min(len(keys), len(call.conversation)) and common >= at:
+                at, before, key = common, call.messages[common], call.conversation[common]
+        if before is None:
+            return None
+        is_edited = before.get("role") == messages[at].get("role") == "assistant"
+        if not is_edited:
+            answer_keys = {call.conversation[-1] for call in self.calls if call.conversation}
+            is_edited = any(keys[answer] in answer_keys for answer in answers)
+        return Departure(at, before, key, messages[at]) if is_edited else None
 
     def without_said(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return messages without the reasoning that the model itself said in this session. Clients send it back also
@@ -206,6 +255,7 @@ class Session:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         continues: RecordedCall | None = None,
+        departure: Departure | None = None,
     ) -> RecordedCall:
         """Record a call that has its answer, and return it.
 
@@ -216,13 +266,15 @@ class Session:
             tools: The tools that ``prompt`` was written with.
             continues: The call whose conversation this one goes on with, as :meth:`find` gave it. If ``prompt`` does
                 not begin with the ids of that call, it is counted in ``splits``.
+            departure: As in :class:`Recognized`. It is counted in ``unrecognized`` if the call begins a row.
 
         Raises:
             RecursionError: A message is nested too deeply to be compared. Nothing is recorded then.
         """
         conversation = tuple(messages)
         compared = () if continues is None else continues.conversation  # which find() has compared
-        keys, tools_of = (*compared, *map(message_key, conversation[len(compared) :])), tools_key(tools)
+        read = (self._reader.key(conversation, at) for at in range(len(compared), len(conversation)))
+        keys, tools_of = (*compared, *read), tools_key(tools)
         before = self._longest(prompt)
         number = len(self.calls)
         self.splits += continues is not None and (before is None or before.stop < continues.stop)
@@ -231,6 +283,9 @@ class Session:
         else:
             row_number, shared = len(self.rows), 0
             parent = None if before is None else before.row
+            if departure is not None:
+                self.unrecognized += 1
+                self.departure = self.departure or describe_departure(departure)
             self.rows.append(Row(parent=parent, fork=0 if before is None else before.stop))
         row = self.rows[row_number]
         row.read(prompt[shared:])
@@ -267,39 +322,3 @@ class Session:
 def _hash_next(before: int, key: Key) -> int:
     """Return the hash of a conversation that goes on with a message."""
     return hash((before, key))
-
-
-def message_key(message: Mapping[str, Any]) -> Key:
-    """Return what a message says, without what clients change on the way.
-
-    White space around an assistant's text, empty content instead of none, the order and the spaces of a tool call's
-    JSON arguments, text in parts, a dropped reasoning, and a name that a client gives the assistant make no difference.
-    """
-    fields = {name: value for name, value in message.items() if name not in _IGNORED and value not in (None, "", [])}
-    content = fields.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in content)
-    is_answer = fields.get("role") == "assistant"
-    if is_answer:
-        fields.pop("name", None)
-    if isinstance(content, str):
-        fields["content"] = content.strip() if is_answer else content
-        if not fields["content"]:
-            del fields["content"]
-    if isinstance(fields.get("tool_calls"), list):
-        fields["tool_calls"] = [_tool_call(call) for call in fields["tool_calls"]]
-    return json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str)
-
-
-def tools_key(tools: Sequence[Mapping[str, Any]]) -> Key:
-    """Return what the tools of a request say; "" for none. The order of an object's entries makes no difference."""
-    return "" if not tools else json.dumps(list(tools), sort_keys=True, ensure_ascii=False, default=str)
-
-
-def _tool_call(call: Any) -> list[Any]:
-    function = call.get("function", {}) if isinstance(call, Mapping) else {}
-    arguments = function.get("arguments")
-    with contextlib.suppress(ValueError, RecursionError):  # which leaves a text as it is
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        arguments = json.dumps(parsed, sort_keys=True, ensure_ascii=False, default=str)
-    return [call.get("id") if isinstance(call, Mapping) else None, function.get("name"), arguments]

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from podium.rollout.tasks.fields import is_speech
+
 __all__ = ["ChatRequest", "CompletionRequest", "GenerateRequest", "Refusal", "parse"]
 
 R = TypeVar("R", bound=BaseModel)
@@ -104,6 +106,7 @@ class _Request(BaseModel):
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    messages = [_without_thoughts(message) for message in messages]
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise ValueError(f"message {index} has no role")
@@ -122,12 +125,25 @@ def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
+def _without_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """An answer with the reasoning that is in parts of its content as ``reasoning_content``."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, list):
+        return message
+    thoughts = [part for part in content if isinstance(part, dict) and is_speech(str(part.get("type")))]
+    if not thoughts:
+        return message
+    texts = [part.get("thinking") or part.get("text") or part.get("reasoning") for part in thoughts]
+    reasoning = {"reasoning_content": "\n".join(text for text in texts if isinstance(text, str) and text)}
+    return {**reasoning, **message, "content": [part for part in content if part not in thoughts]}
+
+
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     return (
         isinstance(function, dict)
         and isinstance(function.get("name"), str)
-        and isinstance(function.get("arguments", ""), str | dict)
+        and isinstance(function.get("arguments"), str | dict | None)
     )
 
 

@@ -392,6 +392,11 @@ class Writer:
     def _names_tools(self) -> bool:
         return re.search(r"\btools\b", self._tool_template or "") is not None
 
+    def mentions(self, word: str) -> bool:
+        """Whether the text of the chat template, or of the one for tools, has a word."""
+        texts = (self._template or "", self._tool_template or "")
+        return any(re.search(rf"\b{re.escape(word)}\b", text) for text in texts)
+
     def _check_tools(self, texts: Texts) -> None:
         if texts.tools and texts(len(texts.messages), opened=True) == self._render(texts.messages, None, opened=True):
             raise ConfigError("there are tools, and the chat template writes none: set data.chat_template to another")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.sessions import message_key
-from tests.unit.rollout.service.scripted import say, scripted
+from podium.rollout.service.histories import message_key
+from tests.unit.rollout.service.scripted import CHATML, say, scripted
 
 NAMES = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name }}\n{{ m.content }}<|im_end|>\n"
@@ -18,9 +18,12 @@ NAMES = (
 
 
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
-def test_another_name_is_another_message(role: str) -> None:
+def test_another_name_is_another_message_if_the_template_writes_it(role: str) -> None:
     said = {"role": role, "content": "hello"}
-    assert len({message_key(one) for one in (said, {**said, "name": "ann"}, {**said, "name": "bob"})}) == 3
+    named = (said, {**said, "name": "ann"}, {**said, "name": "bob"})
+    for template, count in ((NAMES, 3), (CHATML, 1)):
+        form = scripted(template=template)[0].form
+        assert len({message_key(one, template=form) for one in named}) == count
 
 
 def test_the_models_own_answer_is_the_same_with_a_name() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.sessions import Sampled, Session, message_key
+from podium.rollout.service.histories import message_key
+from podium.rollout.service.sessions import Sampled, Session
 from podium.rollout.service.wire import ChatRequest, Refusal
 from tests.unit.rollout.service.scripted import LOOK, USER, say, scripted
 
@@ -24,7 +25,7 @@ def nested(depth: int) -> Any:
 def test_a_call_whose_messages_cannot_be_compared_leaves_the_session_as_it_was() -> None:
     session = Session("deep")
     session.record([1], Sampled([2], [-1.0], [0], "stop"), [USER, {"role": "assistant", "content": "a"}])
-    deep = {"role": "assistant", "content": "b", "extra": nested(2 * sys.getrecursionlimit())}
+    deep = {"role": "assistant", "content": nested(2 * sys.getrecursionlimit())}
     with pytest.raises(RecursionError):
         session.record([1, 2, 3], Sampled([4], [-1.0], [0], "stop"), [USER, deep])
     assert [row.ids for row in session.rows] == [[1, 2]]
