@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,3 +194,17 @@ def test_a_worker_is_told_nothing(launched: Any, capsys: pytest.CaptureFixture[s
         launched(LAUNCHED["srun"])  # as a worker of Ray has it that srun started there
         assert worker.connect() == [1]
     assert capsys.readouterr().err == ""
+
+
+def test_each_process_of_torchrun_is_told_who_starts_workers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import podium\n"
+        "try:\n    podium.connect('local')\n"
+        "except podium.ConfigError as error:\n    print('REFUSED', error)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
+    lines = sorted(line for line in ran.stdout.splitlines() if line.startswith("REFUSED"))
+    assert [f"as {rank} of 2" in line for rank, line in enumerate(lines)] == [True, True], ran.stdout + ran.stderr
+    assert all("Podium starts its workers itself: run the script once" in line for line in lines)
