@@ -29,13 +29,16 @@ TITLES = {
 Curve = list[tuple[int, float]]
 
 
-def run(recipe: str, seed: int, out: Path, *, single: bool = False) -> Curve:
-    """Train a recipe in the directory ``out``, unless it was trained there, and return its accuracy by step."""
+def run(recipe: str, seed: int, out: Path, *options: str) -> Curve:
+    """Train a recipe in the directory ``out``, unless it was trained there, and return its accuracy by step.
+
+    ``options`` are those of the recipe's command line, as ``--single``.
+    """
     metrics = out / "grpo" / "metrics.jsonl"
     if not (out / "summary.json").exists():
         command = [sys.executable, f"examples/agents/{recipe}.py", "--seed", str(seed), "--out", str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, *["--single"] * single], cwd=ROOT, env=environment, check=True)
+        subprocess.run([*command, *options], cwd=ROOT, env=environment, check=True)
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [(row["step"], row["accuracy"]) for row in rows if row["kind"] == "eval"]
 
@@ -72,7 +75,7 @@ def main() -> None:
     found: dict[str, dict[str, Curve]] = {}
     for recipe in RECIPES:
         curves = {str(seed): run(recipe, seed, out / f"{recipe}-{seed}") for seed in SEEDS}
-        found[recipe] = {**curves, "single": run(recipe, 0, out / f"{recipe}-single", single=True)}
+        found[recipe] = {**curves, "single": run(recipe, 0, out / f"{recipe}-single", "--single")}
     (ROOT / "bench" / "recipes.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, ROOT / "docs" / "pictures" / "recipes.svg")
 

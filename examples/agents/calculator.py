@@ -9,7 +9,18 @@ import random
 from pathlib import Path
 from typing import Any
 
-from small import END_OF_CALL, called, main, reinforce, shape, start_of_call, warm_up, write_rows, write_tokenizer
+from small import (
+    END_OF_CALL,
+    Choice,
+    called,
+    main,
+    reinforce,
+    shape,
+    start_of_call,
+    warm_up,
+    write_rows,
+    write_tokenizer,
+)
 
 import podium
 from podium.models import ModelConfig
@@ -39,8 +50,9 @@ async def play(task: dict[str, Any], client: Client) -> float:
     return float(reply.text == task["answer"])
 
 
-def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summary:
+def train(cluster: podium.Cluster, out: Path, choice: Choice) -> Summary:
     """Products of two numbers of two digits; a tenth of them is held out."""
+    seed, single = choice.seed, choice.single
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(pairs)
     rows = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
@@ -63,7 +75,7 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
     environment = EnvironmentConfig(name="" if single else f"{__file__}:play")
     return reinforce(
         *(cluster, out, warm, data, environment),
-        **{"seed": seed, "steps": 80, "max_new_tokens": 10, "lr": 5e-4, "reward": RewardConfig(name="exact")},
+        **{"choice": choice, "steps": 80, "max_new_tokens": 10, "lr": 5e-4, "reward": RewardConfig(name="exact")},
     )
 
 

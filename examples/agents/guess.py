@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from small import main, reinforce, shape, write_rows, write_tokenizer
+from small import Choice, main, reinforce, shape, write_rows, write_tokenizer
 
 import podium
 from podium.algorithms import AlgorithmConfig
@@ -43,15 +43,15 @@ class Guess:
         return Step(say="-" if away > 0 else "+", reward=near, done=not self.left)
 
 
-def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summary:
+def train(cluster: podium.Cluster, out: Path, choice: Choice) -> Summary:
     """The numbers from one to seven."""
     rows = [{"prompt": "?", "answer": str(number)} for _ in range(100) for number in range(1, 8)]
     random.Random(0).shuffle(rows)
     tokenizer = write_tokenizer(out / "tokenizer", "1234567?+-")
-    model = ModelConfig(config=shape(length=32), tokenizer=str(tokenizer), seed=seed)
+    model = ModelConfig(config=shape(length=32), tokenizer=str(tokenizer), seed=choice.seed)
     numbers = write_rows(out / "numbers.jsonl", rows)
     data = DataConfig(train=numbers, eval=numbers)  # there are no others
-    environment = EnvironmentConfig(name=f"{__file__}:Guess", options={"turns": 1} if single else {})
+    environment = EnvironmentConfig(name=f"{__file__}:Guess", options={"turns": 1} if choice.single else {})
     algorithm = AlgorithmConfig(advantage="grpo_turns", normalize_advantage=False)
     return reinforce(
         cluster,
@@ -59,7 +59,7 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
         model,
         data,
         environment,
-        seed=seed,
+        choice=choice,
         steps=120,
         max_new_tokens=1,
         lr=2e-3,

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from small import main, reinforce, shape, write_rows, write_tokenizer
+from small import Choice, main, reinforce, shape, write_rows, write_tokenizer
 
 import podium
 from podium.algorithms import AlgorithmConfig
@@ -58,23 +58,23 @@ class Nim:
         return Step(say=f"{self.left:02d}:", reward=0.02)
 
 
-def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summary:
+def train(cluster: podium.Cluster, out: Path, choice: Choice) -> Summary:
     """Games that begin with five to eleven sticks, and with an opponent of many moods."""
     lefts = [left for left in range(5, 12) if left % 4] * 100  # where whoever begins can win
     random.Random(0).shuffle(lefts)
     rows = [{"prompt": f"{left:02d}:", "answer": str(left), "dice": place} for place, left in enumerate(lefts)]
     tokenizer = write_tokenizer(out / "tokenizer", "0123456789:")
-    model = ModelConfig(config=shape(length=128), tokenizer=str(tokenizer), seed=seed)
+    model = ModelConfig(config=shape(length=128), tokenizer=str(tokenizer), seed=choice.seed)
     train_rows, eval_rows = write_rows(out / "games.jsonl", rows[200:]), write_rows(out / "others.jsonl", rows[:200])
     data = DataConfig(train=train_rows, eval=eval_rows)
-    environment = EnvironmentConfig(name=f"{__file__}:Nim", options={"moves": 1} if single else {})
+    environment = EnvironmentConfig(name=f"{__file__}:Nim", options={"moves": 1} if choice.single else {})
     return reinforce(
         cluster,
         out,
         model,
         data,
         environment,
-        seed=seed,
+        choice=choice,
         steps=200,
         max_new_tokens=1,
         lr=3e-4,

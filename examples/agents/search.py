@@ -11,7 +11,18 @@ import random
 from pathlib import Path
 from typing import Any
 
-from small import END_OF_CALL, called, main, reinforce, shape, start_of_call, warm_up, write_rows, write_tokenizer
+from small import (
+    END_OF_CALL,
+    Choice,
+    called,
+    main,
+    reinforce,
+    shape,
+    start_of_call,
+    warm_up,
+    write_rows,
+    write_tokenizer,
+)
 
 import podium
 from podium.models import ModelConfig
@@ -93,8 +104,9 @@ def shown(dice: random.Random) -> dict[str, Any]:
     }
 
 
-def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summary:
+def train(cluster: podium.Cluster, out: Path, choice: Choice) -> Summary:
     """Six hundred things, a fifth of which is held out."""
+    seed, single = choice.seed, choice.single
     rows = [{"prompt": f"{name}?", "answer": color} for name, color in CORPUS.colors.items()]
     dice = random.Random(0)
     conversations = [shown(dice) for _ in range(2000)]
@@ -110,7 +122,7 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
     environment = EnvironmentConfig(name="" if single else f"{__file__}:play")
     return reinforce(
         *(cluster, out, warm, data, environment),
-        **{"seed": seed, "steps": 80, "max_new_tokens": 8, "lr": 5e-4, "reward": RewardConfig(name="exact")},
+        **{"choice": choice, "steps": 80, "max_new_tokens": 8, "lr": 5e-4, "reward": RewardConfig(name="exact")},
     )
 
 

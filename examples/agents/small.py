@@ -2,6 +2,7 @@
 
 python examples/agents/calculator.py             train with tools (one to three minutes on one core)
 python examples/agents/calculator.py --single    the same model, which answers at once
+python examples/agents/calculator.py --schedule asynchronous      several steps are sampled at the same time
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,15 @@ TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}
 """
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the command line chooses: a seed, whether single answers train, and when steps are sampled."""
+
+    seed: int
+    single: bool
+    schedule: str
 
 
 def start_of_call(name: str, argument: str) -> str:
@@ -130,7 +141,7 @@ def reinforce(
     data: DataConfig,
     environment: EnvironmentConfig,
     *,
-    seed: int,
+    choice: Choice,
     steps: int,
     max_new_tokens: int,
     prompts: int = 32,
@@ -139,30 +150,31 @@ def reinforce(
 ) -> Summary:
     """Train by GRPO in an environment, or where it has no name by single answers."""
     config = GRPOConfig(
-        run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=steps),
+        run=RunConfig(dir=str(out), name="grpo", seed=choice.seed, steps=steps, schedule=choice.schedule),
         model=model,
         data=data,
         environment=environment,
         sampling=SamplingParams(max_new_tokens=max_new_tokens, n=8),
         optim=OptimConfig(lr=lr),
         batch=PromptBatch(prompts=prompts),
-        placement=PlacementConfig(cpus=1),
+        placement=PlacementConfig(cpus=1) if choice.schedule == "sync" else PlacementConfig(layout="split"),
         eval=EvalConfig(items=200, every=10, temperature=1.0),
         **sections,
     )
     return PPOTrainer(config, cluster=cluster).fit()
 
 
-def main(train: Callable[[podium.Cluster, Path, int, bool], Summary], doc: str | None) -> None:
-    """The command line of a recipe. ``train`` gets a cluster, a directory, a seed, and whether single answers train."""
+def main(train: Callable[[podium.Cluster, Path, Choice], Summary], doc: str | None) -> None:
+    """The command line of a recipe. ``train`` gets a cluster, a directory, and what the command line chooses."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--single", action="store_true", help="train the same model by single answers")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedule", default="sync", help="sync (default), one_step_off or asynchronous")
     parser.add_argument("--backend", default="local", help="local (default), inline, ray or ray://HOST:PORT")
     parser.add_argument("--out", type=Path, help="a new directory for the run; default: runs/agent-TIME")
     arguments = parser.parse_args()
     out: Path = arguments.out or Path("runs") / f"agent-{time.strftime('%Y-%m-%d-%H%M%S')}"
     hints = {"log_dir": out / "logs", "preload": PRELOAD}  # for backends that have these options
     with podium.connect(arguments.backend, hints=hints) as cluster:
-        train(cluster, out, arguments.seed, arguments.single)
+        train(cluster, out, Choice(arguments.seed, arguments.single, arguments.schedule))
     shutil.copy(out / "grpo" / "summary.json", out / "summary.json")
