@@ -15,7 +15,6 @@ A section stands beside the class that it configures. Its fields are its keys; t
 """
 
 import dataclasses
-import difflib
 import functools
 import os
 import re
@@ -35,8 +34,10 @@ from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from podium.errors import ConfigError
 from podium.exceptions import read_text
-from podium.migration import find_equivalent
+from podium.migration import find_translation
+from podium.migration.answers import describe_answer, find_answer, show_override, show_value
 from podium.secrecy import find_masked, mask, mask_command, variable_of
+from podium.spelling import nearest_spellings
 
 __all__ = [
     "Key",
@@ -44,6 +45,7 @@ __all__ = [
     "config_to_dict",
     "config_to_yaml",
     "fill_masked",
+    "find_override",
     "keys_of",
     "load_config",
     "parse_overrides",
@@ -114,12 +116,21 @@ def load_config(
     ``content`` is that of the file, if it was read already.
 
     Raises:
-        ConfigError: The file cannot be read, or a key is unknown, mistyped, out of range or contradicts another; the
-            message names the key's full path, its value, the values that it takes and the nearest valid name.
+        ConfigError: The file cannot be read, or a key is unknown, mistyped, out of range or contradicts another, or an
+            override is none; the message has a line for each mistake, with the key's full path, its value, the values
+            that it takes and the key that is meant, if that is known.
     """
-    values = fill_masked(read_values(cls, path, overrides, content))
-    typed = [dotted for dotted, _ in parse_overrides(cls, overrides)]
-    config = build_config(cls, values, source=str(path or ""), typed=typed)
+    values = _read_yaml(Path(path), content) if path is not None else {}
+    pairs, mistakes = _read_overrides(cls, overrides)
+    for dotted, value in pairs:
+        _put(values, dotted, value)
+    typed = [dotted for dotted, _ in pairs]
+    try:
+        config = build_config(cls, fill_masked(values), source=str(path or ""), typed=typed)
+    except ConfigError as error:
+        raise ConfigError("\n".join([*mistakes, str(error)])) from None
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
     check_source: Callable[[Path, Sequence[str]], C] | None = getattr(config, "check_source", None)
     return config if path is None or check_source is None else check_source(Path(path), typed)
 
@@ -193,29 +204,41 @@ def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]
     A value is read as YAML, except where the key takes text: there ``007`` stays ``007``. ``null`` means None.
 
     Raises:
-        ConfigError: An argument is no ``--key``, or a key has no value.
+        ConfigError: Arguments are no ``--key``, or keys have no value. The message has a line for each.
     """
+    pairs, mistakes = _read_overrides(cls, arguments)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return pairs
+
+
+def find_override(cls: type, arguments: Sequence[str], key: str) -> Any:
+    """Return the last value that ``arguments`` give ``key``, or None. :func:`load_config` names mistakes in them."""
+    return dict(_read_overrides(cls, arguments)[0]).get(key)
+
+
+def _read_overrides(cls: type, arguments: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """The pairs of :func:`parse_overrides`, and a line for each argument that is none."""
     pairs: list[tuple[str, Any]] = []
+    mistakes: list[str] = []
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            raise ConfigError(f"{argument!r} is no setting: write {_as_typed(argument)}")
+            mistakes.append(f"{argument!r} is no setting: {show_override(argument, list(_paths(cls, '')))}")
+            continue
         dotted, equals, text = argument[2:].partition("=")
         dotted = dotted.replace("-", "_")
         if not equals:
-            if not rest or re.match(r"--[A-Za-z]", rest[0]):
-                raise ConfigError(f"--{dotted} has no value: write --{dotted} VALUE")
+            if not rest or re.match(r"--[A-Za-z]|[+~]*[A-Za-z_.]+=", rest[0]):
+                mistakes.append(f"--{dotted} has no value: write --{dotted} VALUE")
+                continue
             text = rest.pop(0)
-        pairs.append((dotted, _parse_value(_locate(cls, dotted.split("."))[1], text, dotted)))
-    return pairs
-
-
-def _as_typed(argument: str) -> str:
-    """How a word of the command line is typed here. verl's are name=value, without dashes."""
-    name, equals, value = argument.lstrip("+").partition("=")
-    answer = find_equivalent(name) if equals else None
-    return f"--{answer.key} {value}" if answer and answer.key else "--section.key value, as in --optim.lr 1e-4"
+        try:
+            pairs.append((dotted, _parse_value(_locate(cls, dotted.split("."))[1], text, dotted)))
+        except ConfigError as error:
+            mistakes.append(str(error))
+    return pairs, mistakes
 
 
 def keys_of(cls: type, path: str = "") -> list[Key]:
@@ -410,23 +433,32 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[s
             line = f"{path} is missing: expected {_describe_expected(field)}"
         else:
             finite = "a finite number" if problem["type"] == "finite_number" else "a number"
-            literals = [arm for arm in _arms(field.annotation) if typing.get_origin(arm) is typing.Literal]
-            choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
-            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
             line = f"{path} = {mask(value, path)!r}: expected {_describe_expected(field).replace('a number', finite)}"
-            line += f"; did you mean {near[0]}?" if near else ""
+            line += _hint_value(path, value, field)
         lines[line] = path
     return lines
 
 
+def _hint_value(path: str, value: object, field: FieldInfo) -> str:
+    """The end of a message about a wrong value: what another project's is here, or the choice that was mistyped."""
+    if translation := find_translation(path, value):
+        meant = "there is none" if translation.missing else f"did you mean {show_value(translation.value)}?"
+        return f"; {meant}{': ' if translation.missing else ' '}{translation.remark}".rstrip()
+    literals = [arm for arm in _arms(field.annotation) if typing.get_origin(arm) is typing.Literal]
+    near = nearest_spellings(str(value), [str(choice) for arm in literals for choice in typing.get_args(arm)])
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _unknown(root: type, prefix: str, names: Sequence[str], key: object, value: object) -> Iterator[tuple[str, str]]:
-    """The lines for an unknown key, each with its path. A section of verl's has a line for each of its settings."""
+    """The lines for an unknown key, each with its path. A section of another project has one for each setting in it."""
     path = ".".join([prefix, *names, str(key)]).strip(".")
     inside = list(_leaves(value, path)) if isinstance(value, Mapping) else []
-    answered = [(leaf, setting) for leaf, setting in inside if find_equivalent(leaf)]
-    for leaf, setting in answered or [(path, value)]:
+    keys = None if prefix else {*_paths(root, "")}
+    foreign = any(find_answer(leaf, keys) for leaf, _ in inside)
+    for leaf, setting in inside if foreign else [(path, value)]:
         shown = f" (value {mask(setting, leaf)!r})" if isinstance(key, str) else ""
-        hint = _translate(root, prefix, leaf) or _suggest(root, prefix, names, str(key))
+        answer = find_answer(leaf, keys)
+        hint = describe_answer(answer, setting) if answer else _suggest(root, prefix, names, str(key), value)
         yield f"unknown key {leaf}{shown}{hint}", leaf
 
 
@@ -436,31 +468,36 @@ def _leaves(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(cast("Mapping[Any, Any]", value), inner) if isinstance(value, Mapping) else [(inner, value)]
 
 
-def _translate(root: type, prefix: str, path: str) -> str:
-    """The end of a message about a key that another project calls ``path``; "" if none is known here.
-
-    The whole configuration of a recipe suggests only keys that it has.
-    """
-    answer = None if ".options." in f".{path}" else find_equivalent(path)
-    if answer is None:
-        return ""
-    if not answer.key:
-        return f": {'Podium has none' if answer.missing else 'there is none, and it needs none'}: {answer.remark}"
-    paths = tuple(_paths(root, ""))
-    if prefix or answer.key.startswith(paths):
-        return f": did you mean {answer.key}? {answer.remark}".rstrip()
-    return f": did you mean {answer.otherwise}?" if answer.otherwise in paths else ""
-
-
-def _suggest(root: type, prefix: str, names: Sequence[str], name: str) -> str:
+def _suggest(root: type, prefix: str, names: Sequence[str], name: str, value: object) -> str:
+    """The key that was mistyped, or what there is. A typing error is one or two letters beside a key of the section."""
     inside = ".".join([prefix, *names]).strip(".")
-    siblings = list(_fields(_section_of(_locate(root, names)[1].annotation)))
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
+    section = _section_of(_locate(root, names)[1].annotation)
+    siblings = list(_fields(section))
+    if near := [sibling for sibling in nearest_spellings(name, siblings) if _takes(section, sibling, value)]:
         return f": did you mean {f'{inside}.{near[0]}'.strip('.')}?"
-    leaves = {path.rpartition(".")[2]: path for path in _paths(root, prefix)}
-    near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.75)
-    hint = f": did you mean {leaves[near[0]]}?" if near else ":"
+    same = [path for path in _paths(root, prefix) if path.endswith(f".{name}")]
+    hint = f": keys of this name are {', '.join(same)};" if same else ":"
     return f"{hint} {inside or 'the configuration'} has {', '.join(siblings)}"
+
+
+def _takes(section: type, name: str, value: object) -> bool:
+    """Whether a key of a section takes a value of this type."""
+    try:
+        _validate(section, {name: value})
+    except pydantic.ValidationError as error:
+        types = [problem["type"] for problem in error.errors(include_url=False) if problem["loc"][:1] == (name,)]
+        return all(kind in _OF_RIGHT_TYPE for kind in types)
+    return True
+
+
+_OF_RIGHT_TYPE = {
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "finite_number",
+    "literal_error",
+}
 
 
 def _paths(cls: type, prefix: str) -> Iterator[str]:

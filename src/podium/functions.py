@@ -18,6 +18,8 @@ from typing import Any, Final
 
 from podium.errors import ConfigError, PodiumError
 from podium.exceptions import read_text
+from podium.migration import find_translation
+from podium.spelling import nearest_spellings
 
 __all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "load_function", "nearest", "what_raised"]
 
@@ -48,7 +50,12 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> N
     if spec in known or (module and all(part.isidentifier() for part in attribute.split("."))):
         return
     forms = ", ".join([*known, "module:function"])
-    message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function{nearest(spec, known)}"
+    message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function"
+    if translation := find_translation(key, spec):
+        meant = "" if translation.missing else f"did you mean {translation.value}? "
+        message = f"{message}; {meant}{translation.remark}".rstrip()
+    elif near := nearest_spellings(spec, known):
+        message += f"; did you mean {near[0]!r}?"
     if spec.isidentifier():
         message += f"; your own function is path/file.py:{spec} or module:{spec}"
     raise ConfigError(message)

@@ -113,9 +113,10 @@ SECTIONS = "steps, model, optim, extra"
     [
         ({"optim": {"lrr": 1}}, "unknown key optim.lrr (value 1): did you mean optim.lr?"),
         ({"optimm": {}}, "unknown key optimm (value {}): did you mean optim?"),
+        ({"lora_rnk": 2}, f"unknown key lora_rnk (value 2): the configuration has {SECTIONS}"),  # of another section
         (
-            {"lora_rnk": 2},
-            f"unknown key lora_rnk (value 2): did you mean model.lora_rank? the configuration has {SECTIONS}",
+            {"warmup": 2},
+            f"unknown key warmup (value 2): keys of this name are optim.warmup; the configuration has {SECTIONS}",
         ),
         ({"zzz": 2}, "unknown key zzz (value 2): the configuration has steps, model, optim, extra"),
         ({3: 2}, "unknown key 3: the configuration has steps, model, optim, extra"),

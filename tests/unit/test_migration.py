@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from podium.algorithms import AlgorithmConfig
+from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.cli import main
 from podium.config import build_config, keys_of, load_config
 from podium.errors import ConfigError
-from podium.migration import find_equivalent, read_equivalents
+from podium.migration import Equivalent, find_equivalent, find_translation, read_tables, read_values
 from podium.rollout.engines.config import EngineConfig, VllmOptions
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, SFTConfig
 
@@ -27,25 +32,166 @@ TRL = (
 )
 
 
+ANSWERS = {(table.project, name): answer for table in read_tables() for name, answer in table.answers.items()}
+KEYS = {key.path: key for cls in (GRPOConfig, PPOConfig, SFTConfig) for key in keys_of(cls)}
+
+
+def list_answers() -> list[tuple[str, Equivalent]]:
+    """Every answer of every table, those for other recipes too."""
+    return [(name, each) for (_, name), answer in ANSWERS.items() for each in (answer, *answer.otherwise)]
+
+
 def test_every_answer_is_a_key_of_a_recipe() -> None:
-    known = tuple(key.path for cls in (GRPOConfig, PPOConfig, SFTConfig) for key in keys_of(cls))
-    assert len(read_equivalents()) > 130
-    for name, answer in read_equivalents().items():
-        assert not answer.key or answer.key.startswith(known), name
-        assert not answer.otherwise or answer.otherwise in known, name
+    assert len(ANSWERS) > 700
+    for name, answer in list_answers():
+        assert not answer.key or answer.key.startswith(tuple(KEYS)), name
         assert answer.key or answer.remark, name
         assert not (answer.key and answer.missing), name
-        assert answer.key.rpartition(".")[2] != answer.remark
+
+
+def test_every_value_of_the_tables_is_one_that_its_key_takes() -> None:
+    translations = [(key, value) for key, values in read_values().items() for value in values.values()]
+    translations += [
+        (value.key or answer.key, value) for _, answer in list_answers() for value in answer.values.values()
+    ]
+    for key, translation in translations:
+        assert key in KEYS, key
+        assert translation.missing or translation.value is not None or "null" in KEYS[key].expects, key
+        assert not translation.missing or translation.remark, key
+        if not translation.missing:
+            section, _, name = key.rpartition(".")
+            values = {section: {name: translation.value}}
+            if section.startswith("model."):
+                values = {"model": {"lora": {name: translation.value}}}
+            with contextlib.suppress(ConfigError):  # of keys that do not fit together
+                build_config(GRPOConfig, values)
+            lines = collect_mistakes(values)
+            assert not any(line.startswith(f"{key} = ") and "expected kl_coef" not in line for line in lines), lines
+
+
+def collect_mistakes(values: dict[str, Any]) -> list[str]:
+    try:
+        build_config(GRPOConfig, values)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(("key", "known"), [("algorithm.advantage", ADVANTAGES), ("algorithm.loss", LOSSES)])
+def test_a_function_that_podium_has_is_not_called_missing(key: str, known: Mapping[str, str]) -> None:
+    for name, translation in read_values()[key].items():
+        assert name.replace("-", "_") not in known or translation.value in known, name
 
 
 @pytest.mark.parametrize("name", TRL.split())
 def test_a_name_of_trl_is_answered(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(GRPOConfig, None, [f"--{name}", "1"])
-    answer = read_equivalents()[name]
+    answer = ANSWERS["TRL", name]
     lacking = "Podium has none" if answer.missing else "it needs none"
-    assert (f"did you mean {answer.key}?" if answer.key else lacking) in str(caught.value)
+    assert (f"did you mean {answer.key}?" if answer.key else lacking) in re.sub(
+        r"(\w): \w+\?", r"\1?", str(caught.value)
+    )
     assert answer.remark in str(caught.value)
+
+
+VERL = {  # what nearest names answered wrongly, or not at all
+    "val_kwargs.temperature": "eval.temperature",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
+    "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
+    "algorithm.kl_ctrl.horizon": "",
+    "rollout.dtype": "engine.dtype",
+    "train_max_samples": "data.train_items",
+    "data.truncation": "data.overlong",
+    "val_before_train": "eval.at_start",
+    "critic.model.enable_gradient_checkpointing": "",
+    "policy_loss.loss_mode": "algorithm.loss",
+    "val_kwargs.n": "",
+    "algorithm.filter_groups.enable": "",
+    "reward.reward_manager.name": "reward.name",
+    "trainer.critic_warmup": "",
+    "trainer.balance_batch": "",
+    "actor.ulysses_sequence_parallel_size": "",
+    "trainer.rollout_data_dir": "",
+    "trainer.max_actor_ckpt_to_keep": "save.keep",
+    "gpu_memory_utilization": "engine.cache_gib",
+    "actor.fsdp_config.param_offload": "parallel.offload",
+    "algorithm.kl_penalty": "algorithm.kl_estimator",
+    "trainer.resume_mode": "run.resume",
+    "actor_rollout_ref.actor.megatron.anything.at_all": "",
+    "critic.profiler.tool_config.npu.level": "",
+}
+
+
+@pytest.mark.parametrize(("name", "key"), VERL.items())
+def test_an_answer_to_verl_comes_from_the_table_alone(name: str, key: str) -> None:
+    (line,) = collect_mistakes(nest(name, "1"))
+    assert line.startswith(f"unknown key {name} (value '1'): ")
+    assert f"did you mean {key}" in line if key else "did you mean" not in line
+    assert "the configuration has" not in line
+
+
+def nest(path: str, value: object) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return cast("dict[str, Any]", value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temprature_of_evaluation", 1),
+        ("foo.temperature", 1),
+        ("data.trian", 3),  # data.train takes text
+        ("sampling.tempereture_", "hot"),
+        ("keep", 3),
+        ("optim.learning", 3),
+    ],
+)
+def test_what_no_table_knows_and_is_no_typing_error_gets_the_names_of_the_section(name: str, value: object) -> None:
+    (line,) = collect_mistakes(nest(name, value))
+    assert "did you mean" not in line
+    assert re.search(r"(the configuration|data|sampling|optim) has \w+, ", line)
+
+
+def test_a_typing_error_is_one_or_two_letters_in_the_same_section() -> None:
+    for wrong, right in {"optim.l": "lr", "optim.grad_clp": "grad_clip", "sampling.temprature": "temperature"}.items():
+        assert f"did you mean {wrong.partition('.')[0]}.{right}?" in collect_mistakes(nest(wrong, 1))[0]
+
+
+def test_a_name_with_several_meanings_lists_them() -> None:
+    (line,) = collect_mistakes({"lr": 1e-6})
+    assert "actor_rollout_ref.actor.optim.lr is optim.lr" in line
+    assert "critic.optim.lr is critic.lr" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "theirs", "ours"),
+    [
+        ("algorithm.aggregation", "seq-mean-token-mean", "sequence-mean"),
+        ("algorithm.advantage", "reinforce_plus_plus", "reinforce_pp"),
+        ("algorithm.kl_estimator", "low_var_kl", "k3"),
+        ("optim.lr_schedule", "constant_with_warmup", "constant"),
+        ("model.lora.targets", "all-linear", "[]"),
+        ("sampling.top_k", -1, "0"),
+        ("save.every", -1, "0"),
+        ("parallel.precision", "bf16", "bfloat16"),
+        ("engine.name", "hf", "transformers"),
+    ],
+)
+def test_a_value_of_another_project_is_answered_with_ours(key: str, theirs: object, ours: str) -> None:
+    translation = find_translation(key, theirs)
+    assert translation is not None
+    (line,) = collect_mistakes(nest(key, theirs))
+    assert re.search(rf"; did you mean '?{re.escape(ours)}'?\?", line)
+    assert translation.remark in line
+
+
+def test_a_value_that_podium_lacks_says_what_is_nearest() -> None:
+    (line,) = collect_mistakes({"algorithm": {"advantage": "remax"}})
+    assert "; its baseline is a greedy completion; rloo's is the mean of the group's others; your own function" in line
+    (line,) = collect_mistakes(nest("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum"))
+    assert "algorithm.aggregation has no such value: nearest is sequence-sum-constant" in line
 
 
 def test_the_answer_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +221,7 @@ def test_the_answers_to_a_file_of_trl(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(GRPOConfig, path)
     first, second, third = str(caught.value).splitlines()
-    assert first.endswith("unknown key max_completion_length (value 512): did you mean sampling.max_new_tokens?")
+    assert "unknown key max_completion_length (value 512): did you mean sampling.max_new_tokens? 256 by" in first
     assert "did you mean algorithm.kl_coef? set algorithm.kl_in to loss" in second
     assert "gradient_accumulation_steps (value 4): there is none, and it needs none" in third
 
@@ -106,15 +252,53 @@ def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
     ("typed", "answer"),
     [
         ("actor_rollout_ref.rollout.n=8", "write --sampling.n 8"),
-        ("+data.train_files=a.parquet", "write --data.train a.parquet"),
-        ("run.steps=3", "write --section.key value, as in --optim.lr 1e-4"),
+        ("+data.train_files=a.parquet", "write --data.train a.parquet: one source"),
+        ("++trainer.test_freq=-1", "write --eval.every 0: 0 evaluates before the first and after the last step"),
+        (
+            "actor.loss_agg_mode=seq-mean-token-mean",
+            "write --algorithm.aggregation sequence-mean: each completion counts",
+        ),
+        ("actor.ppo_mini_batch_size=64", "write --algorithm.minibatches VALUE: it is how many, not how large"),
+        ("trainer.balance_batch=True", "there is none, and it needs none: parallel.batching"),
+        ("~trainer.critic_warmup", "leave it out: Podium has none: the policy learns from the first step on"),
+        ("trainer.logger=['console','wandb']", "write --run.trackers VALUE: a list"),
+        ("run.steps=3", "write --run.steps 3"),
+        ("optim.lrr=3", "write --optim.lr 3"),
+        ("a.b=3", "write --section.key value, as in --optim.lr 1e-4"),
         ("steps", "write --section.key value, as in --optim.lr 1e-4"),
     ],
 )
-def test_a_setting_typed_as_for_verl_is_answered_as_it_is_typed_here(typed: str, answer: str) -> None:
+def test_a_setting_typed_as_for_hydra_is_answered_as_it_is_typed_here(typed: str, answer: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(GRPOConfig, None, [typed])
-    assert str(caught.value) == f"{typed!r} is no setting: {answer}"
+    assert str(caught.value).startswith(f"{typed!r} is no setting: {answer}")
+
+
+def test_all_mistakes_are_named_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Forty overrides need one try: words of Hydra, unknown keys, wrong values and those of the file."""
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {nnodes: 2, what_is_this: 1}\n")
+    words = [f"actor_rollout_ref.rollout.{name}=1" for name in ("n", "temperature", "top_p", "top_k", "name")]
+    words += ["+trainer.test_freq=5", "~trainer.v1.trainer_mode", "data.max_prompt_length=512"]
+    flags = [
+        "--gpu_memory_utilization",
+        "0.5",
+        "--val_before_train",
+        "no",
+        "--rollout.n",
+        "4",
+        "--optim.lr",
+        "x",
+        "--eval.every",
+    ]
+    assert main(["train", "grpo", "--config", str(path), *words, *flags, "data.shuffle=False"]) == 2
+    message = capsys.readouterr().err
+    assert message.count(" is no setting: ") == len(words) + 1
+    for name in ("gpu_memory_utilization", "val_before_train", "rollout.n", "trainer.nnodes", "trainer.what_is_this"):
+        assert f"unknown key {name} " in message
+    assert "optim.lr = 'x': expected a number" in message
+    assert "--eval.every has no value" in message
+    assert len(message.splitlines()) == len(words) + 1 + 7
 
 
 def test_the_answer_in_python_needs_no_torch() -> None:
@@ -145,3 +329,10 @@ def test_options_of_a_component_are_its_own() -> None:
         EngineConfig(name="vllm", options={"beta": 1}).read_options(VllmOptions)
     assert "kl_coef" not in str(caught.value)
     assert find_equivalent("engine.options.nothing") is None
+
+
+def test_the_page_shows_what_hydra_words_get(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    words = ["actor_rollout_ref.rollout.n=8", "+trainer.test_freq=-1", "trainer.balance_batch=True"]
+    assert main(["train", "grpo", *words]) == 2
+    assert f"```\npodium train grpo {' '.join(words)}\n{capsys.readouterr().err}```" in page

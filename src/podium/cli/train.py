@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
-from podium.config import keys_of, load_config, parse_overrides, read_values
+from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
 from podium.functions import nearest
 from podium.lazy import without_collector
@@ -155,7 +155,7 @@ def _recipe(word: str) -> str:
 def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequence[str]) -> PPOConfig | SFTConfig:
     cls, content = RECIPES[recipe], None
     if resume is None and path is None:  # --run.resume without a file means the same
-        resume = dict(parse_overrides(cls, overrides)).get("run.resume") or None
+        resume = find_override(cls, overrides, "run.resume") or None
     if resume == "auto":  # the trainer looks for the run
         return load_config(cls, path, [*overrides, "--run.resume", resume])
     if resume is not None:

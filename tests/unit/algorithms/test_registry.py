@@ -233,7 +233,7 @@ def test_a_users_functions_are_found_before_anything_starts(module: str) -> None
 
 
 def test_a_wrong_name_is_told_with_the_key_and_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage = 'reinforce\+\+'.*did you mean 'reinforce_pp'"):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage = 'reinforce\+\+'.*did you mean reinforce_pp\?"):
         resolve_advantage("reinforce++")
     with pytest.raises(ConfigError, match=r"algorithm\.loss = 'ppo_clp'.*did you mean 'ppo_clip'"):
         AlgorithmConfig(loss="ppo_clp")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -13,6 +12,8 @@ from pydantic import Field
 
 from podium.config import build_config, section
 from podium.errors import ConfigError
+from podium.migration import find_translation
+from podium.spelling import nearest_spellings
 
 __all__ = ["EngineConfig", "VllmOptions", "find_engines"]
 
@@ -44,8 +45,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.name != AUTO and self.name not in find_engines():
-            near = difflib.get_close_matches(self.name, [AUTO, *find_engines()], 1)
+            near = nearest_spellings(self.name, [AUTO, *find_engines()])
             hint = f"; did you mean {near[0]!r}?" if near else ""
+            if translation := find_translation("engine.name", self.name):
+                hint = f"; {translation.remark}" if translation.missing else f"; did you mean {translation.value!r}?"
             raise ConfigError(
                 f"engine.name = {self.name!r}: expected {AUTO} or an installed engine: "
                 f"{', '.join(sorted(find_engines()))}{hint}; an engine of your own is chosen by the name of its "
