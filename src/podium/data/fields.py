@@ -30,6 +30,10 @@ FINISH_REASON: Final = "finish_reason"  # Python column of str: "stop" or "lengt
 PROMPT_TOKENS: Final = "prompt_tokens"  # Jagged int64
 KEPT_SIZES: Final = "kept_sizes"  # token column, int64: the number of ids that top-k and top-p left; 0 if not drawn
 KEPT_IDS: Final = "kept_ids"  # Jagged int64: those ids, token after token, most probable first
+MASK_NUMBERS: Final = (
+    "mask_numbers"  # token column, int64: which of the row's masks, from 1, a token came under; 0: none
+)
+MASK_BITS: Final = "mask_bits"  # Jagged uint8: the row's masks, of equal size; bit i % 8 of byte i // 8 allows id i
 TRAJECTORY: Final = "trajectory"  # int64 [B]: rows of one trajectory are adjacent and share a number
 TRAJECTORY_TOKENS: Final = "trajectory_tokens"  # int64 [B]: how many tokens were sampled in all of the row's trajectory
 TURN: Final = "turn"  # token column, int64: the model's turn, from 0, that sampled the token; -1 where not sampled

@@ -7,6 +7,7 @@ Legend: L tokens of one completion, K ids kept over those L tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +18,7 @@ from podium.config import section
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Completion", "FinishReason", "KeptSet", "SamplingParams"]
+__all__ = ["Completion", "FinishReason", "KeptSet", "RequestParams", "SamplingParams"]
 
 FinishReason = Literal["stop", "length"]
 TokenId = Annotated[int, Field(ge=0, le=10**9)]
@@ -49,14 +50,28 @@ class SamplingParams:
     """Each prompt gets this many completions."""
 
     @property
+    def min_p(self) -> float:
+        """The share of the most probable token's probability that a token must reach; 0 keeps all tokens."""
+        return 0.0
+
+    @property
     def filtered(self) -> bool:
-        """Whether ``top_k`` or ``top_p`` takes part, so that kept sets are recorded."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        """Whether ``top_k``, ``top_p`` or ``min_p`` takes part, so that kept sets are recorded."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@section("sampling")
+class RequestParams(SamplingParams):
+    """How the completions of one request are sampled: a request may filter by more than a run does."""
+
+    min_p: float = Field(default=0.0, ge=0, le=1)  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - a field for a property
+    """Tokens whose probability is less than this share of the most probable token's are left out, before ``top_k`` and
+    ``top_p`` choose among the rest."""
 
 
 @dataclass(frozen=True)
 class KeptSet:
-    """The tokens that top-k and top-p left to draw from, for each token of one completion.
+    """The tokens that top-k, top-p and min-p left to draw from, for each token of one completion.
 
     Attributes:
         ids: int64 ``[K]``; for token t the kept ids are ``ids[offsets[t]:offsets[t + 1]]``, most probable first.
@@ -79,11 +94,13 @@ class Completion:
     Attributes:
         token_ids: int64 ``[L]``, L at least 1; a stop token, where one ended it, is the last.
         logprobs: float32 ``[L]``, natural logarithm of the probability with which each token was drawn: after the
-            temperature and, where top-k or top-p were used, over the kept set. With temperature 0 it is that of the
+            temperature and, where they were used, over the kept set and the mask. With temperature 0 it is that of the
             chosen token at temperature 1.
         finish_reason: ``"stop"`` (ended by a stop token) or ``"length"`` (``max_new_tokens`` reached).
         versions: int64 ``[L]``, the version of the weights that each token was drawn from.
-        kept: the kept sets where top-k or top-p were used, else None.
+        kept: the kept sets where top-k, top-p or min-p were used, else None.
+        masks: where a constraint restricted the ids, the packed mask of the ids that each token was drawn from, as in
+            :mod:`podium.rollout.engines.constraints`; else None. A kept set lies within its token's mask.
     """
 
     token_ids: Tensor
@@ -91,6 +108,7 @@ class Completion:
     finish_reason: FinishReason
     versions: Tensor
     kept: KeptSet | None = None
+    masks: Sequence[bytes] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from podium.data.masks import unpack_masks
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import Aborted, Engine, EngineConfig, Event, Failed, Finished, Request, Tokens, make_engine
 from podium.rollout.engines.gate import WeightGate
@@ -67,6 +68,10 @@ def compute_trained_logprobs(
         for position in range(len(completion)):
             outside[position, completion.kept.at(position)] = False
         logits = logits.masked_fill(outside, float("-inf"))
+    for position, mask in enumerate(completion.masks or ()):
+        if mask:
+            allowed = unpack_masks(torch.frombuffer(bytearray(mask), dtype=torch.uint8)[None], logits.shape[1])[0]
+            logits[position, ~allowed] = float("-inf")
     return torch.log_softmax(logits, -1).gather(1, completion.token_ids.unsqueeze(1)).squeeze(1)
 
 

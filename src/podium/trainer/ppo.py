@@ -58,7 +58,10 @@ _MISMATCH_REMEDY: Final = (
     "parallel.precision). With a schedule that runs ahead, the age of the generator's weights adds to the difference"
 )
 
-_MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS)
+_MODEL_INPUTS = (
+    *(fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS),
+    *(fields.MASK_NUMBERS, fields.MASK_BITS),
+)
 _VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP)
 _SESSION_INPUTS = (fields.TRAJECTORY, fields.AGENT, fields.TOKEN_REWARDS)
 _ADVANTAGE_INPUTS = (

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from podium.data.masks import unpack_masks
 from podium.errors import DataError
 from podium.models.loading import plain_model
 
 __all__ = [
     "KeptTokens",
     "LogitsTail",
+    "MaskedTokens",
     "TextIds",
     "TokenScores",
     "logits_at_once",
@@ -60,6 +62,24 @@ class KeptTokens(NamedTuple):
 
     ids: Tensor
     token: Tensor
+
+
+class MaskedTokens(NamedTuple):
+    """The ids that each of K tokens was drawn from, as masks that tokens share.
+
+    Attributes:
+        masks: uint8 ``[M, W]``; bit ``i % 8`` of byte ``i // 8`` says whether id i was allowed.
+        number: int64 ``[K]``: the mask of each token, from 1; 0 where every id was allowed.
+    """
+
+    masks: Tensor
+    number: Tensor
+
+    def outside(self, tokens: slice, vocabulary: int) -> Tensor:
+        """Which ids were not allowed for these C tokens: bool ``[C, V]``."""
+        number_C = self.number[tokens]
+        used, place_C = (number_C - 1).clamp(min=0).unique(return_inverse=True)
+        return unpack_masks(self.masks[used], vocabulary).logical_not_()[place_C].logical_and_((number_C > 0)[:, None])
 
 
 class TextIds(NamedTuple):
@@ -115,11 +135,21 @@ class _Asked:
     entropy_grad: bool
     text_ids: TextIds
     best: bool = False
+    masked: MaskedTokens | None = None
 
     @cached_property
     def holes(self) -> Tensor | None:
         """The holes of ``text_ids`` as a tensor; None where there are none."""
         return torch.tensor(self.text_ids.holes, device=self.targets_K.device) if self.text_ids.holes else None
+
+    def leave_out(self, logits_CV: Tensor, chunk: slice, kept: KeptTokens | None) -> None:
+        """Overwrite the logits of ids that a chunk's tokens could not be. Kept ids are none of these."""
+        if kept is not None:
+            return
+        if self.holes is not None:
+            logits_CV.index_fill_(1, self.holes, _NEVER)
+        if self.masked is not None:
+            logits_CV.masked_fill_(self.masked.outside(chunk, logits_CV.shape[1]), _NEVER)
 
     def slope(self, logits_CV: Tensor | None) -> Tensor | float | None:
         """The derivative of the logits by the layer's values; None for 1. Without a cap it is the same for all."""
@@ -228,6 +258,7 @@ def output_scores(
     tail: LogitsTail,
     temperature: float = 1.0,
     kept: KeptTokens | None = None,
+    masked: MaskedTokens | None = None,
     text_ids: TextIds = _EVERY_ID,
     entropy: bool = False,
     entropy_grad: bool = False,
@@ -243,6 +274,7 @@ def output_scores(
         tail: The function that the model applies to the layer's values.
         temperature: The logits are divided by it.
         kept: Distributions are those over these ids, if given.
+        masked: Distributions are those over the ids of each token's mask, if given and no kept ids are.
         text_ids: Distributions are over no other ids. The layer gets no gradient of theirs.
         entropy: Whether entropies are computed, without gradients unless ``entropy_grad``.
         best: Whether the log-probabilities of the most probable tokens are read, without gradients.
@@ -253,7 +285,7 @@ def output_scores(
     """
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
-    request = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad, text_ids, best)
+    request = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad, text_ids, best, masked)
     layer_forward = forward or layer.forward
     if isinstance(layer, nn.Linear) and getattr(layer_forward, "__func__", None) is nn.Linear.forward:
         scores = cast("_Scores", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, request))
@@ -270,7 +302,8 @@ def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], aske
 
     def score(hidden_CH: Tensor, here: slice, kept: KeptTokens | None) -> _Scores:
         logits_CV = asked.tail(forward(hidden_CH)[:, : asked.text_ids.limit].float()) / asked.temperature
-        logprobs_C, log_p = _read(logits_CV, asked.targets_K[here], kept, asked.holes)
+        asked.leave_out(logits_CV, here, kept)
+        logprobs_C, log_p = _read(logits_CV, asked.targets_K[here], kept)
         best_C = log_p.detach().amax(-1) if asked.best else logprobs_C.detach()
         with torch.set_grad_enabled(asked.entropy_grad and torch.is_grad_enabled()):
             return logprobs_C, _entropies(log_p, kept, len(logprobs_C)), best_C
@@ -302,7 +335,8 @@ class _LinearScores(torch.autograd.Function):
         log_ps: list[Tensor] = []
         for chunk, kept in asked.chunks(len(weight)):
             logits_CV = _logits(hidden[chunk], weight, bias_V, asked)
-            logprobs_K[chunk], log_p = _read(logits_CV, asked.targets_K[chunk], kept, asked.holes)
+            asked.leave_out(logits_CV, chunk, kept)
+            logprobs_K[chunk], log_p = _read(logits_CV, asked.targets_K[chunk], kept)
             if asked.entropy:
                 entropy_K[chunk] = _entropies(log_p, kept, len(logits_CV))
             if asked.best:
@@ -332,7 +366,8 @@ class _LinearScores(torch.autograd.Function):
             else:
                 logits_CV = _logits(hidden[chunk], weight, bias_V, request)
                 slope = request.slope(logits_CV)
-                log_p = _read(logits_CV, request.targets_K[chunk], kept, request.holes)[1]
+                request.leave_out(logits_CV, chunk, kept)
+                log_p = _read(logits_CV, request.targets_K[chunk], kept)[1]
                 del logits_CV
             upstream = (gradients[0][chunk], gradients[1][chunk], entropy_K[chunk])
             grad_CV = _gradient(
@@ -374,14 +409,9 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, asked: 
     return values if factor == 1.0 else values.mul_(factor)
 
 
-def _read(logits_CV: Tensor, targets_C: Tensor, kept: KeptTokens | None, holes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The targets' log-probabilities ``[C]``, and those of all ids ``[C, V]`` or of the kept ones ``[S]``.
-
-    The logits of ``holes`` are overwritten. Kept ids have none.
-    """
+def _read(logits_CV: Tensor, targets_C: Tensor, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
+    """The targets' log-probabilities ``[C]``, and those of all ids ``[C, V]`` or of the kept ones ``[S]``."""
     if kept is None:
-        if holes is not None:
-            logits_CV.index_fill_(1, holes, _NEVER)
         log_p = torch.log_softmax(logits_CV, -1)
         return log_p.gather(1, targets_C[:, None])[:, 0], log_p
     # By flat places, since the gradient of indexing by pairs is slow.

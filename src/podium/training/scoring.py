@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from podium.data import Batch, fields
+from podium.data.masks import read_mask_columns
 from podium.errors import ConfigError, DataError
 from podium.models.loading import plain_model
 from podium.training.micro_batches import MicroBatch
 from podium.training.output_layer import (
     KeptTokens,
     LogitsTail,
+    MaskedTokens,
     TextIds,
     TokenScores,
     logits_tail,
@@ -24,7 +26,7 @@ from podium.training.output_layer import (
 )
 from podium.training.varlen import packed_attention
 
-__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "output_layer", "run_model", "score_tokens"]
+__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "masked_tokens", "output_layer", "run_model", "score_tokens"]
 
 
 def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
@@ -52,6 +54,20 @@ def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
     return KeptTokens(ids_S.to(device), token_S.to(device))
 
 
+def masked_tokens(batch: Batch, micro: MicroBatch) -> MaskedTokens | None:
+    """Return the masks of the micro-batch's tokens; None where each token was drawn from all ids.
+
+    Raises:
+        DataError: The masks are not those of this batch.
+    """
+    columns = read_mask_columns(batch)
+    if columns is None:
+        return None
+    masks, number_N = columns
+    device = micro.targets.device
+    return MaskedTokens(masks.to(device), number_N[micro.index.to(number_N.device)].to(device))
+
+
 def score_tokens(
     model: nn.Module,
     batch: Batch,
@@ -65,14 +81,14 @@ def score_tokens(
 
     The scores are those of the distribution that was sampled from: at ``batch.meta["temperature"]`` (1 if not given; 0,
     greedy sampling, counts as 1), over the ids of ``batch.meta["text_ids"]`` (all if not given; see
-    :class:`.TextIds`), and, where the batch has kept sets (``kept_sizes``), over those.
+    :class:`.TextIds`), and, where the batch has kept sets (``kept_sizes``) or masks (``mask_numbers``), over those.
 
     Args:
         entropy: Whether the entropy is computed too, without gradients unless ``entropy_grad``.
         best: Whether the log-probability of the most probable token is read too. The batch then has no kept sets.
 
     Raises:
-        DataError: see :func:`kept_tokens`.
+        DataError: see :func:`kept_tokens` and :func:`masked_tokens`.
     """
     temperature = float(batch.meta.get("temperature", 1.0)) or 1.0
     kept = kept_tokens(batch, micro)
@@ -80,6 +96,7 @@ def score_tokens(
     options = {
         "temperature": temperature,
         "kept": kept,
+        "masked": masked_tokens(batch, micro) if kept is None else None,
         "text_ids": TextIds(*batch.meta.get("text_ids") or ()),
         "entropy": entropy,
         "entropy_grad": entropy_grad,

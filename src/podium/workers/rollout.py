@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from podium.data import Batch, Jagged, fields
+from podium.data.masks import mask_columns
 from podium.data.sampled_text import text_column
 from podium.errors import ConfigError
 from podium.extras import install_command
@@ -121,7 +122,7 @@ class Rollout(Worker):
             ``rollout_logprobs``, ``versions``, ``version_range``, ``turn``, ``token_rewards``, ``trajectory``,
             ``session``, ``group``, ``agent``, ``finish_reason``, ``grade`` (a Python column of
             :class:`.contract.Earned`), and ``text``, the last answer; with top-k or top-p also ``kept_sizes`` and
-            ``kept_ids``.
+            ``kept_ids``, else ``mask_numbers`` and ``mask_bits``.
         """
         key, numbers = str(tasks.meta["key"]), tasks.dense(fields.SESSION).tolist()
         if self._stop_hearing is None and not active():
@@ -305,7 +306,7 @@ def _as_batch(
         {"temperature": sampling.temperature},
     )
     if not sampling.filtered:
-        return batch
+        return batch.with_columns(mask_columns([row.masks for *_, row in rows], tokens))
     kept = [ids for *_, row in rows for ids in row.kept]
     sizes = tokens.like(torch.tensor([len(ids) for ids in kept], dtype=torch.int64))
     kept_ids = Jagged.from_rows(

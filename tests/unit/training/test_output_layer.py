@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from podium.data import Batch
+from podium.data.masks import mask_columns, pack_ids, unpack_masks
 from podium.errors import DataError
 from podium.models import load_model
 from podium.rollout.sampling import KeptSet
 from podium.training import output_layer
 from podium.training.micro_batches import MicroBatch, cut
-from podium.training.output_layer import KeptTokens, LogitsTail, TokenScores, logits_tail
-from podium.training.scoring import kept_tokens, run_model, score_tokens
+from podium.training.output_layer import KeptTokens, LogitsTail, MaskedTokens, TokenScores, logits_tail
+from podium.training.scoring import kept_tokens, masked_tokens, run_model, score_tokens
 from tests.unit.training.families import make
 from tests.unit.training.test_scoring import with_kept
 from tests.unit.workers.tiny import ADAPTED, recorded
@@ -40,7 +41,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_layer, "_KEPT", 0)  # the backward pass computes everything again
 
 
-def plain(model: nn.Module, batch: Batch, micro: MicroBatch, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
+def plain(
+    model: nn.Module, batch: Batch, micro: MicroBatch, kept: KeptTokens | None, masked: MaskedTokens | None
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies from whole logits in float64."""
     logits = run_model(model, micro).logits[0].double() / batch.meta["temperature"]
     if (text_ids := batch.meta.get("text_ids")) is not None:
@@ -49,6 +52,9 @@ def plain(model: nn.Module, batch: Batch, micro: MicroBatch, kept: KeptTokens | 
         inside = torch.zeros_like(logits, dtype=torch.bool)
         inside[kept.token, kept.ids] = True
         logits = logits.masked_fill(~inside, -torch.inf)
+    for token, number in enumerate([] if masked is None else masked.number.tolist()):
+        ids = unpack_masks(masked.masks[number - 1 : number], logits.shape[1])[0] if masked and number else None
+        logits[token] = logits[token] if ids is None else logits[token].masked_fill(~ids, -torch.inf)
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
     return log_p.gather(1, micro.targets[:, None])[:, 0], entropy
@@ -63,12 +69,26 @@ def sets_of(batch: Batch) -> Batch:
     return with_kept(batch, kept)
 
 
-def compare(model: nn.Module, *, with_sets: bool, entropy_grad: bool, **meta: Any) -> None:
+def masks_of(batch: Batch) -> Batch:
+    """With masks for two thirds of the tokens: some of one id, some of many, shared by tokens and rows."""
+    generator, masks = torch.Generator().manual_seed(6), list[list[bytes]]()
+    for row in batch.jagged("tokens").unbind():
+        row_masks = list[bytes]()
+        for at, token in enumerate(row.tolist()):
+            others = torch.randint(0, 48, (0 if at % 3 else 20,), generator=generator).tolist()
+            row_masks.append(b"" if at % 3 == 1 else pack_ids([token, *others], 48))
+        masks.append(row_masks)
+    return batch.with_columns(mask_columns(masks, batch.jagged("tokens")))
+
+
+def compare(model: nn.Module, *, with_sets: bool | str, entropy_grad: bool, **meta: Any) -> None:
     batch = recorded(temperature=0.7, **meta)
-    batch = sets_of(batch) if with_sets else batch
+    if with_sets:
+        batch = masks_of(batch) if with_sets == "masked" else sets_of(batch)
     (micro,) = cut(batch, 1000, packed=False)
     model = model.eval()
-    kept = kept_tokens(batch, micro)
+    kept, masked = kept_tokens(batch, micro), masked_tokens(batch, micro)
+    assert (masked is not None) == (with_sets == "masked")
     directions = torch.randn(2, len(micro.targets), generator=torch.Generator().manual_seed(1))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -76,7 +96,7 @@ def compare(model: nn.Module, *, with_sets: bool, entropy_grad: bool, **meta: An
         loss = (directions[0] * logprobs).sum() + ((directions[1] * entropy).sum() if entropy_grad else 0.0)
         return list(torch.autograd.grad(loss, trained, allow_unused=True))
 
-    expected = plain(model, batch, micro, kept)
+    expected = plain(model, batch, micro, kept, masked)
     found = score_tokens(model, batch, micro, entropy=True, entropy_grad=entropy_grad)
     assert found.entropy is not None
     assert found.entropy.requires_grad == entropy_grad
@@ -101,17 +121,17 @@ def compare(model: nn.Module, *, with_sets: bool, entropy_grad: bool, **meta: An
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("with_sets", [False, True, "masked"], ids=["all", "kept", "masked"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_score_as_whole_logits(family: str, with_sets: bool, entropy_grad: bool) -> None:
+def test_chunks_score_as_whole_logits(family: str, with_sets: bool | str, entropy_grad: bool) -> None:
     compare(make(family, **FAMILIES[family]), with_sets=with_sets, entropy_grad=entropy_grad)
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("with_sets", [False, True, "masked"], ids=["all", "kept", "masked"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere"])
 def test_what_is_kept_of_small_ones_gives_the_same(
-    family: str, with_sets: bool, entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, with_sets: bool | str, entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_layer, "_KEPT", 1 << 20)
     compare(make(family, **FAMILIES[family]), with_sets=with_sets, entropy_grad=entropy_grad)
@@ -130,9 +150,11 @@ def test_ids_that_stand_for_no_text_have_no_share_and_no_gradient(
 
 
 @pytest.mark.parametrize(
-    ("with_sets", "text_ids"), [(False, None), (True, None), (False, (16, (0, 3)))], ids=["all", "kept", "holes"]
+    ("with_sets", "text_ids"),
+    [(False, None), (True, None), (False, (16, (0, 3))), ("masked", (46, (0, 3)))],
+    ids=["all", "kept", "holes", "masked"],
 )
-def test_an_output_layer_with_adapters(with_sets: bool, text_ids: tuple[int, tuple[int, ...]] | None) -> None:
+def test_an_output_layer_with_adapters(with_sets: bool | str, text_ids: tuple[int, tuple[int, ...]] | None) -> None:
     assert ADAPTED.lora is not None
     untied = {**ADAPTED.config, "tie_word_embeddings": False}
     config = replace(ADAPTED, config=untied, lora=replace(ADAPTED.lora, targets=("lm_head", "q_proj")))
@@ -263,7 +285,7 @@ def test_a_forward_function_that_a_library_gave_the_output_layer_is_run_and_kept
     assert head.forward is given
 
 
-@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("with_sets", [False, True, "masked"], ids=["all", "kept", "masked"])
 @pytest.mark.parametrize("layer", [nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 9))], ids=["linear", "other"])
 def test_no_tokens_give_gradients_of_zero(layer: nn.Module, with_sets: bool) -> None:
     none = torch.zeros(0, dtype=torch.int64)
@@ -317,7 +339,7 @@ def test_half_precision_computes_and_learns_as_the_model_does() -> None:
     (micro,) = cut(batch, 1000, packed=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = score_tokens(model, batch, micro)
-        expected = plain(model, batch, micro, None)[0]
+        expected = plain(model, batch, micro, None, None)[0]
     head = model.get_output_embeddings()
     assert head is not None
     ours, theirs = (torch.autograd.grad(value.sum(), head.weight)[0] for value in (found.logprobs, expected))

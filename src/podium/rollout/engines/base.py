@@ -84,6 +84,8 @@ class Engine(ABC):
     """``engine.name=auto`` takes the engine of the highest rank that supports the model; none of rank 0."""
     options: ClassVar[type | None] = None
     """The class, under ``@section("engine.options")``, of options that the engine reads by ``config.read_options``."""
+    constrains: ClassVar[bool] = False
+    """Whether the engine draws by ``Request.constraint`` and ``RequestParams.min_p``. Other engines refuse these."""
 
     waiting: RequestQueue
     vocabulary: int
@@ -148,7 +150,7 @@ class Engine(ABC):
                 the model's positions; or a request of that id is in flight. Other requests go on.
         """
         for request in requests:
-            self.check(f"the prompt of {request}", request.prompt, request.params)
+            self.check_request(request)
         self._enqueue(requests, self._events)
 
     def abort(self, id: RequestId) -> None:
@@ -410,6 +412,15 @@ class Engine(ABC):
 
     def _report_is_due(self) -> bool:
         return bool(self._journals) and time.monotonic() - self._reported_s >= REPORT_EVERY_S
+
+    def check_request(self, request: Request) -> None:
+        """Raise ConfigError for a request that cannot be drawn."""
+        self.check(f"the prompt of {request}", request.prompt, request.params)
+        if not self.constrains and (request.constraint is not None or request.params.min_p):
+            raise ConfigError(
+                f"{type(self).__name__} does not record the tokens that a grammar, logit_bias or min_p leaves to draw "
+                "from, so that no distribution could be trained; use engine.name native or transformers"
+            )
 
     def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError, naming ``subject``, for a prompt that cannot be continued. Subclasses may add checks."""

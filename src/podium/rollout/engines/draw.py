@@ -128,6 +128,9 @@ def _search(mass_BN: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def _draw_kept(probs_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
     mass, order, total = _candidates(probs_BV, params)
+    if params.min_p > 0:
+        mass = mass.masked_fill(mass < params.min_p * mass[:, :1], 0)
+        total = mass.sum(-1, keepdim=True, dtype=torch.float64)
     running = torch.cumsum(mass, -1, dtype=torch.float64)
     before = torch.cat((torch.zeros_like(running[:, :1]), running[:, :-1]), 1)
     dropped = (before >= params.top_p * total) | (mass == 0)
@@ -143,7 +146,8 @@ def _candidates(probs_BV: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
     """Probabilities ``[B, K]`` from the largest down, their ids, and the mass of which top-p takes its share, [B, 1].
 
     Sorting a large vocabulary takes longer than a decode step. So top-p looks at the largest thousand first, and at
-    more only when those of some row do not reach it. A row's kept set is the same in both cases.
+    more only when those of some row do not reach it. A row's kept set is the same in both cases. Likewise min-p looks
+    at more only when the least of these still reaches it.
     """
     vocabulary = probs_BV.shape[1]
     if params.top_k > 0:
@@ -154,6 +158,8 @@ def _candidates(probs_BV: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
     while True:
         mass, order = probs_BV.topk(size, dim=-1)
         short = mass.sum(-1, keepdim=True, dtype=torch.float64) < params.top_p * total
+        if params.min_p > 0:
+            short = mass[:, -1:] >= params.min_p * mass[:, :1]
         if size == vocabulary or not bool(short.any()):
             return mass, order, total
         size = min(size * 8, vocabulary)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import GenerationError
+from podium.rollout.engines.constraints import Constraint
 from podium.rollout.sampling import Completion, KeptSet, SamplingParams
 
 __all__ = [
@@ -57,6 +58,7 @@ class Request:
         reuse_completions: Whether an engine may build on keys and values that it computed while it drew an earlier
             completion. These differ from those of a fresh prompt by rounding: log-probabilities agree within 1e-5 in
             float32. An engine may always reuse what it computed for earlier prompts, because the results are the same.
+        constraint: What may be drawn, if not everything. Only an engine that says so (``Engine.constrains``) takes it.
     """
 
     id: RequestId
@@ -66,6 +68,7 @@ class Request:
     priority: int = 0
     stream: bool = False
     reuse_completions: bool = True
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))  # compared and kept; a list might change
@@ -187,6 +190,7 @@ def conclude(
     logprobs_L: Tensor,
     versions: int | Tensor,
     kept: Sequence[Tensor] | None = None,
+    masks: Sequence[bytes] | None = None,
 ) -> Finished | Failed:
     """Return the last event of a request.
 
@@ -195,9 +199,10 @@ def conclude(
         token_ids_L: Ids of all tokens, int64 on the CPU, with the stop token if there was one.
         logprobs_L: Their log-probabilities, float32 on the CPU.
         versions: Version of the weights that drew each token, int64 ``[L]``, or one for all.
-        kept: Where top-k or top-p were used, the ids kept for each token, most probable first.
+        kept: Where top-k, top-p or min-p were used, the ids kept for each token, most probable first.
+        masks: Where a constraint restricted the ids, each token's mask.
     """
-    return conclude_arrays(request, token_ids_L.numpy(), logprobs_L.numpy(), versions, kept)
+    return conclude_arrays(request, token_ids_L.numpy(), logprobs_L.numpy(), versions, kept, masks)
 
 
 def conclude_arrays(
@@ -206,6 +211,7 @@ def conclude_arrays(
     logprobs_L: np.ndarray,
     versions: int | Tensor,
     kept: Sequence[Tensor] | None,
+    masks: Sequence[bytes] | None = None,
 ) -> Finished | Failed:
     """Do what :func:`conclude` does, where inference mode is off. NumPy handles a single row faster than torch."""
     if not math.isfinite(logprobs_L.sum()):
@@ -227,5 +233,6 @@ def conclude_arrays(
         finish_reason="stop" if int(token_ids_L[-1]) in request.params.stop_token_ids else "length",
         versions=torch.from_numpy(np.full(len(token_ids_L), versions)) if isinstance(versions, int) else versions,
         kept=kept_set,
+        masks=masks,
     )
     return Finished(request.id, completion)

@@ -7,7 +7,7 @@ position of each completion, and leaves ``generate`` no choice but that token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from podium.devices import same_within_rounding
+from podium.errors import GenerationError
+from podium.rollout.engines.constraints import Guided, restrict_logits
 from podium.rollout.engines.draw import draw, leave_out, uniforms
 from podium.rollout.engines.model import ModelEngine
-from podium.rollout.engines.requests import Event, Finished, Request, Tokens, conclude
+from podium.rollout.engines.requests import Event, Failed, Finished, Request, Tokens, conclude
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
 
@@ -45,6 +47,7 @@ class TransformersEngine(ModelEngine):
     """
 
     auto_rank = 1
+    constrains = True
 
     @classmethod
     def supports(cls, model: nn.Module) -> str | None:
@@ -66,8 +69,13 @@ class TransformersEngine(ModelEngine):
         logprobs_BT = torch.stack(drawing.logprobs, 1).cpu()
         events: list[Event] = []
         for row, (request, length) in enumerate(zip(requests, _lengths(ids_BT, requests[0].params), strict=True)):
+            if (error := drawing.errors.get(row)) is not None:
+                events.append(Failed(request.id, error))
+                continue
             kept = [sets[row] for sets in drawing.kept[:length]] if drawing.kept else None
-            last = conclude(request, ids_BT[row, :length], logprobs_BT[row, :length], version, kept)
+            guided = drawing.guided.get(row)
+            masks = guided.masks[:length] if guided is not None and guided.restricts else None
+            last = conclude(request, ids_BT[row, :length], logprobs_BT[row, :length], version, kept, masks)
             if request.stream and isinstance(last, Finished):
                 draft = last.completion
                 events.append(Tokens(request.id, draft.token_ids.tolist(), draft.logprobs.tolist(), version))
@@ -78,7 +86,12 @@ class TransformersEngine(ModelEngine):
         params = requests[0].params
         device = next(self.model.parameters()).device
         seeds_B = torch.tensor([request.seed for request in requests], device=device)
-        processor = _Drawing(params, seeds_B, self.text_ids, self.count)
+        guided = {
+            row: Guided(request.constraint, request.params.stop_token_ids, self.vocabulary)
+            for row, request in enumerate(requests)
+            if request.constraint is not None
+        }
+        processor = _Drawing(params, seeds_B, self.text_ids, self.count, guided)
         stops = list(params.stop_token_ids) or None
         self._generate([request.prompt for request in requests], params.max_new_tokens, stops, processor)
         return processor
@@ -141,8 +154,14 @@ class _Drawing(LogitsProcessor):
     """Draws each step's tokens, remembers them, and masks every other token."""
 
     def __init__(
-        self, params: SamplingParams, seeds_B: Tensor, text_ids: tuple[int, tuple[int, ...]] | None, count: Counting
+        self,
+        params: SamplingParams,
+        seeds_B: Tensor,
+        text_ids: tuple[int, tuple[int, ...]] | None,
+        count: Counting,
+        guided: Mapping[int, Guided],
     ) -> None:
+        self.guided, self.errors = guided, dict[int, GenerationError]()
         self._params, self._text_ids, self._count = params, text_ids, count
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=seeds_B.device)
         self._live_B = torch.ones_like(seeds_B, dtype=torch.bool)  # no stop token yet
@@ -152,7 +171,15 @@ class _Drawing(LogitsProcessor):
         self.kept: list[list[Tensor]] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
-        result = draw(leave_out(scores.float(), self._text_ids), self._params, self._uniforms[:, len(self.ids)])
+        logits = leave_out(scores.float(), self._text_ids)
+        rows = [row for row in self.guided if row not in self.errors and self._live_B[row]]
+        if rows:
+            errors = restrict_logits(logits, rows, [self.guided[row] for row in rows])
+            self.errors |= {row: error for row, error in zip(rows, errors, strict=True) if error is not None}
+        result = draw(logits, self._params, self._uniforms[:, len(self.ids)])
+        for row in rows:
+            if row not in self.errors:
+                self.guided[row].accept(int(result.ids_B[row]))
         self._count.done += int(self._live_B.sum())
         self._live_B &= ~torch.isin(result.ids_B, self._stops)
         self.ids.append(result.ids_B)

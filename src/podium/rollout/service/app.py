@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from podium.errors import PodiumError
 from podium.rollout.service.concurrency import in_turns
+from podium.rollout.service.constraints import write_masks
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium.rollout.service.metrics import App, Metrics
 from podium.rollout.service.routes import PATHS, make_routes
@@ -155,6 +156,7 @@ class _Api:
                 "finish_reason": sampled.finish_reason,
                 "versions": list(sampled.versions),
                 **({} if sampled.kept is None else {"kept": [list(ids) for ids in sampled.kept]}),
+                **({} if sampled.masks is None else {"masks": write_masks(sampled.masks)}),
             }
             for index, sampled in enumerate(answers)
         ]

@@ -29,6 +29,7 @@ from podium.rollout.service.token_source import Scored, read_sampled
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
+    from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import PromptTokens
     from podium.rollout.service.concurrency import Caller
     from podium.rollout.service.sessions import Sampled
@@ -100,6 +101,7 @@ class EngineClient:
         session: str = "",
         tokens: bool = True,
         caller: Caller | None = None,
+        constraint: Constraint | None = None,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """As :meth:`.TokenSource.stream`."""
         del session  # there is one place
@@ -108,9 +110,10 @@ class EngineClient:
             priority = priority if caller.priority is None else min(priority, caller.priority - 1)
             caller.priority = priority
         request = Request(
-            id=_Id(next(self._numbers)), prompt=prompt, params=params, seed=seed, stream=tokens, priority=priority
-        )
-        self.engine.check(f"the prompt of {request}", request.prompt, request.params)
+            id=_Id(next(self._numbers)), prompt=prompt, params=params, seed=seed, stream=tokens, priority=priority,
+            constraint=constraint,
+        )  # fmt: skip
+        self.engine.check_request(request)
         events, loop = _Events(), asyncio.get_running_loop()
         size = len(prompt) + params.max_new_tokens
         with self._changed:

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx2
 
 from podium.errors import ConfigError, GenerationError
+from podium.rollout.service.constraints import read_masks
 from podium.rollout.service.sessions import Sampled
 
 if TYPE_CHECKING:
+    from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import Tokens
     from podium.rollout.sampling import SamplingParams
     from podium.rollout.service.concurrency import Caller
@@ -95,6 +97,7 @@ class RemoteTokens:
         session: str = "",
         tokens: bool = True,
         caller: Caller | None = None,
+        constraint: Constraint | None = None,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """As :meth:`.TokenSource.stream`. All of a completion comes at once."""
         del tokens, caller
@@ -108,6 +111,8 @@ class RemoteTokens:
                 "seed": seed,
                 "stop_token_ids": list(params.stop_token_ids),
                 "logprobs": 1,
+                **({"min_p": params.min_p} if params.min_p else {}),
+                **({} if constraint is None else constraint.wire),
             },
         }
         client = self._client
@@ -206,7 +211,8 @@ class RemoteTokens:
         if params.filtered and "kept" not in choice:
             raise GenerationError("the generator does not say which tokens top-k and top-p left to draw from")
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        return Sampled(choice["token_ids"], logprobs, versions, choice["finish_reason"], choice.get("kept"))
+        masks = read_masks(sent) if (sent := choice.get("masks")) is not None else None
+        return Sampled(choice["token_ids"], logprobs, versions, choice["finish_reason"], choice.get("kept"), masks)
 
 
 def _watch_options(silent_s: int) -> list[tuple[int, int, int]]:

@@ -19,8 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
-from podium.rollout.sampling import SamplingParams
+from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.service.concurrency import Caller, merge_streams
+from podium.rollout.service.constraints import make_constraint
 from podium.rollout.service.histories import Departure, rename_results, tools_key
 from podium.rollout.service.session_store import SessionStore
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session
@@ -30,6 +31,7 @@ from podium.rollout.service.wire import ChatRequest, Refusal
 from podium.rollout.tasks.examples import message_text
 
 if TYPE_CHECKING:
+    from podium.rollout.engines.constraints import Constraint
     from podium.rollout.service.chat_format import ChatFormat
     from podium.rollout.service.token_source import Scored, TokenSource
 
@@ -59,6 +61,7 @@ class Asked:
         departure: Where the client has edited what the session recorded; None if it has not.
         stops: Texts that end an answer.
         caller: The request that it belongs to.
+        constraint: What may be drawn, if not everything.
     """
 
     prompt: Sequence[int]
@@ -72,6 +75,7 @@ class Asked:
     continues: RecordedCall | None = None
     departure: Departure | None = None
     stops: Sequence[str] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class Service:
             because other answers would be lost. None lets each request decide.
 
     Attributes:
+        vocabulary: The number of ids that the tokenizer knows.
         overruled: How often a request asked for a parameter that ``rules`` replaced, by its name.
         unrecognized: How many calls began a row because their history is not what the session has recorded.
     """
@@ -147,6 +152,7 @@ class Service:
         self._tokenizer = tokenizer
         self.stop_token_ids = tuple(stop_token_ids)
         self.most_tokens = most_tokens
+        self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self.sessions = SessionStore(_MOST_BYTES if rules is None else None, form)
         self.overruled: Counter[str] = Counter()
         self.unrecognized = 0
@@ -294,7 +300,11 @@ class Service:
             session_seeds = self._seeds_of.get(session)
             seeds_drawn = [next(session_seeds if session_seeds is not None else self._seeds) for _ in range(sampling.n)]
             seeds = seeds_drawn if session_seeds is not None else [seed * 1_000_003 for seed in seeds_drawn]
-        return Asked(prompt, params, [seed % _SEEDS for seed in seeds], self.caller(), name=session)
+        constraint = make_constraint(
+            sampling.logit_bias or {}, vocabulary=self.vocabulary, training=self.rules is not None
+        )
+        seeds = [seed % _SEEDS for seed in seeds]
+        return Asked(prompt, params, seeds, self.caller(), name=session, constraint=constraint)
 
     def _check_length(self, texts: Iterable[str], session: str = "") -> None:
         """Raise Refusal for vast texts, which are not encoded: nothing else would be answered meanwhile."""
@@ -313,9 +323,11 @@ class Service:
         rules = self.rules
         if rules is None:
             values = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(0, sampling.top_k)}
+            if sampling.min_p:
+                return RequestParams(max_new_tokens=limit, stop_token_ids=stops, min_p=sampling.min_p, **values)
             return SamplingParams(max_new_tokens=limit, stop_token_ids=stops, **values)
-        for name in ("temperature", "top_p", "top_k"):
-            value = getattr(sampling, name)
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            value = getattr(sampling, name) or 0
             self.overruled[name] += name in sampling.model_fields_set and max(0, value) != getattr(rules, name)
         self.overruled["seed"] += sampling.seed is not None  # completions of one prompt are to differ
         return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
@@ -427,8 +439,9 @@ class Service:
         """Yield the ids so far, again and again, and at last all of the completion."""
         ids, logprobs, versions = list[int](), list[float](), list[int]()
         drawing = self.source.stream(
-            asked.prompt, asked.params, asked.seeds[number], session=asked.name, tokens=tokens, caller=asked.caller
-        )
+            asked.prompt, asked.params, asked.seeds[number], session=asked.name, tokens=tokens, caller=asked.caller,
+            **({} if asked.constraint is None else {"constraint": asked.constraint}),
+        )  # fmt: skip
         size = len(asked.prompt) + asked.params.max_new_tokens
         async with self.sessions.in_use(asked.session), asked.caller.hold(size), aclosing(drawing) as events:
             try:
@@ -440,7 +453,8 @@ class Service:
                     logprobs += event.logprobs
                     versions += [event.version] * len(event.token_ids)
                     new = len(event.token_ids)
-                    if asked.stops and not asked.params.filtered and ends_now(ids, new, asked.stops, self.decode):
+                    recorded = asked.params.filtered or asked.constraint is not None  # with the last event alone
+                    if asked.stops and not recorded and ends_now(ids, new, asked.stops, self.decode):
                         yield up_to_stop(Sampled(ids, logprobs, versions, "stop"), asked.stops, self.decode)
                         return
                     yield ids

@@ -38,6 +38,7 @@ class Sampled:
         versions: L versions of the weights that drew them.
         finish_reason: "stop" or "length".
         kept: Where top-k or top-p were used, the ids that each token was drawn from; else None.
+        masks: Where a grammar or bans restricted the ids, each token's packed mask; else None.
     """
 
     ids: Sequence[int]
@@ -45,6 +46,7 @@ class Sampled:
     versions: Sequence[int]
     finish_reason: str
     kept: Sequence[Sequence[int]] | None = None
+    masks: Sequence[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Row:
         logprobs: By token, as in :class:`Sampled`; 0 where ``sampled`` is False.
         versions: By token, as in :class:`Sampled`; 0 where ``sampled`` is False.
         kept: By token, as in :class:`Sampled`; empty where ``sampled`` is False.
+        masks: By token, as in :class:`Sampled`; empty where every id was allowed or ``sampled`` is False.
         turns: The calls of the row.
         parent: The row from which this one was split off; None for one that shares nothing with another row.
         fork: The number of first tokens that this row shares with ``parent``.
@@ -77,6 +80,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept: list[Sequence[int]] = field(default_factory=list)
+    masks: list[bytes] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     parent: int | None = None
     fork: int = 0
@@ -89,6 +93,7 @@ class Row:
         self.logprobs += [0.0] * count
         self.versions += [0] * count
         self.kept += [()] * count
+        self.masks += [b""] * count
 
     def sample(self, call: int, drawn: Sampled) -> None:
         """Append the tokens that a call sampled."""
@@ -98,6 +103,7 @@ class Row:
         self.logprobs += drawn.logprobs
         self.versions += drawn.versions
         self.kept += [()] * count if drawn.kept is None else drawn.kept
+        self.masks += [b""] * count if drawn.masks is None else drawn.masks
         self.turns.append(Turn(call, start, start + count, drawn.finish_reason))
 
 
@@ -296,6 +302,7 @@ class Session:
             self._calls_of.setdefault(reduce(_hash_next, keys, 0), []).append(self.calls[-1])
         texts = sum(_MESSAGE_BYTES + 3 * len(key) for key in keys) + len(tools_of)
         tokens = len(prompt) - shared + len(drawn.ids) + sum(map(len, drawn.kept or ()))
+        texts += sum(map(len, {*(drawn.masks or ())}))
         self.nbytes += texts + _TOKEN_BYTES * tokens
         return self.calls[-1]
 

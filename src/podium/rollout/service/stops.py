@@ -40,7 +40,8 @@ def up_to_stop(drawn: Sampled, stops: Sequence[str], decode: Decode) -> Sampled:
     counts = range(1, len(drawn.ids) + 1)
     count = counts[bisect_left(counts, True, key=lambda count: _has(drawn.ids[:count], stops, decode))]
     kept = None if drawn.kept is None else drawn.kept[:count]
-    return Sampled(drawn.ids[:count], drawn.logprobs[:count], drawn.versions[:count], "stop", kept)
+    masks = None if drawn.masks is None else drawn.masks[:count]
+    return Sampled(drawn.ids[:count], drawn.logprobs[:count], drawn.versions[:count], "stop", kept, masks)
 
 
 def _has(ids: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:

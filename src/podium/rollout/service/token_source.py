@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from podium.rollout.service.sessions import Sampled
 
 if TYPE_CHECKING:
+    from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import PromptTokens, Tokens
     from podium.rollout.sampling import Completion, SamplingParams
     from podium.rollout.service.concurrency import Caller
@@ -68,6 +69,7 @@ class TokenSource(Protocol):
         session: str = "",
         tokens: bool = True,
         caller: Caller | None = None,
+        constraint: Constraint | None = None,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """Yield the tokens of a completion as they are drawn, and the whole completion at the end. Closing the iterator
         ends the request.
@@ -81,6 +83,7 @@ class TokenSource(Protocol):
             tokens: Whether to yield tokens before the completion is finished. A source may yield none.
             caller: The request that wants the completion. Those of several requests take turns, where the source knows
                 how.
+            constraint: What may be drawn, if not everything.
 
         Raises:
             ConfigError: The prompt does not fit the model.
@@ -103,5 +106,6 @@ def read_sampled(drawn: Completion) -> Sampled:
     if drawn.kept is not None:
         kept = [drawn.kept.at(index).tolist() for index in range(len(drawn))]
     return Sampled(
-        drawn.token_ids.tolist(), drawn.logprobs.tolist(), drawn.versions.tolist(), drawn.finish_reason, kept
-    )
+        drawn.token_ids.tolist(), drawn.logprobs.tolist(), drawn.versions.tolist(), drawn.finish_reason, kept,
+        drawn.masks,
+    )  # fmt: skip

@@ -25,9 +25,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "frequency_penalty": (0, None),
     "presence_penalty": (0, None),
     "repetition_penalty": (1, None),
-    "min_p": (0, None),
     "min_tokens": (0, None),
-    "logit_bias": ({}, None),
     "top_logprobs": (0, None),
     "best_of": (1, None),
     "suffix": ("", None),
@@ -80,6 +78,7 @@ def _check_temperature(temperature: float) -> float:
     return temperature
 
 
+LogitBias = dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]]
 Temperature = Annotated[float, AfterValidator(_check_temperature)]
 
 
@@ -91,6 +90,8 @@ class _Request(BaseModel):
     temperature: Temperature = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -215,6 +216,8 @@ class Sampling(BaseModel):
     temperature: Temperature = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     stop_token_ids: list[int] | None = None
     logprobs: int | None = Field(default=None, ge=0, le=1)

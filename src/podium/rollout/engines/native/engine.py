@@ -41,6 +41,7 @@ class NativeEngine(ModelEngine):
 
     auto_rank = 2
     options = NativeOptions
+    constrains = True
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)
@@ -49,7 +50,9 @@ class NativeEngine(ModelEngine):
         self._graphs = DecodeGraphs() if options.cuda_graphs else None
         if self._graphs is not None and (reason := graphless(self._decoder.weights)):
             raise ConfigError(f"engine.options.cuda_graphs: the model has experts, and {reason}; leave it off")
-        self._lanes = Lanes(self.gate, lambda: self._decoder, options.prefill_tokens, self.count, self._graphs)
+        self._lanes = Lanes(
+            self.gate, lambda: self._decoder, options.prefill_tokens, self.count, self._graphs, self.vocabulary
+        )
 
     def restrict(self, limit: int, holes: Sequence[int] = ()) -> None:
         super().restrict(limit, holes)

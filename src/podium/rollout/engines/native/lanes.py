@@ -16,7 +16,8 @@ and serves only requests that allow it (``reuse_completions``). New weights end 
 
 When a completion reaches its length is known without asking the device. Whether a stop token was drawn is asked at
 every step on the CPU, and at every eighth on other devices, where asking empties the queue of kernels. A lane that has
-drawn its stop token stands still until then.
+drawn its stop token stands still until then. The ids that a lane with a constraint draws are read at every step, since
+the next mask depends on them.
 
 New weights may come between two steps: ``current_decoder`` then gives another decoder, and prompts and live lanes go
 through it again before the next token is drawn.
@@ -24,10 +25,8 @@ through it again before the next token is drawn.
 Legend: A active lanes, B rows of one draw, T most new tokens, S most stop tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from itertools import dropwhile, groupby, islice, pairwise
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,6 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from podium.errors import GenerationError
+from podium.rollout.engines.constraints import Guided, restrict_logits
 from podium.rollout.engines.draw import Draw, draw, uniforms
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
@@ -42,6 +43,7 @@ from podium.rollout.engines.native.cache import KVCache, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
 from podium.rollout.engines.native.graphs import DecodeGraphs, bucket
 from podium.rollout.engines.native.memory import Match, PagedMemory
+from podium.rollout.engines.native.prompts import Key, cut_texts, drawing_of, find_due, key_of
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
@@ -60,9 +62,9 @@ _LANE = np.dtype(
     [
         *(("live", bool), ("stops", bool), ("streams", bool), ("kind", int), ("base", int), ("end", int)),
         *(("known", int), ("exact", int), ("used", int), ("request", object), ("versions", object), ("kept", object)),
+        *(("guided", bool), ("guide", object)),
     ]
 )
-_Key: TypeAlias = tuple[Sequence[int], bool]  # a prompt, and whether what decoding computed may serve it
 _Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]  # rows that are drawn alike
 
 
@@ -95,6 +97,7 @@ class Lanes:
 
     Args:
         graphs: Decodes in steps of static shape; None decodes step by step as it comes.
+        vocabulary: The number of ids, of which masks say which may come.
 
     Attributes:
         memory: The texts that lanes lost.
@@ -110,8 +113,10 @@ class Lanes:
         prefill_tokens: int,
         count: Counting,
         graphs: DecodeGraphs | None = None,
+        vocabulary: int = 0,
     ) -> None:
-        self._count = count
+        self._count, self._vocabulary = count, vocabulary
+        self._broken: dict[int, GenerationError] = {}  # lanes that can draw no further token
         self._graphs = graphs
         self._gate, self._current_decoder, self._changes = gate, current_decoder, -1
         self._prefill_tokens = prefill_tokens
@@ -137,7 +142,7 @@ class Lanes:
         self._stops = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self._records: Any = np.zeros(0, _LANE)
         self._texts = np.zeros((0, 0), np.int64)
-        self._seen: dict[_Key, _Seen] = {}
+        self._seen: dict[Key, _Seen] = {}
         self._kinds: dict[SamplingParams, int] = {}
         self._step_number = self._version = self._clock = 0
         self._activate(0)
@@ -212,7 +217,8 @@ class Lanes:
         ends, bases, kinds = (self._records[field][live] for field in ("end", "base", "kind"))
         soonest, longest, groups = int(ends.min()), int(bases.max()), self._groups(kinds, live)
         stops, streaming = bool(self._records["stops"][live].any()), live[self._records["streams"][live]]
-        interval = 1 if len(streaming) else _STEPS_BETWEEN_LOOKS.get(self._device.type, 8)
+        guided = bool(self._records["guided"][live].any())
+        interval = 1 if len(streaming) or guided else _STEPS_BETWEEN_LOOKS.get(self._device.type, 8)
         first = self._step_number
         while True:
             if self._step_number >= soonest or (stops and self._step_number % interval == 0):
@@ -222,12 +228,14 @@ class Lanes:
                     return self._retire(ended.nonzero()[0])
             if self._step_number > first and (len(streaming) or interrupted()):
                 return None
-            self._step(longest + self._step_number + 1, groups, stops)
+            self._step(longest + self._step_number + 1, groups, stops, guided)
             self._step_number += 1
             self._count.done += len(live)
+            if self._broken:
+                return self._end_broken()
             self._stream(streaming)
 
-    def _step(self, until: int, groups: _Groups, stops: bool) -> None:
+    def _step(self, until: int, groups: _Groups, stops: bool, guided: bool) -> None:
         assert self.cache is not None
         tokens, positions, drawn_A1, uniforms_AT, ids_AT, logprobs_AT, stops_AS = self._views
         numbers = uniforms_AT.gather(1, drawn_A1).squeeze(1)
@@ -239,7 +247,7 @@ class Lanes:
             if self._graphs is None:
                 logits = decoder.decode(tokens, positions, self.cache, until)
             else:
-                params = groups[0][0] if len(groups) == 1 and not groups[0][0].filtered else None
+                params = groups[0][0] if len(groups) == 1 and not guided and not groups[0][0].filtered else None
                 inputs = tokens, positions, numbers
                 logits, ids, logprobs = self._graphs.step(decoder, self.cache, inputs, until, params)
         if ids is None or logprobs is None:
@@ -262,6 +270,19 @@ class Lanes:
         self, logits_BV: Tensor, groups: _Groups, uniforms_B: Tensor, lanes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities of one token of each row. Row b belongs to lane ``lanes[b]``."""
+        guided = self._records["guided"][list(lanes)].nonzero()[0].tolist()
+        if guided:
+            self._restrict(logits_BV, guided, lanes)
+        ids, logprobs = self._draw_groups(logits_BV, groups, uniforms_B, lanes)
+        if guided:
+            for row, token_id in zip(guided, ids[guided].tolist(), strict=True):
+                if lanes[row] not in self._broken:
+                    self._records["guide"][lanes[row]].accept(token_id)
+        return ids, logprobs
+
+    def _draw_groups(
+        self, logits_BV: Tensor, groups: _Groups, uniforms_B: Tensor, lanes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         if len(groups) == 1:
             result = draw(logits_BV, groups[0][0], uniforms_B)
             self._keep(result, lanes)
@@ -273,6 +294,17 @@ class Lanes:
             self._keep(result, [lanes[row] for row in rows.tolist()])
             ids[rows], logprobs[rows] = result.ids_B, result.logprobs_B
         return ids, logprobs
+
+    def _restrict(self, logits_BV: Tensor, rows: Sequence[int], lanes: Sequence[int]) -> None:
+        """Let these rows draw what their constraints allow. Lanes without a token to draw are noted as broken."""
+        errors = restrict_logits(logits_BV, rows, [self._records["guide"][lanes[row]] for row in rows])
+        self._broken |= {lanes[row]: error for row, error in zip(rows, errors, strict=True) if error is not None}
+
+    def _end_broken(self) -> None:
+        """Fail the requests of broken lanes, and free these."""
+        broken, self._broken = self._broken, {}
+        self._events += [Failed(self._records["request"][lane].id, error) for lane, error in broken.items()]
+        self._free(np.array([*broken]), forget=True)
 
     def _keep(self, result: Draw, lanes: Sequence[int]) -> None:
         if result.kept_ids_BK is None or result.kept_sizes_B is None:
@@ -319,7 +351,7 @@ class Lanes:
             records["versions"][lane].append((count, self._version))
             records["known"][lane] = records["exact"][lane] = len(prompt)
             texts.append((*prompt, *self._ids[lane, : count - 1].tolist()))  # the last one drawn is fed next
-        for part in _parts(texts, self._prefill_tokens):
+        for part in cut_texts(texts, self._prefill_tokens):
             seen = decoder.prefill(texts[part])
             self.prefilled_tokens += sum(map(len, texts[part]))
             rows = torch.arange(part.stop - part.start, device=self._device)
@@ -343,8 +375,10 @@ class Lanes:
                     version = torch.full((length,), version)
                     for start, changed in changes:
                         version[start:] = changed
+                guide = records["guide"][lane]
+                masks = guide.masks[:length] if guide is not None and guide.restricts else None
                 event = conclude_arrays(
-                    request, ids[row, :length], logprobs[row, :length], version, kept and kept[:length]
+                    request, ids[row, :length], logprobs[row, :length], version, kept and kept[:length], masks
                 )
                 self._events.append(event)
                 if isinstance(event, Failed):
@@ -359,7 +393,8 @@ class Lanes:
     def _free(self, lanes: np.ndarray, forget: bool = False) -> None:
         """Let these lanes stand still. With ``forget`` their keys and values, which may not be numbers, go."""
         self._clock += 1
-        self._records["live"][lanes] = False
+        self._records["live"][lanes] = self._records["guided"][lanes] = False
+        self._records["guide"][lanes] = None
         self._records["used"][lanes] = self._clock
         index = self._index(lanes)
         self._state[2:].index_fill_(1, index, 0)
@@ -377,8 +412,8 @@ class Lanes:
             return
         lanes = free[np.argsort(records["used"][free], kind="stable")][: len(requests)]
         index = self._index(lanes)
-        keys = list(map(_key, requests))
-        due = _due(waiting, keys[-1], min(most, len(records)) // _PREFILL_AHEAD)
+        keys = list(map(key_of, requests))
+        due = find_due(waiting, keys[-1], min(most, len(records)) // _PREFILL_AHEAD)
         with self._gate:
             self._prefill(self._decoder(), keys, due)
         seen = [self._seen[key] for key in keys]
@@ -395,13 +430,14 @@ class Lanes:
         for lane, (_, _, exact, _), request in zip(lanes.tolist(), seen, requests, strict=True):
             params, length = request.params, len(request.prompt)
             self._texts[lane, :length] = request.prompt
-            kind = self._kinds.setdefault(_drawing(params), len(self._kinds))
+            kind = self._kinds.setdefault(drawing_of(params), len(self._kinds))
             records[lane] = (
                 *(True, bool(params.stop_token_ids), request.stream, kind),
                 *(length - self._step_number, self._step_number + params.max_new_tokens - 1),
                 *(length, exact, 0, request, [(0, self._version)], [] if params.filtered else None),
+                *(request.constraint is not None, self._guide(request)),
             )
-        due += map(_key, islice(waiting, 1))
+        due += map(key_of, islice(waiting, 1))
         self._seen = {key: seen for key, seen in self._seen.items() if key in due}
 
         new_tokens = max(request.params.max_new_tokens for request in requests)
@@ -421,9 +457,16 @@ class Lanes:
         self._state.index_copy_(1, index, torch.stack((ids, positions, torch.ones_like(ids), moves)))
         self._activate(int(records["live"].nonzero()[0][-1]) + 1)
         self._count.done += len(requests)
-        self._stream(lanes[records["streams"][lanes]])
+        if self._broken:
+            self._end_broken()
+        self._stream(lanes[records["streams"][lanes] & records["live"][lanes]])
 
-    def _count_prompts(self, keys: Sequence[_Key]) -> None:
+    def _guide(self, request: Request) -> Guided | None:
+        if request.constraint is None:
+            return None
+        return Guided(request.constraint, request.params.stop_token_ids, self._vocabulary)
+
+    def _count_prompts(self, keys: Sequence[Key]) -> None:
         for key in keys:
             seen = self._seen[key]
             self.prompt_tokens += len(key[0])
@@ -488,11 +531,11 @@ class Lanes:
 
     # ---- prompts
 
-    def _prefill(self, decoder: Decoder, keys: Sequence[_Key], due: Sequence[_Key]) -> None:
+    def _prefill(self, decoder: Decoder, keys: Sequence[Key], due: Sequence[Key]) -> None:
         """See to it that the prompts ``keys`` have been through the model, and with them some that are due next."""
         needed = [key for key in dict.fromkeys(keys) if key not in self._seen]
         prompts = [*needed, *(key for key in dict.fromkeys(due) if key not in self._seen and key not in needed)]
-        for part in _parts([prompt for prompt, _ in prompts], self._prefill_tokens):
+        for part in cut_texts([prompt for prompt, _ in prompts], self._prefill_tokens):
             if part.start >= len(needed):
                 break
             beginnings = [(key, self._find_beginning(*key)) for key in prompts[part]]
@@ -503,7 +546,7 @@ class Lanes:
                 if alike:
                     self._prefill_part(decoder, alike)
 
-    def _prefill_part(self, decoder: Decoder, prompts: Sequence[tuple[_Key, _Beginning]]) -> None:
+    def _prefill_part(self, decoder: Decoder, prompts: Sequence[tuple[Key, _Beginning]]) -> None:
         """One forward pass over prompts, each after so many positions of a lane or of pages that are there already."""
         keys, beginnings = (list(column) for column in zip(*prompts, strict=True))
         past = self._past(beginnings) if any(beginning.length for beginning in beginnings) else None
@@ -548,32 +591,3 @@ class Lanes:
         lengths = np.minimum(np.where(differ.any(1), differ.argmax(1), width), usable[lanes])
         best = int(lengths.argmax())
         return _Beginning(int(lengths[best]), int(records["exact"][lanes[best]]), int(lanes[best]))
-
-
-@lru_cache(maxsize=1024)
-def _drawing(params: SamplingParams) -> SamplingParams:
-    """``params`` without what does not change how a token is drawn."""
-    filters = {} if params.filtered else {"top_p": 1.0, "top_k": 0}
-    return replace(params, max_new_tokens=1, stop_token_ids=(), n=1, **filters)
-
-
-def _key(request: Request) -> _Key:
-    return request.prompt, request.reuse_completions
-
-
-def _due(waiting: RequestQueue, last: _Key, count: int) -> list[_Key]:
-    """Prompts after ``last`` of which all requests are among the next ``count``."""
-    coming = list(islice(dropwhile(lambda key: key == last, map(_key, waiting)), count + 1))
-    return [key for key, _ in groupby(coming) if len(coming) <= count or key != coming[-1]]
-
-
-def _parts(texts: Sequence[Sequence[int]], most_tokens: int) -> Iterator[slice]:
-    """Cut ``texts``, in order, where a part padded to its longest would exceed ``most_tokens``; at least one each."""
-    start, width = 0, 0
-    for at, text in enumerate(texts):
-        width = max(width, len(text))
-        if at > start and width * (at + 1 - start) > most_tokens:
-            yield slice(start, at)
-            start, width = at, len(text)
-    if start < len(texts):
-        yield slice(start, len(texts))

@@ -1,0 +1,45 @@
+"""Which prompts of the native engine's queue go through the model together, and which requests are drawn alike."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import dropwhile, groupby, islice
+from typing import TypeAlias
+
+from podium.rollout.engines.requests import Request, RequestQueue
+from podium.rollout.sampling import SamplingParams
+
+__all__ = ["Key", "cut_texts", "drawing_of", "find_due", "key_of"]
+
+Key: TypeAlias = tuple[Sequence[int], bool]
+"""A prompt, and whether what decoding computed may serve it."""
+
+
+@lru_cache(maxsize=1024)
+def drawing_of(params: SamplingParams) -> SamplingParams:
+    """``params`` without what does not change how a token is drawn."""
+    filters = {} if params.filtered else {"top_p": 1.0, "top_k": 0}
+    return replace(params, max_new_tokens=1, stop_token_ids=(), n=1, **filters)
+
+
+def key_of(request: Request) -> Key:
+    """What tells the request's prompt from others."""
+    return request.prompt, request.reuse_completions
+
+
+def find_due(waiting: RequestQueue, last: Key, count: int) -> list[Key]:
+    """Prompts after ``last`` of which all requests are among the next ``count``."""
+    coming = list(islice(dropwhile(lambda key: key == last, map(key_of, waiting)), count + 1))
+    return [key for key, _ in groupby(coming) if len(coming) <= count or key != coming[-1]]
+
+
+def cut_texts(texts: Sequence[Sequence[int]], most_tokens: int) -> Iterator[slice]:
+    """Cut ``texts``, in order, where a part padded to its longest would exceed ``most_tokens``; at least one each."""
+    start, width = 0, 0
+    for at, text in enumerate(texts):
+        width = max(width, len(text))
+        if at > start and width * (at + 1 - start) > most_tokens:
+            yield slice(start, at)
+            start, width = at, len(text)
+    if start < len(texts):
+        yield slice(start, len(texts))

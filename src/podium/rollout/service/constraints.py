@@ -1,0 +1,67 @@
+"""From the parameters of a request to what it may draw: bans, biases and grammars.
+
+``logit_bias`` of -100 bans an id, and of 100 leaves only such ids, as the OpenAI API means them: both are masks, which
+are recorded. Any other bias changes probabilities without leaving ids out. It has no kept set, and a trainer that does
+not add the same bias would take the sampled distribution for the policy's, so it is refused in training.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from podium.rollout.engines.constraints import Constraint
+from podium.rollout.service.wire import Refusal
+
+__all__ = ["make_constraint", "read_masks", "write_masks"]
+
+_BAN: Final = -100.0
+_FORCE: Final = 100.0
+
+
+def make_constraint(bias: Mapping[int, float], *, vocabulary: int, training: bool) -> Constraint | None:
+    """Return what a request may draw; None for everything.
+
+    Args:
+        bias: Its ``logit_bias``.
+        vocabulary: The number of ids.
+        training: Whether what is drawn is trained on.
+
+    Raises:
+        Refusal: An id is none of the vocabulary's, every id is banned, or a bias cannot be trained.
+    """
+    bias = {token_id: value for token_id, value in bias.items() if value}
+    if not bias:
+        return None
+    if (largest := max(bias)) >= vocabulary:
+        raise Refusal(400, f"logit_bias.{largest}: the vocabulary has {vocabulary} tokens", "logit_bias")
+    forced = [token_id for token_id, value in bias.items() if value >= _FORCE]
+    banned = [token_id for token_id, value in bias.items() if value <= _BAN]
+    between = {} if forced else {token_id: value for token_id, value in bias.items() if _BAN < value < _FORCE}
+    if training and between:
+        token_id, value = next(iter(between.items()))
+        raise Refusal(
+            400,
+            f"logit_bias.{token_id} = {value:g}: in training only -100, which bans a token, and 100, which leaves only "
+            "such tokens, are possible, because any other bias draws from a distribution that is not the policy's",
+            "logit_bias",
+            "unsupported",
+        )
+    if len(banned) == vocabulary:
+        raise Refusal(400, "logit_bias bans every token of the vocabulary", "logit_bias")
+    wire = {"logit_bias": {str(token_id): value for token_id, value in bias.items()}}
+    return Constraint(bias=between, only=forced, banned=() if forced else banned, wire=wire)
+
+
+def write_masks(masks: Sequence[bytes]) -> dict[str, Any]:
+    """Return the masks of a completion as JSON: each of them once, and by token the number of its mask."""
+    numbers: dict[bytes, int] = {}
+    of = [numbers.setdefault(mask, len(numbers)) for mask in masks]
+    return {"table": [base64.b64encode(mask).decode() for mask in numbers], "of": of}
+
+
+def read_masks(written: Mapping[str, Any]) -> list[bytes]:
+    """Return the masks that :func:`write_masks` wrote."""
+    table = [base64.b64decode(text) for text in written["table"]]
+    return [table[number] for number in written["of"]]
