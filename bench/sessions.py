@@ -29,7 +29,7 @@ from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.runner import live
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
-from podium.rollout.service.gateway import gateway
+from podium.rollout.service.gateway import Gateway
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.wire import ChatRequest
@@ -182,8 +182,9 @@ async def over_http(sessions: int, turns: int, at_once: int = 64) -> dict[str, A
 
     service, calls = make_service(), list[float]()
     room = asyncio.Semaphore(at_once)
+    gateway = Gateway()
     async with (
-        gateway(service, "token") as address,
+        gateway.open(service, "s") as address,
         httpx2.AsyncClient(timeout=60, limits=httpx2.Limits(max_keepalive_connections=None)) as http,
     ):
 
@@ -195,7 +196,7 @@ async def over_http(sessions: int, turns: int, at_once: int = 64) -> dict[str, A
                     answer = await http.post(
                         f"{client.base_url}/chat/completions",
                         json={"model": "echo", "messages": said},
-                        headers={"Authorization": "Bearer token"},
+                        headers={"Authorization": f"Bearer {client.api_key}"},
                     )
                     calls.append(time.perf_counter() - began)
                 answer.raise_for_status()
@@ -204,10 +205,10 @@ async def over_http(sessions: int, turns: int, at_once: int = 64) -> dict[str, A
 
         began = time.perf_counter()
         episodes = await live(
-            *(play, [{}] * sessions, range(sessions), [f"s{n}" for n in range(sessions)], service),
+            *(play, [{}] * sessions, range(sessions), [f"s-{n}" for n in range(sessions)], service),
             SessionLimits(at_once=sessions),
             address=address,
-            api_key="token",
+            key_of=gateway.keys.key_of,
         )
         wall_s = time.perf_counter() - began
     failed = sum(bool(one.failure) for one in episodes)

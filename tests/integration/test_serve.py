@@ -24,7 +24,7 @@ from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.connection_owner import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.rollout.service.engine_client import EngineClient
-from podium.rollout.service.gateway import gateway
+from podium.rollout.service.gateway import Gateway
 from podium.rollout.service.server import listen
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
@@ -249,7 +249,7 @@ def _has_ipv6() -> bool:
 WITH_IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 
-def asked_by(user: int, url: str) -> str:
+def asked_by(user: int, url: str, token: str = TOKEN) -> str:
     """What a user of this machine is answered who has the token: the status, and the body of an error."""
     script = (
         "import sys, urllib.request, urllib.error\n"
@@ -258,7 +258,7 @@ def asked_by(user: int, url: str) -> str:
         "except urllib.error.HTTPError as error: print(error.code, error.read().decode())\n"
     )
     asked = subprocess.run(
-        ["/usr/bin/python3", "-c", script, url, TOKEN],
+        ["/usr/bin/python3", "-c", script, url, token],
         user=user, group=user, extra_groups=[], capture_output=True, text=True, check=True, cwd="/",
     )  # fmt: skip
     return asked.stdout
@@ -274,9 +274,10 @@ def test_another_user_of_the_machine_is_refused_although_he_has_the_token(served
 @OTHER_USERS
 def test_another_user_is_refused_by_the_service_of_a_run(served: Served) -> None:
     async def both() -> list[str]:
-        async with gateway(served.service, TOKEN) as address:
-            url = await asyncio.to_thread(address) + "/v1/models"
-            return [await asyncio.to_thread(asked_by, user, url) for user in (NOBODY, os.geteuid())]
+        gateway = Gateway()
+        async with gateway.open(served.service, "s") as address:
+            url, key = await asyncio.to_thread(address) + "/v1/models", gateway.keys.key_of("s")
+            return [await asyncio.to_thread(asked_by, user, url, key) for user in (NOBODY, os.geteuid())]
 
     other, own = asyncio.run(both())
     assert other.startswith("403") and own.startswith("200")

@@ -280,3 +280,13 @@ async def fatal(task: Task, client: Client) -> float:
         os.kill(os.getpid(), signal.SIGKILL)
     reply = await client.chat([{"role": "user", "content": task["prompt"]}])
     return digits(reply.text)
+
+
+def program(task: Task, client: Client, command: Sequence[str], replace: Sequence[str] = ("", "")) -> float:
+    """A program somewhere, which is given an address, a key, a model and a prompt, and prints the last answer."""
+    url = client.base_url.replace(*replace) if replace[0] else client.base_url
+    line = [*command, url, client.api_key, client.model, str(task["prompt"])]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
+    return digits(done.stdout)

@@ -18,7 +18,7 @@ from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.environments.runner import Episode, live
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.gateway import gateway
+from podium.rollout.service.gateway import Gateway
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.integration.test_environments import TEMPLATE
@@ -125,19 +125,21 @@ def live_in_shop(
     (folder / "shop.py").write_text(SHOP)
     monkeypatch.chdir(folder)
     python = os.path.relpath(python)
-    monkeypatch.setenv("USER_KEY", "other")
     service, _, tokenizer = scripted(*[f"{answer}<|im_end|>" for answer in answers])
     service.rules = SamplingParams(max_new_tokens=512)
     other, _, _ = scripted(*[f"{answer}<|im_end|>" for answer in user or []])
 
     async def main() -> list[Episode]:
-        async with gateway(service, "key") as address, gateway(other, "other") as elsewhere:
+        policy, stranger = Gateway(), Gateway()
+        async with policy.open(service, "s") as address, stranger.open(other, "user") as elsewhere:
+            monkeypatch.setenv("USER_KEY", stranger.keys.key_of("user"))
             if user is not None:
                 client = {"type": "eval", "base_url": f"{elsewhere()}/v1", "api_key_var": "USER_KEY"}
                 options["config"]["user"] = {**NULL, "model": "tiny", "client": client}
             world = Verifiers("shop", python=python, **options)
             limits = SessionLimits(time_limit_s=900.0)
-            return await live(world.play, [{"place": 0}], [0], ["s"], service, limits, address=address, api_key="key")
+            how: Any = {"address": address, "key_of": policy.keys.key_of}
+            return await live(world.play, [{"place": 0}], [0], ["s"], service, limits, **how)
 
     (episode,) = asyncio.run(main())
     rows = [row for one in episode.trajectories for row in one.session.rows]

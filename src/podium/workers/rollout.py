@@ -35,6 +35,7 @@ from podium.rollout.environments.resolve import ResolvedEnvironment, resolve_env
 from podium.rollout.environments.runner import Episode, Trajectory, live
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
+from podium.rollout.service.gateway import Gateway
 from podium.rollout.service.service import Service
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
@@ -75,6 +76,7 @@ class Rollout(Worker):
         self._environment: ResolvedEnvironment = resolve_environment(environment)
         self._processes = SessionProcesses(environment) if environment.limits.processes else None
         self._room = asyncio.Semaphore(environment.limits.side_by_side)  # also of steps that are collected side by side
+        self._gateway = Gateway(environment.limits.host, environment.limits.port_range)
         self._making = threading.Lock()
         self._remote: RemoteTokens | None = None
         self._token = ""
@@ -129,7 +131,7 @@ class Rollout(Worker):
             self._stop_hearing = subscribe(self._hear)
         if self._processes is not None:
             await asyncio.to_thread(self._processes.start)
-        async with self._service(sampling) as (service, address):
+        async with self._service(sampling, key) as (service, address):
             episodes = await live(
                 self._environment.play if self._processes is None else self._processes.play,
                 tasks.python(fields.TASK),
@@ -138,7 +140,7 @@ class Rollout(Worker):
                 service,
                 self._config.limits,
                 address=address,
-                api_key=self._api_key,
+                key_of=self._gateway.keys.key_of,
                 room=self._room,
             )
             self._reports[key] = {**_report(episodes, service), "unknown": self._unknown(episodes)}
@@ -178,6 +180,7 @@ class Rollout(Worker):
             self._stop_hearing()
         if self._processes is not None:
             self._processes.close()
+        self._gateway.close()
 
     def _unknown(self, episodes: Sequence[Episode]) -> int:
         """How many rows hold a character that the tokenizer does not know, in what the model has read."""
@@ -191,10 +194,8 @@ class Rollout(Worker):
         )
 
     @asynccontextmanager
-    async def _service(self, sampling: SamplingParams) -> AsyncIterator[tuple[Service, Any]]:
+    async def _service(self, sampling: SamplingParams, call: str) -> AsyncIterator[tuple[Service, Any]]:
         """The service of one call, and the function that gives its address."""
-        from podium.rollout.service.gateway import gateway
-
         source = self._source
         limits = [most for most in (longest_text(self._model, generated=True), source.positions) if most]
         service = Service(
@@ -208,7 +209,7 @@ class Rollout(Worker):
             rules=sampling,
         )
         remote = self._remote if source is self._remote else None
-        async with remote.connected() if remote else nullcontext(), gateway(service, self._api_key) as address:
+        async with remote.connected() if remote else nullcontext(), self._gateway.open(service, call) as address:
             yield service, address
 
     @property
@@ -219,12 +220,6 @@ class Rollout(Worker):
         if self._remote is None:
             raise ConfigError("this rollout worker has no generator: call connect(urls, token) first")
         return self._remote
-
-    @cached_property
-    def _api_key(self) -> str:
-        import secrets
-
-        return secrets.token_urlsafe(32)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 KEY = "PODIUM_SESSION_KEY"
+NUMBERS = itertools.count()
 HEADER = struct.Struct("<QQ")
 
 
@@ -72,10 +73,14 @@ async def run_episode(env: Any, task: Any, order: dict[str, Any]) -> dict[str, A
     from verifiers.v1.clients import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
     from verifiers.v1.types import SamplingConfig  # pyright: ignore[reportMissingImports]
 
-    os.environ[KEY] = order["api_key"]
-    client = EvalClientConfig(base_url=order["base_url"], api_key_var=KEY)
+    variable = f"{KEY}_{next(NUMBERS)}"  # episodes run side by side, and each session has a key of its own
+    os.environ[variable] = order["api_key"]
+    client = EvalClientConfig(base_url=order["base_url"], api_key_var=variable)
     (slot,) = env.slots(task)
-    episode = await env.run_slot(slot, ModelContext(model=order["model"], client=client, sampling=SamplingConfig()))
+    try:
+        episode = await env.run_slot(slot, ModelContext(model=order["model"], client=client, sampling=SamplingConfig()))
+    finally:
+        del os.environ[variable]
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in getattr(trace, "errors", ()))]
         return {"error": "; ".join(str(getattr(error, "message", error))[:300] for error in errors) or "it is not ok"}

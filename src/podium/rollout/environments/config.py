@@ -63,6 +63,29 @@ class SessionLimits:
     """Each session runs in a process of its own. A rollout worker has at most this many such processes at the same
     time. With 0, sessions share the worker's process.
     """
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """The base_url of sessions is at this address. The default reaches this machine alone, and only processes of this
+    user. With another address, such as 0.0.0.0, the keys of sessions alone decide who may ask.
+    """
+    ports: int | str = 0
+    """The base_url of sessions has the first free port of this range, such as 8900-8915, or this port. 0 is any free
+    port. Each rollout worker takes a port of its own.
+    """
+
+    def __post_init__(self) -> None:
+        _ = self.port_range
+
+    @property
+    def port_range(self) -> range:
+        """The ports, in the order in which they are tried. Raises ConfigError where ``ports`` is no range of ports."""
+        text = str(self.ports)
+        first, _, last = text.partition("-") if "-" in text else (text, "", text)
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) <= 65535):
+            raise ConfigError(
+                f"environment.options.ports = {self.ports!r}: expected a port from 0 to 65535, or two of them with a "
+                "hyphen, such as 8900-8915"
+            )
+        return range(int(first), int(last) + 1)
 
     @property
     def side_by_side(self) -> int:
@@ -79,7 +102,7 @@ class EnvironmentConfig:
     empty name means that each prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """The environment gets these options. Every environment also has the options time_limit_s, at_once and processes,
-    which limit its sessions.
+    which limit its sessions, and host and ports, where agents ask for the model.
     """
 
     def __post_init__(self) -> None:

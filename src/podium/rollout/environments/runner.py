@@ -114,7 +114,7 @@ async def live(
     limits: SessionLimits,
     *,
     address: Callable[[], str],
-    api_key: str = "",
+    key_of: Callable[[str], str] = str,
     room: asyncio.Semaphore | None = None,
 ) -> list[Episode]:
     """Live a session for each task, and return what became of each, in their order.
@@ -127,7 +127,7 @@ async def live(
         service: Answers the calls, and records them.
         limits: Of time, and of sessions at once.
         address: The base of the address of the OpenAI API, which a session may ask for.
-        api_key: What agents send there.
+        key_of: Returns the key that the agents of a session send there, by the session's name.
         room: What each session holds while it lives, where calls that overlap share their limit of sessions at once.
     """
     loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ async def live(
 
     async def one(task: Task, seed: int, name: str) -> Episode:
         async with slots:
-            client = Client(service, service.open_session(name, seed), address, api_key, seed, loop=loop)
+            client = Client(service, service.open_session(name, seed), address, key_of(name), seed, loop=loop)
             began_s = time.monotonic()
             ending = await ending_of(play, task, client, limits.time_limit_s)
             recorded = client.close()

@@ -35,17 +35,19 @@ from podium.rollout.service.stops import before_stop
 from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
 
 if TYPE_CHECKING:
+    from podium.rollout.service.keys import Access
     from podium.rollout.service.service import Answer, Asked, Service
     from podium.rollout.service.token_source import Scored
 
 __all__ = ["make_app"]
 
 
-def make_app(service: Service, token: str) -> App:
-    """Return the application. Requests without the bearer ``token`` get the status 401, except for ``/health``.
+def make_app(service: Service, access: str | Access) -> App:
+    """Return the application. Requests without the bearer token ``access``, or one that it knows, get the status 401,
+    except for ``/health``.
 
     Raises:
-        ConfigError: ``token`` is empty.
+        ConfigError: The token is empty.
     """
     api = _Api(service)
     handlers = {
@@ -56,7 +58,7 @@ def make_app(service: Service, token: str) -> App:
         "/metrics": api.metrics,
         "/health": api.health,
     }
-    return api.metrics_of.measured(make_routes(handlers, token), PATHS)
+    return api.metrics_of.measured(make_routes(handlers, access), PATHS)
 
 
 class _Api:

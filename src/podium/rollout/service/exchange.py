@@ -13,6 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from podium.rollout.service.concurrency import all_of
+from podium.rollout.service.keys import root_of
 from podium.rollout.service.wire import Refusal
 
 __all__ = ["SESSION_HEADER", "Streamed", "as_json", "read_body", "session_of", "while_there"]
@@ -67,14 +68,21 @@ def as_json(raw: bytes) -> Any:
 
 
 def session_of(request: Request, body: Any) -> str:
-    """The name of the session that a request names; "" for none. Raises Refusal if the name is too long."""
+    """Return the name of the session that a request names, or else of the one whose key it sends; "" for none.
+
+    Raises:
+        Refusal: The name is too long, or is not of the session whose key the request sends.
+    """
     metadata = body.get("metadata") if isinstance(body, Mapping) else None
     named = metadata.get("session_id") if isinstance(metadata, Mapping) else None
     in_path = request.path_params.get("session", "")
     name = in_path or request.headers.get(SESSION_HEADER) or (named if isinstance(named, str) else "")
     if len(name) > _LONGEST_NAME:
         raise Refusal(400, f"the name of the session has {len(name)} characters; {_LONGEST_NAME} are the limit")
-    return name
+    scope = getattr(request.state, "scope", "")
+    if scope and name and root_of(name) != scope:
+        raise Refusal(401, "the token is the key of another session: each session has a key of its own")
+    return name or scope
 
 
 async def while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

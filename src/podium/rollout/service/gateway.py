@@ -1,84 +1,185 @@
-"""The service for agents on this machine: it listens once somebody asks for its address.
+"""The address of the model for agents: one for all sessions of a rollout worker, with a key for each session.
 
-It runs in the event loop of whoever lives the sessions, so that all calls of a session are recorded by one thread.
+    agent ─▶ Gateway ─┬▶ the service of one call of ``live``    found by the name of the session that is asked for
+                      └▶ the service of another one
+
+It listens once somebody asks for its address, in the event loop of whoever lives the sessions, so that all calls of a
+session are recorded by one thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import ipaddress
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from podium.errors import ConfigError, GenerationError
+from podium.errors import ConfigError, GenerationError, PodiumError
 from podium.extras import install_command
+from podium.rollout.service.keys import SessionKeys, root_of
+from podium.rollout.service.wire import Refusal
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from starlette.requests import Request
+    from starlette.responses import Response
+
     from podium.rollout.service.service import Service
 
-__all__ = ["gateway"]
+__all__ = ["LOOPBACK", "Gateway"]
+
+LOOPBACK: Final = "127.0.0.1"
+_STOP_S: Final = 5.0  # for requests in progress, when the worker ends
+_ELSEWHERE: Final = ("203.0.113.1", 9)  # addresses of documentation, to which nothing is sent
+_ELSEWHERE6: Final = ("2001:db8::1", 9)
 
 
-@asynccontextmanager
-async def gateway(service: Service, token: str) -> AsyncIterator[Callable[[], str]]:
-    """Give, during the block, a function that returns the address of ``service``, such as ``http://127.0.0.1:4321``.
-
-    Any thread may call it. It raises ConfigError where the extra ``serve`` is not installed, and GenerationError after
-    the block.
+class Gateway:
+    """Where agents ask for the model. Close it at the end.
 
     Args:
-        service: The service that answers.
-        token: The bearer token that clients send.
+        host: The address to listen at. Anything but the default listens from now on.
+        ports: The ports, of which the first free one is taken; 0 is any free port.
+
+    Raises:
+        ConfigError: The extra ``serve`` is not installed, or no agent could know the address.
+        PodiumError: The address cannot be used, or no port is free.
+
+    Attributes:
+        keys: The keys of sessions.
     """
-    opened, lock, loop = _Opened(), threading.Lock(), asyncio.get_running_loop()
 
-    def address() -> str:
-        with lock:
-            if opened.over:
-                raise GenerationError(
-                    "an environment requested the address of the model after the sessions of its call had ended"
-                )
-            if not opened.url:
-                opened.start(service, token, loop)
-            return opened.url
+    def __init__(self, host: str = LOOPBACK, ports: Sequence[int] = (0,)) -> None:
+        self.keys = SessionKeys()
+        self._host, self._ports = host, ports
+        self._lock = threading.Lock()
+        self._services: dict[str, Service] = {}
+        self._apps: dict[str, Any] = {}
+        self._server: Any = None
+        self._serving: Future[None] | None = None
+        self._socket: socket.socket | None = None
+        self._url = ""
+        if (host, tuple(ports)) != (LOOPBACK, (0,)):
+            self._listen()
 
-    try:
-        yield address
-    finally:
-        with lock:
-            opened.over = True
-        await opened.stop()
+    @asynccontextmanager
+    async def open(self, service: Service, call: str) -> AsyncIterator[Callable[[], str]]:
+        """Answer requests of the sessions of a call during the block, which are named ``CALL-NUMBER``.
 
+        Gives a function that returns the address, such as ``http://127.0.0.1:4321``. Any thread may call it. It raises
+        ConfigError where the extra ``serve`` is not installed, and GenerationError after the block.
+        """
+        loop = asyncio.get_running_loop()
+        self._services[call] = service
 
-class _Opened:
-    url = ""
-    over = False
-    _server: Any = None
-    _serving: Future[None] | None = None
+        def address() -> str:
+            with self._lock:
+                if call not in self._services:
+                    raise GenerationError(
+                        "an environment requested the address of the model after the sessions of its call had ended"
+                    )
+                if self._serving is None:
+                    self._start(loop)
+                return self._url
 
-    def start(self, service: Service, token: str, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            from podium.rollout.service.app import make_app
+            yield address
+        finally:
+            with self._lock:
+                del self._services[call]
+                self._apps.pop(call, None)
+
+    def close(self) -> None:
+        """Listen no more. Another thread than that of the event loop calls it."""
+        with self._lock:
+            serving, self._serving = self._serving, None
+            if serving is not None:
+                self._server.should_exit = True
+                with contextlib.suppress(Exception):  # its loop may have ended, and the server with it
+                    serving.result(_STOP_S)
+            if self._socket is not None:
+                self._socket.close()
+
+    def _listen(self) -> None:
+        try:
             from podium.rollout.service.front import Front
-            from podium.rollout.service.server import fronted, listen
+            from podium.rollout.service.server import in_url, listen_at_first
         except ImportError as error:
             raise ConfigError(
                 f"an agent requested the address of the model, which needs {error.name}, which is not installed: "
                 f"{install_command('serve')}"
             ) from None
+        public = in_url(_public_host(self._host))
+        self._socket = Front(listen_at_first(self._host, self._ports, key="environment.options"))
+        self._url = f"http://{public}:{self._socket.getsockname()[1]}"
 
-        front = Front(listen("127.0.0.1", 0))
-        self._server = fronted(make_app(service, token), front)
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._socket is None:
+            self._listen()
+        from podium.rollout.service.server import fronted
+
+        self._server = fronted(self._answer, self._socket)  # pyright: ignore[reportArgumentType] - it is a Front
         # What asks for the address first is one of many sessions, and its context is not the server's.
         context = contextvars.Context()
-        self._serving = context.run(asyncio.run_coroutine_threadsafe, self._server.serve([front]), loop)
-        self.url = f"http://127.0.0.1:{front.getsockname()[1]}"
+        self._serving = context.run(asyncio.run_coroutine_threadsafe, self._server.serve([self._socket]), loop)
 
-    async def stop(self) -> None:
-        if self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.wrap_future(self._serving)
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Hand a request to the service of its session. The service checks its token."""
+        call = _call_of(scope)
+        if call not in self._apps:
+            from podium.rollout.service.app import make_app
+            from podium.rollout.service.routes import PATHS, make_routes
+
+            service = self._services.get(call)
+            if service is None:
+                await make_routes(dict.fromkeys(PATHS, _refuse), self.keys)(scope, receive, send)
+                return
+            self._apps[call] = make_app(service, self.keys)
+        await self._apps[call](scope, receive, send)
+
+
+async def _refuse(request: Request) -> Response:
+    from podium.rollout.service.exchange import session_of
+
+    name = session_of(request, None)
+    raise Refusal(404, f"the session {name!r} is over, or was never open; use the base_url that the run gave", "")
+
+
+def _call_of(scope: Mapping[str, Any]) -> str:
+    """Return the call of ``live`` that the session of a request belongs to. "" if the request names no session."""
+    if scope["type"] != "http":
+        return ""
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    path = scope["path"]
+    in_path = path.removeprefix("/sessions/").partition("/")[0] if path.startswith("/sessions/") else ""
+    name = in_path or headers.get("x-session-id") or headers.get("authorization", "").rpartition(" ")[2]
+    session = root_of(name)
+    return session.rpartition("-")[0] or session
+
+
+def _public_host(host: str) -> str:
+    """Return the address by which others reach what listens at ``host``: this machine's own where that is any address.
+
+    Raises:
+        PodiumError: The machine has no address to others.
+    """
+    try:
+        if not ipaddress.ip_address(host).is_unspecified:
+            return host
+    except ValueError:  # a name
+        return host
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_ELSEWHERE6 if ":" in host else _ELSEWHERE)  # which sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PodiumError(
+            f"environment.options.host = {host!r} is every address of this machine, of which none leads elsewhere "
+            f"({error.strerror}): set it to the address by which agents reach this machine"
+        ) from error

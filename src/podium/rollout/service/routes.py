@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, TypeAlias
@@ -13,6 +12,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from podium.errors import ConfigError, PodiumError
+from podium.rollout.service.exchange import session_of
+from podium.rollout.service.keys import Access, OneToken
 from podium.rollout.service.wire import Refusal
 
 __all__ = ["PATHS", "Handler", "make_routes"]
@@ -28,25 +29,27 @@ PATHS: Final = (*_METHODS,)
 
 def make_routes(
     handlers: Mapping[str, Handler],
-    token: str,
+    access: str | Access,
     running: Callable[[Starlette], AbstractAsyncContextManager[None]] | None = None,
 ) -> Starlette:
     """Return an application that answers at ``PATHS``, those of conversations and texts in sessions too.
 
-    Requests without the bearer ``token`` get the status 401 before their body is read, except for ``/health``.
+    Requests without a bearer token that ``access`` knows get the status 401 before their body is read, except for
+    ``/health``. The key of a session reaches that session alone, and nothing else.
 
     Args:
         handlers: The handler of each of ``PATHS``. A session's name is the path parameter "session".
-        token: The bearer token.
+        access: The bearer token, or what says which tokens are good for what.
         running: The block during which requests are answered.
 
     Raises:
-        ConfigError: ``token`` is empty.
+        ConfigError: The token is empty.
     """
-    if not token:
+    if not access:
         raise ConfigError("the token of a service is empty, which would let everybody in: give a token")
+    access = OneToken(access) if isinstance(access, str) else access
     routes = [
-        Route(prefix + path, _guard(handlers[path], "" if path == _OPEN else token), methods=[method])
+        Route(prefix + path, _guard(handlers[path], None if path == _OPEN else access, path), methods=[method])
         for path, method in _METHODS.items()
         for prefix in ("", "/sessions/{session}")[: 1 + (path in _IN_SESSIONS)]
     ]
@@ -54,13 +57,11 @@ def make_routes(
     return Starlette(routes=routes, exception_handlers=answered, lifespan=running)
 
 
-def _guard(handler: Handler, token: str) -> Handler:
+def _guard(handler: Handler, access: Access | None, path: str) -> Handler:
     async def run(request: Request) -> Response:
         try:
-            kind, _, credentials = request.headers.get("authorization", "").partition(" ")
-            is_known = kind.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token.encode())
-            if token and not is_known:
-                raise Refusal(401, "the token is missing or wrong: send it as Authorization: Bearer TOKEN")
+            if access is not None:
+                _admit(request, access, path)
             return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)
@@ -68,6 +69,18 @@ def _guard(handler: Handler, token: str) -> Handler:
             return _answer_refusal(error)
 
     return run
+
+
+def _admit(request: Request, access: Access, path: str) -> None:
+    """Note which session a request may reach, by its token. Raises Refusal where that is not what it asks for."""
+    kind, _, credentials = request.headers.get("authorization", "").partition(" ")
+    scope = access.scope_of(credentials.strip()) if kind.lower() == "bearer" else None
+    if scope is None:
+        raise Refusal(401, "the token is missing or wrong: send it as Authorization: Bearer TOKEN")
+    request.state.scope = scope
+    if scope and path not in _IN_SESSIONS:
+        raise Refusal(401, f"the token is the key of a session, which does not reach {path}")
+    session_of(request, None)
 
 
 def _elsewhere(request: Request, error: Exception) -> Response:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Self
 
@@ -17,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from podium.errors import PodiumError
 from podium.rollout.service.front import IDLE_S, Front, Phase
 
-__all__ = ["Server", "fronted", "listen"]
+__all__ = ["Server", "fronted", "in_url", "listen", "listen_at_first"]
 
 _BACKLOG: Final = 1024  # connections that wait; a thousand agents may begin at the same time
 _LAST_PORT: Final = 65535
@@ -26,7 +27,7 @@ _LAST_PORT: Final = 65535
 def listen(host: str, port: int) -> socket.socket:
     """Listen at an address of IPv4 or IPv6; ``::`` is all of both. Raises PodiumError if the address cannot be used."""
     free = "; --port 0 takes one that is free" if port else ""
-    authority = f"{_in_url(host)}:{port}"
+    authority = f"{in_url(host)}:{port}"
     if not 0 <= port <= _LAST_PORT:  # create_server raises OverflowError then, and leaves its socket open
         raise PodiumError(f"cannot listen at {authority}: a port is a number from 0 to {_LAST_PORT}{free}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -37,7 +38,26 @@ def listen(host: str, port: int) -> socket.socket:
         raise PodiumError(f"cannot listen at {authority}: {error.strerror or error}{free}") from error
 
 
-def _in_url(host: str) -> str:
+def listen_at_first(host: str, ports: Sequence[int], *, key: str) -> socket.socket:
+    """Listen at the first of ``ports`` that is free, which the option ``key.ports`` names.
+
+    Raises:
+        PodiumError: The address cannot be used, or no port is free.
+    """
+    for port in ports:
+        try:
+            return listen(host, port)
+        except PodiumError as error:
+            if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
+                raise PodiumError(f"{key}.host = {host!r}: {error}") from error
+    listed = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
+    raise PodiumError(
+        f"{key}.ports: port {listed} of {host} is in use; each rollout worker needs a port of its own: name more ports"
+    )
+
+
+def in_url(host: str) -> str:
+    """Return a host as it stands in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -85,6 +105,7 @@ def fronted(app: Any, front: Front, *, lifespan: str = "off") -> uvicorn.Server:
     """Return the server of an ASGI application whose connections come by ``front``. Serve with ``serve([front])``."""
     config = uvicorn.Config(
         app,
+        interface="asgi3",
         http=partial(_Protocol, front),  # type: ignore[arg-type] - uvicorn calls it as it calls a class
         log_level="error",
         access_log=False,
@@ -115,7 +136,7 @@ class Server:
 
     def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0, **how: Any) -> None:
         self.front = Front(listen(host, port), **how)
-        self.url = f"http://{_in_url(host)}:{self.front.getsockname()[1]}"
+        self.url = f"http://{in_url(host)}:{self.front.getsockname()[1]}"
         self._server = fronted(app, self.front, lifespan="on")
         self._thread = threading.Thread(target=self._run, name="podium-http", daemon=True)
         self._thread.start()

@@ -144,7 +144,7 @@ def strangers(user: int, port: int, count: int) -> Iterator[Callable[[], int]]:
 @pytest.mark.parametrize("kind", ["serve", "view", "gateway"])
 def test_another_user_gets_an_answer_and_no_place(kind: str) -> None:
     """1,524 connections are more than the 1,024 open files that most systems allow."""
-    from podium.rollout.service.gateway import gateway
+    from podium.rollout.service.gateway import Gateway
 
     def check(port: int, answers: Callable[[], bool], places: Callable[[], int]) -> None:
         with strangers(NOBODY, port, 1524) as count_open:
@@ -158,11 +158,13 @@ def test_another_user_gets_an_answer_and_no_place(kind: str) -> None:
         return
 
     async def live() -> None:
-        async with gateway(scripted()[0], TOKEN) as address:
+        gateway = Gateway()
+        async with gateway.open(scripted()[0], "s") as address:
             url = await asyncio.to_thread(address)
             await asyncio.to_thread(
                 check, int(url.rpartition(":")[2]), lambda: posted(f"{url}/v1/none", {})[0] == 404, lambda: 0
             )
+        await asyncio.to_thread(gateway.close)
 
     asyncio.run(live())
 
