@@ -45,6 +45,11 @@ smoke: $(RUNTIME)  ## the same path in under a minute: copying digits, from scra
 	@echo "training: under a minute on two cores: GRPO from random weights"
 	@$(BIN)/python examples/quickstart.py --smoke $(ARGS)
 
+real: $(RUNTIME)  ## train a published model of 135 million parameters by GRPO: up to 15 minutes on two cores
+	@$(BIN)/python examples/real/convert.py
+	@echo "training: up to 15 minutes on two cores: GRPO, and a held-out evaluation every ten steps"
+	@$(BIN)/python examples/real/train.py $(ARGS)
+
 ##@ Develop
 env: $(STAMP)  ## create or refresh the environment in .venv
 
@@ -185,4 +190,4 @@ $(STAMP): $(RUNTIME) $(PLUGINS:%=%/pyproject.toml)
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-all test-ray test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke real env check lint format test test-all test-ray test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help

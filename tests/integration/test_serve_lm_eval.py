@@ -100,21 +100,26 @@ def alike(mine: Any, theirs: Any) -> bool:
 
 @pytest.mark.slow
 def test_the_scores_are_those_of_its_own_backend(model: Path, tmp_path: Path) -> None:
+    check_scores(model, tmp_path, count=40)
+
+
+def check_scores(model: Path, folder: Path, count: int) -> None:
+    """Check that lm-eval measures the same of a model that is served and in its own process, on ``count`` rows."""
     chance = random.Random(0)
     rows = list[dict[str, Any]]()
-    for _ in range(40):
+    for _ in range(count):
         question = f"{chance.randrange(100)} + {chance.randrange(100)} ="
         options = [f" {chance.randrange(200)}" for _ in range(4)]
         rows.append({"question": question, "options": options, "answer": chance.randrange(4), "first": "x"})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tasks").mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tasks").mkdir()
     for name, text in TASKS.items():
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(text + DATA.format(rows=tmp_path / "rows.jsonl"))
-    own = measured(tmp_path, "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", "cpu")
+        (folder / "tasks" / f"{name}.yaml").write_text(text + DATA.format(rows=folder / "rows.jsonl"))
+    own = measured(folder, "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", "cpu")
     with serving(str(model)) as served:
-        where = f"model=tiny,base_url={served.url}/v1/completions,num_concurrent=4,max_retries=1"
+        where = f"model={model.name},base_url={served.url}/v1/completions,num_concurrent=4,max_retries=1"
         where += f",tokenizer_backend=huggingface,tokenizer={model},tokenized_requests=True"
-        asked = measured(tmp_path, "--model", "local-completions", "--model_args", where)
+        asked = measured(folder, "--model", "local-completions", "--model_args", where)
     for task in TASKS:
         for metric, value in own["scores"][task].items():
             if isinstance(value, float):

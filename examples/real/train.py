@@ -1,0 +1,125 @@
+"""Teach SmolLM2-135M-Instruct to answer a sum with nothing but the number, on two cores without a GPU.
+
+    python examples/real/train.py              GRPO on all weights
+    python examples/real/train.py --lora       GRPO on adapters
+    python examples/real/train.py --sft        fine-tuning on the answers of 325 sums
+
+The model adds small numbers, and wraps the result in a sentence or writes on. It only hears what reward.py says of its
+own answers. A tenth of the sums is held out. `make real` converts the model first, and runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import podium
+from podium.models import LoraConfig, ModelConfig
+from podium.rewards import RewardConfig
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import DataConfig
+from podium.trainer import (
+    PRELOAD,
+    EvalConfig,
+    ExampleBatch,
+    GRPOConfig,
+    PlacementConfig,
+    PPOTrainer,
+    PromptBatch,
+    RunConfig,
+    SFTConfig,
+    SFTTrainer,
+    Summary,
+)
+from podium.training import OptimConfig
+
+HERE = Path(__file__).resolve().parent
+MODEL = HERE.parents[1] / ".cache" / "real" / "model"
+
+
+def write_sums(path: Path) -> str:
+    """Write a file of all sums of two numbers from 2 to 20, each as a message of a chat, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for a in range(2, 21):
+            for b in range(2, 21):
+                question = {"role": "user", "content": f"What is {a} + {b}? Reply with the number only."}
+                file.write(json.dumps({"prompt": [question], "answer": str(a + b)}) + "\n")
+    return str(path)
+
+
+def train(options: argparse.Namespace, out: Path) -> Summary:
+    """Train once, in ``out / "run"``."""
+    lora = LoraConfig(rank=16) if options.lora else None
+    rate = options.lr or (2e-4 if lora else 1e-5)
+    run = RunConfig(dir=str(out), name="run", seed=options.seed, steps=options.steps)
+    model = ModelConfig(path=str(options.model), lora=lora)
+    data = DataConfig(train=write_sums(out / "sums.jsonl"), holdout=0.2)
+    reward = RewardConfig(name=f"{HERE / 'reward.py'}:score")
+    evaluation = EvalConfig(every=5, items=48, metric="auto" if options.sft else "reward")
+    optim = OptimConfig(lr=rate)
+    placement = PlacementConfig(cpus=options.cpus)
+    with podium.connect(options.backend, hints={"log_dir": out / "logs", "preload": PRELOAD}) as cluster:
+        if options.sft:
+            tuning = SFTConfig(
+                run=run,
+                model=model,
+                data=data,
+                reward=reward,
+                sampling=SamplingParams(max_new_tokens=12),
+                optim=optim,
+                batch=ExampleBatch(examples=32),
+                placement=placement,
+                eval=evaluation,
+            )
+            return SFTTrainer(tuning, cluster=cluster).fit()
+        config = GRPOConfig(
+            run=run,
+            model=model,
+            data=data,
+            reward=reward,
+            sampling=SamplingParams(max_new_tokens=12, n=8, temperature=0.6),
+            optim=optim,
+            batch=PromptBatch(prompts=8),
+            placement=placement,
+            eval=evaluation,
+        )
+        return PPOTrainer(config, cluster=cluster).fit()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lora", action="store_true", help="train adapters instead of all weights")
+    parser.add_argument("--sft", action="store_true", help="fine-tune on the answers instead of GRPO")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--lr", type=float, help="default: 1e-5, and 2e-4 for adapters")
+    parser.add_argument("--cpus", type=int, help="cores of the worker process; default: all; on a busy machine: 1")
+    parser.add_argument("--backend", default="local", help="local (default), inline, ray or ray://HOST:PORT")
+    parser.add_argument("--model", type=Path, default=MODEL, help="default: what convert.py wrote")
+    parser.add_argument("--out", type=Path, help="a new directory for the run; default: runs/real-TIME")
+    options = parser.parse_args()
+    if not options.model.exists():
+        sys.exit(f"there is no model in {options.model}: python {HERE / 'convert.py'} fetches and converts it")
+    out: Path = options.out or Path("runs") / f"real-{time.strftime('%Y-%m-%d-%H%M%S')}"
+
+    summary = train(options, out)
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    processor_s = sum(used.ru_utime + used.ru_stime for used in usage)
+    (out / "cost.json").write_text(json.dumps({"wall_s": summary.wall_s, "processor_s": round(processor_s, 1)}) + "\n")
+    print(f"\n  time     {summary.wall_s:.0f} s by the clock, {processor_s:.0f} s of processor time")
+    if summary.before and summary.after and "reward" in summary.after:
+        gain = summary.after["reward"] - summary.before["reward"]
+        print(f"  reward   {summary.before['reward']:.3f} before, {summary.after['reward']:.3f} after ({gain:+.3f})")
+    command = "podium" if shutil.which("podium") else os.path.relpath(Path(sys.executable).with_name("podium"))
+    print(f"  view     {command} view {out / 'run'}")
+
+
+if __name__ == "__main__":
+    main()
