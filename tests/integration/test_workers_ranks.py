@@ -84,7 +84,7 @@ def grpo(group: Any) -> list[float]:
     for number in range(STEPS // 4):
         batch = recorded(None, seed=number).drop("loss_weights")
         batch = batch.with_columns({"group": torch.arange(len(batch)) // 4})
-        batch = batch.merge(group.grpo.logprobs(batch))
+        batch = batch.merge(group.grpo.logprobs(batch), keep="other")
         losses += [group.grpo.update(batch)["loss"] for _ in range(4)]
     return losses
 
@@ -93,7 +93,7 @@ def ppo(group: Any) -> list[float]:
     losses: list[float] = []
     for number in range(STEPS):
         batch = recorded(seed=number)
-        batch = batch.merge(group.ppo.logprobs(batch)).merge(group.critic.values(batch))
+        batch = batch.merge(group.ppo.logprobs(batch), keep="other").merge(group.critic.values(batch), keep="other")
         losses += [group.ppo.update(batch)["loss"], group.critic.update(batch)["value/loss"]]
     return losses
 
@@ -154,7 +154,8 @@ def test_an_update_keeps_the_logprobs_that_it_has_found(cluster: Cluster, ranks:
         group.policy.update(batch)
         found = group.policy.update_logprobs(rows).fetch().jagged("old_logprobs").values
         torch.testing.assert_close(found, before, atol=1e-5, rtol=0)
-        group.policy.update(batch.merge(group.policy.logprobs(batch)))  # which has them, so that nothing is kept
+        later = batch.merge(group.policy.logprobs(batch), keep="other")
+        group.policy.update(later)  # which has them, so that nothing is kept
         assert group.policy.update_logprobs(rows).fetch().jagged("old_logprobs").values.isnan().all()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ class Batch(Rows):
 
     A column is a dense tensor ``[B, …]``, a :class:`Jagged` of B rows, or a list of B Python objects. Dense tensors and
     the values of a Jagged may be references, whose bytes stay with the worker that made them until :meth:`fetch`. A
-    numpy array becomes a dense tensor: over its own memory where this is writable, else a copy. A nested tensor of
-    torch becomes a Jagged copy of its rows.
+    numpy array of numbers becomes a dense tensor: over its own memory where this is writable, else a copy. One of
+    objects or texts becomes a list. A nested tensor of torch becomes a Jagged copy of its rows.
 
     Operations return new batches and never change this one. Slices share memory with it.
 
@@ -127,7 +128,7 @@ class Batch(Rows):
         Raises:
             RefLostError: The process that owned the bytes has ended.
         """
-        return self.merge(Rows.fetch(self.select(*names) if names else self))
+        return self.with_columns(Rows.fetch(self.select(*names) if names else self)._columns)
 
     def prefetch(self, *names: str) -> Batch:
         """Begin to fetch the named columns, or all, into this process. Returns the batch itself."""
@@ -159,9 +160,10 @@ class Batch(Rows):
         """Return this batch with metadata added or replaced."""
         return Batch(self._columns, {**self.meta, **meta})
 
-    def select(self, *names: str) -> Batch:
-        """Return only the columns named, in that order."""
-        return Batch({name: self[name] for name in names}, self.meta)
+    def select(self, *names: str | Iterable[str]) -> Batch:
+        """Return only the columns named, in that order: ``select("a", "b")``, or ``select(["a", "b"])``."""
+        flat = chain.from_iterable([name] if isinstance(name, str) else name for name in names)
+        return Batch({name: self[name] for name in flat}, self.meta)
 
     def drop(self, *names: str) -> Batch:
         """Return all columns but those named. Raises DataError if the batch lacks one of them."""
@@ -169,9 +171,30 @@ class Batch(Rows):
             self[name]
         return Batch({name: column for name, column in self._columns.items() if name not in names}, self.meta)
 
-    def merge(self, other: Batch) -> Batch:
-        """Return the columns and metadata of both. Where both have the same name, the one of ``other`` is kept."""
-        return Batch({**self._columns, **other._columns}, {**self.meta, **other.meta})
+    def merge(self, other: Batch, *, keep: Literal["self", "other"] | None = None) -> Batch:
+        """Return the columns and metadata of both.
+
+        Args:
+            other: A batch with as many rows.
+            keep: The batch whose columns and metadata are kept where both have the same name and differ.
+
+        Raises:
+            DataError: Columns or metadata of the same name differ and ``keep`` is not given, or a column in both is a
+                reference to other bytes, which are not compared. The message names them.
+        """
+        first, second = (other, self) if keep == "self" else (self, other)
+        if keep is None:
+            columns = [name for name in self if name in other and not _is_same(self[name], other[name])]
+            meta = [
+                name for name in self.meta if name in other.meta and not _is_same(self.meta[name], other.meta[name])
+            ]
+            if columns or meta:
+                what = [f"{word} {names}" for word, names in (("columns", columns), ("metadata", meta)) if names]
+                raise DataError(
+                    f"merge: the batches differ in {' and '.join(what)}: drop them in one batch, or give "
+                    "keep='self' or keep='other'"
+                )
+        return Batch({**first._columns, **second._columns}, {**first.meta, **second.meta})
 
     def to(self, device: torch.device | str) -> Batch:
         """Return this batch with its tensor columns on ``device``."""
@@ -220,6 +243,8 @@ def _column(name: str, column: Any) -> Column:
     if isinstance(column, Jagged | list):
         return cast("Jagged | list[Any]", column)
     try:
+        if isinstance(column, np.ndarray) and cast(Any, column).dtype.kind in "OUS" and cast(Any, column).ndim:
+            return cast("list[Any]", column.tolist())  # objects and texts
         if isinstance(column, np.ndarray):
             column = torch.from_numpy(np.require(cast(Any, column), requirements=["C", "W"]))  # pyright: ignore[reportUnknownMemberType]
         if isinstance(column, Tensor | TensorRef):
@@ -243,6 +268,31 @@ def _concat(name: str, columns: Sequence[Any], names: Sequence[str], ragged: Joi
         return [row for column in columns for row in column]
     kinds = ", ".join(f"{_kind(column)} in {part_name(names, at)}" for at, column in enumerate(columns))
     raise DataError(f"column {name!r} is of different kinds: {kinds}")
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two columns, or two values of metadata, are equal; NaN equals NaN. References are equal to themselves."""
+    if value is other:
+        return True
+    if type(value) is not type(other) or isinstance(value, TensorRef):
+        return False
+    if isinstance(value, Jagged):
+        return _is_same(value.offsets, other.offsets) and _is_same(value.values, other.values)
+    if isinstance(value, Tensor):
+        if value.dtype != other.dtype or value.shape != other.shape or value.device != other.device:
+            return False
+        same = value.eq(other)
+        return bool((same | (value.isnan() & other.isnan()) if value.dtype.is_floating_point else same).all())
+    if isinstance(value, Mapping) and value.keys() == other.keys():
+        return all(_is_same(item, other[key]) for key, item in cast("Mapping[Any, Any]", value).items())
+    if isinstance(value, list | tuple) and len(cast("list[Any]", value)) == len(other):
+        return all(map(_is_same, cast("list[Any]", value), other))
+    if isinstance(value, np.ndarray):
+        return np.array_equal(cast(Any, value), other)
+    try:
+        return bool(value == other or (value != value and other != other))
+    except Exception:  # noqa: BLE001 - an object of the user's, whose comparison is no truth value
+        return False
 
 
 def _kind(column: Column) -> str:

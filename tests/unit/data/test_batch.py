@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -60,9 +63,44 @@ def test_operations_give_new_batches() -> None:
         more.drop("nothing")
     assert batch.keys() == ("t", "d", "p")
     assert batch.meta == {"step": 1}
-    merged = batch.merge(Batch({"d": torch.zeros(3), "g": [0, 0, 0]}, {"step": 2}))
+    assert more.select(["f", "p"]).keys() == ("f", "p")
+    merged = batch.merge(Batch({"d": torch.zeros(3), "g": [0, 0, 0]}, {"step": 2}), keep="other")
     assert merged.dense("d").tolist() == [0, 0, 0]
     assert merged.meta == {"step": 2}
+
+
+OF_TWO: dict[str, tuple[Any, Any]] = {
+    "tensors": (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])),
+    "shapes": (torch.zeros(2), torch.zeros(2, 1)),
+    "kinds of number": (torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
+    "rows": (Jagged.from_rows([torch.zeros(1), torch.zeros(2)]), Jagged.from_rows([torch.zeros(2), torch.zeros(1)])),
+    "objects": ([{"a": [1]}, None], [{"a": [2]}, None]),
+    "arrays among objects": ([np.zeros(2), np.zeros(2)], [np.zeros(2), np.ones(2)]),
+    "kinds of column": (torch.zeros(2), [0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize(("mine", "theirs"), OF_TWO.values(), ids=OF_TWO)
+def test_batches_that_differ_are_merged_only_by_a_choice(mine: Any, theirs: Any) -> None:
+    first, second = Batch({"x": mine, "a": [1, 2]}, {"step": 1}), Batch({"x": theirs, "b": [3, 4]}, {"step": 1})
+    with pytest.raises(DataError, match=r"differ in columns \['x'\]: drop them.*keep='self' or keep='other'"):
+        first.merge(second)
+    assert first.merge(second, keep="self")["x"] is mine
+    assert first.merge(second, keep="other")["x"] is theirs
+    assert first.merge(Batch({"x": copy.deepcopy(mine), "b": [3, 4]})).columns == ("x", "a", "b")
+
+
+def test_metadata_that_differs_is_merged_only_by_a_choice() -> None:
+    first, second = Batch({"a": [1]}, {"step": 1, "kl": 0.1}), Batch({"b": [1]}, {"step": 2, "kl": 0.1})
+    with pytest.raises(DataError, match=r"differ in metadata \['step'\]"):
+        first.merge(second)
+    assert first.merge(second, keep="self").meta == {"step": 1, "kl": 0.1}
+
+
+def test_arrays_of_objects_and_texts_are_python_columns() -> None:
+    batch = Batch({"o": np.array([{"a": 1}, None], dtype=object), "t": np.array(["one", "two"])})
+    assert batch.python("o") == [{"a": 1}, None]
+    assert batch.python("t") == ["one", "two"]
 
 
 def test_a_batch_made_of_a_dict_does_not_follow_it() -> None:
@@ -96,9 +134,8 @@ def test_columns_of_other_lengths_or_kinds_are_refused() -> None:
     for number in (torch.tensor(1.0), np.array(1.0), TensorRef.of(torch.tensor(1.0))):
         with pytest.raises(DataError, match="column 'a': a single number, without dimensions, has no rows"):
             Batch({"a": number})
-    for array in (np.array(["a"]), np.array([None])):
-        with pytest.raises(DataError, match=r"column 'a': can't convert np.ndarray"):
-            Batch({"a": array})
+    with pytest.raises(DataError, match=r"column 'a': can't convert np.ndarray"):
+        Batch({"a": np.array(["2026-11-26"], dtype="datetime64[D]")})
 
 
 def test_arrays_are_dense_columns_over_their_own_memory() -> None:

@@ -47,7 +47,7 @@ def noisy(family: str, **settings: Any) -> ModelConfig:
 @pytest.mark.parametrize("family", NOISY)
 def test_an_update_without_a_step_leaves_every_ratio_at_one(family: str, checkpointing: bool) -> None:
     policy, batch = Policy(noisy(family, gradient_checkpointing=checkpointing), FROZEN), recorded((5, 9, 12))
-    batch = batch.merge(policy.logprobs(batch))
+    batch = batch.merge(policy.logprobs(batch), keep="other")
     first, second = policy.update(batch), policy.update(batch)
     assert first[metrics.RATIO_MAX] == pytest.approx(1.0, abs=1e-4)
     assert first[metrics.CLIP_FRACTION] == 0

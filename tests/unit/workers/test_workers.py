@@ -66,7 +66,7 @@ def test_sft_lowers_the_loss_and_knows_no_advantages() -> None:
 def test_a_policy_update_reports_the_whole_minibatch() -> None:
     policy = Policy(TINY, OPTIM, algorithm=AlgorithmConfig(kl_in="loss", kl_coef=0.1))
     batch = recorded()
-    batch = batch.merge(policy.logprobs(batch, entropy=True))
+    batch = batch.merge(policy.logprobs(batch, entropy=True), keep="other")
     metrics = policy.update(batch)
     mask = values_of(batch, "loss_mask")
     old, rollout = values_of(batch, "old_logprobs")[mask], values_of(batch, "rollout_logprobs")[mask]
@@ -85,7 +85,7 @@ def test_a_policy_update_reports_the_whole_minibatch() -> None:
 def test_without_old_logprobs_the_first_step_is_that_of_the_unchanged_policy() -> None:
     batch = recorded()
     one, other = Policy(TINY, OPTIM), Policy(TINY, OPTIM)
-    first = one.update(batch.merge(one.logprobs(batch)))
+    first = one.update(batch.merge(one.logprobs(batch), keep="other"))
     second = other.update(batch.drop("old_logprobs"))
     assert second["loss"] == pytest.approx(first["loss"], abs=1e-6)
     assert second["policy/grad_norm"] == pytest.approx(first["policy/grad_norm"], rel=1e-5)
@@ -160,13 +160,13 @@ def test_the_critic_starts_at_zero_and_learns_the_returns() -> None:
     critic, batch = Critic(TINY, OptimConfig(lr=1e-2)), recorded()
     values = critic.values(batch)
     assert not values_of(values, "values").any()
-    first = critic.update(batch.merge(values))
+    first = critic.update(batch.merge(values, keep="other"))
     returns = values_of(batch, "returns")[values_of(batch, "loss_mask")]
     assert first["value/loss"] == pytest.approx(float(returns.square().mean()) / 2, rel=1e-4)
     assert first["value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     last = first
     for _ in range(30):
-        batch = batch.merge(critic.values(batch))
+        batch = batch.merge(critic.values(batch), keep="other")
         last = critic.update(batch)
     assert last["value/explained_variance"] > 0.2
     assert last["value/loss"] < first["value/loss"]
