@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, keys_of
+from podium.runs.config import RECIPES
+from podium.trainer import keys_of
 
 HERE = Path(__file__).parent
 
@@ -89,9 +90,9 @@ def keys_page() -> str:
     """The text of the page of configuration keys."""
     lines = ["# Configuration keys", "", "<!-- python docs/reference/write.py writes this page -->", ""]
     lines += [
-        "`podium train RECIPE --keys` prints the same. Recipes differ in some defaults, and `sft` has fewer keys."
+        "`podium train RECIPE --keys` prints the same. Recipes have their own defaults, and some have fewer keys."
     ]
-    recipes = {"grpo": keys_of(GRPOConfig), "ppo": keys_of(PPOConfig), "sft": keys_of(SFTConfig)}
+    recipes = {recipe: keys_of(cls) for recipe, cls in RECIPES.items()}
     defaults = {name: {key.path: key.default for key in keys} for name, keys in recipes.items()}
     every = {key.path: key for keys in reversed(recipes.values()) for key in keys}
     order = dict.fromkeys(key.path for keys in recipes.values() for key in keys)

@@ -50,8 +50,8 @@ def tiny(cls: type[C], folder: Path, **sections: Mapping[str, Any]) -> C:
     placement = sections.get("placement", {})
     if placement.get("layout", "colocated") == "colocated" and not placement.keys() & {"ranks", "pools"}:
         values["placement"] = {"cpus": 1}  # see slots()
-    names = {"PPOConfig": {"prompts": 4}, "GRPOConfig": {"prompts": 4}, "SFTConfig": {"examples": 8}}
-    values["batch"] = names[cls.__name__]
+    names = {"PPOConfig": {"prompts": 4}, "GRPOConfig": {"prompts": 4}}
+    values["batch"] = names.get(cls.__name__, {"examples": 8})
     if cls.__name__ == "GRPOConfig":
         values["sampling"]["n"] = 4
     for name, section in sections.items():

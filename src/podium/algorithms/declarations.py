@@ -26,6 +26,7 @@ __all__ = [
     "LOSSES",
     "Declaration",
     "advantage_declaration",
+    "declaration_of",
     "loss_declaration",
     "loss_imitates",
 ]
@@ -132,12 +133,17 @@ def advantage_declaration(spec: str) -> Declaration:
     """Return what the estimator declares. Raises ConfigError as :func:`podium.functions.load_function` does."""
     if spec in _OWN_ADVANTAGES:
         return _OWN_ADVANTAGES[spec]
-    return getattr(load_function(spec, key="algorithm.advantage", known=ADVANTAGES), _ATTRIBUTE, Declaration())
+    return declaration_of(load_function(spec, key="algorithm.advantage", known=ADVANTAGES))
+
+
+def declaration_of(function: Callable[..., Any]) -> Declaration:
+    """Return what a function declares; a declaration of nothing if it has none."""
+    return getattr(function, _ATTRIBUTE, Declaration())
 
 
 def loss_declaration(spec: str) -> Declaration:
     """Return what the loss declares. Raises ConfigError as :func:`podium.functions.load_function` does."""
-    return getattr(load_function(spec, key="algorithm.loss", known=LOSSES), _ATTRIBUTE, Declaration())
+    return declaration_of(load_function(spec, key="algorithm.loss", known=LOSSES))
 
 
 def loss_imitates(spec: str) -> bool:

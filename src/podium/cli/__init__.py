@@ -20,7 +20,7 @@ from podium.lazy import without_collector
 __all__ = ["main"]
 
 COMMANDS = {
-    "train": ("train", "train a model: podium train grpo|ppo|sft"),
+    "train": ("train", "train a model: podium train grpo|ppo|sft|dpo|rm"),
     "eval": ("inference", "score the model of a run, or another model, on held-out prompts"),
     "sample": ("inference", "print completions of a run's model, or of another model"),
     "serve": ("serve", "answer the OpenAI API with a run's model, or another model"),

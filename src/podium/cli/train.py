@@ -1,4 +1,4 @@
-"""``podium train grpo|ppo|sft`` reads a configuration, chooses a backend and calls the trainer."""
+"""``podium train grpo|ppo|sft|dpo|rm`` reads a configuration, chooses a backend and calls the trainer."""
 
 import argparse
 import json
@@ -7,18 +7,19 @@ import shlex
 import sys
 import textwrap
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from podium.algorithms.declarations import ADVANTAGES, LOSSES
+from podium.algorithms.preference_config import PREFERENCE_LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
 from podium.functions import nearest
 from podium.lazy import without_collector
-from podium.runs.config import RECIPES, PPOConfig, SFTConfig
+from podium.runs.config import RECIPES, PPOConfig, PreferenceRun, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runs.records import CONFIG, check_run
 from podium.runs.run_files import RunFiles
@@ -27,13 +28,15 @@ from podium.telemetry import Note, Waiting, emit, flush
 from podium.trainer.preload import PRELOAD
 
 if TYPE_CHECKING:
-    from podium.trainer import PPOTrainer, SFTTrainer
+    from podium.trainer import PPOTrainer, PreferenceTrainer, SFTTrainer
 
 __all__ = ["run_train"]
 
 BACKEND = "local"
-_EACH = "grpo and ppo learn from rewards, and sft learns from answers"
-_FROM_PREFERENCES = ("cpo", "dpo", "ipo", "kto", "orpo", "simpo")
+_EACH = (
+    "grpo and ppo learn from rewards, sft learns from answers, and dpo and rm (reward models) from preferences between "
+    "answers"
+)
 
 
 def run_train(arguments: Sequence[str]) -> int:
@@ -70,7 +73,9 @@ def run_train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _open_view(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "PPOTrainer | SFTTrainer":
+def _open_view(
+    config: PPOConfig | SFTConfig, recipe: str, backend: Backend
+) -> "PPOTrainer | PreferenceTrainer | SFTTrainer":
     """Say at once what will run, and make the trainer, whose imports take seconds.
 
     The backend's processes begin their imports before this process does, so that both import at the same time.
@@ -95,24 +100,27 @@ def _headline(config: PPOConfig | SFTConfig, recipe: str) -> str:
     return f"podium {recipe}  run {run}  model {name}  data {config.data.train or environment}"
 
 
-def _trainer(config: PPOConfig | SFTConfig, backend: Backend) -> "PPOTrainer | SFTTrainer":
-    from podium.trainer import PPOTrainer, SFTTrainer
+def _trainer(config: PPOConfig | SFTConfig, backend: Backend) -> "PPOTrainer | PreferenceTrainer | SFTTrainer":
+    from podium.trainer import PPOTrainer, PreferenceTrainer, SFTTrainer
 
     if isinstance(config, PPOConfig):
         return PPOTrainer(config, cluster=backend.name, backend_options=backend.options)
+    if isinstance(config, PreferenceRun):
+        return PreferenceTrainer(config, cluster=backend.name, backend_options=backend.options)
     return SFTTrainer(config, cluster=backend.name, backend_options=backend.options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="podium train",
-        usage="podium train {grpo,ppo,sft} [--config FILE] [--SECTION.KEY VALUE ...] [options]",
+        usage="podium train {grpo,ppo,sft,dpo,rm} [--config FILE] [--SECTION.KEY VALUE ...] [options]",
         description="Train a model. --SECTION.KEY sets any key of the configuration and overrides the file.",
         epilog=textwrap.dedent(
             """\
             examples:
               podium train grpo --model.path Qwen/Qwen3-0.6B --data.train train.jsonl --reward.name gsm8k
               podium train sft --config run.yaml --optim.lr 1e-5 --dry-run
+              podium train dpo --data.train pairs.jsonl --model.path runs/sft/model
               podium train grpo --resume runs/NAME
               podium train grpo --config run.yaml --backend ray --backend.address auto
             """
@@ -121,7 +129,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "recipe", type=_recipe, metavar="grpo|ppo|sft", help="GRPO, PPO with a critic, or supervised fine-tuning"
+        "recipe",
+        type=_recipe,
+        metavar="grpo|ppo|sft|dpo|rm",
+        help="GRPO, PPO with a critic, supervised fine-tuning, DPO, or a reward model",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
     parser.add_argument(
@@ -145,10 +156,8 @@ def _recipe(word: str) -> str:
             raise ArgumentTypeError(
                 f"{name} is a setting of the recipe grpo: podium train grpo --algorithm.{key} {name}"
             )
-    if name in _FROM_PREFERENCES:
-        raise ArgumentTypeError(
-            f"{word} learns from preferences between answers, which Podium has no recipe for: {_EACH}"
-        )
+    if name in PREFERENCE_LOSSES:
+        raise ArgumentTypeError(f"{name} is a setting of the recipe dpo: podium train dpo --algorithm.loss {name}")
     raise ArgumentTypeError(f"there is no recipe {word!r}{nearest(name, RECIPES)}; {_EACH}")
 
 
@@ -164,12 +173,19 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
         check_run(Path(resume))
         path = str(Path(resume) / CONFIG)
         content = RunFiles(resume).read_small(CONFIG)
-        supervised = "examples" in read_values(cls, path, content=content).get("batch", {})
-        if supervised != (recipe == "sft"):
-            right = "sft" if supervised else "grpo"
+        right = _recipe_of(read_values(cls, path, content=content), recipe)
+        if recipe != right:
             raise ConfigError(f"{resume} is a run of another recipe: podium train {right} --resume {resume}")
         overrides = [*overrides, "--run.resume", resume]
     return resolve_resume(load_config(cls, path, overrides, content))
+
+
+def _recipe_of(values: Mapping[str, Any], recipe: str) -> str:
+    """The recipe of a run with these settings: ``recipe``, if it may be this."""
+    algorithm = values.get("algorithm")
+    if "examples" in values.get("batch", {}):
+        return "sft" if algorithm is None else "dpo" if "loss" in algorithm else "rm"
+    return recipe if recipe in ("grpo", "ppo") else "grpo"
 
 
 def _print_keys(cls: type) -> None:

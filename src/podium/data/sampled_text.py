@@ -18,7 +18,7 @@ from podium.data.jagged import Jagged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["completion_texts", "count_sampled", "decode_sampled", "sampled_tokens", "text_column"]
+__all__ = ["completion_texts", "count_sampled", "decode_sampled", "sampled_tokens", "sum_rows", "text_column"]
 
 # A tokenizer's bytes may decode to lone surrogates, which plain UTF-8 cannot encode.
 _CODING = ("utf-8", "surrogatepass")
@@ -27,6 +27,13 @@ _CODING = ("utf-8", "surrogatepass")
 def count_sampled(mask: Jagged) -> Tensor:
     """Return how many tokens of each row are set in ``mask``, a token column of bool: int64 ``[B]``."""
     return torch.nn.functional.pad(mask.values.cumsum(0), (1, 0))[mask.offsets].diff()
+
+
+def sum_rows(column: Jagged) -> Tensor:
+    """Return the sum of each row of a token column: float64 ``[B]``."""
+    rows_N = torch.repeat_interleave(torch.arange(len(column.lengths)), column.lengths.cpu())
+    values_N = column.values.double().cpu()
+    return values_N.new_zeros(len(column.lengths)).index_add(0, rows_N, values_N)
 
 
 def sampled_tokens(batch: Batch) -> Jagged:

@@ -59,6 +59,7 @@ class ModelCopy:
         ranks: The number of ranks.
         file_bytes: About as many bytes are in a file.
         others: What the files of the model held beside it. Rank 0 copies it from file to file.
+        resumed: Whether :func:`read_model` is to read it again.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ModelCopy:
         ranks: int,
         file_bytes: int,
         others: OtherParts = NO_OTHERS,
+        resumed: bool = True,
     ) -> None:
         self._tensors: dict[str, list[Part]] = {}
         self._texts = dict(texts) if rank == 0 else {}
@@ -100,7 +102,7 @@ class ModelCopy:
         if rank == 0 and count > 1:
             content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(index.items()))}
             self._texts[INDEX] = json.dumps(content, indent=2).encode()
-        if rank == 0:
+        if rank == 0 and resumed:
             self._texts[_LAYOUT] = json.dumps(layout).encode()
 
     def write(self, folder: Path) -> dict[str, Any]:

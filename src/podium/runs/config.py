@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 from pydantic import Field
 
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, advantage_declaration
+from podium.algorithms.preference_config import PreferenceConfig, ScorerConfig
 from podium.config import build_config, prefer, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name
@@ -23,7 +24,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.runs.named_code import check_source
 from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
-from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric
+from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, REWARD_MARGIN, TOKEN_ACCURACY, Metric
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import EndingOptim, check_dropout
@@ -31,6 +32,7 @@ from podium.training.config import EndingOptim, check_dropout
 __all__ = [
     "RECIPES",
     "CriticConfig",
+    "DPOConfig",
     "EvalConfig",
     "ExampleBatch",
     "GRPOConfig",
@@ -38,7 +40,9 @@ __all__ = [
     "PPOConfig",
     "PlacementConfig",
     "PoolConfig",
+    "PreferenceRun",
     "PromptBatch",
+    "RMConfig",
     "RunConfig",
     "SFTConfig",
     "SaveConfig",
@@ -47,7 +51,9 @@ __all__ = [
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator", "rollout"]
-_METRICS: Final = {"auto": "auto", "reward": REWARD, ACCURACY: ACCURACY, LOSS: LOSS, TOKEN_ACCURACY: TOKEN_ACCURACY}
+_METRICS: Final = {"auto": "auto", "reward": REWARD} | {
+    name: name for name in (ACCURACY, LOSS, TOKEN_ACCURACY, REWARD_MARGIN)
+}
 _CAP_AHEAD: Final = 2.0  # cap of importance weights if older weights sample completions
 
 
@@ -346,6 +352,11 @@ class InferenceConfig:
         """Whether evaluations compute the loss of held-out answers. Otherwise they draw completions and grade them."""
         return self.judged_by[0] in (LOSS, TOKEN_ACCURACY)
 
+    @property
+    def usual_figure(self) -> str:
+        """The figure that judges a run by default where evaluations score answers."""
+        return LOSS
+
     def __post_init__(self) -> None:
         self.check_roles()
         figure, _ = self.judged_by
@@ -432,9 +443,10 @@ class PPOConfig(_TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scores_answers:
+        if self.scores_answers or self.judged_by[0] == REWARD_MARGIN:
+            by = "dpo and rm" if self.judged_by[0] == REWARD_MARGIN else "sft"
             raise ConfigError(
-                f"eval.metric = {self.eval.metric!r} is measured by podium train sft and podium eval alone: expected "
+                f"eval.metric = {self.eval.metric!r} is measured by podium train {by} and podium eval alone: expected "
                 "auto, reward, accuracy or reward_parts/NAME"
             )
         if self.algorithm.loss in LOSSES:  # a user's own function is not loaded here, because each learner checks it
@@ -543,7 +555,84 @@ class SFTConfig(_TrainingConfig):
             )
 
 
-RECIPES: Mapping[str, type[PPOConfig] | type[SFTConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig, "sft": SFTConfig}
+@section()
+class PreferenceRun(SFTConfig):
+    """A run that learns from preferences between answers: the base of :class:`DPOConfig` and :class:`RMConfig`."""
+
+    batch: ExampleBatch = prefer(ExampleBatch, examples=64)
+    algorithm: ScorerConfig = Field(default_factory=ScorerConfig)
+
+    @property
+    def scores_answers(self) -> bool:
+        return self.judged_by[0] in ("auto", ACCURACY, LOSS, REWARD_MARGIN)
+
+    @property
+    def usual_figure(self) -> str:
+        return ACCURACY
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        policy, *others = super().roles
+        return (policy, "reference", *others) if self.algorithm.needs_reference else (policy, *others)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_figure()
+        if self.model.dropout or (self.model.lora is not None and self.model.lora.dropout):
+            raise ConfigError(
+                "model.dropout and model.lora.dropout have to be off: the loss of a pair is computed from values "
+                "without dropout; leave them out"
+            )
+        if self.data.split_turns:
+            raise ConfigError(
+                "data.split_turns = true makes a row of each turn, and a preference is one between whole answers: "
+                "leave it out"
+            )
+
+    def check_figure(self) -> None:
+        """Check that evaluations measure what ``eval.metric`` names. Raises ConfigError."""
+        if not self.scores_answers:
+            raise ConfigError(
+                f"eval.metric = {self.eval.metric!r} is no figure of preferences between held-out answers: expected "
+                "auto, accuracy, loss or reward_margin"
+            )
+
+
+@section()
+class DPOConfig(PreferenceRun):
+    """A run that trains a policy on preferences between answers, or on answers with labels.
+
+    ``sampling``, ``engine`` and ``reward`` serve its evaluation where ``eval.metric`` is a reward.
+    """
+
+    algorithm: PreferenceConfig = Field(default_factory=PreferenceConfig)
+    optim: OptimConfig = prefer(OptimConfig, lr=1e-6)
+
+    def check_figure(self) -> None:
+        if self.judged_by[0] == TOKEN_ACCURACY:
+            super().check_figure()
+
+
+@section()
+class RMConfig(PreferenceRun):
+    """A run that trains a reward model on preferences between answers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.lora is not None:
+            raise ConfigError(
+                "model.lora with the recipe rm, which trains a head beside the adapters: leave it out, and train all "
+                "weights"
+            )
+
+
+RECIPES: Mapping[str, type[PPOConfig] | type[SFTConfig]] = {
+    "grpo": GRPOConfig,
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rm": RMConfig,
+}
 
 
 def _divisor(rows: int, near: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig, check_goal
 from podium.runs.evaluation import Evaluation
-from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, Metric
+from podium.telemetry.held_out import ACCURACY, REWARD, Metric
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
 __all__ = ["choose_metric", "knows_accuracy"]
@@ -14,7 +14,8 @@ __all__ = ["choose_metric", "knows_accuracy"]
 def choose_metric(config: InferenceConfig, evaluation: Evaluation) -> tuple[Metric, bool]:
     """Return the metric that judges a run, and whether ``evaluation`` decides that for all later ones.
 
-    With ``eval.metric: auto`` the metric is the loss where evaluations score answers. Otherwise the metric is the
+    With ``eval.metric: auto`` the metric is the loss where evaluations score answers, and of preferences the accuracy.
+    Otherwise the metric is the
     accuracy if it is known, and else the reward. Where all scores are 0, the next evaluation decides: a reward with
     partial credit begins like that too, and both figures are 0 meanwhile.
 
@@ -24,7 +25,7 @@ def choose_metric(config: InferenceConfig, evaluation: Evaluation) -> tuple[Metr
     figure, _ = config.judged_by
     decides = True
     if figure == "auto" and config.scores_answers:
-        figure = LOSS
+        figure = config.usual_figure
     elif figure == "auto":
         figure = ACCURACY if ACCURACY in evaluation.figures else REWARD
         decides = config.reward.correct_at is not None or any(evaluation.scores.get(REWARD, ()))

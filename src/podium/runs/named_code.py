@@ -31,6 +31,7 @@ from uuid import uuid4
 
 import yaml
 
+from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.config import build_config, config_to_dict
 from podium.errors import ConfigError, DataError
@@ -117,7 +118,7 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
     if hasattr(config, "optim") and config.run.schedule not in SCHEDULES:
         yield ("run", "schedule"), config.run.schedule
     algorithm = getattr(config, "algorithm", None)
-    if algorithm is not None:
+    if isinstance(algorithm, AlgorithmConfig):
         for field, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
             if (name := getattr(algorithm, field)) not in names:
                 yield ("algorithm", field), name

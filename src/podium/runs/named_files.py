@@ -100,8 +100,8 @@ def record(config: Any, run: Path, objects: Mapping[str, str] | None = None) -> 
         from_run = os.path.relpath(absolute, run.absolute())
         places[absolute] = asdict(_Place(given=path_as_given, from_run=from_run, nbytes=size, sha256=checksum))
     text = config_to_yaml(build_config(type(config), values))
-    algorithm: AlgorithmConfig | None = getattr(config, "algorithm", None)  # fine-tuning has none
-    for key, (value, origin) in algorithm.explain().items() if algorithm else ():
+    algorithm = getattr(config, "algorithm", None)  # fine-tuning has none
+    for key, (value, origin) in algorithm.explain().items() if isinstance(algorithm, AlgorithmConfig) else ():
         shown = str(value).lower() if isinstance(value, bool) else value
         text = text.replace(f"\n  {key}: null\n", f"\n  {key}: null  # {shown}, {origin}\n")
     head = (_HEAD if places else "") + "".join(f"{_OBJECT}{role}: {name}\n" for role, name in (objects or {}).items())

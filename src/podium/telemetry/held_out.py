@@ -7,16 +7,22 @@ from typing import Final
 from podium.telemetry import metrics
 from podium.telemetry.formatting import percent, plain
 
-__all__ = ["ACCURACY", "LOSS", "PERPLEXITY", "REWARD", "TOKEN_ACCURACY", "Metric"]
+__all__ = ["ACCURACY", "LOSS", "PERPLEXITY", "REWARD", "REWARD_MARGIN", "TOKEN_ACCURACY", "Metric"]
 
-ACCURACY: Final = "accuracy"  # share of the prompts whose completion is correct
+ACCURACY: Final = "accuracy"  # share of the prompts whose completion is correct, or whose better answer is preferred
 REWARD: Final = "reward_mean"
-LOSS: Final = "loss"  # mean cross-entropy of the learned tokens, in nats
+REWARD_MARGIN: Final = "reward_margin"  # mean difference of the rewards of a better answer and of a worse one
+LOSS: Final = "loss"  # mean cross-entropy of the learned tokens, in nats, or mean loss of preferences
 TOKEN_ACCURACY: Final = "token_accuracy"  # share of the learned tokens that are the most probable ones
 PERPLEXITY: Final = "perplexity"  # e to the loss
 
-_TITLES: Final = {REWARD: "reward", TOKEN_ACCURACY: "token accuracy"}
-_OF_STEPS: Final = {ACCURACY: metrics.ACCURACY, REWARD: metrics.REWARD_MEAN, LOSS: metrics.LOSS}
+_TITLES: Final = {REWARD: "reward", REWARD_MARGIN: "reward margin", TOKEN_ACCURACY: "token accuracy"}
+_OF_STEPS: Final = {
+    ACCURACY: metrics.ACCURACY,
+    REWARD: metrics.REWARD_MEAN,
+    REWARD_MARGIN: metrics.REWARD_MARGIN,
+    LOSS: metrics.LOSS,
+}
 
 
 @dataclass(frozen=True)

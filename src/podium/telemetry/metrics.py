@@ -9,7 +9,13 @@ from typing import Final
 LOSS: Final = "loss"
 REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
-ACCURACY: Final = "reward/accuracy"  # share of completions, or of sessions, whose grade says correct
+ACCURACY: Final = "reward/accuracy"  # share of completions, or of sessions, whose grade says correct; of preferences,
+# share of the pairs whose better answer has the higher reward
+REWARD_MARGIN: Final = "reward/margin"  # reward of the better answer of a pair minus that of the worse one
+REWARD_CHOSEN: Final = "reward/chosen"  # mean reward of the better answers, or of the desirable ones
+REWARD_REJECTED: Final = "reward/rejected"
+LOGPROBS_CHOSEN: Final = "policy/logprobs_chosen"  # mean log-probability of the better answers, each a sum over tokens
+LOGPROBS_REJECTED: Final = "policy/logprobs_rejected"
 ABSTAINED: Final = "reward/abstained"  # completions that every reward function left out, in steps that have some
 FLAT_GROUPS: Final = "reward/flat_groups"  # share of groups whose rewards are all equal: no signal for GRPO
 KL: Final = "policy/kl"  # policy to reference, mean over the completions' tokens

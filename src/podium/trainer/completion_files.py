@@ -19,15 +19,19 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields, sampled_tokens
 from podium.rewards import Grade
+from podium.rollout.tasks import EncodedPreferences, Example
+from podium.rollout.tasks.forms import message_text
+from podium.rollout.tasks.preferences import list_answers
 from podium.runs.files import step_name
 from podium.runs.run_files import RunFiles
 from podium.runtime import Call
+from podium.telemetry.held_out import ACCURACY
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.conversation_texts import Conversation, conversations
 from podium.trainer.prompts import Pair, Prompt
 from podium.trainer.token_texts import TokenTexts
 
-__all__ = ["CompletionsLog", "write_completions", "write_examples"]
+__all__ = ["CompletionsLog", "write_completions", "write_examples", "write_preferences"]
 
 _WRITTEN_TOKENS: Final = 1 << 16  # tokens of the rows of a chunk, prompts included
 _MISMATCH_STEP: Final = 1e-5  # nats
@@ -140,10 +144,9 @@ def write_examples(
     import pyarrow.parquet as pq
 
     prompts, answers, ids = list[str](), list[str](), list[list[int]]()
-    for tokens, mask in pairs:
-        first = mask.index(True) if True in mask else len(mask)
-        learned = [token for token, is_learned in zip(tokens, mask, strict=True) if is_learned]
-        prompts.append(_utf8(str(tokenizer.decode(tokens[:first]))))
+    for pair in pairs:
+        learned = _learned(pair)
+        prompts.append(_utf8(str(tokenizer.decode(_without_answer(pair)))))
         answers.append(_utf8(str(tokenizer.decode(learned))))
         ids.append(learned)
     table = {
@@ -156,6 +159,49 @@ def write_examples(
     }
     with folder.replace(f"{step_name(step)}.parquet") as file:
         pq.write_table(pa.table(table), file, compression="zstd")
+
+
+def write_preferences(
+    folder: RunFiles, step: int, rows: EncodedPreferences, scores: Mapping[str, Sequence[float]]
+) -> None:
+    """Write held-out preferences, with their ``scores`` by the names of columns, to the Parquet file of ``step`` in
+    ``folder``. The better answer is in ``expected``, and the worse one in ``rejected``."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    answers = [[_write_turns(_turns_of(answer)) for answer in list_answers(example)] for example in rows.examples]
+    table = {
+        "step": pa.array([step] * len(rows), pa.int64()),
+        "group": pa.array(range(len(rows)), pa.int64()),
+        "prompt": pa.array([_write_turns(example.prompt) for example in rows.examples], pa.string()),
+        "expected": pa.array([texts[0] for texts in answers], pa.string()),
+        "rejected": pa.array([texts[1] if len(texts) > 1 else None for texts in answers], pa.string()),
+        **{"correct" if name == ACCURACY else name: pa.array(column, pa.float64()) for name, column in scores.items()},
+    }
+    with folder.replace(f"{step_name(step)}.parquet") as file:
+        pq.write_table(pa.table(table), file, compression="zstd")
+
+
+def _turns_of(example: Example) -> str | Sequence[Mapping[str, Any]]:
+    return example.turns or example.answer or ""
+
+
+def _write_turns(said: str | Sequence[Mapping[str, Any]]) -> str:
+    """A text, or the turns of a conversation without the template."""
+    if isinstance(said, str):
+        return _utf8(said)
+    if len(said) == 1:
+        return _utf8(message_text(said[0]))
+    return _utf8("\n".join(f"{turn['role']}: {message_text(turn)}" for turn in said))
+
+
+def _without_answer(pair: Pair) -> list[int]:
+    tokens, mask = pair
+    return tokens[: mask.index(True) if True in mask else len(mask)]
+
+
+def _learned(pair: Pair) -> list[int]:
+    return [token for token, is_learned in zip(*pair, strict=True) if is_learned]
 
 
 def _table(

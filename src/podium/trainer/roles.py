@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
-from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.config import InferenceConfig, PPOConfig, PreferenceRun, RMConfig, SFTConfig
 from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
@@ -35,6 +35,7 @@ from podium.workers import (
     Reference,
     RewardModel,
     Rollout,
+    Scorer,
     StreamedSync,
     WeightSync,
 )
@@ -168,7 +169,8 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
     for call in config.run.profile:
         if call.partition(".")[0] not in config.roles:
             raise ConfigError(f"run.profile: {call!r} is not ROLE.ENDPOINT of a role here: {', '.join(config.roles)}")
-    classes = {**_ROLES, **(workers or {})}
+    usual = {**_ROLES, "policy": Scorer} if isinstance(config, RMConfig) else _ROLES
+    classes = {**usual, **(workers or {})}
     for role in workers or ():
         if role not in config.roles:
             raise ConfigError(f"workers[{role!r}]: this run has no such role; its roles are {', '.join(config.roles)}")
@@ -192,7 +194,9 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
     apart = ("generator",) in [roles for roles, _ in config.processes]
     if role == "generator" and apart and "rollout" in config.roles:
         needed["serve"] = "which rollout workers in other processes call (environment.name)"
-    if role == "policy" and config.eval.items and config.scores_answers:
+    if role in ("policy", "reference") and isinstance(config, PreferenceRun):
+        needed["answer_values"] = "from which the loss of preferences is computed"
+    elif role == "policy" and config.eval.items and config.scores_answers:
         needed["score_examples"] = f"by which eval.metric = {config.eval.metric} judges the run"
     if role == "estimator" and apart:
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
@@ -344,6 +348,8 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
         case "estimator":
             return {"algorithm": algorithm}
     model, optim = config.model, config.ending_optim
+    if isinstance(config, PreferenceRun):  # the values of answers are computed without dropout
+        model = replace(model, dropout=False)
     if role == "critic" and not sft:
         critic_settings = {"path": config.critic.path, "config": {}} if config.critic.path else {}
         model, optim = replace(model, lora=None, **critic_settings), replace(optim, lr=config.critic.lr)

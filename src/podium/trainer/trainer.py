@@ -21,7 +21,7 @@ from podium.models.manifest import explain, is_refusal
 from podium.rewards import Rewards
 from podium.rewards.resolve import list_rewards
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import EncodedPairs, Example, PromptStream
+from podium.rollout.tasks import EncodedPairs, EncodedPreferences, Example, PromptStream
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
@@ -239,7 +239,9 @@ class Trainer(ABC, Generic[C, E, R]):
         held_out = self.load_held_out(tokenizer, sampling) if config.eval.items else None
         examples: list[Example] = list(getattr(stream.examples, "examples", ()))  # only prompts have them
         for prompts in (held_out or {}).values():
-            examples += [] if isinstance(prompts, EncodedPairs) else [prompt.example for prompt in prompts]
+            examples += (
+                [] if isinstance(prompts, EncodedPairs | EncodedPreferences) else [prompt.example for prompt in prompts]
+            )
         columns = find_columns(examples, config.reward)
         if not (config.scores_answers or config.environment.name):
             check_signatures(config.reward, self.options.reward, columns)
@@ -460,7 +462,7 @@ class Trainer(ABC, Generic[C, E, R]):
         """Evaluate the weights after ``step`` on one evaluation set."""
         run = self.run
         assert run.generators is not None
-        assert not isinstance(held_out, EncodedPairs)
+        assert not isinstance(held_out, EncodedPairs | EncodedPreferences)
         return score_held_out(
             self.config,
             run.generators,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from podium.workers.reference import Reference as Reference
     from podium.workers.reward_model import RewardModel as RewardModel
     from podium.workers.rollout import Rollout as Rollout
+    from podium.workers.scorer import Scorer as Scorer
     from podium.workers.weight_sync import (
         ColocatedSync as ColocatedSync,
         StreamedSync as StreamedSync,

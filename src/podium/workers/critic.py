@@ -23,16 +23,17 @@ from podium.workers.learner import Learner
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Critic"]
+__all__ = ["Critic", "ValueModel"]
 
 
-class Critic(Learner):
-    """Estimates the value of the state before each token.
+class ValueModel(Learner):
+    """A language model's body with a scalar head: the base of :class:`Critic` and :class:`Scorer`.
 
-    The arguments are those of :class:`Learner`. The model is usually the policy's own. The head, and so all values,
-    start at zero, unless the model's directory has a head with one output, such as transformers writes for a
-    classification with one label.
+    The arguments are those of :class:`Learner`. The head, and so all values, start at zero, unless the model's
+    directory has a head with one output, such as transformers writes for a classification with one label.
     """
+
+    has_bias = True
 
     def make_model(self) -> nn.Module:
         spared = find_replaced_heads(self.config.path)
@@ -41,13 +42,26 @@ class Critic(Learner):
     def _give_head(self, body: PreTrainedModel) -> None:
         """Replace the output layer, which may be on meta."""
         old = cast(Any, body.get_output_embeddings()).weight
-        head = nn.Linear(old.shape[1], 1, dtype=old.dtype, device=self.device)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
+        head = nn.Linear(old.shape[1], 1, bias=self.has_bias, dtype=old.dtype, device=self.device)
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)
         for name, stored in read_stored_value_head(self.config.path).items():
             with safe_open(stored.file, framework="pt") as tensors, torch.no_grad():
                 head.get_parameter(name.rpartition(".")[2]).copy_(tensors.get_tensor(name))
         body.set_output_embeddings(head)
+
+    def values_of(self, micro: MicroBatch) -> Tensor:
+        """Return the output of the head, ``[K]``, before the model caps or scales it as it does logits."""
+        outputs: list[Tensor] = []
+        head = cast(Any, plain_model(self.model).get_output_embeddings())
+        with head.register_forward_hook(lambda _head, _args, output: outputs.append(output)):
+            logits = run_model(self.model, micro).logits
+        # FSDP2 gathers the parameters of the backward pass when the gradient reaches what the whole model returned.
+        return (outputs[0] + 0 * logits)[0, :, 0].float()
+
+
+class Critic(ValueModel):
+    """Estimates the value of the state before each token. The model is usually the policy's own."""
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def values(self, batch: Batch) -> Batch:
@@ -58,7 +72,7 @@ class Critic(Learner):
         """
 
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            return {fields.VALUES: self._values(micro)}
+            return {fields.VALUES: self.values_of(micro)}
 
         tokens, cut_B = batch.jagged(fields.TOKENS), _cut_off(batch)
         longer, own_N = _with_a_next_token(batch, cut_B)
@@ -89,7 +103,7 @@ class Critic(Learner):
 
         def compute(micro: MicroBatch) -> TokenLoss:
             columns = {
-                "values": self._values(micro),
+                "values": self.values_of(micro),
                 "old_values": micro.columns[fields.VALUES],
                 "returns": micro.columns[fields.RETURNS],
             }
@@ -105,15 +119,6 @@ class Critic(Learner):
             "value/learning_rate": result.learning_rate,
             **({"value/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),
         }
-
-    def _values(self, micro: MicroBatch) -> Tensor:
-        """Return the output of the head, ``[K]``, before the model caps or scales it as it does logits."""
-        outputs: list[Tensor] = []
-        head = cast(Any, plain_model(self.model).get_output_embeddings())
-        with head.register_forward_hook(lambda _head, _args, output: outputs.append(output)):
-            logits = run_model(self.model, micro).logits
-        # FSDP2 gathers the parameters of the backward pass when the gradient reaches what the whole model returned.
-        return (outputs[0] + 0 * logits)[0, :, 0].float()
 
 
 def _cut_off(batch: Batch) -> Tensor:

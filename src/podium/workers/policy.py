@@ -13,7 +13,7 @@ from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, check_func
 from podium.algorithms.declarations import ADVANTAGE_LOSSES
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
-from podium.data.sampled_text import count_sampled
+from podium.data.sampled_text import count_sampled, sum_rows
 from podium.devices import memory_peak_bytes
 from podium.errors import DataError
 from podium.models.buckets import Bucket, WeightManifest, fill
@@ -90,6 +90,12 @@ class Policy(Learner):
             entropy: Whether ``entropy`` is computed too, which reads the distribution over the vocabulary once more.
         """
         return Batch(self._scores(batch, entropy), batch.meta)
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), readonly=True)
+    def answer_values(self, batch: Batch) -> Batch:
+        """Compute ``answer_values``, float64 ``[B]``: the sum of the log-probabilities of each row's tokens with
+        loss, without gradients and dropout."""
+        return Batch({fields.ANSWER_VALUES: sum_rows(self._scores(batch, entropy=False)[fields.OLD_LOGPROBS])})
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), readonly=True)
     def score_examples(self, batch: Batch) -> Batch:

@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from podium.data import Batch, fields
+from podium.data.sampled_text import sum_rows
 from podium.devices import choose_device
 from podium.models.config import ModelConfig
 from podium.runtime import Worker, concat, endpoint, first, nothing, shard
@@ -62,3 +63,8 @@ class Reference(Worker):
 
         with contextlib.nullcontext() if self._policy is None else cast(Any, self._policy.model).disable_adapter():
             return Batch(self.engine.evaluate(batch, compute, (fields.REF_LOGPROBS,)), batch.meta)
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), readonly=True)
+    def answer_values(self, batch: Batch) -> Batch:
+        """As :meth:`.Policy.answer_values`, under the frozen weights."""
+        return Batch({fields.ANSWER_VALUES: sum_rows(self.logprobs(batch).jagged(fields.REF_LOGPROBS))})

@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
-from podium.exceptions import describe_error
 from podium.models.loading import load_scorer, rotary_turn
 from podium.models.tokenizers import load_tokenizer
-from podium.rollout.tasks.writer import INSTRUCTING
+from podium.rollout.tasks.scored_texts import encode_scored
 from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.training.micro_batches import plan
 
@@ -144,17 +143,6 @@ class RewardModel(Worker):
         return next((token for token in range(self._settings.vocab_size) if token not in used), _NO_TOKEN)
 
     def _encode(self, messages: Sequence[Any], prompt: str, completion: str) -> list[int]:
-        if self._template is None:
-            return cast("list[int]", self._tokenizer(prompt + completion)["input_ids"])
         turns = [*messages, {"role": "assistant", "content": completion}]
-        if self._system_prompt and turns[0]["role"] not in INSTRUCTING:
-            turns = [{"role": "system", "content": self._system_prompt}, *turns]
-        try:
-            written: Any = self._tokenizer.apply_chat_template(turns, tokenize=False, chat_template=self._template)
-        except Exception as error:  # templates raise what they like, by raise_exception too
-            roles = ", ".join(str(turn.get("role")) for turn in turns)
-            raise DataError(
-                f"the chat template of the reward model {self.path} cannot write a conversation of {roles}: "
-                f"{describe_error(error)}; change the prompts, or data.system_prompt"
-            ) from error
-        return cast("list[int]", self._tokenizer(written, add_special_tokens=False)["input_ids"])
+        who = f"the reward model {self.path}"
+        return encode_scored(self._tokenizer, self._template, turns, prompt + completion, self._system_prompt, who)

@@ -80,15 +80,14 @@ def test_mistakes_and_help_wait_for_no_heavy_import(words: str, said: str, neede
         (["fly"], "there is no command 'fly'; the commands are train, "),
         (
             ["train", "grop"],
-            "there is no recipe 'grop'; did you mean 'grpo'?; grpo and ppo learn from rewards, and sft",
+            "there is no recipe 'grop'; did you mean 'grpo'?; grpo and ppo learn from rewards, sft learns from",
         ),
         (["train", "GRPO"], "there is no recipe 'GRPO'; did you mean 'grpo'?"),
-        (["train", "fsdp"], "there is no recipe 'fsdp'; grpo and ppo learn from rewards, and sft learns from answers"),
-        (["train", "dpo"], "dpo learns from preferences between answers, which Podium has no recipe for: grpo and ppo"),
-        (["train", "orpo"], "orpo learns from preferences"),
+        (["train", "fsdp"], "there is no recipe 'fsdp'; grpo and ppo learn from rewards, sft learns from answers, and"),
+        (["train", "IPO"], "ipo is a setting of the recipe dpo: podium train dpo --algorithm.loss ipo"),
         (["train", "rloo"], "rloo is a setting of the recipe grpo: podium train grpo --algorithm.advantage rloo"),
         (["train", "gspo", "--optim.lr", "1e-6"], "podium train grpo --algorithm.loss gspo"),
-        (["train"], "the following arguments are required: grpo|ppo|sft"),
+        (["train"], "the following arguments are required: grpo|ppo|sft|dpo|rm"),
     ],
 )
 def test_a_word_that_is_no_command_is_answered_by_the_nearest_or_by_what_there_is(

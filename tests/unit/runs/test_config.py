@@ -14,9 +14,11 @@ import pytest
 from podium.config import config_to_dict
 from podium.errors import ConfigError
 from podium.trainer import (
+    DPOConfig,
     GRPOConfig,
     InferenceConfig,
     PPOConfig,
+    RMConfig,
     SFTConfig,
     build_config,
     config_to_yaml,
@@ -25,7 +27,7 @@ from podium.trainer import (
 )
 
 TABLE = {"a": {"roles": ["policy"], "ranks": 2}, "b": {"roles": ["generator"]}}
-ROOTS = [GRPOConfig, PPOConfig, SFTConfig, InferenceConfig]
+ROOTS = [GRPOConfig, PPOConfig, SFTConfig, DPOConfig, RMConfig, InferenceConfig]
 
 
 KEYS = {key.path: key for root in ROOTS for key in keys_of(root)}

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
         check_data as check_data,
         load_examples as load_examples,
     )
+    from podium.rollout.tasks.preferences import (
+        EncodedPreference as EncodedPreference,
+        EncodedPreferences as EncodedPreferences,
+        encode_preferences as encode_preferences,
+        read_pair as read_pair,
+    )
     from podium.rollout.tasks.stream import PromptStream as PromptStream
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

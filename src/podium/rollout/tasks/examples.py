@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeGuard, cast
@@ -29,17 +29,20 @@ from podium.rollout.tasks.forms import (
     NESTED_ANSWERS,
     NESTED_PROMPTS,
     check_meaning,
+    explain_preference,
     fill_template,
     has_column,
     is_template,
     list_fields,
     list_names,
+    message_text,
     preference_pair,
     read_column,
     read_messages,
     read_system,
     read_tools,
     reads_as_text,
+    template_messages,
 )
 from podium.rollout.tasks.media import find_links
 from podium.rollout.tasks.rows import (
@@ -53,8 +56,10 @@ from podium.rollout.tasks.rows import (
 )
 from podium.telemetry import Note, emit
 
-__all__ = ["Example", "Messages", "answer_text", "check_data", "load_examples", "template_messages"]
+__all__ = ["Example", "Messages", "Preference", "answer_text", "check_data", "load_examples", "map_columns"]
+__all__ += ["message_text", "template_messages"]
 
+RowReader = Callable[[str, dict[str, Any], DataConfig], "Example"]
 Messages = list[dict[str, Any]]
 """A conversation: each entry has "role", and "content", "tool_calls" or both."""
 
@@ -66,6 +71,21 @@ _WRITTEN_OUT: Final = re.compile(r"""\s*\[\s*\{(?=.*['"](role|from)['"]\s*:).*['
 """Messages as the text of JSON or of Python."""
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 _PATIENCE: Final = 200  # a task is exhausted when this many problems of a side bring no new one
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """What the data say of the answer of an example.
+
+    Attributes:
+        rejected: The example with the worse answer to the same prompt; None where answers have labels.
+        desirable: The label.
+        margin: By how much the answer is better than the rejected one; None where the data do not say.
+    """
+
+    rejected: "Example | None" = None
+    desirable: bool = True
+    margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +101,7 @@ class Example:
             assistant.
         place: Where the row comes from, as in "train.jsonl, line 3". Empty for a row that comes from no data.
         columns: The columns of prompt and answer, or the templates that write them; None for one that is not there.
+        preference: What the data say of the answer, where preferences are learned.
     """
 
     prompt: str | Messages
@@ -90,6 +111,7 @@ class Example:
     whole: bool = False
     place: str = ""
     columns: tuple[str | None, str | None] = (None, None)
+    preference: Preference | None = None
 
     @property
     def fields(self) -> list[str]:
@@ -117,6 +139,7 @@ def load_examples(
     split: Literal["train", "test"] = "train",
     seed: int = 0,
     limit: int | None = None,
+    read: RowReader | None = None,
 ) -> list[Example]:
     """Load the examples of one side of the data.
 
@@ -127,13 +150,14 @@ def load_examples(
             ``config.holdout`` of ``spec``, which "train" leaves out.
         seed: Seed of generated tasks. Other data come in their own order.
         limit: Largest number of examples: the first ones of "train", a fixed pseudo-random choice of "test".
+        read: Makes an example of a row; by default :func:`map_columns`.
 
     Raises:
         ConfigError: The specification or the options are wrong.
         DataError: A file, a column or a row is missing or malformed, or nothing is left. The message names the file
             and the line.
     """
-    held_out = split == "test"
+    held_out, read = split == "test", read or map_columns
     first_source = next(iter(config.eval_sets.values()))  # of several, whoever loads takes one at a time
     source = first_source if held_out and first_source else spec
     if not source:
@@ -146,7 +170,7 @@ def load_examples(
         side = (config.holdout if held_out else 1 - config.holdout) if shared else 1.0
         examples = _generate_examples(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
     else:
-        examples = _read_examples(source, config, held_out, limit)
+        examples = _read_examples(source, config, held_out, limit, read)
     if examples:
         return examples
     if not held_out and not config.eval and config.holdout > 0 and not source.startswith(gym.PREFIX):
@@ -185,7 +209,7 @@ def _generate_examples(
     if config.prompt_column == "prompt":
         config = replace(config, prompt_column="question")
     for location, row in gym.generate_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
-        example = _map_columns(location, row, config)
+        example = map_columns(location, row, config)
         prompt = _text(example.prompt)
         since += 1
         if prompt not in examples and (side == 1 or _is_held_out(prompt, config.holdout) == held_out):
@@ -203,9 +227,9 @@ def _generate_examples(
     return list(examples.values())
 
 
-def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | None) -> list[Example]:
+def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | None, read: RowReader) -> list[Example]:
     rows, shared = _open(spec, config, held_out)
-    everything, bad = _map_rows(rows, config, None if shared or held_out else limit)
+    everything, bad = _map_rows(rows, config, None if shared or held_out else limit, read)
     if not (shared and held_out):  # the training side has told of the same rows
         if bad:
             bad.tell(len(bad), len(everything) + len(bad))
@@ -239,7 +263,9 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
     return dataset_rows(spec, split, config.options), shared
 
 
-def _map_rows(rows: Iterator[PlacedRow], config: DataConfig, limit: int | None) -> tuple[list[Example], BadRows]:
+def _map_rows(
+    rows: Iterator[PlacedRow], config: DataConfig, limit: int | None, read: RowReader
+) -> tuple[list[Example], BadRows]:
     """Return the examples of ``rows``, at most ``limit``, and the rows of which no example can be made.
 
     Raises:
@@ -252,7 +278,7 @@ def _map_rows(rows: Iterator[PlacedRow], config: DataConfig, limit: int | None) 
         try:
             if isinstance(row, DataError):
                 raise row
-            examples.append(_map_columns(location, row, config))
+            examples.append(read(location, row, config))
         except (ConfigError, DataError) as error:
             bad.add(error)
             last = min(last, len(examples) + bad.look_ahead)
@@ -286,7 +312,8 @@ def _note_forms(spec: str, examples: Sequence[Example], config: DataConfig) -> N
         emit(Note(f"{spec}: {note}"))
 
 
-def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
+def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
+    """Return the example of a row. Raises DataError for one that is malformed."""
     prompt_column, answer_column = columns = _columns(row, config)
     check_meaning(row, place, columns)
     prompt, answer = (
@@ -323,7 +350,7 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
             hint = columns_hint(name, list_names(row))
             raise DataError(f"{place}: data.{part}_column = {column!r} needs {name!r}; {hint}") from None
         if pair := preference_pair(row):
-            raise DataError(f"{place}: no column {column!r} for the {part}; {_explain_preference(*pair)}") from None
+            raise DataError(f"{place}: no column {column!r} for the {part}; {explain_preference(*pair)}") from None
         none = " (null if there is no answer)" if part == "answer" else ""
         hint = columns_hint(column, list_names(row))
         raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}") from None
@@ -339,14 +366,6 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
             "which JSON Lines and Parquet can hold, and CSV as JSON in a column called messages"
         )
     return read
-
-
-def _explain_preference(better: str, worse: str) -> str:
-    return (
-        f"{better!r} and {worse!r} are a preference pair, from which DPO and reward models learn, and Podium trains "
-        f"neither. To learn the better answers by supervised fine-tuning, set data.answer_column to {better}, or "
-        f"data.prompt_column where {better!r} holds the whole conversation"
-    )
 
 
 def _with_system(prompt: Any, row: Mapping[str, Any], columns: Sequence[str | None]) -> Any:
@@ -504,41 +523,6 @@ def _check_messages(place: str, column: str | None, messages: object) -> None:
             f"{place}: message {number} of column {column!r} has the content {str(content)[:60]!r} "
             f"({type(content).__name__}); expected text, parts of the type text, or tool_calls without content"
         )
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, whose parts are joined."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Return messages as every chat template can write them: the content is text, no entry is None, and the arguments
-    of tool calls are objects.
-
-    A template that expects text writes a list of parts as Python shows it, and arguments that are JSON text, which the
-    OpenAI API has, as a string in quotes. An entry of None is one that a Parquet row lacks.
-    """
-    written: list[Any] = []
-    for message in messages:
-        made = {name: entry for name, entry in message.items() if entry is not None}
-        made["content"] = message_text(message) if isinstance(made.get("content"), list) else made.get("content", "")
-        if isinstance(made.get("tool_calls"), list):
-            made["tool_calls"] = [_with_object(call) for call in made["tool_calls"]]
-        written.append(made)
-    return written
-
-
-def _with_object(call: Any) -> Any:
-    """A tool call with its arguments as an object. What is no JSON object stays as it is."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not (isinstance(function, Mapping) and isinstance(function.get("arguments"), str)):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def answer_text(answer: object) -> str | None:

@@ -19,17 +19,21 @@ __all__ = [
     "NESTED_ANSWERS",
     "NESTED_PROMPTS",
     "check_meaning",
+    "columns_of_pair",
+    "explain_preference",
     "fill_template",
     "has_column",
     "is_template",
     "list_fields",
     "list_names",
+    "message_text",
     "preference_pair",
     "read_column",
     "read_messages",
     "read_system",
     "read_tools",
     "reads_as_text",
+    "template_messages",
 ]
 
 CONVERSATIONS: Final = ("messages", "conversations", "conversation")
@@ -280,12 +284,26 @@ def reads_as_text(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("text"), str) and all(_METADATA.fullmatch(name.lower()) for name in row if name != "text")
 
 
+def explain_preference(better: str, worse: str) -> str:
+    """Return the end of an error about a preference pair where none is learned."""
+    return (
+        f"{better!r} and {worse!r} are a preference pair, from which policies (podium train dpo) and reward models "
+        f"(podium train rm) learn. To learn the better answers by supervised fine-tuning, set data.answer_column to "
+        f"{better}, or data.prompt_column where {better!r} holds the whole conversation"
+    )
+
+
 def preference_pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the columns of the better and the worse answer of a preference row; None for any other row."""
-    for name in row:
-        for better, worse in _CHOSEN:
-            if better in name and name.replace(better, worse) in row and worse not in name:
-                return name, name.replace(better, worse)
+    return next((pair for name in row if (pair := columns_of_pair(name, row)) is not None), None)
+
+
+def columns_of_pair(name: str | None, row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the column ``name`` of a better answer and that of the worse one beside it; None where it is no such
+    column."""
+    for better, worse in _CHOSEN:
+        if name is not None and better in name and worse not in name and name.replace(better, worse) in row:
+            return name, name.replace(better, worse)
     return None
 
 
@@ -317,3 +335,38 @@ def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | No
             f"{place}: column 'chat_template_kwargs' sets {', '.join(names)} for this row alone, which Podium does not "
             "read; set data.chat_template_kwargs for all rows, and take the column out"
         )
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose parts are joined."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as every chat template can write them: the content is text, no entry is None, and the arguments
+    of tool calls are objects.
+
+    A template that expects text writes a list of parts as Python shows it, and arguments that are JSON text, which the
+    OpenAI API has, as a string in quotes. An entry of None is one that a Parquet row lacks.
+    """
+    written: list[Any] = []
+    for message in messages:
+        made = {name: entry for name, entry in message.items() if entry is not None}
+        made["content"] = message_text(message) if isinstance(made.get("content"), list) else made.get("content", "")
+        if isinstance(made.get("tool_calls"), list):
+            made["tool_calls"] = [_with_object(call) for call in made["tool_calls"]]
+        written.append(made)
+    return written
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call with its arguments as an object. What is no JSON object stays as it is."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not (isinstance(function, Mapping) and isinstance(function.get("arguments"), str)):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

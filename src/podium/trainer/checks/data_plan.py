@@ -13,7 +13,8 @@ from typing import Any, Final, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from podium.rollout.tasks import EncodedPairs, Example
+from podium.rollout.tasks import EncodedPairs, EncodedPreferences, Example
+from podium.rollout.tasks.preferences import list_answers
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
@@ -68,7 +69,7 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
         what = "tasks"
         yield f"training     {count:,} tasks"
     else:
-        lengths = examples.token_ids.lengths
+        lengths = _token_counts(examples)
         index = max(range(count), key=lengths.__getitem__)
         longest = f"; the longest is number {index}" if lengths[index] > min(lengths) else ""
         yield f"training     {count:,} {what} of {_span(lengths)}{longest}"
@@ -79,7 +80,7 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
     if not isinstance(examples, Tasks):
-        yield _most_tokens(config, examples.token_ids.lengths)
+        yield _most_tokens(config, _token_counts(examples))
     if data.held_out is not None:
         held_out = [length for examples in data.held_out.values() for length in _token_counts(examples)]
         kind = "examples" if data.config.scores_answers else "prompts"
@@ -95,14 +96,17 @@ def _most_tokens(config: PPOConfig | SFTConfig, lengths: Sequence[int]) -> str:
     return f"most tokens  {prompts + sampled:,} a step: {sampled:,} sampled, {prompts:,} of prompts"
 
 
-def _token_counts(held_out: HeldOut) -> list[int]:
-    if isinstance(held_out, EncodedPairs):
-        return held_out.token_ids.lengths
-    return [len(prompt.token_ids) for prompt in held_out]
+def _token_counts(examples: HeldOut | Prompts) -> list[int]:
+    """The tokens of each example: of preferences, those of all its answers with their prompts."""
+    if isinstance(examples, EncodedPreferences):
+        return examples.row_lengths
+    if isinstance(examples, EncodedPairs | Prompts):
+        return examples.token_ids.lengths
+    return [len(prompt.token_ids) for prompt in examples]
 
 
-def _examples(data: RunData[Any]) -> Prompts | EncodedPairs | Tasks:
-    return cast("Prompts | EncodedPairs | Tasks", data.stream.examples)
+def _examples(data: RunData[Any]) -> Prompts | EncodedPairs | EncodedPreferences | Tasks:
+    return cast("Prompts | EncodedPairs | EncodedPreferences | Tasks", data.stream.examples)
 
 
 def _span(lengths: Sequence[int]) -> str:
@@ -116,6 +120,9 @@ def _first(data: RunData[Any]) -> Iterator[str]:
     if isinstance(examples, Tasks):
         yield "number 0     the task, from which the environment makes what the model reads:"
         yield textwrap.indent(visible(str(examples.examples[0].row), _SHOWN_CHARACTERS), _INDENT, lambda line: True)
+        return
+    if isinstance(examples, EncodedPreferences):
+        yield from _first_preference(examples, tokenizer)
         return
     ids = [*examples.token_ids[0]]
     first = examples.examples[0]
@@ -132,6 +139,17 @@ def _first(data: RunData[Any]) -> Iterator[str]:
         yield from _text("number 0", f"{len(ids)} tokens, as the model reads them:", tokenizer, ids)
         answer = examples.examples[0].answer
         yield f"answer       {'none' if answer is None else repr(visible(answer, _SHOWN_CHARACTERS))}"
+
+
+def _first_preference(rows: EncodedPreferences, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    row, example = rows[0], rows.examples[0]
+    for (ids, mask), chosen, answer in zip(row.answers, row.chosen, list_answers(example), strict=True):
+        if answer.place:
+            yield textwrap.fill(_reading(answer), 110, initial_indent="read from    ", subsequent_indent=_INDENT)
+        name = "better" if chosen else "worse"
+        yield from _text(name, f"{len(ids)} tokens, of which {sum(mask)} are the answer's:", tokenizer, ids)
+    if row.margin is not None:
+        yield f"margin       {row.margin:g}"
 
 
 def _reading(example: Example) -> str:

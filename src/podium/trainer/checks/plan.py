@@ -12,10 +12,10 @@ from typing import Any, Final
 from podium.config import config_to_yaml
 from podium.models import ModelConfig
 from podium.models.weight_files import find_replaced_heads
-from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.config import PPOConfig, PreferenceRun, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import Node, backend_class
-from podium.telemetry.held_out import ACCURACY, LOSS, Metric
+from podium.telemetry.held_out import ACCURACY, Metric
 from podium.trainer.checks.placement import check_placement, sharing
 from podium.trainer.checks.preflight import check_settings
 
@@ -115,6 +115,12 @@ def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
         for number, (key, setting) in enumerate(config.algorithm.explain().items()):
             value = str(setting.value).lower() if isinstance(setting.value, bool) else setting.value
             yield f"{'' if number else 'algorithm':12} {key} = {value} ({setting.origin})"
+    elif isinstance(config, PreferenceRun):
+        from podium.algorithms.preferences import explain_options  # needs torch
+
+        yield f"algorithm    loss = {config.algorithm.loss_name}"
+        for key, setting in explain_options(config.algorithm).items():
+            yield f"{'':12} options.{key} = {setting.value:g} ({setting.origin})"
 
 
 def _judge(config: PPOConfig | SFTConfig) -> str:
@@ -122,7 +128,8 @@ def _judge(config: PPOConfig | SFTConfig) -> str:
     figure, set_name = config.judged_by
     title = Metric(figure).title
     if figure == "auto" and config.scores_answers:
-        figure, title = LOSS, LOSS
+        figure = config.usual_figure
+        title = Metric(figure).title
     elif figure == "auto":
         title = "accuracy if all scores of the first evaluation are 0 or 1, else reward"
         if config.reward.correct_at is not None:

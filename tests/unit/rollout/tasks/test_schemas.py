@@ -253,7 +253,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "HH-RLHF": Schema(
         {"chosen": f"\n\nHuman: {SUM}\n\nAssistant: 7", "rejected": f"\n\nHuman: {SUM}\n\nAssistant: 8"},
         {},
-        refusal="'chosen' and 'rejected' are a preference pair, from which DPO and reward models learn",
+        refusal="'chosen' and 'rejected' are a preference pair, from which policies .podium train dpo",
     ),
     "FineWeb, C4, TinyStories": Schema(
         {"text": "Three and four are seven.", "id": "1", "dump": "ours", "url": "u", "language_score": 0.9},

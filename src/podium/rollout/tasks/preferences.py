@@ -1,0 +1,275 @@
+"""Rows of preferences: pairs of a better and a worse answer, or answers with labels, as the field writes them.
+
+prompt, chosen, rejected       texts, messages, or whole conversations      ─┐
+chosen, rejected               conversations with a common beginning        ─┼─▶ Example with a Preference ─▶ token ids
+prompt, completion, label      KTO's                                        ─┘
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from podium.errors import DataError
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.encode import EncodedPairs, TokenRows, encode_pairs
+from podium.rollout.tasks.examples import Example, Preference, map_columns
+from podium.rollout.tasks.forms import (
+    CONVERSATIONS,
+    NESTED_PROMPTS,
+    columns_of_pair,
+    has_column,
+    preference_pair,
+    read_messages,
+)
+from podium.telemetry import Note, emit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["EncodedPreference", "EncodedPreferences", "encode_preferences", "list_answers"]
+__all__ += ["read_pair"]
+
+_SPEAKER: Final = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+_ROLES: Final = {"Human": "user", "Assistant": "assistant"}
+
+
+class EncodedPreference(NamedTuple):
+    """The answers to a prompt.
+
+    Attributes:
+        answers: The token ids of prompt and answer, and the mask of the answer's tokens, of each. The better answer of
+            a pair comes first.
+        chosen: Whether each is the better one, or a desirable one.
+        margin: By how much the first is better; None where the data do not say.
+    """
+
+    answers: tuple[tuple[list[int], list[bool]], ...]
+    chosen: tuple[bool, ...]
+    margin: float | None
+
+
+class EncodedPreferences(Sequence[EncodedPreference]):
+    """Rows of preferences as token ids.
+
+    Attributes:
+        answers: The answers of all rows, one row after the other.
+        starts: The place of the first answer of each row, and the number of all answers.
+        examples: The example of each row.
+    """
+
+    def __init__(self, answers: EncodedPairs, starts: Sequence[int], examples: Sequence[Example]) -> None:
+        self.answers = answers
+        self.starts = starts
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(len(self)))]
+        row = range(len(self))[row]
+        places, preference = range(self.starts[row], self.starts[row + 1]), self.examples[row].preference
+        assert preference is not None
+        chosen = (preference.desirable,) if preference.rejected is None else (True, False)
+        return EncodedPreference(tuple(self.answers[place] for place in places), chosen, preference.margin)
+
+    @property
+    def token_ids(self) -> TokenRows:
+        """The ids of each answer with its prompt."""
+        return self.answers.token_ids
+
+    @property
+    def digest(self) -> str:
+        """As that of :class:`.EncodedPairs`."""
+        return self.answers.digest
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """The number of tokens of all answers of each row, with their prompts."""
+        return self.token_ids.offsets[list(self.starts)].diff().tolist()
+
+    @property
+    def longest(self) -> list[int]:
+        """The number of tokens of the longest answer of each row, with its prompt."""
+        lengths = self.token_ids.lengths
+        return [max(lengths[start:stop]) for start, stop in zip(self.starts, self.starts[1:], strict=False)]
+
+    def take(self, rows: Sequence[int]) -> EncodedPreferences:
+        """These rows alone."""
+        places = [place for row in rows for place in range(self.starts[row], self.starts[row + 1])]
+        examples = [self.examples[row] for row in rows]
+        return EncodedPreferences(self.answers.take(places), _starts(examples), examples)
+
+    def with_answers(self, answers: EncodedPairs) -> EncodedPreferences:
+        """The same rows with their answers encoded in another way."""
+        return EncodedPreferences(answers, self.starts, self.examples)
+
+
+def _starts(examples: Sequence[Example]) -> list[int]:
+    starts = [0]
+    for example in examples:
+        starts.append(starts[-1] + len(list_answers(example)))
+    return starts
+
+
+def list_answers(example: Example) -> list[Example]:
+    """Return the examples of the answers of a row: the better one first."""
+    preference = example.preference
+    return [example] if preference is None or preference.rejected is None else [example, preference.rejected]
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def read_pair(place: str, row: dict[str, Any], config: DataConfig) -> Example:
+    """Return the example of a pair of answers.
+
+    ``data.answer_column`` names the better answer; by default it is ``chosen``, or what other data call it. The worse
+    answer stands in the column of the corresponding name. Without a column for the prompt, the two conversations have
+    it in common.
+
+    Raises:
+        DataError: The row has no such pair, or the pair is malformed.
+    """
+    better, worse = _find_pair(place, row, config)
+    row = {**row, **{name: _listed(row[name], place, name) for name in (better, worse)}}
+    if config.prompt_column == "prompt" and not any(
+        has_column(row, name) and row.get(name) is not None for name in ("prompt", *CONVERSATIONS, *NESTED_PROMPTS)
+    ):
+        row = _with_common_prompt(place, row, better, worse)
+    chosen, rejected = (_read_answer(place, row, name, replace(config, answer_column=name)) for name in (better, worse))
+    if chosen.prompt != rejected.prompt:
+        raise DataError(
+            f"{place}: the conversations in {better!r} and {worse!r} differ before the answer: the prompt of one is "
+            f"{str(chosen.prompt)[:60]!r}, and of the other {str(rejected.prompt)[:60]!r}; repair the row"
+        )
+    return replace(chosen, preference=Preference(rejected, margin=_read_margin(place, row)))
+
+
+def _find_pair(place: str, row: Mapping[str, Any], config: DataConfig) -> tuple[str, str]:
+    if config.answer_column not in (None, "answer"):
+        pair = columns_of_pair(config.answer_column, row)
+        if pair is None:
+            raise DataError(
+                f"{place}: data.answer_column = {config.answer_column!r} is not the better answer of a pair: expected "
+                "a column such as chosen, with rejected beside it"
+            )
+        return pair
+    pair = preference_pair(row)
+    if pair is not None:
+        return pair
+    if "label" in row:
+        raise DataError(
+            f"{place}: column 'label' says whether the answer is a good one, and there is no second answer to compare "
+            "it with; labels are learned by podium train dpo --algorithm.loss kto"
+        )
+    raise DataError(
+        f"{place}: there is no pair of answers: expected the columns chosen and rejected; the columns are "
+        f"{', '.join(row) or 'none'}. data.answer_column names the better answer of a pair"
+    )
+
+
+def _read_answer(place: str, row: dict[str, Any], column: str, config: DataConfig) -> Example:
+    example = map_columns(place, row, config)
+    return replace(example, place=f"{place}, column {column!r}")
+
+
+def _listed(value: Any, place: str, column: str) -> Any:
+    """Return an answer as text or messages: a message alone is a conversation of one, and a transcript one of many."""
+    if isinstance(value, Mapping) and ("role" in value or "from" in value):
+        value = [value]
+    if isinstance(value, str) and (turns := _read_transcript(value)):
+        return turns
+    return read_messages(value, place, column)
+
+
+def _read_transcript(text: str) -> list[dict[str, Any]]:
+    """Return the messages of a transcript with the signs of HH-RLHF; [] for any other text."""
+    head, *parts = _SPEAKER.split(text)
+    if head.strip() or len(parts) < 4 or parts[0] != "Human":
+        return []
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": _ROLES[speaker], "content": said.strip()} for speaker, said in pairs]
+
+
+def _with_common_prompt(place: str, row: dict[str, Any], better: str, worse: str) -> dict[str, Any]:
+    """Return the row with the prompt that its two conversations have in common."""
+    chosen, rejected = row[better], row[worse]
+    for name, value in ((better, chosen), (worse, rejected)):
+        if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in cast("list[Any]", value)):
+            raise DataError(
+                f"{place}: column {name!r} holds {str(value)[:60]!r} ({type(value).__name__}), and there is no column "
+                "'prompt'; set data.prompt_column, or write whole conversations as lists of messages"
+            )
+    most = min(len(chosen), len(rejected))
+    count = next((at for at in range(most) if chosen[at] != rejected[at]), most - 1)
+    while count > 0 and not all(turns[count].get("role") == "assistant" for turns in (chosen, rejected)):
+        count -= 1
+    if not count:
+        raise DataError(
+            f"{place}: the conversations in {better!r} and {worse!r} have no common beginning before an answer of the "
+            "assistant, which would be the prompt; repair the row, or add a column 'prompt'"
+        )
+    return {**row, "prompt": chosen[:count]}
+
+
+def _read_margin(place: str, row: Mapping[str, Any]) -> float | None:
+    margin = row.get("margin")
+    if margin is None or (isinstance(margin, float) and math.isnan(margin)):
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(
+            f"{place}: column 'margin' holds {str(margin)[:60]!r} ({type(margin).__name__}); expected a finite number, "
+            "by how much the better answer is better"
+        )
+    return float(margin)
+
+
+# -- token ids -------------------------------------------------------------------------------------------------------
+
+
+def encode_preferences(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> EncodedPreferences:
+    """Encode rows of preferences. Each answer is encoded as :func:`.encode_pairs` encodes it.
+
+    A pair of which one answer cannot be used is left out as a whole. So is a pair of equal answers, from which nothing
+    is learned. Notes say how many.
+
+    Raises:
+        ConfigError, DataError: As :func:`.encode_pairs`; or no row is left, or only some rows have a margin.
+    """
+    flat = [answer for example in examples for answer in list_answers(example)]
+    encoded = encode_pairs(flat, tokenizer, replace(config, split_turns=False))
+    kept = {id(example): place for place, example in enumerate(encoded.examples)}
+    rows: list[Example] = []
+    places: list[int] = []
+    halves = equal = 0
+    for example in examples:
+        at = [kept.get(id(answer)) for answer in list_answers(example)]
+        present = [place for place in at if place is not None]
+        if len(present) < len(at):
+            halves += bool(present)
+        elif len(at) == 2 and encoded.token_ids[present[0]] == encoded.token_ids[present[1]]:
+            equal += 1
+        else:
+            rows.append(example)
+            places += present
+    if halves:
+        emit(Note(f"{halves:,} pairs are left out, of which only one answer can be used"))
+    if equal:
+        emit(Note(f"{equal:,} of {len(examples):,} pairs have two equal answers and are left out: they teach nothing"))
+    if not rows:
+        raise DataError(f"none of the {len(examples):,} rows of preferences can be used: see the notes above")
+    with_margin = sum(row.preference is not None and row.preference.margin is not None for row in rows)
+    if 0 < with_margin < len(rows):
+        raise DataError(
+            f"column 'margin' has a number in {with_margin:,} of {len(rows):,} rows: give all rows one, 0 where an "
+            "answer is better by nothing in particular, or take the column out"
+        )
+    return EncodedPreferences(encoded.take(places), _starts(rows), rows)

@@ -1,0 +1,224 @@
+"""Learning from preferences: a policy (DPO and its relatives) or a reward model.
+
+collect   take rows, of which each has its answers
+learn     a value of each answer ─▶ loss of the step, and its derivatives by these values ─▶ update by them
+                policy, reference          this process                                    policy
+
+The derivatives are numbers by answer, so that the gradient is exact however rows are spread over ranks and
+micro-batches (podium.algorithms.preferences).
+
+Legend: A answers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from podium.algorithms.preferences import PreferenceInputs, PreferenceLoss, differentiate, weigh_tokens
+from podium.data import Batch, fields
+from podium.data.sampled_text import count_sampled
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import (
+    EncodedPreference,
+    EncodedPreferences,
+    Example,
+    PromptStream,
+    encode_preferences,
+    load_examples,
+    read_pair,
+)
+from podium.rollout.tasks.scored_texts import encode_for_scorer
+from podium.runs.config import PreferenceRun, RMConfig
+from podium.runs.evaluation import Evaluation
+from podium.telemetry import Note, emit, metrics as names
+from podium.telemetry.held_out import ACCURACY, LOSS, REWARD_MARGIN
+from podium.telemetry.progress import Counting
+from podium.trainer.checks.preflight import check_examples, check_tokens, find_fitting
+from podium.trainer.completion_files import write_preferences
+from podium.trainer.prompts import pair_batch
+from podium.trainer.run_data import HeldOut
+from podium.trainer.trainer import Trainer
+
+__all__ = ["Answers", "PreferenceTrainer"]
+
+_TOGETHER: Final = 256  # held-out rows that are sent to the policy at once
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a step.
+
+    Attributes:
+        step: The step.
+        batch: ``tokens`` and ``loss_mask`` of each answer.
+        chosen_A: bool ``[A]``: whether the answer is the better one of its pair, or a desirable one.
+        margins_P: float ``[P]`` by pair; None where the data have none.
+    """
+
+    step: int
+    batch: Batch
+    chosen_A: Tensor
+    margins_P: Tensor | None
+
+    @classmethod
+    def of(cls, rows: Sequence[EncodedPreference], step: int) -> "Answers":
+        """Those of some rows of the data."""
+        margins = [row.margin for row in rows if row.margin is not None]
+        return cls(
+            step,
+            pair_batch([*chain.from_iterable(row.answers for row in rows)]),
+            torch.tensor([*chain.from_iterable(row.chosen for row in rows)]),
+            torch.tensor(margins, dtype=torch.float64) if margins else None,
+        )
+
+
+class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
+    """Trains a policy or a reward model on preferences between answers.
+
+    Evaluation computes loss, accuracy and reward margin of held-out preferences. Where ``eval.metric`` is a reward, a
+    policy answers prompts, and the answers are graded, as in every recipe.
+
+    Args:
+        config: A :class:`DPOConfig` or :class:`RMConfig`.
+        cluster: See :class:`PPOTrainer`.
+        backend_options: Options of the cluster's backend.
+        workers: Classes that replace those of the roles "policy", "reference" and, for evaluation, "generator".
+        reward: The reward of the evaluation.
+        data: Rows to use in place of ``config.data.train``, as in :class:`PPOTrainer`.
+        show: Whether the terminal shows the run.
+        report: Whether a report is printed at the end.
+    """
+
+    @property
+    def recipe(self) -> str:
+        return "rm" if isinstance(self.config, RMConfig) else "dpo"
+
+    def collect(self, step: int) -> Answers:
+        """Take rows of the data."""
+        with self.clock.stage("examples", step, "collect"):
+            return Answers.of(self.take(step, self.config.batch.examples), step)
+
+    def learn(self, answers: Answers) -> Mapping[str, float]:
+        """Take one optimizer step."""
+        with self.clock.stage("values", answers.step, "learn"):
+            inputs = self.values(answers)
+        loss, derivatives_A = differentiate(self.config.algorithm, inputs)
+        with self.clock.stage("update", answers.step, "learn"):
+            mask = answers.batch.jagged(fields.LOSS_MASK)
+            weights = weigh_tokens(-derivatives_A, mask)  # the policy's own loss is the cross-entropy
+            updated = self.run.roles.policy.update(answers.batch.with_columns({fields.LOSS_WEIGHTS: weights}))
+        # what the update reports of tokens is weighted by the derivatives, and says nothing
+        of_update = (names.GRAD_NORM, names.LEARNING_RATE, names.SKIPPED_STEPS)
+        figures = {name: value for name, value in updated.items() if name in of_update or name not in _OF_TOKENS}
+        return {**figures, **describe(loss, inputs), names.TOKENS: float(len(mask.values))}
+
+    def values(self, answers: Answers) -> PreferenceInputs:
+        """Compute the value of each answer under the weights as they are, and under the reference."""
+        roles, mask = self.run.roles, answers.batch.jagged(fields.LOSS_MASK)
+        calls = [roles.policy.answer_values.submit(answers.batch)]
+        if roles.reference is not None:
+            calls.append(roles.reference.answer_values.submit(answers.batch))
+        values_A, *reference = (call.result().dense(fields.ANSWER_VALUES) for call in calls)
+        return PreferenceInputs(
+            values_A=values_A,
+            chosen_A=answers.chosen_A,
+            reference_A=reference[0] if reference else None,
+            lengths_A=None if isinstance(self.config, RMConfig) else count_sampled(mask),
+            margins_P=answers.margins_P,
+        )
+
+    def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return dict.fromkeys(("values", "update", "step"), metrics[names.TOKENS])
+
+    def evaluate(self, step: int) -> bool:
+        if self.run.generators is not None:
+            self.run.generators.sync_weights(step)  # only here: nothing else is generated
+        return super().evaluate(step)
+
+    def score_set(self, held_out: HeldOut, step: int, name: str) -> Evaluation:
+        if not isinstance(held_out, EncodedPreferences):
+            return super().score_set(held_out, step, name)
+        scores: dict[str, list[float]] = {ACCURACY: [], LOSS: [], REWARD_MARGIN: []}
+        with Counting("rows", len(held_out)) as count:
+            for start in range(0, len(held_out), _TOGETHER):
+                inputs = self.values(Answers.of(held_out[start : start + _TOGETHER], step))
+                loss, _ = differentiate(self.config.algorithm, inputs)
+                margins_P = _margins(loss, inputs)
+                scores[LOSS] += loss.losses.tolist()
+                scores[REWARD_MARGIN] += margins_P.tolist()
+                scores[ACCURACY] += _agreement(margins_P).tolist()
+                count.done = len(scores[LOSS])
+        folder = self.run.directory.evaluations_of(name)
+        folder.make_folder()
+        write_preferences(folder, step, held_out, scores)
+        return Evaluation.of(step, len(held_out), scores, set_name=name)
+
+    def load_held_out(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> Mapping[str, HeldOut]:
+        if not self.config.scores_answers:
+            return super().load_held_out(tokenizer, sampling)
+        sets: dict[str, HeldOut] = {}
+        for name, source in self.config.eval_sets.items():
+            data = replace(self.config.data, eval=source)
+            examples = load_examples(data.train, data, "test", limit=self.config.eval.items, read=read_pair)
+            sets[name] = self._encode(examples, tokenizer, f"held-out ({name})" if name else "held-out")
+        return sets
+
+    def load_data(
+        self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams
+    ) -> PromptStream[EncodedPreference]:
+        del sampling
+        data, seed = self.config.data, self.config.run.seed
+        examples = load_examples(data.train, data, "train", seed, read=read_pair)
+        rows = self._encode(examples, tokenizer, "training")
+        return PromptStream(rows, seed, rows.digest)
+
+    def _encode(self, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, what: str) -> EncodedPreferences:
+        """Encode rows for which the model has positions, and check that it knows their tokens."""
+        model, data = self.config.model, self.config.data
+        rows = encode_preferences(examples, tokenizer, data)
+        if isinstance(self.config, RMConfig):
+            rows = encode_for_scorer(rows, tokenizer, data)
+        elif any(row.preference is not None and row.preference.margin is not None for row in rows.examples):
+            emit(
+                Note(f"column 'margin' is not read: algorithm.loss = {self.config.algorithm.loss_name} has no margins")
+            )
+        kept = find_fitting(model, data, what, rows.longest, rows.examples)
+        rows = rows if kept is None else rows.take(kept)
+        check_tokens(model, what, int(rows.token_ids.values.max()))
+        check_examples(model, rows.longest, rows.examples, what)
+        return rows
+
+
+_OF_TOKENS: Final = frozenset({names.LOSS, names.ENTROPY})
+
+
+def describe(loss: PreferenceLoss, inputs: PreferenceInputs) -> dict[str, float]:
+    """The metrics of a step: its loss, and how the implied rewards prefer the better answers."""
+    chosen_P, rejected_P = inputs.split(loss.rewards_A)
+    margins_P = _margins(loss, inputs)
+    values = inputs.split(inputs.values_A)
+    figures = {
+        names.LOSS: loss.losses,
+        names.ACCURACY: _agreement(margins_P),
+        names.REWARD_MARGIN: margins_P,
+        names.REWARD_CHOSEN: chosen_P,
+        names.REWARD_REJECTED: rejected_P,
+    }
+    if inputs.lengths_A is not None:  # a policy's
+        figures |= {names.LOGPROBS_CHOSEN: values[0], names.LOGPROBS_REJECTED: values[1]}
+    return {name: float(figure.mean()) for name, figure in figures.items() if len(figure)}
+
+
+def _margins(loss: PreferenceLoss, inputs: PreferenceInputs) -> Tensor:
+    chosen_P, rejected_P = inputs.split(loss.rewards_A)
+    return chosen_P - rejected_P
+
+
+def _agreement(margins_P: Tensor) -> Tensor:
+    """1 where the better answer has the higher reward, 0 where the worse one has, and 0.5 where they are equal."""
+    return (margins_P.sign() + 1) / 2

@@ -1,0 +1,134 @@
+"""Learning from preferences: a policy and a reward model, and what is done with them afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from podium.cli import main
+from podium.data import Batch
+from podium.errors import ConfigError
+from podium.models import char_tokenizer
+from podium.telemetry import metrics
+from podium.trainer import DPOConfig, GRPOConfig, PPOTrainer, PreferenceTrainer, RMConfig
+from podium.workers import RewardModel
+from tests.integration.training import MODEL, losses, metrics_rows, tiny
+
+
+def write_pairs(folder: Path, rows: int = 200) -> Path:
+    """``12=`` is to be answered by ``12``, and rather not by ``23``."""
+    path = folder / "pairs.jsonl"
+    numbers = [37 * n % 100 for n in range(rows)]
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": f"{n:02d}=", "chosen": f"{n:02d}", "rejected": f"{n % 10}{(n // 10 + 1) % 10}"})
+            + "\n"
+            for n in numbers
+        )
+    )
+    return path
+
+
+def write_judgements(folder: Path, rows: int = 200) -> Path:
+    """Large digits are better than small ones."""
+    path, numbers = folder / "judgements.jsonl", [37 * n % 100 for n in range(rows)]
+    texts = [(f"{n:02d}=", n % 5, n // 7 % 5) for n in numbers]
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": prompt, "chosen": f"{5 + a}{5 + b}", "rejected": f"{b}{a}"}) + "\n"
+            for prompt, a, b in texts
+        )
+    )
+    return path
+
+
+def settings(path: Path, **sections: Any) -> dict[str, Any]:
+    return {"data": {"train": str(path), "holdout": 0.2}, "eval": {"items": 100}, **sections}
+
+
+def test_a_policy_learns_to_prefer_and_resumes_to_the_same_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, batch = {"steps": 30}, {"batch": {"examples": 16}}
+    whole = tiny(DPOConfig, tmp_path, run={**steps, "name": "whole"}, **settings(write_pairs(tmp_path)), **batch)
+    summary = PreferenceTrainer(whole, cluster="inline", show=False).fit()
+    run = tmp_path / "runs" / "whole"
+    assert summary.metric == "accuracy"
+    assert summary.before["accuracy"] == 0.5, "the policy is the reference, so that all rewards are 0"
+    assert summary.after["accuracy"] > 0.8
+    assert summary.after["loss"] < 0.6 < summary.before["loss"]
+    assert summary.after["reward_margin"] > 0.3
+    assert summary.after.keys() == {"accuracy", "loss", "reward_margin"}
+    assert losses(run)[0] == pytest.approx(0.6931, abs=1e-4)
+    row = metrics_rows(run)[-1]
+    assert row[metrics.REWARD_MARGIN] == pytest.approx(row[metrics.REWARD_CHOSEN] - row[metrics.REWARD_REJECTED])
+    assert row[metrics.LOGPROBS_CHOSEN] > row[metrics.LOGPROBS_REJECTED]
+    kept = pq.read_table(run / "evaluations" / "step-000030.parquet").to_pylist()
+    assert sum(row["correct"] for row in kept) / len(kept) == pytest.approx(summary.after["accuracy"])
+    assert all(row["prompt"] == f"{row['expected']}=" and row["rejected"] != row["expected"] for row in kept)
+    for last, resume in ((10, ""), (30, str(tmp_path / "runs" / "parts"))):
+        parts = {"steps": last, "name": "parts", "resume": resume}
+        config = tiny(DPOConfig, tmp_path, run=parts, **settings(write_pairs(tmp_path)), **batch)
+        PreferenceTrainer(config, cluster="inline", show=False).fit()
+    assert losses(tmp_path / "runs" / "parts") == losses(run)
+    capsys.readouterr()
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert main(["train", "sft", "--resume", str(run)]) == 2
+    assert f"is a run of another recipe: podium train dpo --resume {run}" in capsys.readouterr().err
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_reward_model_learns_and_rewards_at_once(tmp_path: Path, template: str | None) -> None:
+    """What it scores in training is what the reward of a later run scores, with a chat template and without."""
+    tokenizer = char_tokenizer("0123456789= ", chat_template=template)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = {**MODEL, "tokenizer": str(tmp_path / "tokenizer")}
+    shared = {"model": model, "batch": {"examples": 16}, "optim": {"lr": 5e-3}, "save": {"every": 20}}
+    config = tiny(RMConfig, tmp_path, run={"steps": 20, "name": "rm"}, **settings(write_judgements(tmp_path)), **shared)
+    summary = PreferenceTrainer(config, cluster="inline", show=False).fit()
+    run = tmp_path / "runs" / "rm"
+    assert summary.before["accuracy"] == 0.5
+    assert summary.after["accuracy"] > 0.9
+    assert not (run / "model" / "resume").exists()
+    kept = pq.read_table(run / "evaluations" / "step-000020.parquet").to_pylist()
+    for folder in (run / "model", run / "checkpoints" / "step-000020" / "policy"):
+        scorer = RewardModel(str(folder))
+        rows = [(row["prompt"], row[name]) for row in kept for name in ("expected", "rejected")]
+        columns = {
+            "messages": [[{"role": "user", "content": prompt}] for prompt, _ in rows],
+            "prompt": [prompt for prompt, _ in rows],
+            "completion": [answer for _, answer in rows],
+        }
+        scores = scorer.score(Batch(columns)).dense("rewards")
+        margins = (scores[::2] - scores[1::2]).tolist()
+        assert margins == pytest.approx([row["reward_margin"] for row in kept], abs=1e-5)
+    grpo = tiny(
+        GRPOConfig,
+        tmp_path,
+        model=model,
+        run={"steps": 1, "name": "grpo"},
+        reward={"name": "model", "path": str(run / "model")},
+    )
+    PPOTrainer(grpo, cluster="inline", show=False).fit()
+    assert metrics_rows(tmp_path / "runs" / "grpo")[-1]["reward/std"] > 0
+    again = {"steps": 21, "name": "rm", "resume": str(run)}
+    config = tiny(RMConfig, tmp_path, run=again, **settings(write_judgements(tmp_path)), **shared)
+    assert PreferenceTrainer(config, cluster="inline", show=False).fit().steps == 21
+
+
+def test_what_preferences_cannot_have_is_refused_by_its_key(tmp_path: Path) -> None:
+    for sections, message in (
+        ({"data": {"split_turns": True}}, r"data\.split_turns = true makes a row of each turn"),
+        ({"eval": {"metric": "token_accuracy"}}, r"eval\.metric = 'token_accuracy' is no figure of preferences"),
+        ({"algorithm": {"loss": "ppo_clip"}}, r"algorithm\.loss"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tiny(DPOConfig, tmp_path, **sections)
