@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
+from podium.cli.status import StatusSink
 from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig
@@ -34,13 +35,14 @@ def run_eval(arguments: Sequence[str]) -> int:
     """Score a model on the held-out data of each set and print the results. Returns the exit status."""
     parser = _parser("eval", "Score a model on held-out prompts.")
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
-    from podium.runs.judging import choose_metric
-    from podium.trainer import evaluate_model
-
     with (
+        StatusSink(f"loading {options.model}"),
         open_config(options.model, options.config, overrides, needs=_SCORES) as config,
         connect(backend) as cluster,
     ):
+        from podium.runs.judging import choose_metric
+        from podium.trainer import evaluate_model
+
         evaluations = evaluate_model(config, cluster)
         judge, _ = choose_metric(config, next(iter(evaluations.values())))
     for name, evaluation in evaluations.items():
@@ -80,14 +82,13 @@ def run_sample(arguments: Sequence[str]) -> int:
         "--prompt", metavar="TEXT", help="complete this prompt and exit; without --prompt, prompts are read from stdin"
     )
     options, overrides, backend = parse_with_backend(parser, arguments, default="inline")
-    from podium.trainer import open_sampler
-
     prompts = [options.prompt] if options.prompt is not None else _read_typed_prompts()
-    with (
-        open_config(options.model, options.config, overrides) as config,
-        connect(backend) as cluster,
-        open_sampler(config, cluster) as sample,
-    ):
+    with contextlib.ExitStack() as stack:
+        with StatusSink(f"loading {options.model}"):
+            config = stack.enter_context(open_config(options.model, options.config, overrides))
+            from podium.trainer import open_sampler
+
+            sample = stack.enter_context(open_sampler(config, stack.enter_context(connect(backend))))
         for number, prompt in enumerate(prompts):
             for completion in sample(prompt, number):
                 sys.stdout.write(completion + "\n")

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import connect, open_config
+from podium.cli.status import StatusSink
 from podium.errors import ConfigError
 from podium.processes import close_memory
 from podium.rollout.service import check_serving
@@ -57,7 +58,7 @@ def run_serve(arguments: Sequence[str]) -> int:
     check_serving(options.host, options.port, token)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_end_on_sigterm())
-        with _describe_service(f"loading {name}"):
+        with StatusSink(f"loading {name}"):
             backend_class(backend.name, backend.options).prepare(PRELOAD)  # while this process imports
             config = stack.enter_context(open_config(options.model, options.config, overrides))
             from podium.trainer import served
@@ -97,19 +98,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-@contextlib.contextmanager
-def _describe_service(what: str) -> Iterator[None]:
-    """Show on stderr what the block does: a spinner on a terminal, one line elsewhere."""
-    if not sys.stderr.isatty():
-        sys.stderr.write(f"{what}\n")
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(what):
-        yield
 
 
 @contextlib.contextmanager

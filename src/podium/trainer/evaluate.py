@@ -20,7 +20,7 @@ from podium.runs.evaluation import Evaluation, Scores
 from podium.runs.judging import knows_accuracy
 from podium.runs.run_files import RunFiles
 from podium.runtime import Cluster, Handle
-from podium.telemetry import Note, emit, metrics
+from podium.telemetry import Note, Waiting, emit, metrics
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import (
@@ -220,6 +220,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | 
         if roles.rollout is not None:
             beside = stand_together(roles.rollout, roles.generator)
             sessions = Sessions(roles.rollout, () if beside else (roles.generator,), config, sampling)
+        emit(Waiting(f"evaluating {sum(map(len, sets.values())):,} prompts"))
         return {
             name: score_held_out(
                 config,

@@ -103,6 +103,7 @@ def test_a_backend_without_the_usual_options_runs_commands_and_examples(
     assert main(train) == 0
     for command in (["eval", "runs/bare", "--eval.items", "2"], ["sample", "runs/bare", "--prompt", "1"]):
         assert main([*command, "--backend", "bare"]) == 0
+        assert "loading runs/bare\n" in capsys.readouterr().err
 
     def copying(cluster: podium.Cluster, seed: int, out: Path) -> Any:
         (out / "grpo").mkdir(parents=True)

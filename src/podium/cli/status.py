@@ -1,0 +1,50 @@
+"""What a command does that takes seconds: on stderr, as a spinner on a terminal and else as a line for each thing."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from podium.telemetry.events import Event, Progressing, Waiting
+from podium.telemetry.formatting import visible
+from podium.telemetry.progress import describe_counts
+from podium.telemetry.sinks.base import Sink
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+__all__ = ["StatusSink"]
+
+
+class StatusSink(Sink):
+    """Shows ``what`` at once, then what the program waits for and what it counts, until the block ends."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+        self._status: Status | None = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.text import Text
+
+            self._status = Console(stderr=True).status(Text(visible(what)))
+            self._status.start()
+        else:
+            sys.stderr.write(f"{what}\n")
+            sys.stderr.flush()
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Waiting) and event.what != self._what:
+            self._what = event.what
+            if self._status is None:
+                sys.stderr.write(f"{event.what}\n")
+                sys.stderr.flush()
+        counts = describe_counts(event.counts) if isinstance(event, Progressing) else ""
+        if self._status is not None and isinstance(event, Waiting | Progressing):
+            from rich.text import Text
+
+            self._status.update(Text.assemble(visible(self._what), (f"  {counts}", "dim")))
+
+    def finish(self) -> None:
+        if self._status is not None:
+            self._status.stop()
