@@ -20,7 +20,7 @@ from podium.training.config import Strategy
 from podium.training.micro_batches import plan
 from podium.workers import Policy
 from tests.integration.test_workers_ranks import started
-from tests.unit.algorithms import oracles
+from tests.unit.algorithms import loss_oracles, oracles
 from tests.unit.algorithms.oracles import LossRow
 from tests.unit.workers.tiny import LENGTHS, TINY, recorded
 
@@ -54,8 +54,10 @@ def draw(count: int) -> list[int]:
 
 CASES: dict[str, tuple[AlgorithmConfig, Oracle, str]] = {
     "clip_cov": (  # the first, because it draws the random numbers of the first optimizer step
-        AlgorithmConfig(loss="clip_cov", options={"cov_share": 0.2, "cov_low": 0.2, "cov_high": 3.0}),
-        lambda rows: oracles.clip_cov(rows, 0.2, 0.2, 3.0, draw),
+        AlgorithmConfig(
+            loss="clip_cov", clip_low=0.1, clip_high=0.1, options={"cov_share": 0.2, "cov_low": 0.2, "cov_high": 3.0}
+        ),
+        lambda rows: oracles.clip_cov(rows, 0.2, 0.2, 3.0, draw, clip=(0.1, 0.1)),
         "policy/cov_fraction",
     ),
     "ppo_clip": (
@@ -66,6 +68,21 @@ CASES: dict[str, tuple[AlgorithmConfig, Oracle, str]] = {
     "gspo": (
         AlgorithmConfig(loss="gspo", clip_low=0.02, clip_high=0.02, aggregation="sequence-mean"),
         lambda rows: oracles.gspo(rows, 0.02, 0.02),
+        "policy/clip_fraction",
+    ),
+    "gmpo": (
+        AlgorithmConfig(loss="gmpo", clip_low=0.05, clip_high=0.05),
+        lambda rows: loss_oracles.gmpo(rows, 0.05, 0.05),
+        "policy/clip_fraction",
+    ),
+    "kl_cov": (
+        AlgorithmConfig(loss="kl_cov", options={"kl_cov_share": 0.2}),
+        lambda rows: loss_oracles.kl_cov(rows, 0.2, 1.0),
+        "policy/cov_fraction",
+    ),
+    "dppo_kl": (
+        AlgorithmConfig(loss="dppo_kl", clip_low=1e-4, clip_high=1e-4),
+        lambda rows: loss_oracles.dppo(rows, 1e-4, 1e-4, "kl"),
         "policy/clip_fraction",
     ),
 }
@@ -87,7 +104,9 @@ def minibatch() -> Batch:
     advantages_B = torch.randn(len(batch), generator=generator)
     advantages = torch.repeat_interleave(advantages_B, tokens.lengths)
     return batch.with_columns(
-        old_logprobs=tokens.like(old * mask.values), advantages=tokens.like(advantages * mask.values)
+        old_logprobs=tokens.like(old * mask.values),
+        rollout_logprobs=tokens.like(old * mask.values),
+        advantages=tokens.like(advantages * mask.values),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Barrier
@@ -98,7 +98,12 @@ def test_an_advantage_estimator(name: str, tmp_path: Path) -> None:
     check_same(tmp_path, cls, "algorithm.advantage", (name, copy_of(ADVANTAGES[name], tmp_path)))
 
 
-@pytest.mark.parametrize("name", [*LOSSES])
+def everyday(names: Iterable[str], *kinds: str) -> list[Any]:
+    """The names, of which one of each kind is tried every day."""
+    return [name if name in kinds else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+
+
+@pytest.mark.parametrize("name", everyday(LOSSES, "ppo_clip", "clip_cov", "cross_entropy", "dppo_tv"))
 def test_a_loss(name: str, tmp_path: Path) -> None:
     """With dropout in the model, which is on by itself only where examples are imitated."""
     settings: Any = MODEL["config"]

@@ -13,6 +13,7 @@ from podium.algorithms.declarations import (
     advantage_declaration,
     loss_declaration,
     loss_imitates,
+    loss_ratio_to,
 )
 from podium.config import build_config, section
 from podium.errors import ConfigError
@@ -72,22 +73,23 @@ class AlgorithmConfig:
     kl_target: float | None = Field(default=None, gt=0, le=1e6)
     """kl_coef adapts so that the KL divergence stays at this many nats a token. It needs kl_in = reward."""
     loss: str = "ppo_clip"
-    """This function is the policy's loss: ppo_clip, gspo, clip_cov, cross_entropy, module:function, or
-    path/file.py:function."""
+    """This function is the policy's loss: ppo_clip, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov, dro,
+    reinforce, cross_entropy, module:function, or path/file.py:function."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """These options belong to the advantage or the loss, which declares them."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
-    """The probability ratio is clipped below at 1 - clip_low. null means the default of the loss: 3e-4 for gspo, 0.2
-    for others."""
+    """The probability ratio is clipped below at 1 - clip_low. gmpo bounds the logarithm of the ratio instead, dppo_tv
+    the probability, and dppo_kl the divergence. null means the default of the loss's paper, and else 0.2."""
     clip_high: float | None = Field(default=None, gt=0, le=1e9)
-    """The probability ratio is clipped above at 1 + clip_high. null means the default of the loss: 4e-4 for gspo; for
-    others 0.28, and 0.2 with a critic."""
+    """The probability ratio is clipped above at 1 + clip_high; losses that read clip_low differently read this
+    likewise. null means the default of the loss's paper, and else 0.28, or 0.2 with a critic."""
     value_clip: float | None = Field(default=0.2, gt=0, le=1e9)
     """An update moves the critic's values by at most this amount. null means no bound."""
     aggregation: Aggregation | None = None
     """The losses of tokens become one number by this rule: each token counts the same (token-mean), each completion
     counts the same (sequence-mean), or sums over completions are divided by a constant (sequence-sum-constant). null
-    means sequence-mean for the loss gspo, sequence-sum-constant for the advantage dr_grpo, and else token-mean."""
+    means the default of the loss's paper, then that of the advantage's, such as sequence-mean for the loss gspo and
+    sequence-sum-constant for the advantage dr_grpo, and else token-mean."""
     cut_off: Literal["learn", "leave_out"] = "learn"
     """Completions that were cut off at sampling.max_new_tokens, and sessions that were cut off at their budget, train
     like others (learn), or are left out of the loss and of its normalization (leave_out). They count in the statistics
@@ -128,6 +130,11 @@ class AlgorithmConfig:
     def weight_cap(self) -> float | None:
         """The cap of importance weights, or None without them. What "auto" means is up to the recipe."""
         return None if self.importance_cap == "auto" else self.importance_cap
+
+    @property
+    def ratio_to(self) -> Literal["old", "rollout"]:
+        """The policy that the ratio of the loss is to: see :class:`Declaration`. A loss of the user's own is loaded."""
+        return loss_ratio_to(self.loss)
 
     @property
     def needs_reference(self) -> bool:
@@ -192,6 +199,30 @@ class AlgorithmConfig:
             settings |= {key: Setting(value, origin) for key, value in declared.defaults.items()}
         values = {key: getattr(self, key) for key in DECLARED_DEFAULTS}
         return settings | {key: Setting(value, "yours") for key, value in values.items() if value is not None}
+
+    def explain_options(self) -> dict[str, Setting]:
+        """Return the options of loss and estimator, under ``options.NAME``, and where each comes from.
+
+        >>> AlgorithmConfig(loss="sapo", options={"tau_pos": 2.0}).explain_options()["options.tau_pos"]
+        Setting(value=2.0, origin='yours')
+        """
+        named = (
+            (f"advantage {self.advantage}", advantage_declaration(self.advantage)),
+            (
+                f"loss {self.loss}",
+                loss_declaration(self.loss),
+            ),
+        )
+        settings: dict[str, Setting] = {}
+        for name, declared in named:
+            if declared.options is None:
+                continue
+            origin = " ".join(f"default of the {name}: {declared.source}".rstrip(": ").split())
+            values = cast("object", self.read_options(declared.options))
+            for option in (field.name for field in fields(cast("Any", declared.options))):
+                own = option in self.options
+                settings[f"options.{option}"] = Setting(getattr(values, option), "yours" if own else origin)
+        return settings
 
     def resolve(self) -> Self:
         """Return the configuration with the defaults of loss, estimator and recipe in place of null."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADVANTAGES",
     "ADVANTAGE_LOSSES",
+    "CLIPPING_LOSSES",
     "COLUMNS",
     "DECLARED_DEFAULTS",
     "LOSSES",
@@ -29,6 +30,7 @@ __all__ = [
     "declaration_of",
     "loss_declaration",
     "loss_imitates",
+    "loss_ratio_to",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,6 +59,9 @@ class Declaration:
         columns: The token columns of :data:`COLUMNS` that the estimator reads.
         data: The columns of the data that the estimator reads in ``inputs.data``.
         minibatch: The loss reads ``inputs.figures``, which this function computes from the tokens of a whole minibatch.
+        ratio_to: The policy whose log-probabilities the loss reads as ``inputs.old_logprobs_N``: the policy before the
+            update (old), or the generator (rollout). With rollout, no pass over the batch computes those of the old
+            policy, and no importance weights apply, since the loss itself corrects for the difference.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
         defaults: Values of the keys of :data:`DECLARED_DEFAULTS` with which the paper of the function runs it. They
             hold where the user sets no value; those of the loss before those of the estimator.
@@ -69,6 +74,7 @@ class Declaration:
     columns: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     minibatch: Callable[..., Mapping[str, Tensor]] | None = None
+    ratio_to: Literal["old", "rollout"] = "old"
     imitates: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""
@@ -112,18 +118,30 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "grpo_turns": Declaration(needs_groups=True, defaults={"normalize_advantage": True}, source=_GRPO),
     "gae_turns": Declaration(needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),
 }
+_GENERATOR_LOSSES: Final = frozenset({"dppo_tv", "dppo_kl", "dro"})  # those whose ratio is to the generator
 _OWN_LOSSES: Final[Mapping[str, bool]] = {  # whether it imitates
     "ppo_clip": False,
     "gspo": False,
+    "gmpo": False,
+    "cispo": False,
+    "sapo": False,
+    "dppo_tv": False,
+    "dppo_kl": False,
     "clip_cov": False,
+    "kl_cov": False,
+    "dro": False,
+    "reinforce": False,
     "cross_entropy": True,
 }
 
 ADVANTAGES: Final[Mapping[str, str]] = {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
 """Podium's own advantage estimators by name, and where each is."""
 
-ADVANTAGE_LOSSES: Final = frozenset({"ppo_clip", "gspo", "clip_cov"})
+ADVANTAGE_LOSSES: Final = frozenset(_OWN_LOSSES) - {"kl_cov", "dro", "cross_entropy"}
 """Podium's losses in which the advantage is a factor: where it is 0, so are the loss and its gradient."""
+
+CLIPPING_LOSSES: Final = ("ppo_clip", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
+"""Podium's losses that read ``clip_low`` and ``clip_high``."""
 
 LOSSES: Final[Mapping[str, str]] = {name: f"podium.algorithms.losses.{name}:{name}" for name in _OWN_LOSSES}
 """Podium's own losses by name, and where each is."""
@@ -151,3 +169,10 @@ def loss_imitates(spec: str) -> bool:
     if spec in _OWN_LOSSES:
         return _OWN_LOSSES[spec]
     return loss_declaration(spec).imitates
+
+
+def loss_ratio_to(spec: str) -> Literal["old", "rollout"]:
+    """The policy that the loss's ratio is to. Raises ConfigError as :func:`loss_declaration` does."""
+    if spec in _OWN_LOSSES:
+        return "rollout" if spec in _GENERATOR_LOSSES else "old"
+    return loss_declaration(spec).ratio_to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -64,9 +64,17 @@ def check_functions(config: AlgorithmConfig) -> None:
         _check_arguments(resolve_loss(config.loss), f"algorithm.loss = {config.loss!r}")
     if config.options or config.loss not in LOSSES:
         declared.append(loss_declaration(config.loss))
+    if config.importance_cap not in (None, "auto") and config.ratio_to == "rollout":
+        raise ConfigError(
+            f"algorithm.importance_cap = {config.importance_cap} with algorithm.loss = {config.loss!r}, whose ratio is "
+            "to the generator already: its importance weights would count twice; set importance_cap to null"
+        )
     for declaration in declared:
         build_config(type(config), declaration.defaults, key="Declaration.defaults")
-    sections = [declaration.options for declaration in declared if declaration.options is not None]
+    _check_options(config, [declaration.options for declaration in declared if declaration.options is not None])
+
+
+def _check_options(config: AlgorithmConfig, sections: Sequence[type]) -> None:
     names = [field.name for section in sections for field in fields(section)]
     for name, value in config.options.items():
         if name in names:

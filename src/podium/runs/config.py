@@ -470,7 +470,8 @@ class PPOConfig(_TrainingConfig):
         algorithm = self.algorithm.resolve()
         if algorithm.importance_cap != "auto":
             return algorithm
-        return replace(algorithm, importance_cap=None if self.run.staleness == 0 else _CAP_AHEAD)
+        on_policy = self.run.staleness == 0 or algorithm.ratio_to == "rollout"
+        return replace(algorithm, importance_cap=None if on_policy else _CAP_AHEAD)
 
     def check_roles(self, *, load: bool = False) -> None:
         """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.

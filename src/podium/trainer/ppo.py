@@ -248,7 +248,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def keep(self, scored: ScoredBatch, batch: Batch) -> None:
         """Start to write the step's completions with the figures of their tokens."""
         scores = None
-        if fields.OLD_LOGPROBS not in batch and hasattr(self.run.roles.policy, "update_logprobs"):
+        single = self.config.algorithm.updates == 1  # else the policy had moved before its last update
+        if single and fields.OLD_LOGPROBS not in batch and hasattr(self.run.roles.policy, "update_logprobs"):
             scores = self.run.roles.policy.update_logprobs.submit(_select(batch, _ROW_INPUTS))
         self.completions.write(scored, _select(batch, _KEPT), scores)
 
@@ -479,10 +480,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Whether log-probabilities from before the update are computed in a stage of their own.
 
         With one optimizer step a batch, the update's own log-probabilities, detached, are the old ones. That saves a
-        forward pass. A KL in the reward needs them earlier, and an advantage may, too.
+        forward pass, and so does a loss whose ratio is to the generator. A KL in the reward needs them earlier, and an
+        advantage may, too.
         """
         declared = {fields.OLD_LOGPROBS, fields.ENTROPY} & set(self._declared.columns)
-        return self.config.algorithm.updates > 1 or self.config.algorithm.kl_in == "reward" or bool(declared)
+        algorithm = self.config.algorithm
+        moves = algorithm.updates > 1 and algorithm.ratio_to == "old"
+        return moves or algorithm.kl_in == "reward" or bool(declared)
 
     @property
     def _declared(self) -> Declaration:

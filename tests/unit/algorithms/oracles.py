@@ -209,20 +209,27 @@ def gspo(rows: list[LossRow], low: float, high: float) -> tuple[list[Array], lis
 
 
 def clip_cov(
-    rows: list[LossRow], share: float, low: float, high: float, draw: Callable[[int], list[int]]
+    rows: list[LossRow],
+    share: float,
+    low: float,
+    high: float,
+    draw: Callable[[int], list[int]],
+    clip: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[list[Array], list[Array]]:
-    """Clip-Cov, section 4.2: ``floor(share N)`` tokens with a covariance in range give nothing, others ``-r A``.
+    """Clip-Cov, section 4.2: ``max(floor(share N), 1)`` tokens with a covariance in range give nothing, others the loss
+    of PPO. Tokens that PPO clips are not in range, as in the authors' code.
 
     ``draw(n)`` puts 0 to n - 1 in random order; the tokens in range are numbered by their covariance.
     """
     logprobs, advantages = (np.concatenate([getattr(row, name) for row in rows]) for name in ("logprobs", "advantages"))
+    losses, slopes = ppo_clip(rows, *clip)
+    flat = np.concatenate(losses) != np.concatenate([-np.exp(row.logprobs - row.old) * row.advantages for row in rows])
     covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
-    inside = sorted((c, i) for i, c in enumerate(covariance) if low <= c <= high)
-    chosen = {inside[place][1] for place in draw(len(inside))[: int(share * len(covariance))]}
-    losses: list[Array] = []
+    inside = sorted((c, i) for i, c in enumerate(covariance) if low <= c <= high and not flat[i])
+    chosen = {inside[place][1] for place in draw(len(inside))[: max(int(share * len(covariance)), 1)]}
     start = 0
-    for row in rows:
-        left_out = np.array([start + t in chosen for t in range(len(row.logprobs))])
-        losses.append(np.where(left_out, 0.0, -np.exp(row.logprobs - row.old) * row.advantages))
-        start += len(row.logprobs)
-    return losses, losses  # r is its own derivative by the log-probability
+    for loss, slope in zip(losses, slopes, strict=True):
+        left_out = [t for t in range(len(loss)) if start + t in chosen]
+        loss[left_out] = slope[left_out] = 0.0
+        start += len(loss)
+    return losses, slopes

@@ -50,7 +50,12 @@ SETTINGS = {  # by what names functions: clip_low, clip_high, aggregation, norma
     "gae": (0.2, 0.2, "token-mean", True),
     "dr_grpo": (0.2, 0.28, "sequence-sum-constant", False),
     "gspo": (3e-4, 4e-4, "sequence-mean", True),
-    "clip_cov": (0.2, 0.28, "token-mean", True),
+    "gmpo": (0.4, 0.4, "sequence-mean", True),
+    "cispo": (1.0, 4.0, "token-mean", True),
+    "sapo": (0.2, 0.28, "sequence-mean", True),
+    "dppo_tv": (0.15, 0.15, "token-mean", True),
+    "dppo_kl gae": (0.05, 0.05, "token-mean", True),
+    "clip_cov": (1.0, 1.0, "token-mean", True),
     "gspo dr_grpo": (3e-4, 4e-4, "sequence-mean", False),
     "gspo gae": (3e-4, 4e-4, "sequence-mean", True),
 }

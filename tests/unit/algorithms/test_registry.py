@@ -25,7 +25,7 @@ from podium.algorithms import (
     resolve_advantage,
     resolve_loss,
 )
-from podium.algorithms.declarations import loss_imitates
+from podium.algorithms.declarations import loss_imitates, loss_ratio_to
 from podium.errors import ConfigError, DataError
 
 INPUTS = AdvantageInputs(
@@ -82,7 +82,20 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_names_of_our_own() -> None:
     assert list(ADVANTAGES) == ["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae", "grpo_turns", "gae_turns"]
-    assert list(LOSSES) == ["ppo_clip", "gspo", "clip_cov", "cross_entropy"]
+    policy = [
+        "ppo_clip",
+        "gspo",
+        "gmpo",
+        "cispo",
+        "sapo",
+        "dppo_tv",
+        "dppo_kl",
+        "clip_cov",
+        "kl_cov",
+        "dro",
+        "reinforce",
+    ]
+    assert list(LOSSES) == [*policy, "cross_entropy"]
     assert [resolve_advantage(name).__name__ for name in ADVANTAGES] == list(ADVANTAGES)
     assert [resolve_loss(name).__name__ for name in LOSSES] == list(LOSSES)
 
@@ -100,13 +113,15 @@ def test_what_estimators_and_losses_declare(module: str) -> None:
     assert [name for name in ADVANTAGES if declared[name].needs_groups] == ["grpo", "dr_grpo", "rloo", "grpo_turns"]
     assert advantage_declaration(f"{module}:with_critic") == Declaration(needs_values=True)
     assert advantage_declaration(f"{module}:plain") == Declaration()
-    assert [name for name in LOSSES if loss_declaration(name).minibatch] == ["clip_cov"]
+    assert [name for name in LOSSES if loss_declaration(name).minibatch] == ["clip_cov", "kl_cov"]
+    assert [name for name in LOSSES if loss_declaration(name).ratio_to == "rollout"] == ["dppo_tv", "dppo_kl", "dro"]
 
 
 def test_podiums_own_functions_declare_where_they_are_defined_what_the_tables_say() -> None:
     for name, place in ADVANTAGES.items():
         assert advantage_declaration(place) == advantage_declaration(name)
     assert {name: loss_declaration(name).imitates for name in LOSSES} == {name: loss_imitates(name) for name in LOSSES}
+    assert {name: loss_declaration(name).ratio_to for name in LOSSES} == {name: loss_ratio_to(name) for name in LOSSES}
 
 
 def test_a_declaration_returns_the_function_itself() -> None:
@@ -138,7 +153,7 @@ print("torch" in sys.modules)
 OPTIONS = """
 from pydantic import Field
 from podium.algorithms import AdvantageOutputs, Declaration
-from podium.algorithms.declarations import loss_imitates
+from podium.algorithms.declarations import loss_imitates, loss_ratio_to
 from podium.config import section
 
 @section("algorithm.options")
@@ -237,8 +252,8 @@ def test_a_wrong_name_is_told_with_the_key_and_the_nearest() -> None:
         resolve_advantage("reinforce++")
     with pytest.raises(ConfigError, match=r"algorithm\.loss = 'ppo_clp'.*did you mean 'ppo_clip'"):
         AlgorithmConfig(loss="ppo_clp")
-    with pytest.raises(ConfigError, match=r"your own function is path/file\.py:cispo or module:cispo"):
-        AlgorithmConfig(loss="cispo")
+    with pytest.raises(ConfigError, match=r"your own function is path/file\.py:vespo or module:vespo"):
+        AlgorithmConfig(loss="vespo")
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ ONLY_ADVANTAGES = {
     "ppo_clip": {},
     "gspo": {"loss": "gspo"},
     "clip_cov": {"loss": "clip_cov"},
+    "gmpo": {"loss": "gmpo"},
     "dual": {"options": {"dual_clip": 3.0}},
 }
 

@@ -9,14 +9,15 @@ from torch import Tensor
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import Declaration
 from podium.algorithms.kl import bounded_exp
-from podium.algorithms.losses.ppo_clip import log_ratio
+from podium.algorithms.losses.ppo_clip import clip_ratios, log_ratio
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.config import section
+from podium.telemetry.metrics import CLIP_FRACTION
 
-__all__ = ["ClipCovOptions", "clip_cov"]
+__all__ = ["COV_FRACTION", "ClipCovOptions", "clip_cov", "covariances"]
 
-COV_FRACTION: Final = "policy/cov_fraction"  # share of tokens that Clip-Cov left out of the gradient
+COV_FRACTION: Final = "policy/cov_fraction"  # share of tokens that Clip-Cov leaves out, or that KL-Cov penalizes
 
 
 @section("algorithm.options")
@@ -24,39 +25,55 @@ class ClipCovOptions:
     """The tokens that Clip-Cov leaves out of the gradient."""
 
     cov_share: float = Field(default=2e-4, gt=0, le=1)
-    """This share of a minibatch's tokens is left out of the gradient."""
+    """This share of a minibatch's tokens, and at least one token, is left out of the gradient."""
     cov_low: float = Field(default=1.0, ge=-1e9, le=1e9)
     """Tokens are left out only where their covariance is at least this."""
     cov_high: float = Field(default=5.0, ge=-1e9, le=1e9)
     """Tokens are left out only where their covariance is at most this."""
 
 
-def high_covariance(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """Draw the tokens of a whole minibatch that are left out: ``floor(r N)`` of those in range, uniformly.
+def covariances(inputs: LossInputs) -> Tensor:
+    """``(logp_i - mean logp) (A_i - mean A)`` of the tokens of a whole minibatch, ``[N]``."""
+    logprobs_N, advantages_N = wide(inputs.logprobs_N), wide(inputs.advantages_N)
+    return (logprobs_N - logprobs_N.mean()) * (advantages_N - advantages_N.mean())
 
-    ``Cov_i = (logp_i - mean logp) (A_i - mean A)``. The draw is made among places in the order of covariance, so that
-    it does not depend on how the minibatch is spread over ranks.
+
+def high_covariance(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
+    """Draw the tokens of a whole minibatch that are left out: ``max(floor(r N), 1)`` of those in range, uniformly.
+
+    Tokens that the clip already leaves without gradient are not in range. The draw is made among places in the order of
+    covariance, so that it does not depend on how the minibatch is spread over ranks.
     """
     options = config.read_options(ClipCovOptions)
-    logprobs_N, advantages_N = wide(inputs.logprobs_N), wide(inputs.advantages_N)
-    cov_N = (logprobs_N - logprobs_N.mean()) * (advantages_N - advantages_N.mean())
+    cov_N = covariances(inputs)
+    free_N, bounded_N = clip_ratios(bounded_exp(log_ratio(inputs)), inputs, config)
+    in_range_N = (cov_N >= options.cov_low) & (cov_N <= options.cov_high) & (bounded_N <= free_N)
     places_M = cov_N.argsort(stable=True)
-    cov_M = cov_N[places_M]
-    places_M = places_M[(cov_M >= options.cov_low) & (cov_M <= options.cov_high)]
+    places_M = places_M[in_range_N[places_M]]
     permutation = torch.randperm(len(places_M), generator=torch.Generator().manual_seed(inputs.step))
+    count = max(int(options.cov_share * len(cov_N)), 1)
     chosen_N = torch.zeros_like(cov_N)
-    chosen_N[places_M[permutation[: int(options.cov_share * len(cov_N))].to(places_M.device)]] = 1.0
+    chosen_N[places_M[permutation[:count].to(places_M.device)]] = 1.0
     return {"chosen": chosen_N}
 
 
-@Declaration(options=ClipCovOptions, minibatch=high_covariance)
+@Declaration(
+    options=ClipCovOptions,
+    minibatch=high_covariance,
+    defaults={"clip_low": 1.0, "clip_high": 1.0},
+    source="Cui et al. 2025, arXiv:2505.22617, section 4.2, and the clip of its authors' scripts",
+)
 def clip_cov(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
-    """``-r A`` with ``r = exp(logprobs - old_logprobs)``, and 0 at the tokens that were left out, ``[N]``.
+    """As ``ppo_clip``, and 0 at a few tokens of high covariance, ``[N]``.
 
     Clip-Cov: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
     arXiv:2505.22617, section 4.2. Entropy falls with the covariance of log-probabilities and advantages. A small random
-    share of the tokens of high covariance is therefore left out of the gradient.
+    share of the tokens of high covariance is therefore left out of the gradient. The paper's equation has ``-r A`` for
+    the other tokens and leaves out ``floor(r N)``, which is none in a small minibatch. This function follows the
+    authors' code: it clips the ratio of the other tokens, and leaves out at least one token if there is one in range.
     """
     chosen_N = inputs.figures["chosen"]
-    loss_N = -bounded_exp(log_ratio(inputs)) * wide(inputs.advantages_N.detach()) * (1 - chosen_N)
-    return TokenLoss(loss_N, {COV_FRACTION: chosen_N})
+    free_N, bounded_N = clip_ratios(bounded_exp(log_ratio(inputs)), inputs, config)
+    clipped_N = (bounded_N > free_N).to(free_N.dtype)
+    loss_N = torch.maximum(free_N, bounded_N) * (1 - chosen_N)
+    return TokenLoss(loss_N, {COV_FRACTION: chosen_N, CLIP_FRACTION: clipped_N})

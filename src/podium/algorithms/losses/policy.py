@@ -1,6 +1,7 @@
 """The loss of a policy: what the configuration names, importance weights, KL divergence and entropy bonus."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, cast
 
 import torch
@@ -28,7 +29,7 @@ from podium.telemetry.metrics import (
 __all__ = ["policy_loss", "truncated_weights"]
 
 # Metrics that no display looks up by name; the others are in podium.telemetry.metrics.
-APPROX_KL: Final = "policy/approx_kl"  # KL(policy before the update || policy) by k3
+APPROX_KL: Final = "policy/approx_kl"  # KL(policy before the update || policy) by k3; of the generator with ratio_to
 MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
 IMPORTANCE_MEAN: Final = "mismatch/weight_mean"  # mean of the truncated importance weights
 IMPORTANCE_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose importance weight was cut to the cap
@@ -39,9 +40,10 @@ _RESERVED: Final = frozenset({LOSS, GRAD_NORM, LEARNING_RATE, SKIPPED_STEPS})  #
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``w · loss + kl_coef · KL(policy || reference) - entropy_coef · entropy`` at each token, ``[N]``.
 
-    The loss is the one that ``config.loss`` names. w are :func:`truncated_weights` if ``config.importance_cap`` is
-    set, else 1. The KL divergence takes part if ``config.kl_in`` is "loss". Ratios, divergences and the entropy are
-    reported wherever their columns are given.
+    The loss is the one that ``config.loss`` names. If it declares ``ratio_to="rollout"``, its ``old_logprobs_N`` are
+    those of the generator. w are :func:`truncated_weights` if ``config.importance_cap`` is set, else 1. The KL
+    divergence takes part if ``config.kl_in`` is "loss". Ratios, divergences and the entropy are reported wherever their
+    columns are given.
 
     >>> columns = {"logprobs": torch.tensor([-1.0, -2.0]), "advantages": torch.tensor([1.0, -1.0])}
     >>> out = policy_loss(LossInputs(offsets_B1=torch.tensor([0, 2]), columns=columns), AlgorithmConfig())
@@ -53,14 +55,18 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
         DataError: A column that the configuration asks for is missing; or the loss did not return one number a token
             with a gradient.
     """
-    loss = resolve_loss(config.loss)(inputs, config)
+    before = inputs
+    if config.ratio_to == "rollout":
+        _require(inputs, "rollout_logprobs", f"the ratio of the loss {config.loss!r} is to the generator")
+        before = replace(inputs, columns={**inputs.columns, "old_logprobs": inputs.rollout_logprobs_N})
+    loss = resolve_loss(config.loss)(before, config)
     _check(loss, inputs, f"loss {config.loss!r}")
     loss_N, metrics, maxima = wide(loss.loss_N), dict(loss.metrics), dict(loss.maxima)
     logprobs_N, old_N = inputs.logprobs_N, inputs.old_logprobs_N
     if "advantages" in inputs.columns:
         with torch.no_grad():
-            ratio_N = bounded_exp(wide(logprobs_N) - wide(old_N))
-            metrics |= {RATIO_MEAN: ratio_N, APPROX_KL: kl_estimate(old_N, logprobs_N, "k3")}
+            ratio_N = bounded_exp(wide(logprobs_N) - wide(before.old_logprobs_N))
+            metrics |= {RATIO_MEAN: ratio_N, APPROX_KL: kl_estimate(before.old_logprobs_N, logprobs_N, "k3")}
             maxima[RATIO_MAX] = ratio_N
     if "rollout_logprobs" in inputs.columns:
         with torch.no_grad():

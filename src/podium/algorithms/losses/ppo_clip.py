@@ -12,7 +12,7 @@ from podium.algorithms.token_rows import wide
 from podium.config import section
 from podium.telemetry.metrics import CLIP_FRACTION
 
-__all__ = ["ClipOptions", "clipped_surrogate", "log_ratio", "ppo_clip"]
+__all__ = ["ClipOptions", "clip_ratios", "clipped_surrogate", "log_ratio", "ppo_clip"]
 
 
 @section("algorithm.options")
@@ -44,6 +44,13 @@ def log_ratio(inputs: LossInputs) -> Tensor:
     return wide(inputs.logprobs_N) - wide(inputs.old_logprobs_N.detach())
 
 
+def clip_ratios(ratio_N: Tensor, inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """``-r A`` and ``-clip(r, 1 - clip_low, 1 + clip_high) A``, each ``[N]``; the larger one is the loss of PPO."""
+    advantages_N = wide(inputs.advantages_N.detach())
+    low, high = config.clip_bounds
+    return -ratio_N * advantages_N, -ratio_N.clamp(1 - low, 1 + high) * advantages_N
+
+
 def clipped_surrogate(ratio_N: Tensor, inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """The surrogate for a ratio of tokens or of sequences, and the share of tokens whose gradient is 0 because of a
     bound.
@@ -52,14 +59,12 @@ def clipped_surrogate(ratio_N: Tensor, inputs: LossInputs, config: AlgorithmConf
     force that lowers a token's probability grows with its ratio. Ye et al. 2020, "Mastering Complex Control in MOBA
     Games", arXiv:1912.09729.
     """
-    advantages_N = wide(inputs.advantages_N.detach())
-    low, high = config.clip_bounds
-    free_N = -ratio_N * advantages_N
-    bounded_N = -ratio_N.clamp(1 - low, 1 + high) * advantages_N
+    free_N, bounded_N = clip_ratios(ratio_N, inputs, config)
     loss_N = torch.maximum(free_N, bounded_N)
     clipped_N = bounded_N > free_N
     dual_clip = config.read_options(ClipOptions).dual_clip
     if dual_clip is not None:
+        advantages_N = wide(inputs.advantages_N.detach())
         ceiling_N = -dual_clip * advantages_N
         runaway_N = (advantages_N < 0) & (loss_N > ceiling_N)
         loss_N = torch.where(runaway_N, ceiling_N, loss_N)

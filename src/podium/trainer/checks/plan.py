@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from podium.algorithms.declarations import CLIPPING_LOSSES, LOSSES
 from podium.config import config_to_yaml
 from podium.models import ModelConfig
 from podium.models.weight_files import find_replaced_heads
@@ -112,8 +113,12 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
 def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yield the settings whose defaults depend on the loss and the estimator, each with its origin."""
     if isinstance(config, PPOConfig):
-        for number, (key, setting) in enumerate(config.algorithm.explain().items()):
-            value = str(setting.value).lower() if isinstance(setting.value, bool) else setting.value
+        settings = {**config.algorithm.explain(), **config.algorithm.explain_options()}
+        if config.algorithm.loss in set(LOSSES) - set(CLIPPING_LOSSES):
+            settings = {key: setting for key, setting in settings.items() if not key.startswith("clip_")}
+        for number, (key, setting) in enumerate(settings.items()):
+            value = "null" if setting.value is None else setting.value
+            value = str(value).lower() if isinstance(value, bool) else value
             yield f"{'' if number else 'algorithm':12} {key} = {value} ({setting.origin})"
     elif isinstance(config, PreferenceRun):
         from podium.algorithms.preferences import explain_options  # needs torch

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, cast
 
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, check_functions
+from podium.algorithms.declarations import CLIPPING_LOSSES
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
 from podium.extras import install_command
@@ -64,8 +65,7 @@ _NO_SCHEDULES: Final = {
     inspect.isclass: "a class",
 }
 _REWARD, _REWARD_NAME = "reward", "reward.name"
-_CLIPPING: Final = ("ppo_clip", "gspo")
-_READING_LOSSES: Final = {"clip_low": _CLIPPING, "clip_high": _CLIPPING}
+_READING_LOSSES: Final = {"clip_low": CLIPPING_LOSSES, "clip_high": CLIPPING_LOSSES}
 _DISCOUNTING: Final = ("gae", "reinforce_pp", "gae_turns", "grpo_turns")
 _READING_ADVANTAGES: Final = {"gamma": _DISCOUNTING, "lam": ("gae", "gae_turns"), "value_clip": ("gae", "gae_turns")}
 

@@ -222,13 +222,14 @@ def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
     ("algorithm", "expected"),
     [
         (
-            {"loss": "clip_cov", "clip_low": 0.1},
-            "algorithm.clip_low = 0.1 has no effect with algorithm.loss = 'clip_cov'",
+            {"loss": "sapo", "clip_low": 0.1},
+            "algorithm.clip_low = 0.1 has no effect with algorithm.loss = 'sapo'",
         ),
         ({"lam": 0.9}, "algorithm.lam = 0.9 has no effect with algorithm.advantage = 'grpo'"),
         ({"advantage": "rloo", "gamma": 0.9}, "algorithm.gamma = 0.9 has no effect with algorithm.advantage = 'rloo'"),
         ({"value_clip": 0.5}, "algorithm.value_clip = 0.5 has no effect with algorithm.advantage = 'grpo'"),
         ({"loss": "gspo", "clip_low": 0.1}, ""),
+        ({"loss": "clip_cov", "clip_low": 0.1}, ""),
         ({"advantage": "gae", "lam": 0.9, "gamma": 0.9, "value_clip": None}, ""),
         ({"loss": "file.py:mine", "advantage": "file.py:mine", "clip_low": 0.1, "lam": 0.9}, ""),
     ],

@@ -1,0 +1,33 @@
+"""DPPO with the Kullback-Leibler divergence: no gradient at tokens whose distribution has moved too far."""
+
+import torch
+
+from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.declarations import Declaration
+from podium.algorithms.losses.dppo_tv import masked_surrogate
+from podium.algorithms.records import LossInputs, TokenLoss
+from podium.algorithms.token_rows import wide
+
+__all__ = ["dppo_kl"]
+
+
+@Declaration(
+    ratio_to="rollout",
+    defaults={"clip_low": 0.05, "clip_high": 0.05},
+    source="Qi et al. 2026, DPPO, arXiv:2602.04879, and the script of its authors",
+)
+def dppo_kl(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """As ``dppo_tv`` with ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))`` in place of the distance of p and q,
+    ``[N]``.
+
+    Divergence proximal policy optimization, the binary form with the Kullback-Leibler divergence from the generator to
+    the policy, in nats: Qi et al. 2026, arXiv:2602.04879. Tokens with A > 0 and p > q are left out above ``clip_high``,
+    those with A < 0 and p < q above ``clip_low``.
+    """
+    with torch.no_grad():
+        log_p_N, log_q_N = wide(inputs.logprobs_N), wide(inputs.old_logprobs_N)
+        p_N, q_N = log_p_N.exp(), log_q_N.exp()
+        others_N = torch.xlogy(1 - q_N, 1 - q_N) - torch.xlogy(1 - q_N, 1 - p_N)
+        divergence_N = q_N * (log_q_N - log_p_N) + others_N
+    low, high = config.clip_bounds
+    return masked_surrogate(inputs, (divergence_N > high) & (p_N > q_N), (divergence_N > low) & (p_N < q_N))

@@ -1,0 +1,54 @@
+"""KL-Cov: a penalty on the movement of a few tokens of the highest covariance in the whole minibatch."""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.declarations import Declaration
+from podium.algorithms.kl import bounded_exp
+from podium.algorithms.losses.clip_cov import COV_FRACTION, covariances
+from podium.algorithms.losses.ppo_clip import log_ratio
+from podium.algorithms.records import LossInputs, TokenLoss
+from podium.algorithms.token_rows import wide
+from podium.config import section
+
+__all__ = ["KlCovOptions", "kl_cov"]
+
+
+@section("algorithm.options")
+class KlCovOptions:
+    """The tokens that KL-Cov penalizes."""
+
+    kl_cov_share: float = Field(default=2e-4, gt=0, le=1)
+    """This share of a minibatch's tokens, and at least one token, is penalized. The authors take 2e-3 for models of 7
+    billion parameters, and 2e-4 for 32 billion."""
+    kl_cov_coef: float = Field(default=1.0, ge=0, le=1e6)
+    """The penalty of these tokens is multiplied by this coefficient."""
+
+
+def highest_covariance(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
+    """Mark the ``max(floor(k N), 1)`` tokens of the highest covariance in a whole minibatch."""
+    cov_N = covariances(inputs)
+    count = min(max(int(config.read_options(KlCovOptions).kl_cov_share * len(cov_N)), 1), len(cov_N))
+    chosen_N = torch.zeros_like(cov_N)
+    chosen_N[cov_N.argsort(descending=True, stable=True)[:count]] = 1.0
+    return {"chosen": chosen_N}
+
+
+@Declaration(
+    options=KlCovOptions,
+    minibatch=highest_covariance,
+    source="Cui et al. 2025, arXiv:2505.22617, section 4.2, and its authors' code",
+)
+def kl_cov(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """``-r A``, and ``-r A + kl_cov_coef · |log r|`` at the tokens of the highest covariance, ``[N]``.
+
+    KL-Cov: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
+    arXiv:2505.22617, section 4.2. ``r = exp(logprobs - old_logprobs)``. The paper penalizes KL(old ‖ new) and does not
+    say how it is estimated; this function follows the authors' code, which takes ``|log r|``. Nothing is clipped.
+    """
+    chosen_N, difference_N = inputs.figures["chosen"], log_ratio(inputs)
+    penalty_N = config.read_options(KlCovOptions).kl_cov_coef * chosen_N * difference_N.abs()
+    loss_N = penalty_N - bounded_exp(difference_N) * wide(inputs.advantages_N.detach())
+    return TokenLoss(loss_N, {COV_FRACTION: chosen_N})
