@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["connect", "inference_config", "open_config", "run_eval", "run_sample"]
 
+_SAMPLES: Final = 3
 _WRITES_PROMPTS: Final = ("data.chat_template",)
 _SCORES: Final = ("data.eval", "data.chat_template", "environment", "reward")
 
@@ -49,9 +50,11 @@ def run_eval(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"set       {name}\n" if name else "")
         sys.stdout.writelines(f"{line}\n" for line in _describe(evaluation, judge))
     for name, evaluation in evaluations.items():
-        for sample in evaluation.samples:
+        for sample in evaluation.samples[:_SAMPLES]:
             sys.stdout.write(f"\nset       {name}\n" if name else "\n")
-            sys.stdout.write(f"prompt    {sample.prompt!r}\nanswer    {sample.completion!r}\n")
+            sys.stdout.write(
+                f"prompt    {sample.prompt!r}\nanswer    {sample.completion!r}{', cut off' * sample.cut_off}\n"
+            )
             sys.stdout.write(f"expected  {sample.expected!r}  reward {sample.reward:g}\n")
     return 0
 

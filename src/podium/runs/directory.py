@@ -97,6 +97,7 @@ class Summary:
     best_checkpoint: str | None = None  # the best one of those that are kept
     prompts: Mapping[str, int] = field(default_factory=dict)  # number of prompts in each state of the ledger
     dropped: Mapping[str, int] = field(default_factory=dict)  # number of prompts that were dropped, by reason
+    examples: int = 0  # in the training data, which is an epoch
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
     def figures(self) -> dict[str, float | str | None]:

@@ -33,6 +33,7 @@ _CURVES: Final = {
 }
 _BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8f98"
 _CELL_CHARACTERS: Final = 400
+_PAIRS: Final = 3  # completions before and after, that are shown
 _INDENT: Final = (0, 0, 0, 2)
 
 
@@ -257,8 +258,7 @@ def render(
     """Print the report. Completions are shown as text, whatever they contain, and ``paths`` in their order."""
     width = min(console.width, 120)
     console.print()
-    trained = f" on {summary.prompts['trained']:,} prompts" if "trained" in summary.prompts else ""
-    heading = Text.assemble((title, "bold"), f"  {summary.steps} steps{trained} in {duration(summary.wall_s)}")
+    heading = Text.assemble((title, "bold"), f"  {summary.steps} steps{_amount(summary)} in {duration(summary.wall_s)}")
     for reason, count in summary.dropped.items():
         heading.append(f", {count:,} dropped: {reason}", "yellow")
     console.print(Rule(heading, align="left", style="dim", characters="─"), width=width)
@@ -275,6 +275,15 @@ def render(
         # A path that is wrapped or cut cannot be copied.
         line = Text.assemble("  ", (name.ljust(indent), "dim"), "  ", str(path))
         console.print(line, soft_wrap=True, highlight=False)
+
+
+def _amount(summary: Summary) -> str:
+    """What the run trained on: prompts, and where it saw some more than once, in how many epochs of how many."""
+    if "trained" not in summary.prompts:
+        return ""
+    trained, examples = summary.prompts["trained"], summary.examples
+    epochs = f" ({trained / examples:.1f} epochs of {examples:,})" if 0 < examples < trained else ""
+    return f" on {trained:,} prompts{epochs}"
 
 
 def _results(judge: Metric, first: Evaluation, last: Evaluation, steps: int, width: int) -> Iterator[Text]:
@@ -344,9 +353,14 @@ def _other_figures(judge: Metric, measured: Sequence[Evaluation]) -> Iterator[st
 
 
 def _pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """The samples of the same prompts. A prompt whose session failed has none."""
+    """A few samples of the same prompts: those with another reward first, then those with another text.
+
+    A prompt whose session failed has none.
+    """
     later = {(sample.place, sample.prompt): sample for sample in after}
-    return [(old, later[key]) for old in before if (key := (old.place, old.prompt)) in later]
+    pairs = [(old, later[key]) for old in before if (key := (old.place, old.prompt)) in later]
+    pairs.sort(key=lambda pair: (pair[0].reward == pair[1].reward, pair[0].completion == pair[1].completion))
+    return pairs[:_PAIRS]
 
 
 def _comparisons(pairs: Sequence[tuple[Sample, Sample]]) -> Table:
@@ -366,7 +380,8 @@ def _answer(sample: Sample) -> Text:
     answer = visible(sample.completion.strip(), _CELL_CHARACTERS)
     text = Text(answer) if answer else Text("(nothing)", "dim italic")
     style = "green" if sample.reward >= 1 else "yellow" if sample.reward > 0 else "red"
-    return text.append(f"\nreward {plain(sample.reward)}", style)
+    text.append(f"\nreward {plain(sample.reward)}", style)
+    return text.append(", cut off", "yellow") if sample.cut_off else text
 
 
 def _curve(curve: Curve, width: int) -> Iterator[Text]:

@@ -204,7 +204,7 @@ class CheckpointSaved(Event):
 @dataclass(frozen=True)
 class Sample:
     """One completion as a person reads it. ``place`` is that of its prompt in the evaluation or the step, ``details``
-    the parts of the reward and the texts that it logged."""
+    the parts of the reward and the texts that it logged. ``cut_off``: it reached the limit of its tokens."""
 
     prompt: str
     completion: str
@@ -212,6 +212,7 @@ class Sample:
     expected: str | None = None
     place: int | None = None
     details: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+    cut_off: bool = False
 
 
 @dataclass(frozen=True)

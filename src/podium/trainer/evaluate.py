@@ -43,7 +43,7 @@ from podium.workers import Generator, Policy, RewardModel
 
 __all__ = ["evaluate_model", "load_held_out_pairs", "open_sampler", "score_answers", "score_held_out"]
 
-_SAMPLES: Final = 3
+_SAMPLES: Final = 24  # of which the report shows a few that changed
 _TOGETHER: Final = 512  # held-out examples that are sent to the policy at once
 
 

@@ -524,6 +524,7 @@ class Trainer(ABC, Generic[C, E, R]):
             best_checkpoint=str(best) if (best := run.directory.checkpoints.best()) else None,
             prompts=self.ledger.states.counts(),
             dropped=dict(self.ledger.states.reasons),  # of a Counter, asdict() would count the pairs
+            examples=len(run.data.stream),
             sets=RunRecord(run.directory.path).scores_by_set(sets, done),
             finished=finished,
             model_path=str(model) if model else None,

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -51,10 +52,11 @@ def rendered(
     paths: Mapping[str, Path | str] | None = None,
     width: int = 100,
     judge: Metric = ACCURACY,
+    **amounts: Any,
 ) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=False, highlight=False)
-    summary = Summary(task="sums", seed=0, steps=steps, wall_s=231.4)
+    summary = Summary(task="sums", seed=0, steps=steps, wall_s=231.4, **amounts)
     render("grpo: sums", summary, judge, first, last, curve, paths or {}, console)
     return out.getvalue()
 
@@ -179,6 +181,27 @@ def test_a_completion_stands_beside_that_of_the_same_prompt_where_sessions_faile
         ["task", "2", "old", "2", "new", "2"],
     ]
     assert "task" not in rendered(evaluation(0, 0, 9, tuple(before)), evaluation(5, 0, 9, ()))
+
+
+def test_completions_that_changed_come_first_and_those_cut_off_are_marked() -> None:
+    rewards = {0: (0.0, 0.0), 1: (1.0, 1.0), 2: (0.0, 0.0), 3: (0.0, 1.0), 4: (0.0, 1.0)}
+    before = [Sample(f"task {place}", f"old {place}", was, place=place) for place, (was, _) in rewards.items()]
+    after = [
+        Sample(f"task {place}", f"{'old' if place < 2 else 'new'} {place}", now, place=place, cut_off=place == 4)
+        for place, (_, now) in rewards.items()
+    ]
+    text = rendered(evaluation(0, 1, 5, tuple(before)), evaluation(5, 3, 5, tuple(after)))
+    assert [line.split()[1] for line in text.splitlines() if "task" in line] == ["3", "4", "2"]
+    (cut,) = [line for line in text.splitlines() if "cut off" in line]
+    assert cut.split() == ["reward", "0", "reward", "1,", "cut", "off"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "examples", "says"),
+    [(240, 178, "on 240 prompts (1.3 epochs of 178) in"), (178, 178, "on 178 prompts in"), (9, 0, "on 9 prompts in")],
+)
+def test_prompts_that_were_seen_more_than_once_are_told_as_epochs(trained: int, examples: int, says: str) -> None:
+    assert says in rendered(FIRST, LAST, prompts={"trained": trained}, examples=examples)
 
 
 def test_paths_are_whole_however_narrow_the_terminal_is() -> None:
