@@ -81,7 +81,8 @@ def test_only_targets_for_developers_install_development_tools(target: str, tool
 
 def test_the_core_names_no_plugin() -> None:
     names = [path.name.removeprefix("podium-") for path in (ROOT / "plugins").iterdir() if path.is_dir()]
-    assert len(names) == 4
+    assert len(names) == 5
+    names[names.index("migration")] = "podium-migration"  # podium.migration is a module of the core
     for path in (ROOT / "src" / "podium").rglob("*"):
         if path.suffix in (".py", ".yaml", ".js", ".html", ".css"):
             text = path.read_text(encoding="utf-8").lower()

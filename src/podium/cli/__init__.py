@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
 import podium
 from podium.errors import PodiumError, RunInterrupted
@@ -17,7 +18,7 @@ from podium.exceptions import describe_error
 from podium.functions import nearest
 from podium.lazy import without_collector
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "find_commands", "main"]
 
 COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft|dpo|rm"),
@@ -39,12 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if command not in COMMANDS:
-        return _no_command(command)
+    installed = {} if command in COMMANDS else find_commands()
+    if command not in COMMANDS and command not in installed:
+        return _no_command(command, installed)
     try:
         with without_collector():
-            module = import_module(f"podium.cli.{COMMANDS[command][0]}")
-        status: int = getattr(module, f"run_{command}")(rest)
+            run = installed[command].load() if installed else _load_command(command)
+        status: int = run(rest)
         return status
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,6 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"podium {command}: interrupted\n")
         return 130
+
+
+def find_commands() -> Mapping[str, EntryPoint]:
+    """The commands of installed packages by name: entry points of the group ``podium.commands``, each a function that
+    takes the words behind the command and returns the exit status. Podium's own commands win over others."""
+    return {entry.name: entry for entry in entry_points(group="podium.commands") if entry.name not in COMMANDS}
+
+
+def _load_command(name: str) -> Callable[[Sequence[str]], int]:
+    return getattr(import_module(f"podium.cli.{COMMANDS[name][0]}"), f"run_{name}")
 
 
 def _in_short(error: PodiumError | OSError) -> str:
@@ -102,7 +114,7 @@ def _can_write() -> bool:
     return True
 
 
-def _no_command(word: str) -> int:
+def _no_command(word: str, installed: Mapping[str, EntryPoint]) -> int:
     parser = argparse.ArgumentParser(
         prog="podium",
         usage="podium COMMAND [options]",
@@ -114,9 +126,12 @@ def _no_command(word: str) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND [...]")
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
+    for name, entry in installed.items():
+        commands.add_parser(name, help=f"of the package {entry.dist.name if entry.dist else entry.module}")
     if not word.startswith("-"):
         parser.error(
-            f"there is no command {word!r}{nearest(word.lower(), COMMANDS)}; the commands are {', '.join(COMMANDS)}"
+            f"there is no command {word!r}{nearest(word.lower(), [*COMMANDS, *installed])}; the commands are "
+            f"{', '.join([*COMMANDS, *installed])}"
         )
     parser.parse_args([word])  # prints help or the version and exits, or refuses the option and exits with 2
     return 2

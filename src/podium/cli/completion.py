@@ -54,7 +54,7 @@ def run_completion(arguments: Sequence[str]) -> int:
 
 
 def _words() -> _Words:
-    from podium.cli import COMMANDS
+    from podium.cli import COMMANDS, find_commands
 
     options = {name: dict.fromkeys(_options_of(name), "") for name in COMMANDS if name != "completion"}
     train_options = options.pop("train")
@@ -64,7 +64,8 @@ def _words() -> _Words:
         options[name] |= _helps(keys_of(InferenceConfig))
     values: dict[str, Sequence[str]] = {"--backend": sorted(backends())}
     values |= {f"--{key.path}": choices for many in keys.values() for key in many if (choices := _values(key))}
-    return _Words({name: text for name, (_, text) in COMMANDS.items()}, options, values)
+    texts = {name: text for name, (_, text) in COMMANDS.items()} | dict.fromkeys(find_commands(), "")
+    return _Words(texts, options, values)
 
 
 def _options_of(command: str) -> list[str]:

@@ -41,7 +41,8 @@ class Equivalent:
         remark: A sentence on what differs. It is empty where nothing does.
         missing: Whether Podium lacks what the setting does. ``key`` is empty then.
         otherwise: The answers in configurations that lack ``key``, such as that of supervised fine-tuning.
-        default: The setting's default. A mapping has one for each recipe of the project. None where the table has none.
+        default: The setting's default, "null" for one that is None. A mapping has one for each recipe of the
+            project. None where the table has no default.
         rule: Name of the computation by which a value becomes Podium's, where it is another value.
         group: Name of the settings that are converted together with this one.
         several: Whether settings of different meanings are called so. ``remark`` lists them.
@@ -131,9 +132,10 @@ def find_translation(key: str, value: object) -> Translation | None:
 @cache
 def read_tables() -> tuple[Table, ...]:
     """Return the tables of all projects."""
-    return tuple(_read_table(path) for path in sorted(Path(__file__).parent.glob("*.yaml")) if path != _VALUES)
+    return tuple(_read_table(Path(__file__).with_name(f"{name}.yaml")) for name in _TABLES)
 
 
+_TABLES = ("trl", "verl", "openrlhf", "prime_rl")  # where several answer with the same key, the first one's words count
 _VALUES = Path(__file__).with_name("values.yaml")
 _SEVERAL = 4  # settings that one answer lists
 

@@ -1,0 +1,174 @@
+"""A configuration of Podium that grows from the settings of another project, with the reasons as comments."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import yaml
+
+from podium.config import keys_of, load_config
+from podium.errors import ConfigError
+from podium.migration import Equivalent, Table, read_tables
+from podium.runs.config import RECIPES
+from podium_migration.sources import Settings
+
+__all__ = ["Conversion", "is_installed"]
+
+
+class Conversion:
+    """The conversion of the settings of one file.
+
+    Attributes:
+        recipe: The recipe of Podium that does the same.
+        values: Values of Podium's keys.
+        notes: Comments on single keys.
+        lost: A line for each setting that has no counterpart or that the file does not decide.
+    """
+
+    def __init__(self, project: str, settings: Settings, recipe: str, theirs: str) -> None:
+        self.table: Table = next(table for table in read_tables() if table.project == project)
+        self.settings, self.recipe, self.theirs = settings, recipe, theirs
+        self.defaults = {key.path: key.default for key in keys_of(RECIPES[recipe])}
+        self.values: dict[str, Any] = {}
+        self.notes: dict[str, str] = {}
+        self.lost: list[str] = []
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a setting: the file's, or the default of the project, or ``default``."""
+        if name in self.settings.values:
+            return self.settings.values[name]
+        answer = self.table.answers.get(name)
+        value = None if answer is None else answer.default
+        if isinstance(value, dict) and value:
+            value = value.get(self.theirs)
+        return default if value in (None, "null") else value
+
+    def is_set(self, name: str) -> bool:
+        """Whether the file gives the setting a value."""
+        return name in self.settings.values
+
+    def set(self, key: str, value: Any, note: str = "") -> None:
+        """Give a key of Podium's a value, and a comment if there is something to say."""
+        self.values[key] = value
+        if note:
+            self.notes[key] = note
+
+    def lose(self, name: str, reason: str) -> None:
+        """Record that a setting has no counterpart."""
+        value = self.settings.values.get(name)
+        shown = f"{name}={value}" if self.is_set(name) else name
+        self.lost.append(f"{shown}: {reason}")
+
+    def convert_plain(self, only_set: Sequence[str] = ()) -> None:
+        """Convert the settings that need no computation, and the defaults that differ from Podium's.
+
+        Keys of Podium's that begin with one of ``only_set`` keep Podium's default where the file does not set them:
+        where a run leaves its files, and how fast it is.
+        """
+        for name, answer in self.table.answers.items():
+            plain = answer.key and not answer.rule and not answer.group and name not in self.settings.undecided
+            if plain and (self.is_set(name) or not answer.key.startswith(tuple(only_set))):
+                self._convert(name, answer)
+        for name in self.settings.values:
+            answer = self.table.find(name)
+            if answer is None:
+                self.lose(name, f"the table of {self.table.project} {self.table.version} has no such setting")
+            elif not answer.key and answer.missing and not self._is_off(name):
+                self.lose(name, answer.remark)
+        if names := ", ".join(self.settings.undecided):
+            self.lost.append(
+                f"{names}: the file does not decide this, a condition or another program does: give NAME=VALUE"
+            )
+
+    def _convert(self, name: str, answer: Equivalent) -> None:
+        chosen = answer.choose(self.defaults)
+        value = self.get(name)
+        if chosen is None or (value is None and not self.is_set(name)) or chosen.rule or chosen.group:
+            return
+        translation = chosen.translate(value)
+        key = (translation and translation.key) or chosen.key
+        if translation is not None and translation.missing:
+            self.lose(name, f"{key} has no such value: {translation.remark}")
+            return
+        value = value if translation is None else translation.value
+        if self.is_set(name) or not _equal(value, self.defaults.get(key)):
+            self.set(key, value, translation.remark if translation and self.is_set(name) else "")
+
+    def _is_off(self, name: str) -> bool:
+        """Whether a setting without a counterpart has a value that means off: nothing, zero, or one of something."""
+        value = self.settings.values[name]
+        return value is not True and value in (None, False, 0, 1, "", "none", [], {})
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, title: str) -> str:
+        """Return the configuration as YAML with comments.
+
+        Raises:
+            ConfigError: The values do not fit together. The message says how.
+        """
+        if "model.path" not in self.values:
+            self.set("model.path", "MODEL", "The file names no model: write its directory or its name on the hub here.")
+        lines = [*(f"# {line}" for line in textwrap.wrap(title, 116)), ""]
+        lines += self._write_sections(_nest(self.values), "", "")
+        if self.lost:
+            lines += ["", "# Without a counterpart, or for you to decide:"]
+            for line in self.lost:
+                lines += textwrap.wrap(line, 116, initial_indent="# - ", subsequent_indent="#   ")
+        text = "\n".join(lines) + "\n"
+        try:
+            load_config(RECIPES[self.recipe], "converted", content=text.encode())
+        except ConfigError as error:
+            raise ConfigError(
+                f"the settings do not make a configuration of podium train {self.recipe}: {error}"
+            ) from None
+        return text
+
+    def _write_sections(self, values: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
+        for name, value in values.items():
+            key = f"{path}.{name}".strip(".")
+            if isinstance(value, _Section):
+                yield f"{indent}{name}:"
+                yield from self._write_sections(value, key, indent + "  ")
+                continue
+            text = (
+                yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+                .removesuffix("...\n")
+                .strip()
+            )
+            if note := self.notes.get(key):
+                yield from textwrap.wrap(note, 116, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+            yield f"{indent}{name}: {text}"
+
+
+class _Section(dict[str, Any]):
+    """The keys of a section, which is no value of a key that takes a mapping."""
+
+
+def _nest(values: Mapping[str, Any]) -> _Section:
+    nested = _Section()
+    for key in sorted(values, key=_order):
+        *sections, name = key.split(".")
+        inner = nested
+        for section in sections:
+            inner = inner.setdefault(section, _Section())
+        inner[name] = values[key]
+    return nested
+
+
+def _order(key: str) -> int:
+    """The place of a key among all keys. A component's options come where the options are."""
+    keys = [entry.path for cls in RECIPES.values() for entry in keys_of(cls)]
+    return keys.index(key) if key in keys else keys.index(key.rpartition(".")[0])
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return list(first) == list(second)
+    return first == second and isinstance(first, bool) == isinstance(second, bool)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return find_spec(package) is not None

@@ -1,0 +1,236 @@
+"""The settings that a file of another project gives: YAML, a shell script or a Python script. Nothing is run."""
+
+import ast
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from podium.errors import ConfigError
+from podium_migration.peers import read_leaves
+from podium_migration.shell import UNDECIDED, read_script
+
+__all__ = ["Settings", "read_trl", "read_verl"]
+
+_NUMBER: Final = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_OVERRIDE: Final = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
+_TRL_CLASSES: Final = {"GRPOConfig": "grpo", "SFTConfig": "sft", "DPOConfig": "dpo", "RewardConfig": "reward"}
+_TRL_TRAINERS: Final = {"GRPOTrainer": "grpo", "SFTTrainer": "sft", "DPOTrainer": "dpo", "RewardTrainer": "reward"}
+_TRL_COMMANDS: Final = ("grpo", "sft", "dpo", "reward")
+
+
+class Settings(NamedTuple):
+    """Settings by their dotted names.
+
+    Attributes:
+        values: Their values.
+        undecided: Names of settings whose values the file does not say, such as those that a condition decides.
+        recipe: The recipe of the project, such as "grpo". It is empty where the file does not name one.
+        processes: Number of processes that the file starts; 0 where it says none.
+    """
+
+    values: dict[str, Any]
+    undecided: list[str]
+    recipe: str = ""
+    processes: int = 0
+
+
+def read_verl(path: Path, overrides: Sequence[str] = ()) -> Settings:
+    """Read the overrides of a shell script that starts verl, or a YAML file, and then ``overrides`` in Hydra's form.
+
+    Raises:
+        ConfigError: The file cannot be read, or says no setting of verl.
+    """
+    text = _read_text(path)
+    if path.suffix in (".yaml", ".yml"):
+        content = _read_yaml(path, text)
+        words = []
+        values = dict(
+            read_leaves({name: value for name, value in content.items() if name not in ("defaults", "hydra")})
+        )
+    else:
+        values = {}
+        script = read_script(text, os.environ)
+        commands = [words for words in script.commands if any("verl" in word for word in words)] or script.commands
+        words = [word for command in commands for word in command]
+    undecided = list[str]()
+    for word in [*words, *overrides]:
+        match = _OVERRIDE.fullmatch(word)
+        if word.startswith("~"):
+            values.pop(word[1:].partition("=")[0], None)
+        elif match and UNDECIDED in match[2]:
+            undecided.append(match[1])
+        elif match:
+            values[match[1]] = _read_value(match[2])
+            undecided = [name for name in undecided if name != match[1]]
+    if not any("." in name for name in values):
+        raise ConfigError(
+            f"{path} gives no setting of verl: expected words such as data.train_batch_size=1024, or YAML"
+        )
+    return Settings(values, undecided)
+
+
+def read_trl(path: Path, overrides: Sequence[str] = ()) -> Settings:
+    """Read GRPOConfig(...) or another configuration of a Python script, options of a shell script, or a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read, or says no setting of TRL.
+    """
+    text = _read_text(path)
+    if path.suffix in (".yaml", ".yml"):
+        settings = Settings(_read_yaml(path, text), [])
+    elif path.suffix == ".py":
+        settings = _read_python(path, text)
+    else:
+        settings = _read_options(text)
+    for word in overrides:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is no setting of TRL: write NAME=VALUE, as in learning_rate=1e-6")
+        settings.values[name] = _read_value(value)
+    if not settings.values:
+        raise ConfigError(
+            f"{path} gives no setting of TRL: expected GRPOConfig(...), options such as --learning_rate, or YAML"
+        )
+    return settings
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _read_yaml(path: Path, text: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, and a configuration is a mapping")
+    return _with_numbers(content)
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return _with_numbers(yaml.safe_load(text)) if text else ""
+    except yaml.YAMLError:
+        return text
+
+
+def _with_numbers(value: Any) -> Any:
+    """``value`` with numbers in place of text such as 1e-6, which YAML 1.1 reads as text, and None for "None"."""
+    if isinstance(value, Mapping):
+        return {str(name): _with_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(inner) for inner in value]
+    if value == "None":
+        return None
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _read_options(text: str) -> Settings:
+    """The options of ``trl grpo --name value``, or of a script of TRL's form, with those of ``accelerate launch``."""
+    values = dict[str, Any]()
+    undecided = list[str]()
+    recipe, processes = "", 0
+    for words in read_script(text, os.environ).commands:
+        recipe = next((word for word in words[1:3] if words[0].endswith("trl") and word in _TRL_COMMANDS), recipe)
+        scripts = [re.search(r"(grpo|sft|dpo|reward)", word) for word in words if word.endswith(".py")]
+        recipe = recipe or next((match[1] for match in scripts if match), "")
+        start = next((place for place, word in enumerate(words) if word.endswith((".py", *_TRL_COMMANDS))), 0)
+        launcher = [item for word in words[:start] for item in word.split("=")]  # options of accelerate or torchrun
+        for name, value in itertools.pairwise(launcher):
+            if name.replace("-", "_") in ("__num_processes", "__nproc_per_node") and value.isdigit():
+                processes = int(value)
+        for name, value in _list_options(words[start:]):
+            if UNDECIDED in value:
+                undecided.append(name)
+            elif name != "config":
+                values[name] = _read_value(value)
+    return Settings(values, undecided, recipe, processes)
+
+
+def _list_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].partition("=")
+        items = [value] if equals else []
+        while rest and not equals and not rest[0].startswith("--"):
+            items.append(rest.pop(0).rstrip(","))
+        yield name, f"[{', '.join(items)}]" if len(items) > 1 else items[0] if items else "true"
+
+
+def _read_python(path: Path, text: str) -> Settings:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"{path} is no Python: {error}") from None
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    values = dict[str, Any]()
+    undecided = list[str]()
+    recipe = ""
+    for call in calls:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name in _TRL_CLASSES:
+            recipe = _TRL_CLASSES[name]
+            named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        elif name == "LoraConfig":
+            named = {f"lora_{_LORA.get(str(word.arg), word.arg)}": word.value for word in call.keywords if word.arg}
+            values["use_peft"] = True
+        elif name in _TRL_TRAINERS:
+            recipe = recipe or _TRL_TRAINERS[name]
+            named = {_TRAINER[word.arg]: word.value for word in call.keywords if word.arg in _TRAINER}
+        elif name == "load_dataset" and call.args and "dataset_name" not in values:
+            named = {"dataset_name": call.args[0]}
+            named |= {_DATASET[word.arg]: word.value for word in call.keywords if word.arg in _DATASET}
+        else:
+            continue
+        for key, node in named.items():
+            value = _evaluate(node, constants, path)
+            if value is UNDECIDED:
+                undecided.append(key)
+            else:
+                values[key] = value
+    return Settings(values, undecided, recipe)
+
+
+_DATASET: Final = {"split": "dataset_train_split", "name": "dataset_config"}
+_LORA: Final = {"lora_alpha": "alpha", "lora_dropout": "dropout"}
+_TRAINER: Final = {
+    "model": "model_name_or_path",
+    "reward_funcs": "reward_funcs",
+    "tools": "tools",
+    "environment_factory": "environment_factory",
+    "rollout_func": "rollout_func",
+}
+
+
+def _evaluate(node: ast.expr, constants: Mapping[str, ast.expr], path: Path) -> Any:
+    """The value of an expression: plain values, constants of the module, and its functions as path/file.py:name."""
+    if isinstance(node, ast.Name) and node.id in constants and constants[node.id] is not node:
+        return _evaluate(constants[node.id], {key: value for key, value in constants.items() if key != node.id}, path)
+    if isinstance(node, ast.Name):
+        return f"{path}:{node.id}"
+    if isinstance(node, ast.List | ast.Tuple):
+        items = [_evaluate(item, constants, path) for item in node.elts]
+        return UNDECIDED if UNDECIDED in items else items
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return UNDECIDED

@@ -1,0 +1,244 @@
+"""TRL's settings as a configuration of Podium: the settings that the table alone does not convert."""
+
+from typing import Any, Final
+
+from podium.errors import ConfigError
+from podium.runs.config import RECIPES
+from podium_migration.conversion import Conversion, is_installed
+from podium_migration.sources import Settings
+
+__all__ = ["convert_trl"]
+
+ONLY_SET: Final = (
+    "engine.",
+    "run.",
+    "save.",
+    "data.",
+    "model.path",
+    "reward.",
+    "parallel.",
+    "placement.",
+    "model.dtype",
+)
+_OURS: Final = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "reward": "rm"}
+
+
+def convert_trl(settings: Settings) -> Conversion:
+    """Return the configuration of Podium that means what the settings mean for TRL.
+
+    Raises:
+        ConfigError: Podium has no recipe of this kind.
+    """
+    theirs = settings.recipe or (
+        "grpo" if {"num_generations", "reward_funcs", "beta"} & settings.values.keys() else "sft"
+    )
+    if (recipe := _OURS[theirs]) not in RECIPES:
+        raise ConfigError(f"TRL's {theirs} has no counterpart: Podium has the recipes {', '.join(RECIPES)}")
+    conversion = Conversion("TRL", settings, recipe, theirs)
+    conversion.convert_plain(only_set=ONLY_SET)
+    _convert_batches(conversion)
+    _convert_evaluation(conversion)
+    _convert_model(conversion)
+    _convert_run(conversion)
+    if recipe == "grpo":
+        _convert_objective(conversion)
+        _convert_rewards(conversion)
+    return conversion
+
+
+def _convert_batches(c: Conversion) -> None:
+    processes = c.settings.processes or 1
+    accumulation = c.get("gradient_accumulation_steps")
+    rows = c.get("per_device_train_batch_size") * processes
+    note = f"{c.get('per_device_train_batch_size')} rows on each of {processes} processes, {accumulation} times"
+    if not c.settings.processes:
+        c.lose(
+            "per_device_train_batch_size",
+            "the file names no number of processes, and 1 is assumed: the batch above is for one",
+        )
+    else:
+        c.set("placement.ranks", processes)
+    updates = 1
+    if c.recipe != "grpo":
+        c.set("batch.examples", rows * accumulation, f"{note}.")
+    else:
+        n, reuse = c.get("num_generations"), c.get("steps_per_generation") or accumulation
+        completions = c.settings.values.get("generation_batch_size") or rows * reuse
+        minibatches = max(1, completions // (rows * accumulation))
+        updates = minibatches * c.get("num_iterations")
+        c.set(
+            "batch.prompts",
+            max(1, completions // n),
+            f"{completions} completions are generated at a time, {n} of each prompt.",
+        )
+        if minibatches > 1 or c.is_set("steps_per_generation"):
+            c.set("algorithm.minibatches", minibatches, f"{note} make one optimizer step.")
+    _convert_length(c, updates)
+
+
+def _convert_length(c: Conversion, updates: int) -> None:
+    """The length of the run and what counts its steps. TRL's steps are optimizer steps, of which a step has several."""
+    most = c.get("max_steps")
+    if most > 0:
+        c.set("run.steps", max(1, most // updates), f"{most} optimizer steps, {updates} a step." if updates > 1 else "")
+    else:
+        c.set("run.epochs", c.get("num_train_epochs"))
+    warmup, share = c.get("warmup_steps"), c.get("warmup_ratio") or 0
+    share = warmup if 0 < warmup < 1 else share
+    if share and most > 0:
+        c.set("optim.warmup_steps", round(share * most), f"{share:g} of {most} optimizer steps.")
+    elif share:
+        c.lose("warmup_ratio", f"optim.warmup_steps counts optimizer steps: {share:g} x those of the run")
+    elif warmup:
+        c.set("optim.warmup_steps", warmup)
+    if c.get("save_strategy") == "steps" and (c.is_set("save_steps") or c.is_set("save_strategy")):
+        c.set("save.every", max(1, int(c.get("save_steps")) // updates))
+    if c.is_set("save_total_limit"):
+        c.set("save.keep", c.get("save_total_limit") or 0)
+    if c.get("load_best_model_at_end"):
+        c.set("save.keep_best", 1, "podium export runs/NAME@best writes the model of the best evaluation.")
+    if c.get("eval_strategy") == "steps" or (c.is_set("eval_steps") and c.get("eval_strategy") != "epoch"):
+        c.set("eval.every", max(1, int(c.get("eval_steps", 500)) // updates))
+
+
+def _convert_evaluation(c: Conversion) -> None:
+    if c.get("eval_strategy") in ("no", False) and not c.is_set("eval_steps"):
+        c.set("eval.items", 0, "TRL evaluates only where eval_strategy is set, and holds no examples out.")
+        c.set("data.holdout", 0.0)
+        return
+    c.set("eval.at_start", bool(c.get("eval_on_start")))
+
+
+def _convert_objective(c: Conversion) -> None:
+    c.set("algorithm.clip_low", c.get("epsilon"))
+    c.set("algorithm.clip_high", c.get("epsilon_high") or c.get("epsilon"))
+    if c.get("delta") is not None:
+        c.set("algorithm.options.dual_clip", c.get("delta"))
+    if c.get("beta"):
+        c.set("algorithm.kl_in", "loss")
+        c.set("algorithm.kl_coef", c.get("beta"))
+    name = str(c.get("loss_type"))
+    translation = c.table.answers["loss_type"].translate(name)
+    if translation is None or translation.missing:
+        c.lose("loss_type", "a loss is a function of about twenty lines: docs/algorithms.md writes one")
+    elif name == "dr_grpo":
+        c.set("algorithm.advantage", "dr_grpo", translation.remark)
+        c.values.pop("algorithm.normalize_advantage", None)
+    else:
+        c.set("algorithm.aggregation", translation.value)
+    if c.get("importance_sampling_level") == "sequence":
+        c.set("algorithm.loss", "gspo")
+    if c.get("disable_dropout") is False and c.is_set("disable_dropout"):
+        c.set("model.dropout", None)
+    if c.get("use_vllm") and c.get("vllm_importance_sampling_correction"):
+        cap, mode = c.get("vllm_importance_sampling_clip_max"), str(c.get("vllm_importance_sampling_mode"))
+        if mode == "token_truncate":
+            c.set("algorithm.importance_cap", cap)
+        else:
+            c.lose(
+                "vllm_importance_sampling_mode",
+                f"{mode}: weights are per token (algorithm.importance_cap {cap}), and no sequence is masked",
+            )
+
+
+def _convert_rewards(c: Conversion) -> None:
+    functions = c.settings.values.get("reward_funcs")
+    functions = [functions] if isinstance(functions, str) else list(functions or [])
+    names = [_name_reward(str(function)) for function in functions]
+    for function, name in zip(functions, names, strict=True):
+        if name == "":
+            c.lose("reward_funcs", f"{function}: give your own function as path/file.py:function")
+    names = [name for name in names if name]
+    if names:
+        c.set("reward.name", names[0] if len(names) == 1 else names)
+    elif not functions:
+        c.lose("reward_funcs", "the file names no reward: set reward.name")
+    if weights := c.settings.values.get("reward_weights"):
+        c.set("reward.weights", weights)
+    if model := c.settings.values.get("reward_model_name_or_path"):
+        c.set("reward.path", model)
+        c.set("reward.name", "model")
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if c.is_set(name):
+            c.lose(name, "environment.name names a function of yours: docs/coming-from-trl.md")
+
+
+def _name_reward(function: str) -> str:
+    """The name of a reward here: a function of the file or of a module, or Podium's own. "" if there is none."""
+    path, colon, name = function.rpartition(":")
+    if (name or function) in ("accuracy_reward", "reasoning_accuracy_reward"):
+        return "math"
+    if (name or function) in ("think_format_reward", "get_soft_overlong_punishment"):
+        return ""
+    if colon:
+        return f"{path}:{name}"
+    module, dot, name = function.rpartition(".")
+    return f"{module}:{name}" if dot else ""
+
+
+def _convert_model(c: Conversion) -> None:
+    if c.get("use_peft"):
+        c.set("model.lora.rank", c.get("lora_r"))
+        c.set("model.lora.alpha", float(c.get("lora_alpha")))
+        c.set("model.lora.dropout", c.get("lora_dropout"))
+        targets = c.settings.values.get("lora_target_modules") or []
+        c.set(
+            "model.lora.targets", [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
+        )
+        if c.recipe == "grpo" and c.get("lora_dropout"):
+            c.set(
+                "model.lora.dropout",
+                0.0,
+                "TRL's 0.05 by default is off here: noise would change the probability ratios.",
+            )
+    if c.get("fp16"):
+        c.set("parallel.precision", "float16")
+    elif c.settings.values.get("bf16"):
+        c.set("parallel.precision", "bfloat16")
+    if c.is_set("fsdp") or c.is_set("deepspeed"):
+        c.set("parallel.strategy", "fsdp2")
+    if c.settings.values.get("use_vllm"):
+        if is_installed("vllm"):
+            c.set("engine.name", "vllm")
+        else:
+            c.values.pop("engine.name", None)
+            c.lose("use_vllm", "vllm is not installed here; engine.name vllm needs pip install 'podium[vllm]'")
+    if c.recipe == "sft" and c.is_set("max_length"):
+        c.set(
+            "data.max_prompt_tokens",
+            c.get("max_length"),
+            "It bounds the prompt; TRL's max_length cuts prompt and answer together.",
+        )
+
+
+def _convert_run(c: Conversion) -> None:
+    trackers = c.settings.values.get("report_to") or []
+    project = c.settings.values.get("project")
+    chosen = list[Any]()
+    for tracker in [trackers] if isinstance(trackers, str) else trackers:
+        if tracker in ("wandb", "tensorboard", "trackio") and is_installed(tracker):
+            chosen.append({tracker: {"project": project}} if project and tracker != "tensorboard" else tracker)
+        elif tracker != "none":
+            c.lose("report_to", f"{tracker} is not installed here, or none of tensorboard, wandb and trackio")
+    if chosen:
+        c.set("run.trackers", chosen)
+    _convert_names(c)
+
+
+def _convert_names(c: Conversion) -> None:
+    name = str(c.settings.values.get("output_dir") or "").rstrip("/")
+    if name and not c.is_set("run_name"):
+        directory, _, last = name.rpartition("/")
+        c.set("run.name", last)
+        if directory:
+            c.set("run.dir", directory)
+    if c.is_set("seed"):
+        c.set("run.seed", c.get("seed"))
+    if split := c.settings.values.get("dataset_train_split"):
+        c.set("data.train_split", split)
+    if c.get("log_completions"):
+        c.set("run.show_samples", c.get("num_completions_to_print") or 2)
+    if c.settings.values.get("chat_template_kwargs"):
+        c.set("data.chat_template_kwargs", c.get("chat_template_kwargs"))
+    if c.is_set("resume_from_checkpoint"):
+        c.lose("resume_from_checkpoint", "a checkpoint of TRL is no run of Podium's: name it as model.path")

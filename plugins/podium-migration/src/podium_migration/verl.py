@@ -1,0 +1,269 @@
+"""verl's settings as a configuration of Podium: the settings that the table alone does not convert."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from podium_migration.conversion import Conversion, is_installed
+from podium_migration.sources import Settings
+
+__all__ = ["convert_verl"]
+
+ACTOR: Final = "actor_rollout_ref.actor"
+ROLLOUT: Final = "actor_rollout_ref.rollout"
+MODEL: Final = "actor_rollout_ref.model"
+OF_CRITIC: Final = ("algorithm.lam", "algorithm.value_clip", "critic.")
+ONLY_SET: Final = (
+    "engine.",
+    "run.",
+    "save.",
+    "data.train",
+    "data.eval",
+    "model.path",
+    "critic.path",
+    "reward.",
+    "parallel.",
+)
+
+
+def convert_verl(settings: Settings) -> Conversion:
+    """Return the configuration of Podium that means what the settings mean for verl."""
+    estimator = settings.values.get("algorithm.adv_estimator", "gae")
+    recipe = "ppo" if estimator == "gae" else "grpo"
+    backend = settings.values.get("model_engine", settings.values.get(f"{ACTOR}.strategy", "fsdp"))
+    conversion = Conversion("verl", settings, recipe, "megatron" if backend == "megatron" else "fsdp")
+    conversion.convert_plain(only_set=ONLY_SET if recipe == "ppo" else (*ONLY_SET, *OF_CRITIC))
+    for rule in _RULES:
+        rule(conversion)
+    if recipe == "grpo":
+        conversion.values = {key: value for key, value in conversion.values.items() if not key.startswith(OF_CRITIC)}
+    return conversion
+
+
+def _convert_data(c: Conversion) -> None:
+    for name, key in (("data.train_files", "data.train"), ("data.val_files", "data.eval")):
+        files = c.settings.values.get(name)
+        files = [files] if isinstance(files, str) else files or []
+        if len(files) == 1:
+            c.set(key, str(files[0]))
+        elif files and key == "data.eval":
+            c.set(key, [str(file) for file in files])
+        elif files:
+            c.set(key, str(files[0]), "data.train is one source: join the files into one, or name a directory of them.")
+            c.lose(name, f"data.train is one source, and {len(files)} are given; only the first is written above")
+    if c.get("data.filter_overlong_prompts"):
+        c.set("data.overlong", "drop")
+    elif c.get("data.truncation") == "left":
+        c.set("data.overlong", "cut")
+    elif c.is_set("data.truncation") and c.get("data.truncation") != "error":
+        c.lose("data.truncation", "a prompt is cut at its front only; longer prompts are left out")
+    if c.get("data.val_max_samples") == -1:
+        c.set("eval.items", 10**9, "verl evaluates on all held-out prompts.")
+    else:
+        c.set("eval.items", c.get("data.val_max_samples"))
+    if c.settings.values.get("data.seed") is not None:
+        c.set("run.seed", c.get("data.seed"))
+
+
+def _convert_batches(c: Conversion) -> None:
+    prompts, size = c.get("data.train_batch_size"), c.get(f"{ACTOR}.ppo_mini_batch_size")
+    undecided = {"data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"} & set(c.settings.undecided)
+    if undecided:
+        return
+    minibatches = max(1, prompts // size)
+    if prompts % size and prompts > size:
+        c.lose(
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{prompts} prompts do not divide by {size}; {minibatches} minibatches are taken",
+        )
+    note = f"data.train_batch_size / ppo_mini_batch_size = {prompts} / {size}, both in prompts."
+    c.set("algorithm.minibatches", minibatches, note)
+    _convert_warmup(c, minibatches * c.get(f"{ACTOR}.ppo_epochs"))
+
+
+def _convert_warmup(c: Conversion, updates: int) -> None:
+    steps, share = c.get(f"{ACTOR}.optim.lr_warmup_steps"), c.get(f"{ACTOR}.optim.lr_warmup_steps_ratio")
+    total = c.settings.values.get("trainer.total_training_steps")
+    if steps is not None and steps > 0:
+        c.set("optim.warmup_steps", steps * updates, f"{steps} training steps of {updates} optimizer steps each.")
+    elif share and total:
+        count = int(share * total)
+        c.set(
+            "optim.warmup_steps",
+            count * updates,
+            f"{share:g} of {total} training steps, of {updates} optimizer steps each.",
+        )
+    elif share:
+        c.lose(
+            f"{ACTOR}.optim.lr_warmup_steps_ratio",
+            f"optim.warmup_steps counts optimizer steps: {share:g} x the training steps of the run x {updates}",
+        )
+
+
+def _convert_micro_batches(c: Conversion) -> None:
+    rows = c.settings.values.get(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+    if c.get(f"{ACTOR}.use_dynamic_bsz", False) or c.is_set(f"{ACTOR}.ppo_max_token_len_per_gpu"):
+        c.set("parallel.micro_batch_tokens", c.get(f"{ACTOR}.ppo_max_token_len_per_gpu"))
+    elif rows:
+        tokens = rows * (c.get("data.max_prompt_length") + c.get("data.max_response_length"))
+        c.set("parallel.micro_batch_tokens", tokens, f"{rows} rows of the longest prompt and response.")
+
+
+def _convert_objective(c: Conversion) -> None:
+    loss = c.values.get("algorithm.loss", "ppo_clip")
+    low, high, both = (c.get(f"{ACTOR}.clip_ratio{end}") for end in ("_low", "_high", ""))
+    explicit = [c.settings.values.get(f"{ACTOR}.clip_ratio{end}", 0.2) for end in ("_low", "_high")]
+    c.set("algorithm.clip_low", both if explicit[0] is None else low)
+    c.set("algorithm.clip_high", both if explicit[1] is None else high)
+    if c.is_set(f"{ACTOR}.clip_ratio") and None not in explicit and both != low:
+        c.lose(
+            f"{ACTOR}.clip_ratio",
+            "clip_ratio_low and clip_ratio_high decide, which are 0.2 unless they are set to null",
+        )
+    if loss == "ppo_clip":
+        c.set("algorithm.options.dual_clip", c.get(f"{ACTOR}.clip_ratio_c"), "verl's dual clip is on by default.")
+    if loss == "clip_cov":
+        names = {"cov_share": "clip_cov_ratio", "cov_low": "clip_cov_lb", "cov_high": "clip_cov_ub"}
+        for option, name in names.items():
+            c.set(f"algorithm.options.{option}", c.get(f"{ACTOR}.policy_loss.{name}"))
+    if loss == "gspo":
+        c.set("algorithm.aggregation", "sequence-mean", "verl's gspo takes it whatever loss_agg_mode says.")
+    if c.get("algorithm.adv_estimator") == "grpo" and not c.get("algorithm.norm_adv_by_std_in_grpo"):
+        c.set("algorithm.normalize_advantage", False)
+    weights, cap = (c.get(f"algorithm.rollout_correction.rollout_is{end}") for end in ("", "_threshold"))
+    if weights == "token":
+        c.set("algorithm.importance_cap", cap)
+    elif weights:
+        c.lose("algorithm.rollout_correction.rollout_is", "weights are per token (algorithm.importance_cap)")
+
+
+def _convert_kl(c: Conversion) -> None:
+    in_loss, in_reward = c.get(f"{ACTOR}.use_kl_loss"), c.get("algorithm.use_kl_in_reward")
+    name = f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"
+    if not in_loss and not in_reward:
+        c.set("algorithm.kl_in", "none")
+        c.set("algorithm.kl_coef", 0.0)
+        return
+    if in_loss and in_reward:
+        c.lose("algorithm.use_kl_in_reward", "the KL counts in one place: it is in the loss above")
+    c.set("algorithm.kl_in", "loss" if in_loss else "reward")
+    c.set("algorithm.kl_coef", c.get(f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"))
+    answer = c.table.answers[name]
+    translation = answer.translate(c.get(name))
+    estimator = c.get(name) if translation is None else translation.value
+    note = "" if translation is None else translation.remark
+    if translation is not None and translation.missing:
+        c.lose(name, translation.remark)
+        estimator = "k3" if in_loss else "k1"
+    if in_loss and estimator == "k1":
+        estimator, note = "k3", "verl's k1 in the loss has no gradient on average, so k3 stands here."
+    c.set("algorithm.kl_estimator", estimator, note)
+    if not in_loss and c.get("algorithm.kl_ctrl.type") == "adaptive":
+        c.set("algorithm.kl_target", c.get("algorithm.kl_ctrl.target_kl"))
+
+
+def _convert_sampling(c: Conversion) -> None:
+    if c.get(f"{ROLLOUT}.do_sample") is False:
+        c.lose(f"{ROLLOUT}.do_sample", "training needs samples that differ")
+    samples = c.get(f"{ROLLOUT}.val_kwargs.do_sample")
+    c.set("eval.temperature", c.get(f"{ROLLOUT}.val_kwargs.temperature", 0) if samples else 0.0)
+    if c.is_set(f"{ROLLOUT}.val_kwargs.temperature") and not samples and c.get(f"{ROLLOUT}.val_kwargs.temperature"):
+        c.notes["eval.temperature"] = "verl ignores val_kwargs.temperature while val_kwargs.do_sample is false."
+    engine = c.values.pop("engine.name", None)
+    if engine == "vllm" and is_installed("vllm"):
+        c.set("engine.name", "vllm")
+        for name, option in (
+            ("tensor_model_parallel_size", "tensor_parallel_size"),
+            ("max_model_len", "max_model_len"),
+        ):
+            if c.settings.values.get(f"{ROLLOUT}.{name}"):
+                c.set(f"engine.options.{option}", c.get(f"{ROLLOUT}.{name}"))
+    elif engine == "vllm":
+        c.lose(f"{ROLLOUT}.name", "vllm is not installed here; engine.name vllm needs pip install 'podium[vllm]'")
+    if c.is_set(f"{ROLLOUT}.gpu_memory_utilization"):
+        c.lose(
+            f"{ROLLOUT}.gpu_memory_utilization",
+            "engine.cache_gib is the size of the cache in GiB; unset, it is a quarter of the free memory",
+        )
+
+
+def _convert_placement(c: Conversion) -> None:
+    names = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    if any(map(c.is_set, names)) and not set(names) & set(c.settings.undecided):
+        devices, nodes = map(c.get, names)
+        c.set("placement.ranks", devices * nodes, f"{nodes} x {devices} devices; 1 on a machine without them.")
+    if c.values.get("placement.ranks", 1) > 1 and c.theirs == "fsdp":
+        c.set("parallel.strategy", "fsdp2", "replicate is faster where the model fits.")
+    all_of_it, optimizer = (c.get(f"{ACTOR}.fsdp_config.{part}_offload") for part in ("param", "optimizer"))
+    if all_of_it or optimizer:
+        c.set("parallel.offload", "all" if all_of_it else "optimizer", "It holds for every role.")
+    if c.get(f"{MODEL}.lora_rank"):
+        c.set("model.lora.rank", c.get(f"{MODEL}.lora_rank"))
+        c.set("model.lora.alpha", float(c.get(f"{MODEL}.lora_alpha")))
+        targets = c.get(f"{MODEL}.target_modules")
+        c.set(
+            "model.lora.targets", [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
+        )
+
+
+def _convert_reward(c: Conversion) -> None:
+    path, name = (
+        c.get(f"reward.custom_reward_function.{part}") or c.get(f"custom_reward_function.{part}")
+        for part in ("path", "name")
+    )
+    sources = str([c.settings.values.get("data.train_files"), c.settings.values.get("data.val_files")]).lower()
+    if path:
+        c.set("reward.name", f"{path}:{name or 'compute_score'}")
+    elif "math" in sources or "aime" in sources:
+        c.set("reward.name", "math", "verl takes the reward of each row's data_source.")
+    elif "gsm8k" in sources:
+        c.set("reward.name", "gsm8k", "verl takes the reward of each row's data_source.")
+    else:
+        c.lose("reward.custom_reward_function.path", "verl takes the reward of each row's data_source: set reward.name")
+    model = c.settings.values.get("reward.reward_model.model_path") or c.settings.values.get("reward_model.model.path")
+    if model and (c.get("reward.reward_model.enable") or c.get("reward_model.enable")):
+        c.set("reward.path", model)
+        if not path:
+            c.set("reward.name", "model")
+    manager = c.get("reward.reward_manager.name") or c.get("reward_model.reward_manager")
+    if manager not in (None, "naive"):
+        c.lose(
+            "reward.reward_manager.name",
+            f"{manager}: a function of yours does what a manager does: docs/coming-from-verl.md",
+        )
+
+
+def _convert_run(c: Conversion) -> None:
+    if f"{MODEL}.path" not in c.settings.undecided:
+        c.set("model.path", c.get(f"{MODEL}.path"))
+    steps = c.settings.values.get("trainer.total_training_steps")
+    if steps is None and "trainer.total_training_steps" not in c.settings.undecided:
+        c.set("run.epochs", c.get("trainer.total_epochs"))
+    trackers = c.settings.values.get("trainer.logger") or []
+    project = c.settings.values.get("trainer.project_name")
+    chosen = list[Any]()
+    for tracker in [trackers] if isinstance(trackers, str) else trackers:
+        if tracker in ("wandb", "tensorboard", "trackio") and is_installed(tracker):
+            chosen.append({tracker: {"project": project}} if project and tracker == "wandb" else tracker)
+        elif tracker != "console":
+            c.lose("trainer.logger", f"{tracker} is not installed here, or none of tensorboard, wandb and trackio")
+    if chosen:
+        c.set("run.trackers", chosen)
+    if c.settings.values.get("trainer.save_freq", -1) > 0:
+        c.set("save.keep", c.settings.values.get("trainer.max_actor_ckpt_to_keep") or 0, "0 keeps all.")
+    if c.settings.values.get("trainer.resume_mode") == "resume_path":
+        c.lose("trainer.resume_mode", "a checkpoint of verl is no run of Podium's: merge it, and name it as model.path")
+    if any(c.get(f"{ROLLOUT}.multi_turn.{part}") for part in ("enable", "tool_config_path")):
+        c.lose(f"{ROLLOUT}.multi_turn.enable", "environment.name names a function of yours that holds the conversation")
+
+
+_RULES: Final[tuple[Callable[[Conversion], None], ...]] = (
+    _convert_data,
+    _convert_batches,
+    _convert_micro_batches,
+    _convert_objective,
+    _convert_kl,
+    _convert_sampling,
+    _convert_placement,
+    _convert_reward,
+    _convert_run,
+)

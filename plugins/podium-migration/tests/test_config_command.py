@@ -1,0 +1,292 @@
+"""``podium config`` writes a configuration that means the same. The scripts have the values of examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from podium.cli import main
+from podium.config import load_config
+from podium.runs.config import RECIPES, PPOConfig
+
+shell = pytest.importorskip("podium_migration.shell")
+conversions = pytest.importorskip("podium_migration.conversion")
+
+LENGTHS = "data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024"
+GSM8K = "data.train_files=$HOME/gsm8k/train.parquet data.val_files=$HOME/gsm8k/test.parquet"
+VERL = {
+    "grpo": """\
+#!/usr/bin/env bash
+set -xeuo pipefail
+MODEL=${MODEL_PATH:-Qwen/Qwen3-8B}    # of the environment, or this one
+rows=$((128 * 2))
+DATA=(
+    algorithm.adv_estimator=grpo
+    %(gsm8k)s  %(lengths)s            # both in prompts
+    data.filter_overlong_prompts=True
+    data.truncation='error'
+)
+if [ -n "${FAST:-}" ]; then nodes=4; rows=8; else nodes=1; fi
+TRAINER=(trainer.logger='["console","wandb"]' trainer.nnodes=${nodes} trainer.n_gpus_per_node=8)
+TRAINER+=("trainer.total_epochs=15" trainer.save_freq=20 trainer.test_freq=5)
+python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
+    actor_rollout_ref.model.path="$MODEL" actor_rollout_ref.model.use_remove_padding=True \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=$rows \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    trainer.critic_warmup=0 "${TRAINER[@]}" "$@"
+""",
+    "ppo": """\
+python -m verl.trainer.main_ppo algorithm.adv_estimator=gae %(gsm8k)s %(lengths)s \\
+ actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat critic.model.path=deepseek-ai/deepseek-llm-7b-chat \\
+ actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \\
+ critic.optim.lr=1e-5 trainer.critic_warmup=5 trainer.n_gpus_per_node=1 trainer.total_training_steps=100 \\
+ actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1
+""",
+    "rloo": """\
+python -m verl.trainer.main_ppo algorithm.adv_estimator=rloo %(gsm8k)s %(lengths)s \\
+ algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl algorithm.kl_ctrl.kl_coef=0.001 \\
+ actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+ actor_rollout_ref.rollout.n=5 trainer.total_epochs=15
+""",
+    "dapo": """\
+clip_high=0.28
+python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo %(gsm8k)s data.train_batch_size=512 \\
+ data.max_prompt_length=2048 data.max_response_length=20480 data.truncation='left' \\
+ actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=${clip_high} \\
+ actor_rollout_ref.actor.clip_ratio_c=10.0 actor_rollout_ref.actor.loss_agg_mode="token-mean" \\
+ actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=16 \\
+ algorithm.filter_groups.enable=True +algorithm.filter_groups.max_num_gen_batches=10 \\
+ actor_rollout_ref.actor.optim.weight_decay=0.1 actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+ actor_rollout_ref.rollout.val_kwargs.temperature=1.0 actor_rollout_ref.rollout.val_kwargs.do_sample=True \\
+ reward.reward_manager.name=dapo trainer.total_epochs=1 trainer.val_before_train=False
+""",
+    "gspo": """\
+python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo %(gsm8k)s %(lengths)s \\
+ actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \\
+ actor_rollout_ref.actor.clip_ratio_low=3e-4 actor_rollout_ref.actor.clip_ratio_high=4e-4 \\
+ actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.rollout.n=16 trainer.total_epochs=10
+""",
+}
+
+
+def convert(tmp_path: Path, project: str, name: str, text: str, *words: str) -> tuple[Any, dict[str, Any], str]:
+    """The checked configuration, its values as they are written, and the text of the file."""
+    source, target = tmp_path / name, tmp_path / f"{name}.run.yaml"
+    source.write_text(text)
+    assert main(["config", "--from", project, str(source), *words, "--output", str(target)]) == 0
+    written = target.read_text()
+    recipe = written.split("podium train ")[1].split()[0]
+    return load_config(RECIPES[recipe], target), yaml.safe_load(written), written
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither vllm nor a tracker is installed, and no variable stands in for those of the scripts."""
+    monkeypatch.setattr("podium_migration.verl.is_installed", lambda name: False)
+    monkeypatch.setattr("podium_migration.trl.is_installed", lambda name: False)
+    monkeypatch.setenv("HOME", "/home/user")
+    for name in ("MODEL_PATH", "FAST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def convert_verl(tmp_path: Path, recipe: str, *words: str) -> tuple[PPOConfig, str]:
+    text = VERL[recipe] % {"gsm8k": GSM8K, "lengths": LENGTHS}
+    config, _, written = convert(tmp_path, "verl", f"{recipe}.sh", text, *words)
+    return config, written
+
+
+def test_grpo_of_verl(tmp_path: Path) -> None:
+    config, text = convert_verl(tmp_path, "grpo")
+    assert (config.data.train, config.data.eval) == ("/home/user/gsm8k/train.parquet", "/home/user/gsm8k/test.parquet")
+    assert (config.model.path, config.reward.name) == ("Qwen/Qwen3-8B", "gsm8k")
+    assert (config.batch.prompts, config.sampling.n, config.algorithm.minibatches) == (1024, 5, 4)
+    assert (config.data.max_prompt_tokens, config.sampling.max_new_tokens, config.data.overlong) == (512, 1024, "drop")
+    assert (config.optim.lr, config.optim.weight_decay, config.optim.warmup_steps) == (1e-6, 0.01, 40)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.options) == (
+        0.2,
+        0.2,
+        {"dual_clip": 3.0},
+    )
+    assert (config.algorithm.kl_in, config.algorithm.kl_coef, config.algorithm.kl_estimator) == ("loss", 0.001, "k3")
+    assert (config.run.epochs, config.eval.every, config.save.every, config.save.keep) == (15, 5, 20, 0)
+    assert config.algorithm.resolve().aggregation == "token-mean"
+    assert "1024 / 256, both in prompts" in text
+    assert "theirs as 10 at most" in text
+    assert "# - trainer.nnodes: the file does not decide this, a condition" in text
+    assert "critic_warmup" not in text  # it is off
+    assert config.placement.ranks == 1
+
+
+def test_words_behind_the_file_win_and_decide(tmp_path: Path) -> None:
+    config, text = convert_verl(tmp_path, "grpo", "trainer.nnodes=2", "actor_rollout_ref.rollout.n=8")
+    assert (config.placement.ranks, config.sampling.n) == (16, 8)
+    assert "does not decide" not in text
+
+
+def test_ppo_of_verl(tmp_path: Path) -> None:
+    config, text = convert_verl(tmp_path, "ppo")
+    assert (config.algorithm.advantage, config.algorithm.lam, config.algorithm.value_clip) == ("gae", 1.0, 0.5)
+    assert (config.algorithm.kl_in, config.algorithm.kl_coef, config.sampling.n) == ("none", 0, 1)
+    assert (config.critic.lr, config.critic.path) == (1e-5, "deepseek-ai/deepseek-llm-7b-chat")
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.2)
+    assert (config.run.steps, config.run.epochs, config.optim.warmup_steps) == (100, None, 40)
+    assert config.parallel.micro_batch_tokens == 16 * (512 + 1024)
+    assert "# - trainer.critic_warmup=5: the policy learns from the first step on" in text
+
+
+def test_rloo_of_verl(tmp_path: Path) -> None:
+    config, _ = convert_verl(tmp_path, "rloo")
+    assert config.algorithm.advantage == "rloo"
+    assert (config.algorithm.kl_in, config.algorithm.kl_coef, config.algorithm.kl_estimator) == ("reward", 0.001, "k1")
+    assert (config.optim.lr, config.algorithm.minibatches, config.sampling.n) == (1e-6, 4, 5)
+
+
+def test_dapo_of_verl(tmp_path: Path) -> None:
+    config, text = convert_verl(tmp_path, "dapo")
+    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.options) == (
+        0.2,
+        0.28,
+        {"dual_clip": 10.0},
+    )
+    assert (config.algorithm.minibatches, config.optim.warmup_steps, config.optim.weight_decay) == (16, 160, 0.1)
+    assert (config.data.overlong, config.eval.temperature, config.eval.at_start) == ("cut", 1.0, False)
+    assert "# - algorithm.filter_groups.enable=True: a group whose completions have all the same reward" in text
+    assert "# - reward.reward_manager.name=dapo: dapo: a function of yours" in text
+
+
+def test_gspo_of_verl(tmp_path: Path) -> None:
+    config, _ = convert_verl(tmp_path, "gspo")
+    assert (config.algorithm.loss, config.algorithm.clip_low, config.algorithm.clip_high) == ("gspo", 3e-4, 4e-4)
+    assert config.algorithm.resolve().aggregation == "sequence-mean"
+    assert config.algorithm.options == {}
+
+
+def test_yaml_of_verl(tmp_path: Path) -> None:
+    text = "actor_rollout_ref: {rollout: {n: 4}, actor: {optim: {lr: 1e-6}}}\nalgorithm: {adv_estimator: grpo}\n"
+    config, _, _ = convert(tmp_path, "verl", "verl.yaml", text)
+    assert (config.sampling.n, config.optim.lr, config.batch.prompts) == (4, 1e-6, 1024)
+
+
+def test_a_setting_of_a_newer_verl_is_named(tmp_path: Path) -> None:
+    _, _, text = convert(
+        tmp_path,
+        "verl",
+        "a.sh",
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=rloo algorithm.brand_new=3 "
+        "actor_rollout_ref.rollout.n=2",
+    )
+    assert "# - algorithm.brand_new=3: the table of verl 0.9.1 has no such setting" in text
+
+
+TRL_SCRIPT = """\
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+N = 8
+
+def accuracy(completions, solution, **kwargs):
+    return [float(text == right) for text, right in zip(completions, solution)]
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+args = GRPOConfig(
+    output_dir="out/grpo", num_generations=N, max_completion_length=1024, per_device_train_batch_size=8,
+    gradient_accumulation_steps=2, steps_per_generation=8, learning_rate=1e-5, beta=0.04, loss_type="dr_grpo",
+    max_steps=400, warmup_steps=0.1, mask_truncated_completions=True, logging_steps=int(5),
+)
+peft = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
+trainer = GRPOTrainer(
+    model="Qwen/Qwen3-0.6B", args=args, reward_funcs=[accuracy], train_dataset=dataset, peft_config=peft
+)
+"""
+
+
+def test_grpo_of_trl(tmp_path: Path) -> None:
+    config, _, text = convert(tmp_path, "trl", "train.py", TRL_SCRIPT)
+    assert (config.model.path, config.data.train) == ("Qwen/Qwen3-0.6B", "trl-lib/DeepMath-103K")
+    assert config.reward.name == f"{tmp_path / 'train.py'}:accuracy"
+    assert (config.batch.prompts, config.sampling.n, config.algorithm.minibatches) == (8, 8, 4)  # 8 x 8 rows, 16 a step
+    assert (config.run.steps, config.optim.warmup_steps, config.optim.lr) == (100, 40, 1e-5)
+    assert (config.optim.lr_schedule, config.model.gradient_checkpointing) == ("linear", True)
+    assert (config.algorithm.kl_in, config.algorithm.kl_coef, config.algorithm.cut_off) == ("loss", 0.04, "leave_out")
+    assert (config.algorithm.advantage, config.algorithm.clip_high) == ("dr_grpo", 0.2)
+    assert config.algorithm.resolve().aggregation == "sequence-sum-constant"
+    assert config.model.lora is not None
+    assert (config.model.lora.rank, config.model.lora.alpha, config.model.lora.targets) == (32, 64.0, ())
+    assert (config.run.dir, config.run.name, config.eval.items, config.data.holdout) == ("out", "grpo", 0, 0)
+    assert "the file names no number of processes, and 1 is assumed" in text
+
+
+def test_gspo_of_trl_by_options(tmp_path: Path) -> None:
+    text = """\
+accelerate launch --num_processes 4 examples/scripts/grpo.py \\
+    --model_name_or_path Qwen/Qwen3-0.6B --learning_rate 1e-5 --dtype bfloat16 --use_vllm --report_to trackio \\
+    --max_completion_length 1024 --use_peft --lora_target_modules "q_proj", "v_proj" --log_completions \\
+    --per_device_train_batch_size 8 --num_generations 8 --importance_sampling_level sequence --epsilon 3e-4 \\
+    --epsilon_high 4e-4 --beta 0.0 --loss_type grpo --gradient_accumulation_steps 2 --steps_per_generation 8
+"""
+    config, _, written = convert(tmp_path, "trl", "run.sh", text)
+    assert (config.algorithm.loss, config.algorithm.clip_low, config.algorithm.clip_high) == ("gspo", 3e-4, 4e-4)
+    assert (config.batch.prompts, config.algorithm.minibatches, config.placement.ranks) == (32, 4, 4)
+    assert (config.run.epochs, config.model.dtype) == (3.0, "bfloat16")
+    assert config.model.lora is not None
+    assert config.model.lora.targets == ("q_proj", "v_proj")
+    assert (config.algorithm.kl_in, config.algorithm.normalize_advantage) == ("none", True)
+    assert "# - use_vllm=True: vllm is not installed here" in written
+    assert "# - report_to=trackio" in written
+
+
+def test_sft_of_trl_by_yaml(tmp_path: Path) -> None:
+    text = (
+        "model_name_or_path: Qwen/Qwen2-0.5B\ndataset_name: trl-lib/Capybara\nlearning_rate: 2.0e-4\npacking: true\n"
+        "num_train_epochs: 1\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 8\neval_strategy: steps\n"
+        "eval_steps: 100\nsave_steps: 50\n"
+    )
+    config, _, _ = convert(tmp_path, "trl", "sft.yaml", text)
+    assert (config.batch.examples, config.run.epochs, config.optim.lr) == (16, 1, 2e-4)
+    assert (config.optim.lr_schedule, config.parallel.batching) == ("linear", "packed")
+    assert (config.eval.every, config.save.every, config.eval.at_start) == (100, 50, False)
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        "empty.sh": ("verl", "echo hello\n", "gives no setting of verl"),
+        "bad.yaml": ("trl", "a: [1", "is not valid YAML"),
+        "bad.py": ("trl", "def (", "is no Python"),
+        "other.py": ("trl", "print(1)\n", "gives no setting of TRL"),
+    }
+    for name, (project, text, message) in cases.items():
+        (tmp_path / name).write_text(text)
+        assert main(["config", "--from", project, str(tmp_path / name), "--output", str(tmp_path / "run.yaml")]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text("kept")
+    (tmp_path / "a.yaml").write_text("learning_rate: 1e-5\nnum_generations: 8\n")
+    assert main(["config", "--from", "trl", str(tmp_path / "a.yaml"), "--output", str(tmp_path / "run.yaml")]) == 2
+    assert "exists: name another file by --output" in capsys.readouterr().err
+    assert (tmp_path / "run.yaml").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a=1\nrun x=$a y=${b:-2} z=${c}", ["x=1", "y=2", "z="]),
+        ('run \'x=$a\' "y=\\"q\\"" z=a\\ b', ["x=$a", 'y="q"', "z=a b"]),
+        ('A=(p q)\nA+=(r)\nrun "${A[@]}" ${A[0]:-none}', ["p", "q", "r"]),
+        ("run x=$((2 * (3 + 4))) y=$(date) z=`id`", ["x=14", "y=\0", "z=\0"]),
+        ("if true; then a=1; fi\nrun x=$a # y=2", ["x=\0"]),
+        ("case $x in\n  a) b=1 ;;\n  *) b=2 ;;\nesac\nb=3\nrun x=$b", ["x=3"]),
+        ("f() {\n  run y=1\n}\nrun x=1 && run2", ["x=1"]),
+        ("export a=5; run x=${a}", ["x=5"]),
+        ("run x='a b' \\\n  y=2", ["x=a b", "y=2"]),
+    ],
+)
+def test_a_shell_script_is_read_without_being_run(text: str, words: list[str]) -> None:
+    commands = shell.read_script(text, {}).commands
+    assert next(command[1:] for command in commands if command[0] == "run")[: len(words)] == words
