@@ -14,6 +14,7 @@ from starlette.routing import Route
 from podium.errors import ConfigError, PodiumError
 from podium.rollout.service.exchange import session_of
 from podium.rollout.service.keys import Access, OneToken
+from podium.rollout.service.repeats import Repeats
 from podium.rollout.service.wire import Refusal
 
 __all__ = ["PATHS", "Handler", "make_routes"]
@@ -48,8 +49,9 @@ def make_routes(
     if not access:
         raise ConfigError("the token of a service is empty, which would let everybody in: give a token")
     access = OneToken(access) if isinstance(access, str) else access
+    repeats = Repeats()
     routes = [
-        Route(prefix + path, _guard(handlers[path], None if path == _OPEN else access, path), methods=[method])
+        Route(prefix + path, _guard(handlers[path], None if path == _OPEN else access, path, repeats), methods=[method])
         for path, method in _METHODS.items()
         for prefix in ("", "/sessions/{session}")[: 1 + (path in _IN_SESSIONS)]
     ]
@@ -57,12 +59,12 @@ def make_routes(
     return Starlette(routes=routes, exception_handlers=answered, lifespan=running)
 
 
-def _guard(handler: Handler, access: Access | None, path: str) -> Handler:
+def _guard(handler: Handler, access: Access | None, path: str, repeats: Repeats) -> Handler:
     async def run(request: Request) -> Response:
         try:
             if access is not None:
                 _admit(request, access, path)
-            return await handler(request)
+            return await repeats.answer(request, handler)
         except ClientDisconnect:
             return Response(status_code=499)
         except (Refusal, PodiumError) as error:
