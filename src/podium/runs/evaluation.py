@@ -14,7 +14,7 @@ from pydantic import AfterValidator
 
 from podium.runs.typed import Amount, Count, Figure
 from podium.telemetry import Sample
-from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, TOKEN_ACCURACY, Metric
+from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, REWARD_MARGIN, TOKEN_ACCURACY, Metric
 
 __all__ = ["Evaluation", "Gain", "Interval", "Scores", "accuracy_interval", "gain"]
 
@@ -67,7 +67,7 @@ class Evaluation:
         """Make an evaluation from the scores of its items. A kind of score that no item has is left out."""
         scores = {name: column for name, column in scores.items() if any(score is not None for score in column)}
         figures = {name: _mean(*_present(column, weights)) for name, column in scores.items()}
-        if LOSS in figures and TOKEN_ACCURACY in figures:  # a loss of tokens, not of preferences
+        if LOSS in figures and REWARD_MARGIN not in figures:  # a loss of tokens, not of preferences
             figures[PERPLEXITY] = _exp(figures[LOSS])
         return Evaluation(
             step=step,

@@ -193,7 +193,7 @@ def test_completions_that_changed_come_first_and_those_cut_off_are_marked() -> N
     text = rendered(evaluation(0, 1, 5, tuple(before)), evaluation(5, 3, 5, tuple(after)))
     assert [line.split()[1] for line in text.splitlines() if "task" in line] == ["3", "4", "2"]
     (cut,) = [line for line in text.splitlines() if "cut off" in line]
-    assert cut.split() == ["reward", "0", "reward", "1,", "cut", "off"]
+    assert cut.split() == ["reward", "0", "reward", "1.000,", "cut", "off"]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def is_other(node: ast.Call, function: ast.Attribute, owner: str) -> bool:
     receiver = ast.unparse(function.value)
     if function.attr == "replace" and (len(node.args) != 1 or node.keywords or owner == "folder"):
         return True  # Path.replace has one argument, and that of RunFiles yields a file
-    return "files" in receiver.lower() or owner in ("os", "self", "Image", "policy", "webbrowser")
+    return (
+        "files" in receiver.lower() or "gateway" in receiver or owner in ("os", "self", "Image", "policy", "webbrowser")
+    )
 
 
 OPENED = "RunFiles has opened the file that this is given"
