@@ -54,8 +54,8 @@ class AlgorithmConfig:
     """
 
     advantage: str = "grpo"
-    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, gae, grpo_turns, gae_turns,
-    module:function, or path/file.py:function."""
+    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opo, gpg,
+    gdpo, maxrl, pass_at_k, grpo_passk, gae, grpo_turns, gae_turns, module:function, or path/file.py:function."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """gae and reinforce_pp discount rewards by this factor for each token, gae_turns and grpo_turns for each turn."""
     lam: float = Field(default=0.95, ge=0, le=1)

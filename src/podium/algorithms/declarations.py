@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
+from pydantic import Field
 from pydantic.dataclasses import is_pydantic_dataclass
 
+from podium.config import section
 from podium.errors import ConfigError
 from podium.functions import load_function
 
@@ -26,6 +28,8 @@ __all__ = [
     "DECLARED_DEFAULTS",
     "LOSSES",
     "Declaration",
+    "PartOptions",
+    "PassOptions",
     "advantage_declaration",
     "declaration_of",
     "loss_declaration",
@@ -101,7 +105,26 @@ class Declaration:
 
 # What Podium's own functions declare, so that it is known without importing torch. Each estimator itself normalizes as
 # its declaration says, also where another function calls it.
+@section("algorithm.options")
+class PassOptions:
+    """When a prompt counts as solved."""
+
+    pass_k: int = Field(default=4, ge=1, le=10**6)
+    """A prompt counts as solved if one of this many completions passes."""
+    pass_reward: float = Field(default=1.0, ge=-1e9, le=1e9)
+    """A completion passes if its reward is at least this."""
+
+
+@section("algorithm.options")
+class PartOptions:
+    """What the parts of a reward count."""
+
+    part_weights: Mapping[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field(default_factory=dict[str, float])
+    """The parts of the reward with these names count, with these weights. Without a name each part has the weight 1."""
+
+
 _GRPO: Final = "Shao et al. 2024, arXiv:2402.03300, section 4.1.2"
+_REINFORCE_PP: Final = "Hu et al. 2025, arXiv:2501.03262"
 _GAE: Final = "as in the code of the authors of PPO"
 _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "grpo": Declaration(needs_groups=True, defaults={"normalize_advantage": True}, source=_GRPO),
@@ -113,7 +136,34 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "rloo": Declaration(
         needs_groups=True, defaults={"normalize_advantage": False}, source="Ahmadian et al. 2024, arXiv:2402.14740"
     ),
-    "reinforce_pp": Declaration(defaults={"normalize_advantage": True}, source="Hu et al. 2025, arXiv:2501.03262"),
+    "reinforce_pp": Declaration(defaults={"normalize_advantage": True}, source=_REINFORCE_PP),
+    "reinforce_pp_baseline": Declaration(
+        needs_groups=True, defaults={"normalize_advantage": True}, source=_REINFORCE_PP
+    ),
+    "opo": Declaration(
+        needs_groups=True, defaults={"normalize_advantage": False}, source="Hao et al. 2025, OPO, arXiv:2505.23585"
+    ),
+    "gpg": Declaration(
+        needs_groups=True, defaults={"normalize_advantage": False}, source="Chu et al. 2025, GPG, arXiv:2504.02546"
+    ),
+    "gdpo": Declaration(
+        options=PartOptions,
+        needs_groups=True,
+        defaults={"normalize_advantage": True},
+        source="Liu et al. 2026, GDPO, arXiv:2601.05242",
+    ),
+    "maxrl": Declaration(
+        needs_groups=True, defaults={"normalize_advantage": True}, source="MaxRL 2026, arXiv:2602.02710"
+    ),
+    "pass_at_k": Declaration(
+        options=PassOptions,
+        needs_groups=True,
+        defaults={"normalize_advantage": True},
+        source="Chen et al. 2025, Pass@k Training, arXiv:2508.10751, equations 14 and 15",
+    ),
+    "grpo_passk": Declaration(
+        needs_groups=True, defaults={"normalize_advantage": False}, source="Tang et al. 2025, arXiv:2503.19595"
+    ),
     "gae": Declaration(needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),
     "grpo_turns": Declaration(needs_groups=True, defaults={"normalize_advantage": True}, source=_GRPO),
     "gae_turns": Declaration(needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),

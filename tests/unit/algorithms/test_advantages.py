@@ -66,7 +66,8 @@ def test_dr_grpo_is_grpo_without_the_deviation_unless_the_user_divides() -> None
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_an_estimator_normalizes_as_it_declares_and_so_where_another_function_calls_it(advantage: str) -> None:
     inputs = oracles.to_inputs(oracles.random_rows(0))
-    inputs = replace(inputs, values_N=torch.linspace(0.0, 1.0, len(inputs.mask_N)))
+    inputs = replace(inputs, values_N=torch.linspace(0.0, 1.0, len(inputs.mask_N)), parts_B={"a": inputs.rewards_B})
+    inputs = replace(inputs, token_rewards_N=None) if advantage == "gdpo" else inputs
     config = AlgorithmConfig(advantage=advantage)
     expected = compute_advantages(inputs, config).advantages_N
     assert torch.equal(compute_advantages(inputs, config.resolve()).advantages_N, expected)

@@ -81,7 +81,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_names_of_our_own() -> None:
-    assert list(ADVANTAGES) == ["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae", "grpo_turns", "gae_turns"]
+    groups = ["reinforce_pp_baseline", "opo", "gpg", "gdpo", "maxrl", "pass_at_k", "grpo_passk"]
+    estimators = ["grpo", "dr_grpo", "rloo", "reinforce_pp", *groups, "gae", "grpo_turns", "gae_turns"]
+    assert list(ADVANTAGES) == estimators
     policy = [
         "ppo_clip",
         "gspo",
@@ -110,7 +112,8 @@ def test_a_users_function(form: str, module: str, tmp_path: Path) -> None:
 def test_what_estimators_and_losses_declare(module: str) -> None:
     declared = {name: advantage_declaration(name) for name in ADVANTAGES}
     assert [name for name in ADVANTAGES if declared[name].needs_values] == ["gae", "gae_turns"]
-    assert [name for name in ADVANTAGES if declared[name].needs_groups] == ["grpo", "dr_grpo", "rloo", "grpo_turns"]
+    alone = {"reinforce_pp", "gae", "gae_turns"}
+    assert {name for name in ADVANTAGES if not declared[name].needs_groups} == alone
     assert advantage_declaration(f"{module}:with_critic") == Declaration(needs_values=True)
     assert advantage_declaration(f"{module}:plain") == Declaration()
     assert [name for name in LOSSES if loss_declaration(name).minibatch] == ["clip_cov", "kl_cov"]
