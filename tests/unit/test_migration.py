@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from podium.config import build_config, keys_of, load_config
 from podium.errors import ConfigError
 from podium.migration import Equivalent, find_equivalent, find_translation, read_tables, read_values
 from podium.rollout.engines.config import EngineConfig, VllmOptions
-from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.config import RECIPES
+from podium.trainer import GRPOConfig, InferenceConfig, SFTConfig
 
 TRL = (
     "learning_rate num_generations max_completion_length max_prompt_length beta epsilon epsilon_high delta loss_type "
@@ -33,7 +33,7 @@ TRL = (
 
 
 ANSWERS = {(table.project, name): answer for table in read_tables() for name, answer in table.answers.items()}
-KEYS = {key.path: key for cls in (GRPOConfig, PPOConfig, SFTConfig) for key in keys_of(cls)}
+KEYS = {key.path: key for cls in (*RECIPES.values(), GRPOConfig) for key in keys_of(cls)}
 
 
 def list_answers() -> list[tuple[str, Equivalent]]:
@@ -59,19 +59,17 @@ def test_every_value_of_the_tables_is_one_that_its_key_takes() -> None:
         assert translation.missing or translation.value is not None or "null" in KEYS[key].expects, key
         assert not translation.missing or translation.remark, key
         if not translation.missing:
-            section, _, name = key.rpartition(".")
-            values = {section: {name: translation.value}}
-            if section.startswith("model."):
-                values = {"model": {"lora": {name: translation.value}}}
-            with contextlib.suppress(ConfigError):  # of keys that do not fit together
-                build_config(GRPOConfig, values)
-            lines = collect_mistakes(values)
-            assert not any(line.startswith(f"{key} = ") and "expected kl_coef" not in line for line in lines), lines
+            values = nest(key, translation.value)
+            of_recipes = [
+                collect_mistakes(values, cls) for cls in RECIPES.values() if key in {k.path for k in keys_of(cls)}
+            ]
+            wrong = [[line for line in lines if line.startswith(f"{key} = ")] for lines in of_recipes]
+            assert [] in wrong or all("expected kl_coef" in line for lines in wrong for line in lines), wrong
 
 
-def collect_mistakes(values: dict[str, Any]) -> list[str]:
+def collect_mistakes(values: dict[str, Any], cls: type = GRPOConfig) -> list[str]:
     try:
-        build_config(GRPOConfig, values)
+        build_config(cls, values)
     except ConfigError as error:
         return str(error).splitlines()
     return []

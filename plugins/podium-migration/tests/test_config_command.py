@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from podium.cli import main
 from podium.config import load_config
 from podium.runs.config import RECIPES, PPOConfig
+from tests.integration.training import MODEL, write_copy_task
 
 shell = pytest.importorskip("podium_migration.shell")
 conversions = pytest.importorskip("podium_migration.conversion")
@@ -253,6 +255,43 @@ def test_sft_of_trl_by_yaml(tmp_path: Path) -> None:
     assert (config.batch.examples, config.run.epochs, config.optim.lr) == (16, 1, 2e-4)
     assert (config.optim.lr_schedule, config.parallel.batching) == ("linear", "packed")
     assert (config.eval.every, config.save.every, config.eval.at_start) == (100, 50, False)
+
+
+def test_dpo_and_reward_models_of_trl(tmp_path: Path) -> None:
+    text = "from trl import DPOConfig\nargs = DPOConfig(beta=0.2, loss_type=['ipo'], num_train_epochs=1)\n"
+    config, _, _ = convert(tmp_path, "trl", "dpo.py", text)
+    assert (config.algorithm.loss, config.algorithm.options, config.optim.lr) == ("ipo", {"beta": 0.2}, 1e-6)
+    config, _, _ = convert(tmp_path, "trl", "rm.py", "RewardConfig(center_rewards_coefficient=0.01)\n")
+    assert (config.algorithm.options, config.optim.lr, config.batch.examples) == ({"center": 0.01}, 1e-4, 8)
+
+
+def test_cispo_of_trl_has_the_bound_itself(tmp_path: Path) -> None:
+    config, _, _ = convert(tmp_path, "trl", "a.py", "GRPOConfig(loss_type='cispo', epsilon_high=5.0)\n")
+    assert (config.algorithm.loss, config.algorithm.clip_low, config.algorithm.clip_high) == ("cispo", None, 4.0)
+
+
+@pytest.mark.parametrize("recipe", VERL)
+def test_the_configuration_passes_the_dry_run(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a small model and data in place of those of the script, which are not here."""
+    convert_verl(tmp_path, recipe)
+    data = str(write_copy_task(tmp_path))
+    words = [
+        "--data.train",
+        data,
+        "--data.eval",
+        data,
+        "--model.path",
+        "",
+        "--critic.path",
+        "",
+        "--placement.ranks",
+        "1",
+    ]
+    model = ["--model.config", json.dumps(MODEL["config"]), "--model.tokenizer", str(MODEL["tokenizer"])]
+    lengths = ["--data.max_prompt_tokens", "4", "--sampling.max_new_tokens", "3", "--reward.name", "exact"]
+    command = ["train", "ppo" if recipe == "ppo" else "grpo", "--config", str(tmp_path / f"{recipe}.sh.run.yaml")]
+    assert main([*command, *words, *model, *lengths, "--parallel.strategy", "replicate", "--dry-run"]) == 0
+    assert "1024 prompts" in capsys.readouterr().out or recipe == "dapo"
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,11 +41,11 @@ def run_config(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--output", default="run.yaml", metavar="FILE", help="run.yaml by default; - prints the configuration"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     conversion = _PROJECTS[options.project](options.file, options.settings)
     source = shlex.join([str(options.file), *options.settings])
     command = f"podium train {conversion.recipe} --config {'run.yaml' if options.output == '-' else options.output}"
-    text = conversion.write(f"Made from {source} of {conversion.table.project}. To train: {command}")
+    text = conversion.write(f"Made from {source} of {conversion.table.project}.", f"To train: {command}")
     if options.output == "-":
         sys.stdout.write(text)
         return 0

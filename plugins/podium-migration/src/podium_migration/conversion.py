@@ -102,15 +102,15 @@ class Conversion:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def write(self, title: str) -> str:
-        """Return the configuration as YAML with comments.
+    def write(self, *header: str) -> str:
+        """Return the configuration as YAML with comments, of which ``header`` are the first.
 
         Raises:
             ConfigError: The values do not fit together. The message says how.
         """
         if "model.path" not in self.values:
             self.set("model.path", "MODEL", "The file names no model: write its directory or its name on the hub here.")
-        lines = [*(f"# {line}" for line in textwrap.wrap(title, 116)), ""]
+        lines = [*(f"# {line}" for line in header), ""]
         lines += self._write_sections(_nest(self.values), "", "")
         if self.lost:
             lines += ["", "# Without a counterpart, or for you to decide:"]

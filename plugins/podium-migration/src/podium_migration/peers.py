@@ -16,8 +16,9 @@ import yaml
 from podium.config import keys_of
 from podium.migration import Equivalent, read_tables
 from podium.runs.config import RECIPES
+from podium_migration.sources import read_leaves
 
-__all__ = ["PEERS", "UNKNOWN", "find_package", "find_problems", "read_leaves", "read_settings"]
+__all__ = ["PEERS", "UNKNOWN", "find_package", "find_problems", "read_settings"]
 
 UNKNOWN = object()
 """The default of a setting that is not written as a plain value."""
@@ -64,11 +65,11 @@ def _differs(answer: Equivalent, default: Any, recipe: str) -> bool:
     """Whether Podium's default means something else than the peer's."""
     translation = answer.translate(default)
     value = default if translation is None else translation.value
-    ours = {key.path: key.default for key in keys_of(RECIPES["sft" if recipe in _WITHOUT_REWARDS else "grpo"])}
+    ours = {key.path: key.default for key in keys_of(RECIPES[_RECIPES.get(recipe, "grpo")])}
     return answer.key in ours and value is not None and not _equal(value, ours[answer.key])
 
 
-_WITHOUT_REWARDS = ("sft", "dpo", "reward", "rm")
+_RECIPES = {"sft": "sft", "dpo": "dpo", "reward": "rm", "rm": "rm"}
 
 
 def _is_plain(default: Any) -> bool:
@@ -84,16 +85,6 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, int | float) and isinstance(second, int | float):
         return float(first) == float(second)
     return first == second
-
-
-def read_leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of each setting of a nested mapping."""
-    for name, value in values.items():
-        inner = f"{path}.{name}".strip(".")
-        if isinstance(value, Mapping) and value:
-            yield from read_leaves(value, inner)
-        else:
-            yield inner, value
 
 
 def _read_verl(directory: Path) -> dict[str, dict[str, Any]]:

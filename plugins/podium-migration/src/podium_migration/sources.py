@@ -11,10 +11,9 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from podium.errors import ConfigError
-from podium_migration.peers import read_leaves
 from podium_migration.shell import UNDECIDED, read_script
 
-__all__ = ["Settings", "read_trl", "read_verl"]
+__all__ = ["Settings", "read_leaves", "read_trl", "read_verl"]
 
 _NUMBER: Final = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
@@ -97,6 +96,16 @@ def read_trl(path: Path, overrides: Sequence[str] = ()) -> Settings:
             f"{path} gives no setting of TRL: expected GRPOConfig(...), options such as --learning_rate, or YAML"
         )
     return settings
+
+
+def read_leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of each setting of a nested mapping."""
+    for name, value in values.items():
+        inner = f"{path}.{name}".strip(".")
+        if isinstance(value, Mapping) and value:
+            yield from read_leaves(value, inner)
+        else:
+            yield inner, value
 
 
 def _read_text(path: Path) -> str:

@@ -40,6 +40,8 @@ def convert_trl(settings: Settings) -> Conversion:
     _convert_evaluation(conversion)
     _convert_model(conversion)
     _convert_run(conversion)
+    if recipe in ("dpo", "rm"):
+        _convert_preferences(conversion)
     if recipe == "grpo":
         _convert_objective(conversion)
         _convert_rewards(conversion)
@@ -124,6 +126,8 @@ def _convert_objective(c: Conversion) -> None:
     elif name == "dr_grpo":
         c.set("algorithm.advantage", "dr_grpo", translation.remark)
         c.values.pop("algorithm.normalize_advantage", None)
+    elif translation.key:
+        _convert_own_loss(c, str(translation.value))
     else:
         c.set("algorithm.aggregation", translation.value)
     if c.get("importance_sampling_level") == "sequence":
@@ -139,6 +143,38 @@ def _convert_objective(c: Conversion) -> None:
                 "vllm_importance_sampling_mode",
                 f"{mode}: weights are per token (algorithm.importance_cap {cap}), and no sequence is masked",
             )
+
+
+def _convert_own_loss(c: Conversion, loss: str) -> None:
+    """A loss of TRL's that is one of Podium's, with the bounds that it reads."""
+    c.set("algorithm.loss", loss)
+    del c.values["algorithm.clip_low"], c.values["algorithm.clip_high"]
+    if loss == "cispo":
+        c.set(
+            "algorithm.clip_high",
+            (c.get("epsilon_high") or c.get("epsilon")) - 1.0,
+            "TRL's epsilon_high is the bound itself.",
+        )
+        c.set("algorithm.aggregation", "token-mean")
+    for name, answer in c.table.answers.items():
+        if answer.group == loss:
+            c.set(answer.key, c.get(name))
+
+
+def _convert_preferences(c: Conversion) -> None:
+    for name, answer in c.table.answers.items():
+        chosen = answer.choose(c.defaults)
+        if chosen is not None and chosen.group == c.recipe and c.is_set(name):
+            c.set(chosen.key, c.get(name))
+    if c.recipe == "dpo":
+        losses = c.settings.values.get("loss_type", "sigmoid")
+        first = losses[0] if isinstance(losses, list) else losses
+        answer = c.table.answers["loss_type"].choose(c.defaults)
+        translation = answer.translate(first) if answer else None
+        if translation is None or translation.missing or (isinstance(losses, list) and len(losses) > 1):
+            c.lose("loss_type", translation.remark if translation else "podium train dpo has one loss")
+        else:
+            c.set("algorithm.loss", translation.value)
 
 
 def _convert_rewards(c: Conversion) -> None:
@@ -203,7 +239,7 @@ def _convert_model(c: Conversion) -> None:
         else:
             c.values.pop("engine.name", None)
             c.lose("use_vllm", "vllm is not installed here; engine.name vllm needs pip install 'podium[vllm]'")
-    if c.recipe == "sft" and c.is_set("max_length"):
+    if c.recipe != "grpo" and c.is_set("max_length"):
         c.set(
             "data.max_prompt_tokens",
             c.get("max_length"),

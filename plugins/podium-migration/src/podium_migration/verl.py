@@ -24,6 +24,9 @@ ONLY_SET: Final = (
     "parallel.",
 )
 
+_NORMALIZED: Final = ("grpo", "grpo_vectorized", "grpo_passk")
+"""verl's estimators that norm_adv_by_std_in_grpo concerns."""
+
 
 def convert_verl(settings: Settings) -> Conversion:
     """Return the configuration of Podium that means what the settings mean for verl."""
@@ -121,14 +124,13 @@ def _convert_objective(c: Conversion) -> None:
         )
     if loss == "ppo_clip":
         c.set("algorithm.options.dual_clip", c.get(f"{ACTOR}.clip_ratio_c"), "verl's dual clip is on by default.")
-    if loss == "clip_cov":
-        names = {"cov_share": "clip_cov_ratio", "cov_low": "clip_cov_lb", "cov_high": "clip_cov_ub"}
-        for option, name in names.items():
-            c.set(f"algorithm.options.{option}", c.get(f"{ACTOR}.policy_loss.{name}"))
+    for name, answer in c.table.answers.items():
+        if answer.group == loss and answer.key.startswith("algorithm.options.") and c.get(name) is not None:
+            c.set(answer.key, c.get(name))
     if loss == "gspo":
         c.set("algorithm.aggregation", "sequence-mean", "verl's gspo takes it whatever loss_agg_mode says.")
-    if c.get("algorithm.adv_estimator") == "grpo" and not c.get("algorithm.norm_adv_by_std_in_grpo"):
-        c.set("algorithm.normalize_advantage", False)
+    if c.get("algorithm.adv_estimator") in _NORMALIZED:
+        c.set("algorithm.normalize_advantage", bool(c.get("algorithm.norm_adv_by_std_in_grpo")))
     weights, cap = (c.get(f"algorithm.rollout_correction.rollout_is{end}") for end in ("", "_threshold"))
     if weights == "token":
         c.set("algorithm.importance_cap", cap)
