@@ -1,13 +1,17 @@
-"""The reward of the sums: 1 for the bare number, a half for the right number at the end of a longer reply, else 0."""
+"""The reward of a sum: 1 for the right equation and nothing else, a half if the reply goes on after it, 0 otherwise."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 
 def score(completion: str, row: Mapping[str, Any]) -> float:
-    numbers = re.findall(r"\d+", completion)
-    right = bool(numbers) and numbers[-1] == row["answer"]
-    return (1.0 if completion.strip() == numbers[-1] else 0.5) if right else 0.0
+    """The answer of the row is the equation, as in ``7 + 5 = 12``."""
+    reply = completion.strip()
+    if not reply.startswith(row["answer"]):
+        return 0.0
+    rest = reply[len(row["answer"]) :]
+    if rest[:1].isdigit():  # of another number, as in 7 + 5 = 120
+        return 0.0
+    return 1.0 if rest in ("", ".") else 0.5

@@ -1,11 +1,12 @@
-"""Teach SmolLM2-135M-Instruct to answer a sum with nothing but the number, on two cores without a GPU.
+"""Teach SmolLM2-135M-Instruct to answer a sum with the right equation and nothing else, on two cores without a GPU.
 
     python examples/real/train.py              GRPO on all weights
     python examples/real/train.py --lora       GRPO on adapters
-    python examples/real/train.py --sft        fine-tuning on the answers of 325 sums
+    python examples/real/train.py --sft        fine-tuning on the right equations
 
-The model adds small numbers, and wraps the result in a sentence or writes on. It only hears what reward.py says of its
-own answers. A tenth of the sums is held out. `make real` converts the model first, and runs this.
+Asked for 7 + 5, the model writes a wrong equation, or goes on after the right one, or talks about sums. It hears only
+what reward.py says of its own answers. A fifth of the sums is held out. `make real` converts the model first, and runs
+this.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def write_sums(path: Path) -> str:
     with path.open("w") as file:
         for a in range(2, 21):
             for b in range(2, 21):
-                question = {"role": "user", "content": f"What is {a} + {b}? Reply with the number only."}
-                file.write(json.dumps({"prompt": [question], "answer": str(a + b)}) + "\n")
+                question = {"role": "user", "content": f"What is {a} + {b}?"}
+                file.write(json.dumps({"prompt": [question], "answer": f"{a} + {b} = {a + b}"}) + "\n")
     return str(path)
 
 
@@ -62,7 +63,7 @@ def train(options: argparse.Namespace, out: Path) -> Summary:
     model = ModelConfig(path=str(options.model), lora=lora)
     data = DataConfig(train=write_sums(out / "sums.jsonl"), holdout=0.2)
     reward = RewardConfig(name=f"{HERE / 'reward.py'}:score")
-    evaluation = EvalConfig(every=5, items=48, metric="auto" if options.sft else "reward")
+    evaluation = EvalConfig(every=5, items=64, metric="auto" if options.sft else "reward")
     optim = OptimConfig(lr=rate)
     placement = PlacementConfig(cpus=options.cpus)
     with podium.connect(options.backend, hints={"log_dir": out / "logs", "preload": PRELOAD}) as cluster:
@@ -72,7 +73,7 @@ def train(options: argparse.Namespace, out: Path) -> Summary:
                 model=model,
                 data=data,
                 reward=reward,
-                sampling=SamplingParams(max_new_tokens=12),
+                sampling=SamplingParams(max_new_tokens=14),
                 optim=optim,
                 batch=ExampleBatch(examples=32),
                 placement=placement,
@@ -84,7 +85,7 @@ def train(options: argparse.Namespace, out: Path) -> Summary:
             model=model,
             data=data,
             reward=reward,
-            sampling=SamplingParams(max_new_tokens=12, n=8, temperature=0.6),
+            sampling=SamplingParams(max_new_tokens=14, n=8, temperature=0.7),
             optim=optim,
             batch=PromptBatch(prompts=8),
             placement=placement,

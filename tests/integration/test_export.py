@@ -17,14 +17,17 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.cli import main
+from podium.errors import ConfigError
 from podium.models.whole_weights import full_weights
+from podium.runs.model_paths import resolve_models
+from podium.runs.paths import resolve_resume
 from podium.runtime import Cluster, endpoint, nothing
 from podium.telemetry.held_out import Metric
-from podium.trainer import GRPOConfig
+from podium.trainer import GRPOConfig, PPOTrainer, load_config
 from podium.workers import Policy
 from tests.integration.finished_runs import compute_logits, copy_folder, read_logits, write_base
 from tests.integration.hub_server import TOKEN, hub_server
-from tests.integration.training import MODEL, tiny, train
+from tests.integration.training import MODEL, metrics_rows, tiny, train
 
 
 def find_policy(folder: Path, step: int) -> Path:
@@ -65,6 +68,36 @@ def test_checkpoints_are_exported_evaluated_and_sampled(
     state = json.loads((Path(best) / "trainer.json").read_text())
     value = Metric(state["metric"]).write(state["last"]["figures"][state["metric"]])
     assert capsys.readouterr().out.startswith(f"reward    {value}  (4 items")
+
+
+def test_a_run_is_the_path_of_a_model(finished_grpo: Path, finished_lora: Path, tmp_path: Path) -> None:
+    run, adapted = str(finished_grpo / "runs" / "run"), str(finished_lora / "runs" / "run")
+
+    def configure(**model: str) -> GRPOConfig:
+        values = {"config": {}, "tokenizer": "", **model}
+        return tiny(GRPOConfig, tmp_path, run={"steps": 1}, model=values, eval={"items": 4}, save={"model": False})
+
+    best = json.loads((Path(run) / "summary.json").read_text())["best_checkpoint"]
+    means = {"": "model", "@1": "checkpoints/step-000001/policy", "@latest": "checkpoints/step-000003/policy"}
+    means |= {
+        "@best": f"checkpoints/{Path(best).name}/policy",
+        "/checkpoints/step-000002": "checkpoints/step-000002/policy",
+    }
+    for name, folder in means.items():
+        assert resolve_resume(configure(path=run + name)).model.path == f"{run}/{folder}"
+        assert resolve_models(configure(path=run, tokenizer=run + name)).model.tokenizer == f"{run}/{folder}"
+    assert resolve_models(configure(path=adapted)).model.path == f"{adapted}/model"  # merged
+    for name, message in (
+        (f"{run}@7", "there is no such checkpoint; .* has step-000001"),
+        (f"{run}@first", "expected RUN@STEP with a number, RUN@best or RUN@latest"),
+        (f"{adapted}@2", f"adapters alone: podium export {adapted}@2 --merge --to DIR"),
+    ):
+        with pytest.raises(ConfigError, match=f"model.path = '{name}': .*{message}"):
+            resolve_resume(configure(path=name))
+    (second,) = [row for row in metrics_rows(Path(run), "eval") if row["step"] == 2]
+    summary = PPOTrainer(configure(path=f"{run}@2"), cluster="inline", show=False).fit()
+    assert summary.before["reward_mean"] == second["reward_mean"]
+    assert load_config(GRPOConfig, tmp_path / "runs" / "run" / "config.yaml").model.path.endswith("step-000002/policy")
 
 
 def test_adapters_are_exported_for_peft_or_merged(finished_lora: Path, tmp_path: Path) -> None:

@@ -55,9 +55,18 @@ TURNS = [
 
 def test_the_reward_and_the_script_of_the_example() -> None:
     score = runpy.run_path(str(EXAMPLE / "reward.py"))["score"]
-    row = {"answer": "12"}
-    replies = ("12", " 12\n", "7 + 5 = 12", "12.", "12 is 7 + 5", "13", "", "no", "112")
-    assert [score(reply, row) for reply in replies] == [1, 1, 0.5, 0.5, 0, 0, 0, 0, 0]
+    row = {"answer": "7 + 5 = 12"}
+    replies = (
+        "7 + 5 = 12",
+        " 7 + 5 = 12.\n",
+        "7 + 5 = 12\n\nThis is",
+        "7 + 5 = 120",
+        "7 + 5 = 13",
+        "12",
+        "",
+        "It is 7 + 5 = 12",
+    )
+    assert [score(reply, row) for reply in replies] == [1, 1, 0.5, 0, 0, 0, 0, 0]
     assert len((EXAMPLE / "convert.py").read_text().splitlines()) <= 60
 
 
@@ -109,13 +118,16 @@ def test_engines_write_what_transformers_writes() -> None:
 
 def configure(cls: type[C], folder: Path, **sections: Any) -> C:
     """Two steps of four short completions, or of four examples."""
-    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "answer": str(n + 3)} for n in range(24)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "answer": f"{n} + 3 = {n + 3}"}
+        for n in range(24)
+    ]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values: dict[str, Any] = {
         "run": {"dir": str(folder / "runs"), "name": "run", "steps": 2},
         "model": {"path": str(MODEL)},
         "data": {"train": str(folder / "sums.jsonl"), "holdout": 0.2},
-        "reward": {"name": f"{EXAMPLE / 'reward.py'}:score", "processes": 1},
+        "reward": {"name": "tests.integration.rewards:longer_is_better", "processes": 1},
         "sampling": {"max_new_tokens": 6},
         "eval": {"items": 2},
         "save": {"keep": 1},

@@ -36,7 +36,8 @@ class ModelConfig:
     """The model that is trained, and its tokenizer."""
 
     path: str = ""
-    """The model is loaded from this directory or from the Hugging Face hub by this name. Set either path or config."""
+    """The model is loaded from this directory, from the Hugging Face hub by this name, or from a run: runs/NAME (its
+    final model, or else its latest checkpoint), RUN@STEP or RUN@best. Set either path or config."""
     config: Mapping[str, Any] = Field(default_factory=dict)
     """The model starts with random weights and this configuration: model_type, and the fields of the transformers
     configuration of that type. Vocabulary size and special token ids are taken from the tokenizer by default."""

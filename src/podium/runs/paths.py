@@ -10,6 +10,7 @@ from podium.errors import ConfigError
 from podium.functions import OF_SCRIPT
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import free_name
+from podium.runs.model_paths import resolve_models
 from podium.runs.named_files import align_values, find_again
 from podium.runs.records import CONFIG, RunRecord, flatten, is_run
 from podium.runs.run_files import RunFiles
@@ -45,12 +46,13 @@ def resolve_resume(config: C) -> C:
     """Return ``config`` with the directory of the run in place of ``run.resume = auto``, or with "" for a new run.
 
     If the run of this name has no results and other settings, the new run takes its name. Files that the run was
-    started with are found again if they or the run have moved.
+    started with are found again if they or the run have moved. Paths of models that name runs become directories.
 
     Raises:
-        ConfigError: ``run.name`` is empty; the run of this name has other settings for training, which the message
-            lists; or a file that the run was started with is gone.
+        ConfigError: A path names a run that has no such model; ``run.name`` is empty; the run of this name has other
+            settings for training, which the message lists; or a file that the run was started with is gone.
     """
+    config = resolve_models(config)
     if config.run.resume != "auto":
         return find_again(config, Path(config.run.resume)) if config.run.resume else config
     if not config.run.name:

@@ -18,6 +18,7 @@ from podium.rollout.tasks import EncodedPairs, Example, encode_pairs, load_examp
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, Scores
 from podium.runs.judging import knows_accuracy
+from podium.runs.model_paths import resolve_models
 from podium.runs.run_files import RunFiles
 from podium.runtime import Cluster, Handle
 from podium.telemetry import Note, Waiting, emit, metrics
@@ -189,6 +190,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | 
     """
     if not config.eval.items:
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
+    config = resolve_models(config)
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     if config.scores_answers:
         pairs = load_held_out_pairs(config, tokenizer)
@@ -244,6 +246,7 @@ def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable
 
     ``config.data`` says how the prompt is written: system prompt, chat template, and longest length.
     """
+    config = resolve_models(config)
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     config = replace(config, reward=replace(config.reward, path=""))  # samples are not scored

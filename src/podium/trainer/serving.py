@@ -18,6 +18,7 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.service import check_serving, serve_load_balancer
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.config import InferenceConfig
+from podium.runs.model_paths import resolve_models
 from podium.runtime import Cluster, Handle
 from podium.trainer.checks.preflight import with_stop_tokens
 from podium.trainer.roles import start_generator
@@ -69,6 +70,7 @@ def served(
         PodiumError: The address or port cannot be used.
     """
     check_serving(host, port, token)
+    config = resolve_models(config)
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     config = replace(config, reward=replace(config.reward, path=""), environment=EnvironmentConfig())
