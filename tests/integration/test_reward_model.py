@@ -18,7 +18,7 @@ from podium.cli import main
 from podium.data import Batch
 from podium.errors import ConfigError, DataError, EndpointError, PodiumError
 from podium.models import char_tokenizer
-from podium.trainer import GRPOConfig, PPOTrainer, describe_plan
+from podium.trainer import GRPOConfig, PPOTrainer, describe_memory, describe_plan
 from podium.trainer.checks.preflight import check_given, names_of_given
 from podium.workers import RewardModel
 from tests.integration.rewards import minus_half
@@ -169,7 +169,7 @@ def test_a_model_that_cannot_score_is_refused(tmp_path: Path) -> None:
         RewardModel(str(two))
     config = tiny(GRPOConfig, tmp_path, reward={"name": "model", "path": str(two)})
     with pytest.raises(ConfigError, match="has 2 outputs"):
-        describe_plan(config, "local")
+        describe_memory(config, "local")
     headless = write_scorer(tmp_path / "headless")
     model = AutoModelForSequenceClassification.from_pretrained(headless)
     body = {name: tensor for name, tensor in model.state_dict().items() if name != "score.weight"}
@@ -184,9 +184,9 @@ def test_a_score_that_nobody_reads_is_refused(tmp_path: Path) -> None:
         describe_plan(tiny(GRPOConfig, tmp_path, reward={"path": str(scorer)}), "local")
     with pytest.raises(ConfigError, match=r"reward\.name = 'model' is the score of a reward model: set reward\.path"):
         describe_plan(tiny(GRPOConfig, tmp_path, reward={"name": "model"}), "local")
-    plan = describe_plan(tiny(GRPOConfig, tmp_path, reward={"name": "model", "path": str(scorer)}), "local")
-    assert "policy, reward, estimator, generator" in plan
-    assert "  reward model " in plan
+    config = tiny(GRPOConfig, tmp_path, reward={"name": "model", "path": str(scorer)})
+    assert "policy, reward, estimator, generator" in describe_plan(config, "local")
+    assert "  reward model " in describe_memory(config, "local")
     with podium.connect("inline") as cluster, pytest.raises(ConfigError, match="has no such role"):
         PPOTrainer(tiny(GRPOConfig, tmp_path), cluster=cluster, workers={"reward": RewardModel}, show=False).fit()
 

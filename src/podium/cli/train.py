@@ -8,6 +8,7 @@ import sys
 import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,10 +52,15 @@ def run_train(arguments: Sequence[str]) -> int:
 
         sys.stdout.write(describe_plan(config, backend.name, backend.options) + "\n\n")
         sys.stdout.flush()
-        from podium.trainer import describe_data  # imports torch, which the checks of the configuration do not need
+        # They import torch, which the checks of the configuration do not need.
+        from podium.trainer import describe_data, describe_memory
+        from podium.trainer.checks.data_plan import count_tokens
 
         trainer = _trainer(config, backend)
-        sys.stdout.write(describe_data(trainer.read_data, trainer.check_grader) + "\n")
+        read_data = cache(trainer.read_data)
+        sys.stdout.write(describe_data(read_data, trainer.check_grader) + "\n\n")
+        lengths = count_tokens(read_data())
+        sys.stdout.write(describe_memory(config, backend.name, backend.options, lengths) + "\n")
         return 0
     trainer = _open_view(config, options.recipe, backend)
     summary = trainer.fit()

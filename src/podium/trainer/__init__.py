@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from podium.runs.directory import Summary as Summary
     from podium.runs.evaluation import Evaluation as Evaluation
     from podium.trainer.checks.data_plan import describe_data as describe_data
+    from podium.trainer.checks.memory import describe_memory as describe_memory
     from podium.trainer.checks.plan import describe_plan as describe_plan
     from podium.trainer.evaluate import evaluate_model as evaluate_model, open_sampler as open_sampler
     from podium.trainer.ppo import PPOTrainer as PPOTrainer

@@ -15,7 +15,7 @@ from podium.algorithms import TokenLoss
 from podium.errors import ConfigError
 from podium.models import load_model
 from podium.trainer import GRPOConfig, PPOConfig
-from podium.trainer.checks.plan import ModelSize, memory_gib
+from podium.trainer.checks.memory import ModelSize, memory_gib
 from podium.training import OptimConfig, ParallelConfig, TrainEngine
 from podium.training.micro_batches import MicroBatch, cut
 from podium.training.optimizer import round_stochastically

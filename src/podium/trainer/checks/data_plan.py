@@ -23,7 +23,7 @@ from podium.trainer.prompts import Prompts
 from podium.trainer.run_data import HeldOut, RunData
 from podium.trainer.tasks import Tasks
 
-__all__ = ["describe_data"]
+__all__ = ["count_tokens", "describe_data"]
 
 _SHOWN_CHARACTERS: Final = 1200
 _SHOWN_TOKENS: Final = 48
@@ -60,6 +60,15 @@ def describe_data(
     notes = [] if resume in ("", "auto") else remarks(data.config, Path(resume))
     lines = ["# data", *(f"note         {visible(note)}" for note in (*notes, *heard))]
     return "\n".join([*lines, *_lengths(data), *_first(data)])
+
+
+def count_tokens(data: RunData[Any]) -> list[int] | None:
+    """Return the tokens of each prompt of the training data, or of each example with its answers.
+
+    None: the prompts are tasks, from which an environment makes what the model reads.
+    """
+    examples = _examples(data)
+    return None if isinstance(examples, Tasks) else _token_counts(examples)
 
 
 def _lengths(data: RunData[Any]) -> Iterator[str]:

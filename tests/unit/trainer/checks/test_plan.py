@@ -14,8 +14,8 @@ import pytest
 
 from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig, load_model
-from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_plan
-from podium.trainer.checks.plan import ModelSize, memory_gib, model_size
+from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_memory, describe_plan
+from podium.trainer.checks.memory import Amounts, ModelSize, memory_gib, model_size
 from podium.trainer.roles import bind_roles
 from tests.integration.training import MODEL, tiny
 
@@ -106,14 +106,32 @@ def test_the_cache_is_at_most_what_the_engine_may_hold(tmp_path: Path) -> None:
     assert memory_gib(capped, size, ("generator",))["key/value cache"] == 0.5
 
 
+def test_the_estimate_follows_the_batch_that_the_data_can_have(tmp_path: Path) -> None:
+    """The step has 16 rows of 4 prompts; the longest row has 30 tokens of the prompt, and 6 that are sampled."""
+    settings = {"batch": {"prompts": 4}, "sampling": {"n": 4, "max_new_tokens": 6}, "eval": {"items": 20}}
+    lengths = [10, 30, 20, 5, 5, 5]
+    config = tiny(GRPOConfig, tmp_path, **settings)
+    assert Amounts.of(config, lengths) == Amounts(tokens=4 * (30 + 20 + 10 + 5) + 16 * 6, sequences=20, length=36)
+    small = replace(config, parallel=replace(config.parallel, micro_batch_tokens=8))
+    assert Amounts.of(small, lengths).tokens == 36, "a row is computed as a whole"
+    ranks = replace(config, placement=replace(config.placement, ranks=2))
+    assert Amounts.of(ranks, lengths) == Amounts(tokens=4 * (30 + 20) + 8 * 6, sequences=10, length=36)
+    unknown = Amounts.of(config, None)
+    assert unknown.tokens == config.parallel.micro_batch_tokens
+    assert unknown.length == config.data.max_prompt_tokens + 6
+    tuned = tiny(SFTConfig, tmp_path, batch={"examples": 3})
+    assert Amounts.of(tuned, lengths).tokens == 60
+
+
 def test_the_plan_shows_each_kind_of_process_and_all_together(tmp_path: Path) -> None:
     split = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 3})
     plan = describe_plan(split, "local").partition("# plan")[2]
     assert "16 rows; 5.3 a rank" in plan
+    plan = describe_memory(split, "local")
     assert " each on processes 0-2 (estimate):\n  weights" in plan
     assert " on process 3 (estimate):\n  generator's own weights" in plan
     assert plan.rstrip().endswith("on all processes")
-    alone = describe_plan(tiny(GRPOConfig, tmp_path), "local")
+    alone = describe_memory(tiny(GRPOConfig, tmp_path), "local")
     assert " on process 0 (estimate):" in alone
     assert "all processes" not in alone
 
@@ -126,7 +144,7 @@ def test_a_critic_of_another_model_has_its_own_size(tmp_path: Path, monkeypatch:
     config = tiny(PPOConfig, tmp_path, critic={"path": "critic"})
     parameters = model_size(critic).parameters
     assert parameters == model_size(policy).parameters + 3 * 32 * 64
-    assert f"critic with optimizer {4 * 4 * parameters / 2**20:10.1f} MiB" in describe_plan(config, "local")
+    assert f"critic with optimizer {4 * 4 * parameters / 2**20:10.1f} MiB" in describe_memory(config, "local")
 
 
 @pytest.mark.parametrize(
