@@ -11,11 +11,14 @@ Servers of asyncio and of threads use it alike: a :class:`Front` is the socket t
 from __future__ import annotations
 
 import errno
+import fcntl
 import ipaddress
 import json
 import logging
 import resource
 import socket
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +32,7 @@ from podium.rollout.service.connection_owner import is_own
 __all__ = ["IDLE_S", "LIMIT_S", "Front", "Phase", "Visitor"]
 
 LIMIT_S: Final = 10.0  # for the whole head of a request, and for the next bytes of its body
-IDLE_S: Final = 60.0  # that a client may keep a connection between two requests
+IDLE_S: Final = 60.0  # that a client may keep a connection between two requests, or leave an answer unread
 
 _LOOK_S: Final = 1.0
 _SHARE: Final = 3  # the part of the open files that connections may be; a load balancer opens a second one for each
@@ -60,12 +63,15 @@ class Visitor(socket.socket):
     Attributes:
         phase: What it waits for. The server enters the phases that follow the head of a request.
         since_s: When the phase began, or its last byte came or went.
+        unread: How many bytes of answers have been sent, and how many of them the client's machine has not taken yet.
     """
 
     front: Front
     phase = Phase.SILENT
     since_s = 0.0
     looks = 0  # that have found it overdue, without a byte between them
+    unread = (0, 0)
+    _sent = 0
 
     def enter(self, phase: Phase) -> None:
         """Begin another phase. A phase that goes on has the limit that it has."""
@@ -87,13 +93,13 @@ class Visitor(socket.socket):
     def send(self, *args: Any) -> int:
         """As of a socket."""
         count = super().send(*args)
-        self._note_sent()
+        self._note_sent(count)
         return count
 
     def sendmsg(self, *args: Any) -> int:
         """As of a socket."""
         count = super().sendmsg(*args)
-        self._note_sent()
+        self._note_sent(count)
         return count
 
     def close(self) -> None:
@@ -118,7 +124,17 @@ class Visitor(socket.socket):
         elif count and self.phase is Phase.BODY:
             self.since_s = self.front.clock()
 
-    def _note_sent(self) -> None:
+    def note_reading(self) -> None:
+        """Wait on for an answer that is not sent yet, or of which the client has read more since the last call."""
+        queued = bytearray(4)
+        with suppress(OSError):
+            fcntl.ioctl(self, termios.TIOCOUTQ, queued)
+        unread = (self._sent, int.from_bytes(queued, sys.byteorder))
+        if not unread[1] or unread != self.unread:
+            self.unread, self.since_s = unread, self.front.clock()
+
+    def _note_sent(self, count: int) -> None:
+        self._sent += count
         if self.phase in (Phase.IDLE, Phase.REST):  # an answer that its client reads slowly
             self.since_s = self.front.clock()
 
@@ -133,7 +149,7 @@ class Front(socket.socket):
         listening: The socket, which belongs to the front from now on.
         most: The most connections; never more than a third of the files that this process may open.
         limit_s: The time for the head of a request, and for the next bytes of a body.
-        idle_s: The time between two requests.
+        idle_s: The time between two requests, and for the next bytes of an answer to be read.
         look_s: The time between two looks at what is overdue.
         clock: The current time, in seconds.
 
@@ -204,7 +220,9 @@ class Front(socket.socket):
         now_s = self.clock()
         with self.lock:
             for visitor in list(self.visitors.values()):
-                limit_s = {Phase.ANSWER: float("inf"), Phase.IDLE: self._idle_s}.get(visitor.phase, self._limit_s)
+                if visitor.phase is Phase.ANSWER:
+                    visitor.note_reading()
+                limit_s = self._idle_s if visitor.phase in (Phase.ANSWER, Phase.IDLE) else self._limit_s
                 visitor.looks = visitor.looks + 1 if now_s - visitor.since_s > limit_s else 0
                 if visitor.looks < 2:
                     continue

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.front import Front, Phase
+from podium.rollout.service.front import Front, Phase, Visitor
 from podium.view.server import ViewServer
 from tests.integration.test_serve import NOBODY, OTHER_USERS
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
@@ -231,6 +231,40 @@ def test_an_answer_may_take_as_long_as_it_takes() -> None:
             assert b"200 OK" in stream.recv(100)
             fronted.pass_time(86400.0)
             assert fronted.phases() == [Phase.ANSWER]
+
+
+def test_a_client_that_does_not_read_its_answer_is_closed_and_one_that_reads_slowly_is_not() -> None:
+    """Their answers go on for ever, as streams do. One of them is read, a little between any two looks."""
+    clock = Clock()
+    front = Front(socket.create_server(("127.0.0.1", 0)), **{**SLOW, "look_s": 1e6, "clock": clock})
+    fronted, connections = Fronted(front, clock), list[socket.socket]()
+
+    def fill(visitor: socket.socket) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                visitor.send(b"x" * 65536)
+
+    for _ in range(2):
+        connections.append(fronted.connect())
+        front.setblocking(True)
+        visitor, _ = front.accept()
+        assert isinstance(visitor, Visitor)
+        visitor.setblocking(False)
+        visitor.enter(Phase.ANSWER)
+        fill(visitor)
+    reads, visitors = connections[0], list(front.visitors.values())
+    fronted.pass_time(0.0)
+    for _ in range(4):
+        before = visitors[0].unread
+        read = 0
+        while read < 1 << 20:
+            read += len(reads.recv(1 << 20))
+        assert wait_until(lambda: (visitors[0].note_reading(), visitors[0].unread != before)[1])  # noqa: B023
+        fill(visitors[0])
+        fronted.pass_time(20.0)
+    assert [visitor.phase for visitor in visitors] == [Phase.ANSWER, Phase.LEAVING]
+    for connection in (*connections, *visitors, front):
+        connection.close()
 
 
 def test_time_that_stood_still_closes_nobody_whose_bytes_are_here() -> None:
