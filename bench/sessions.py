@@ -70,7 +70,7 @@ class Echo:
         await asyncio.sleep(0)
         yield self.drawn
 
-    async def score(self, ids: Sequence[int]) -> Any:
+    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Any:
         """Nothing is scored here."""
         raise NotImplementedError
 

@@ -133,6 +133,53 @@ def test_metrics_say_which_prompt_tokens_were_not_computed_again(served: Served)
     assert first["evicted"] == second["evicted"] == 0
 
 
+def test_an_answer_says_how_many_tokens_of_its_prompt_were_not_computed_again(served: Served) -> None:
+    messages: list[Any] = [{"role": "user", "content": "how much is two and one? " * 2}]
+    counts: list[tuple[int, int]] = []
+    for _ in range(2):
+        answer = served.client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, seed=1)
+        counts.append((answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens))
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and two?"}]
+    (first, _), (second, reused) = counts
+    assert first < reused <= second
+    whole = {"model": "tiny", "input": messages[0]["content"], "max_output_tokens": 12}
+    details = served.client.responses.create(**whole).usage.input_tokens_details
+    assert details.cached_tokens > first // 2
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0}, {"temperature": 0.5}, {"temperature": 0.7, "top_p": 0.6}], ids=str
+)
+def test_the_most_probable_tokens_have_the_probabilities_of_sampling(served: Served, how: dict[str, float]) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": [USER],
+        "max_tokens": 12,
+        "seed": 3,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    answer = served.client.chat.completions.create(**asked, **how)
+    tokens = answer.choices[0].logprobs.content
+    assert len(tokens) == answer.usage.completion_tokens
+    seen = 0
+    for token in tokens:
+        assert [entry.logprob for entry in token.top_logprobs] == sorted(
+            (entry.logprob for entry in token.top_logprobs), reverse=True
+        )
+        assert sum(2.718281828459045**entry.logprob for entry in token.top_logprobs) < 1.0001
+        for entry in token.top_logprobs:
+            if entry.token == token.token:
+                assert entry.logprob == pytest.approx(token.logprob, abs=1e-4)
+                seen += 1
+    assert seen > len(tokens) // 2
+    if "top_p" in how:
+        assert min(len(token.top_logprobs) for token in tokens) < 20, "those that top-p left out are not told"
+    chunks = list(served.client.chat.completions.create(**asked, **how, stream=True))
+    streamed = [entry for chunk in chunks if (logprobs := chunk.choices[0].logprobs) for entry in logprobs.content]
+    assert [entry.model_dump() for entry in streamed] == [entry.model_dump() for entry in tokens]
+
+
 def test_a_stream_says_what_the_whole_answer_says(served: Served) -> None:
     asked: Any = {"model": "tiny", "messages": [USER], "max_tokens": 8, "seed": 3}
     whole = served.client.chat.completions.create(**asked)

@@ -101,6 +101,7 @@ class Completion:
         kept: the kept sets where top-k, top-p or min-p were used, else None.
         masks: where a constraint restricted the ids, the packed mask of the ids that each token was drawn from, as in
             :mod:`podium.rollout.engines.constraints`; else None. A kept set lies within its token's mask.
+        reused: Number of the prompt's tokens whose keys and values the engine had already, where it counts them.
     """
 
     token_ids: Tensor
@@ -109,6 +110,7 @@ class Completion:
     versions: Tensor
     kept: KeptSet | None = None
     masks: Sequence[bytes] | None = None
+    reused: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)

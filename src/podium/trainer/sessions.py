@@ -160,6 +160,7 @@ class Sessions:
         reports = [report for report in self._workers.report(key) if report]
         if training:
             self._say_overruled({name for report in reports for name in report["overruled"]})
+            self._say_aliases(sorted({name for report in reports for name in report["aliases"]}))
         self._say_departure(next((report["departure"] for report in reports if report["departure"]), ""))
         self._say_unknown(sum(report["unknown"] for report in reports), len(batch))
         report = _join_figures(reports)
@@ -220,6 +221,12 @@ class Sessions:
                     "sampling.*, because a step learns from one distribution"
                 )
             )
+
+    def _say_aliases(self, aliases: Sequence[str]) -> None:
+        if aliases and "aliases" not in self._said:
+            self._said.add("aliases")
+            named = ", ".join(repr(name[:80]) for name in aliases[:3])
+            emit(Note(f"the environment's agent asks for the model {named}: every name is the policy in training"))
 
     def _say_departure(self, departure: str) -> None:
         if departure and "departure" not in self._said:

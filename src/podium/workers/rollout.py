@@ -255,6 +255,7 @@ def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:
         "tool_calls": sum(episode.counts.get("tool_calls", 0) for episode in episodes),
         "tool_errors": sum(episode.counts.get("tool_errors", 0) for episode in episodes),
         "seconds": [round(episode.seconds, 3) for episode in episodes],
+        "aliases": [*service.aliases],
         "overruled": {name: count for name, count in service.overruled.items() if count},
     }
 

@@ -160,7 +160,7 @@ class Dice:
         self.log.append(([*prompt], drawn))
         yield drawn
 
-    async def score(self, ids: Sequence[int]) -> Any:
+    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Any:
         raise NotImplementedError
 
     def _drawn(self) -> list[int]:

@@ -40,11 +40,11 @@ def test_sessions_that_wait_for_room_have_longer(
         assert again == first_s
 
 
-def test_the_first_history_that_an_agent_has_edited_is_told_once() -> None:
+def test_the_first_edited_history_and_other_names_of_the_model_are_told_once() -> None:
     report = dict.fromkeys(("sessions", "turns"), 2) | dict.fromkeys(
         ("context_full", "splits", "tool_calls", "tool_errors", "unknown"), 0
     )
-    report |= {"failures": Counter(), "details": {}, "seconds": [1.0], "overruled": {}}
+    report |= {"failures": Counter(), "details": {}, "seconds": [1.0], "overruled": {}, "aliases": ["gpt-x"]}
     reports = [
         {**report, "unrecognized": 2, "departure": "message 2 has x"},
         {**report, "unrecognized": 0, "departure": ""},
@@ -67,5 +67,6 @@ def test_the_first_history_that_an_agent_has_edited_is_told_once() -> None:
     finally:
         unsubscribe()
     texts = [note.text for note in notes if isinstance(note, Note)]
-    assert len(texts) == 1
-    assert "message 2 has x" in texts[0]
+    assert len(texts) == 2
+    assert "'gpt-x'" in texts[0]
+    assert "message 2 has x" in texts[1]

@@ -212,6 +212,8 @@ def conclude_arrays(
     versions: int | Tensor,
     kept: Sequence[Tensor] | None,
     masks: Sequence[bytes] | None = None,
+    *,
+    reused: int = 0,
 ) -> Finished | Failed:
     """Do what :func:`conclude` does, where inference mode is off. NumPy handles a single row faster than torch."""
     if not math.isfinite(logprobs_L.sum()):
@@ -234,5 +236,6 @@ def conclude_arrays(
         versions=torch.from_numpy(np.full(len(token_ids_L), versions)) if isinstance(versions, int) else versions,
         kept=kept_set,
         masks=masks,
+        reused=reused,
     )
     return Finished(request.id, completion)

@@ -2,6 +2,9 @@
 
     POST /v1/chat/completions      conversations, with tools; streamed or whole
     POST /v1/completions           texts or ids
+    POST /v1/responses             conversations, as the Responses API of OpenAI has them
+    POST /v1/messages              conversations, as the Messages API of Anthropic has them
+    POST /tokenize  /detokenize    texts to ids, and back
     POST /inference/v1/generate    ids in; ids, log-probabilities and versions out
     GET  /v1/models  /health  /metrics
 
@@ -18,21 +21,33 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from podium.errors import PodiumError
 from podium.rollout.service.concurrency import in_turns
 from podium.rollout.service.constraints import write_masks
+from podium.rollout.service.dialects import Usage, Writer, stream_events
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
+from podium.rollout.service.messages import Messages
 from podium.rollout.service.metrics import App, Metrics
-from podium.rollout.service.routes import PATHS, make_routes
+from podium.rollout.service.routes import PATHS, find_dialect, make_routes
 from podium.rollout.service.service import Delta
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.stops import before_stop
-from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
+from podium.rollout.service.wire import (
+    WISHES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    Refusal,
+    TokenizeRequest,
+    parse,
+)
 
 if TYPE_CHECKING:
     from podium.rollout.service.keys import Access
@@ -40,6 +55,8 @@ if TYPE_CHECKING:
     from podium.rollout.service.token_source import Scored
 
 __all__ = ["make_app"]
+
+R = TypeVar("R", bound=BaseModel)
 
 
 def make_app(service: Service, access: str | Access) -> App:
@@ -54,7 +71,13 @@ def make_app(service: Service, access: str | Access) -> App:
         "/v1/chat/completions": api.chat,
         "/v1/completions": api.completions,
         "/inference/v1/generate": api.generate,
+        "/v1/responses": api.converse,
+        "/v1/messages": api.converse,
+        "/v1/messages/count_tokens": api.count,
+        "/tokenize": api.tokenize,
+        "/detokenize": api.detokenize,
         "/v1/models": api.models,
+        "/v1/models/{model:path}": api.models,
         "/metrics": api.metrics,
         "/health": api.health,
     }
@@ -68,9 +91,8 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         body = as_json(await read_body(request))
-        asked_for = parse(ChatRequest, body)
-        self._check_model(asked_for.model)
-        question = self.service.chat(asked_for, session_of(request, body))
+        asked_for = self._parse(ChatRequest, body)
+        question = self._ask(request, body, asked_for)
         head = _head("chatcmpl", "chat.completion", self.service)
         if asked_for.stream:
             return _events(self._chat_stream(asked_for, question, {**head, "object": "chat.completion.chunk"}))
@@ -79,7 +101,7 @@ class _Api:
         )
         answers = self.service.read(question, samples)
         choices = [
-            {"index": index, "message": answer.message, **self._ending(asked_for, answer)}
+            {"index": index, "message": answer.message, **await self._ending(asked_for, question, answer)}
             for index, answer in enumerate(answers)
         ]
         response = {**head, "choices": choices, "usage": self._usage([question], samples)}
@@ -87,10 +109,80 @@ class _Api:
             response["prompt_token_ids"] = list(question.prompt)
         return JSONResponse(response)
 
+    def _parse(self, cls: type[R], body: Any) -> R:
+        """Return the request in a body, which names the model that is served. Raises Refusal."""
+        asked_for = parse(cls, body, WISHES if self.service.rules is not None else None)
+        self.service.check_model(str(getattr(asked_for, "model", "")))
+        return asked_for
+
+    def _ask(self, request: Request, body: Any, asked_for: ChatRequest) -> Asked:
+        if asked_for.top_logprobs and self.service.rules is not None:
+            raise Refusal(
+                400, "top_logprobs: a run does not compute these; leave it out", "top_logprobs", "unsupported"
+            )
+        return self.service.chat(asked_for, session_of(request, body))
+
+    async def converse(self, request: Request) -> Response:
+        """Answer a conversation in another dialect."""
+        body, dialect = as_json(await read_body(request)), find_dialect(request)
+        if dialect is None or not isinstance(body, Mapping):
+            raise Refusal(400, "the body is not a JSON object")
+        asked_for = self._parse(ChatRequest, dialect.chat(body))
+        question = self._ask(request, body, asked_for)
+        writer = dialect.writer(body, self.service.model)
+        if asked_for.stream:
+            return stream_events(self._dialect_events(asked_for, question, writer), writer)
+        (sample,) = await while_there(request, [self.service.draw(question)])
+        (answer,) = self.service.read(question, [sample])
+        events = [*writer.begin(len(question.prompt)), *writer.add(answer.text)]
+        events += await self._end(asked_for, question, answer, writer)
+        return JSONResponse(writer.whole)
+
+    async def _dialect_events(
+        self, asked_for: ChatRequest, question: Asked, writer: Writer
+    ) -> AsyncGenerator[Mapping[str, Any]]:
+        for event in writer.begin(len(question.prompt)):
+            yield event
+        async with aclosing(self.service.stream(question)) as pieces:
+            async for _, piece in pieces:
+                events = (
+                    writer.add(piece)
+                    if isinstance(piece, Delta)
+                    else await self._end(asked_for, question, piece, writer)
+                )
+                for event in events:
+                    yield event
+
+    async def _end(
+        self, asked_for: ChatRequest, question: Asked, answer: Answer, writer: Writer
+    ) -> list[Mapping[str, Any]]:
+        counts = self._usage([question], [answer.sampled])
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        usage = Usage(counts["prompt_tokens"], cached, counts["completion_tokens"])
+        logprobs = await self._logprobs(asked_for, question, answer.sampled) if asked_for.logprobs else ()
+        return [*writer.end(answer, usage, logprobs)]
+
+    async def count(self, request: Request) -> Response:
+        """Answer how many tokens the prompt of a message has."""
+        body = as_json(await read_body(request))
+        asked_for = self._parse(ChatRequest, Messages().chat({"max_tokens": 1, **body} if body else body))
+        conversation = TokenizeRequest(messages=asked_for.messages, tools=asked_for.tools)
+        return JSONResponse({"input_tokens": len(self.service.tokenize(conversation))})
+
+    async def tokenize(self, request: Request) -> Response:
+        asked_for = self._parse(TokenizeRequest, as_json(await read_body(request)))
+        ids = self.service.tokenize(asked_for)
+        pieces = self.service.pieces(ids) if asked_for.return_token_strs else None
+        counts = {"count": len(ids), "max_model_len": self.service.context}
+        return JSONResponse({**counts, "tokens": ids, "token_strs": pieces})
+
+    async def detokenize(self, request: Request) -> Response:
+        asked_for = self._parse(DetokenizeRequest, as_json(await read_body(request)))
+        return JSONResponse({"prompt": self.service.detokenize(asked_for.tokens)})
+
     async def completions(self, request: Request) -> Response:
         body = as_json(await read_body(request))
-        asked_for = parse(CompletionRequest, body)
-        self._check_model(asked_for.model)
+        asked_for = self._parse(CompletionRequest, body)
         if self.service.rules is not None:
             raise Refusal(400, "/v1/completions is not recorded for training: use /v1/chat/completions in training")
         if asked_for.echo and asked_for.max_tokens == 0:
@@ -171,6 +263,9 @@ class _Api:
             "id": service.model, "object": "model", "created": service.created_s, "owned_by": "podium",
             "max_model_len": service.context,
         }  # fmt: skip
+        if (name := request.path_params.get("model")) is not None:
+            service.check_model(name)
+            return JSONResponse(card)
         return JSONResponse({"object": "list", "data": [card]})
 
     async def health(self, request: Request) -> Response:
@@ -200,19 +295,22 @@ class _Api:
     ) -> AsyncGenerator[Mapping[str, Any]]:
         begun: set[int] = set()
         sampled: list[Sampled] = []
+        prompt = {"prompt_token_ids": list(asked.prompt)} if asked_for.return_token_ids else {}
         async with aclosing(self.service.stream(asked)) as pieces:
             async for index, piece in pieces:
                 delta: dict[str, Any] = {} if index in begun else {"role": "assistant", "content": ""}
                 begun.add(index)
+                chunk, prompt = {**head, **prompt}, {}
                 if isinstance(piece, Delta):
                     delta |= {"content": piece.content} if piece.content else {}
                     delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-                    yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+                    yield {**chunk, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
                     continue
                 if calls := piece.message.get("tool_calls"):
                     delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
                 sampled.append(piece.sampled)
-                yield {**head, "choices": [{"index": index, "delta": delta, **self._ending(asked_for, piece)}]}
+                ending = await self._ending(asked_for, asked, piece)
+                yield {**chunk, "choices": [{"index": index, "delta": delta, **ending}]}
         usage = self._usage([asked], sampled)
         if (asked_for.stream_options or {}).get("include_usage"):
             yield {**head, "choices": [], "usage": usage}
@@ -236,11 +334,11 @@ class _Api:
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
-    def _ending(self, asked_for: ChatRequest, answer: Answer) -> dict[str, Any]:
+    async def _ending(self, asked_for: ChatRequest, asked: Asked, answer: Answer) -> dict[str, Any]:
         """What a choice has beside its message."""
         fields: dict[str, Any] = {"finish_reason": answer.finish_reason}
         if asked_for.logprobs:
-            fields["logprobs"] = {"content": self._logprobs(answer.sampled)}
+            fields["logprobs"] = {"content": await self._logprobs(asked_for, asked, answer.sampled)}
         if asked_for.return_token_ids:
             fields |= {"token_ids": list(answer.sampled.ids), "versions": list(answer.sampled.versions)}
         return fields
@@ -253,7 +351,8 @@ class _Api:
         prompt: Sequence[int] = (),
         scored: Scored | None = None,
     ) -> dict[str, Any]:
-        text = before_stop(self.service.decode(sampled.ids), asked_for.stops)
+        special = not asked_for.skip_special_tokens
+        text = before_stop(self.service.decode(sampled.ids, special=special), asked_for.stops)
         if asked_for.echo:
             text = self.service.decode(prompt, special=True) + text
         choice: dict[str, Any] = {
@@ -293,23 +392,25 @@ class _Api:
         else:
             yield from (self.service.encode(entry) if isinstance(entry, str) else list(entry) for entry in prompt)
 
-    def _logprobs(self, sampled: Sampled) -> list[dict[str, Any]]:
-        texts = [self.service.decode([token], special=True) for token in sampled.ids]
+    async def _logprobs(self, asked_for: ChatRequest, asked: Asked, sampled: Sampled) -> list[dict[str, Any]]:
+        top: Sequence[Sequence[tuple[int, float]]] = [()] * len(sampled.ids)
+        if asked_for.top_logprobs:
+            top = await self.service.most_probable(asked, sampled, asked_for.top_logprobs)
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self.service.decode([token], special=True)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
         return [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, sampled.logprobs, strict=True)
+            {**entry(token, logprob), "top_logprobs": [entry(*other) for other in others]}
+            for token, logprob, others in zip(sampled.ids, sampled.logprobs, top, strict=True)
         ]
 
-    def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, int]:
+    def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, Any]:
         prompt, completion = sum(len(question.prompt) for question in asked), sum(len(answer.ids) for answer in drawn)
         self.metrics_of.tokens.update(prompt=prompt, completion=completion)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-    def _check_model(self, name: str) -> None:
-        if name not in ("", self.service.model):
-            raise Refusal(
-                404, f"the model {name!r} is not served here; this service has {self.service.model!r}", "model"
-            )
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": sum(answer.reused for answer in drawn)}}
 
 
 def _events(chunks: AsyncGenerator[Mapping[str, Any]]) -> Response:

@@ -32,6 +32,7 @@ _MARK: Final = "podium\u241fmark"  # stands for an answer whose place in a writt
 
 _KINDS: Final = 4096  # of histories, about which is remembered what their last messages stand for
 _REPEATS: Final = 12
+_VARIANTS: Final = 64  # of variables that requests set
 _VALUES: Final = 16  # of a field, of which it is tried whether the template writes them
 _UNKNOWN: Final = {"podium_field": "podium"}  # which a template writes that writes all fields of a message
 
@@ -51,20 +52,47 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self.library = library
         self._read_fields: dict[tuple[str, ...], dict[str, bool]] = {}  # by role and name, whether values are written
+        self._variants: dict[str, ChatFormat] = {}  # by the variables of requests
         self._trusted: dict[tuple[Any, ...], int] = {}  # by kind, the longest history that its last messages stand for
         special = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {*special}
         self._silent = {token_id for token_id, text in special.items() if text not in MARKS}
         self._ends = {token_id for token_id, text in special.items() if not (text in MARKS and text.startswith("</"))}
 
-    def prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """The ids of a conversation with the assistant's turn opened after it. ``data.system_prompt`` comes first where
-        the conversation does not begin with a system message or a developer's.
+    def with_options(self, options: Mapping[str, Any]) -> ChatFormat:
+        """Return the format whose template gets these variables. Raises ConfigError for one that it does not read."""
+        if not options:
+            return self
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._variants:
+            try:
+                variant = ChatFormat(self._writer.with_options(options), self._tokenizer)
+            except ConfigError as error:
+                raise ConfigError(str(error).removeprefix("data.")) from None
+            if len(self._variants) >= _VARIANTS:
+                self._variants.clear()
+            self._variants[key] = variant
+        return self._variants[key]
+
+    def effort(self, effort: str | None, thinking: bool | None) -> dict[str, Any]:
+        """The variables of the template by which a client's wishes about reasoning are met; {} if it has none."""
+        options: dict[str, Any] = {}
+        if effort is not None and self._writer.mentions("reasoning_effort"):
+            options["reasoning_effort"] = effort
+        elif effort is not None and thinking is None:
+            thinking = effort != "none"
+        if thinking is not None and self._writer.mentions("enable_thinking"):
+            options["enable_thinking"] = thinking
+        return options
+
+    def prompt(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> list[int]:
+        """The ids of a conversation with the assistant's turn opened after it, unless ``opened`` is False.
+        ``data.system_prompt`` comes first where the conversation does not begin with a system message or a developer's.
 
         Raises:
             ConfigError: The template cannot write the conversation.
         """
-        return self._writer.encode(self._text(messages, tools, opened=True))
+        return self._writer.encode(self._text(messages, tools, opened=opened))
 
     def check(self, said: Messages, new: Messages, tools: Tools) -> None:
         """Check that the template writes what ``new``, which follows ``said``, and the tools say.
@@ -199,12 +227,15 @@ class ChatFormat:
             message = {"tool_call_id": CALL["tool_calls"][0]["id"], **message}
         return self._text([*before, message], tools, opened=False)
 
-    def parse(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = ()) -> Reply:
-        """Return the content of ``sampled``, which follows ``prompt``."""
+    def parse(
+        self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = (), *, special: bool = False
+    ) -> Reply:
+        """Return the content of ``sampled``, which follows ``prompt``; with ``special``, all special tokens but those
+        at its end are in it as text."""
         ids = list(sampled)
         while ids and ids[-1] in self._ends:
             ids.pop()
-        ids = [token_id for token_id in ids if token_id not in self._silent]
+        ids = [token_id for token_id in ids if special or token_id not in self._silent]
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self._opens_reasoning(prompt):
             text = f"<think>{text}"

@@ -152,11 +152,11 @@ class EngineClient:
                 self._thread = threading.Thread(target=self._run, name="podium-serve", daemon=True)
                 self._thread.start()
 
-    async def score(self, ids: Sequence[int]) -> Scored:
+    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:
         """As :meth:`.TokenSource.score`. The engine's model reads the text in one pass, beside what it draws."""
-        return await asyncio.to_thread(self._score, list(ids))
+        return await asyncio.to_thread(self._score, list(ids), top, temperature)
 
-    def _score(self, ids: list[int]) -> Scored:
+    def _score(self, ids: list[int], top: int, temperature: float) -> Scored:
         model = getattr(self.engine, "model", None)
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
@@ -173,10 +173,15 @@ class EngineClient:
         with self._scoring, self.engine.gate, torch.inference_mode():
             logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
             chosen = torch.tensor(ids[1:], device=device)
-            parts = [_scores(logits[at : at + _ROWS], chosen[at : at + _ROWS]) for at in range(0, len(ids) - 1, _ROWS)]
-        logprobs, best, values = (torch.cat(of).tolist() for of in zip(*parts, strict=True)) if parts else ([], [], [])
+            parts = [
+                _scores(logits[at : at + _ROWS] / temperature, chosen[at : at + _ROWS], min(top, logits.shape[-1]))
+                for at in range(0, len(ids) - 1, _ROWS)
+            ]
+        columns = (torch.cat(of).tolist() for of in zip(*parts, strict=True)) if parts else ([], [], [], [], [])
+        logprobs, best, values, top_ids, top_values = columns
         end_idle_threads()
-        return Scored(logprobs, best, values)
+        pairs = zip(top_ids, top_values, strict=True)
+        return Scored(logprobs, best, values, [[*zip(*pair, strict=True)] for pair in pairs] if top else ())
 
     def _run(self) -> None:
         """Drive the engine while requests are in flight."""
@@ -203,7 +208,7 @@ def _deliver(found: Sequence[tuple[_Events, Event]]) -> None:
         events.put_nowait(event)
 
 
-def _scores(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(logits: Tensor, chosen: Tensor, top: int) -> tuple[Tensor, ...]:
     logprobs = logits.float().log_softmax(-1)
-    best = logprobs.max(-1)
-    return logprobs.gather(-1, chosen[:, None])[:, 0], best.indices, best.values
+    best, most = logprobs.max(-1), logprobs.topk(top, -1)
+    return logprobs.gather(-1, chosen[:, None])[:, 0], best.indices, best.values, most.indices, most.values

@@ -154,7 +154,7 @@ class RemoteTokens:
                 self._lose(generator)
         raise GenerationError(f"no generator answered within {self._patience_s:g} s; the last reason: {reason}")
 
-    async def score(self, ids: Sequence[int]) -> Scored:
+    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:
         """Raise ConfigError, because generators in other processes only give tokens."""
         raise ConfigError("a run does not give log-probabilities of prompts; podium serve does")
 
@@ -210,9 +210,11 @@ class RemoteTokens:
         self.version = max([self.version, *versions])
         if params.filtered and "kept" not in choice:
             raise GenerationError("the generator does not say which tokens top-k and top-p left to draw from")
+        reused = answer["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         masks = read_masks(sent) if (sent := choice.get("masks")) is not None else None
-        return Sampled(choice["token_ids"], logprobs, versions, choice["finish_reason"], choice.get("kept"), masks)
+        kept, reason = choice.get("kept"), choice["finish_reason"]
+        return Sampled(choice["token_ids"], logprobs, versions, reason, kept, masks, reused)
 
 
 def _watch_options(silent_s: int) -> list[tuple[int, int, int]]:

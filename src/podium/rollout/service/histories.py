@@ -143,9 +143,11 @@ def rename_results(results: Sequence[Message], sent: Message, recorded: Message)
     return [{**message, "tool_call_id": renamed[call]} if call in renamed else message for message, call in pairs]
 
 
-def tools_key(tools: Sequence[Message]) -> Key:
-    """Return what the tools of a request say; "" for none. The order of an object's entries makes no difference."""
-    return "" if not tools else json.dumps(list(tools), sort_keys=True, ensure_ascii=False, default=str)
+def tools_key(tools: Sequence[Message], options: Mapping[str, Any] | None = None) -> Key:
+    """Return what the tools of a request say, and the variables that its template got; "" for none. The order of an
+    object's entries makes no difference."""
+    parts = [*tools, *([options] if options else ())]
+    return json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str) if parts else ""
 
 
 def describe_departure(departure: Departure) -> str:

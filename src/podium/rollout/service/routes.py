@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, TypeAlias
@@ -12,17 +13,28 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from podium.errors import ConfigError, PodiumError
+from podium.rollout.service.dialects import Dialect
 from podium.rollout.service.exchange import session_of
 from podium.rollout.service.keys import Access, OneToken
+from podium.rollout.service.messages import Messages
 from podium.rollout.service.repeats import Repeats
+from podium.rollout.service.responses import Responses
 from podium.rollout.service.wire import Refusal
 
-__all__ = ["PATHS", "Handler", "make_routes"]
+__all__ = ["PATHS", "Handler", "find_dialect", "make_routes"]
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 _OPEN: Final = "/health"
-_IN_SESSIONS: Final = {"/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/models": "GET"}
+_LONGEST_ID: Final = 128  # characters of a request's id
+_MODEL: Final = "/v1/models/{model:path}"
+_DIALECTS: Final[Mapping[str, Dialect]] = {"/v1/responses": Responses(), "/v1/messages": Messages()}
+_COUNT: Final = "/v1/messages/count_tokens"
+_IN_SESSIONS: Final = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", *_DIALECTS, _COUNT), "POST"),
+    **dict.fromkeys(("/v1/models", _MODEL), "GET"),
+    **dict.fromkeys(("/tokenize", "/detokenize"), "POST"),
+}
 _METHODS: Final = {**_IN_SESSIONS, "/inference/v1/generate": "POST", "/metrics": "GET", _OPEN: "GET"}
 PATHS: Final = (*_METHODS,)
 """The paths outside of sessions."""
@@ -61,6 +73,9 @@ def make_routes(
 
 def _guard(handler: Handler, access: Access | None, path: str, repeats: Repeats) -> Handler:
     async def run(request: Request) -> Response:
+        return _number(request, await answer(request))
+
+    async def answer(request: Request) -> Response:
         try:
             if access is not None:
                 _admit(request, access, path)
@@ -68,14 +83,21 @@ def _guard(handler: Handler, access: Access | None, path: str, repeats: Repeats)
         except ClientDisconnect:
             return Response(status_code=499)
         except (Refusal, PodiumError) as error:
-            return _answer_refusal(error)
+            return _answer_refusal(request, error)
 
     return run
 
 
+def find_dialect(request: Request) -> Dialect | None:
+    """Return the dialect of a request; None for the API of conversations and all other paths."""
+    path = request.scope["path"].removesuffix("/count_tokens")
+    return next((dialect for suffix, dialect in _DIALECTS.items() if path.endswith(suffix)), None)
+
+
 def _admit(request: Request, access: Access, path: str) -> None:
     """Note which session a request may reach, by its token. Raises Refusal where that is not what it asks for."""
-    kind, _, credentials = request.headers.get("authorization", "").partition(" ")
+    sent = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
+    kind, _, credentials = sent.partition(" ")
     scope = access.scope_of(credentials.strip()) if kind.lower() == "bearer" else None
     if scope is None:
         raise Refusal(401, "the token is missing or wrong: send it as Authorization: Bearer TOKEN")
@@ -86,18 +108,28 @@ def _admit(request: Request, access: Access, path: str) -> None:
 
 
 def _elsewhere(request: Request, error: Exception) -> Response:
-    return _answer_refusal(Refusal(404, f"nothing is at {request.url.path}; the paths are {', '.join(PATHS)}"))
+    return _answer_refusal(request, Refusal(404, f"nothing is at {request.url.path}; the paths are {', '.join(PATHS)}"))
 
 
 def _otherwise(request: Request, error: Exception) -> Response:
     allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
-    return _answer_refusal(Refusal(405, f"{request.url.path} takes {allowed or 'another method'}"))
+    return _answer_refusal(request, Refusal(405, f"{request.url.path} takes {allowed or 'another method'}"))
 
 
 def _answer_failure(request: Request, error: Exception) -> Response:
-    return _answer_refusal(Refusal(500, f"the service failed, and its log says where: {type(error).__name__}"))
+    return _answer_refusal(request, Refusal(500, f"the service failed, and its log says where: {type(error).__name__}"))
 
 
-def _answer_refusal(error: Refusal | PodiumError) -> Response:
-    refusal = error if isinstance(error, Refusal) else Refusal(500, str(error))
-    return JSONResponse(refusal.body, refusal.status, {"Retry-After": "1"} if refusal.status == 429 else None)
+def _answer_refusal(request: Request, error: Refusal | PodiumError) -> Response:
+    refusal, dialect = error if isinstance(error, Refusal) else Refusal(500, str(error)), find_dialect(request)
+    body = refusal.body if dialect is None else dialect.describe(refusal)
+    headers = {"Retry-After": "1"} if refusal.status == 429 else None
+    return _number(request, JSONResponse(body, refusal.status, headers))
+
+
+def _number(request: Request, response: Response) -> Response:
+    """Return a response with the id of its request, which the client may have chosen."""
+    number = request.headers.get("x-request-id") or f"req_{uuid.uuid4().hex}"
+    for name in ("x-request-id", "request-id"):  # as clients of OpenAI and of Anthropic read it
+        response.headers.setdefault(name, number[:_LONGEST_ID])
+    return response

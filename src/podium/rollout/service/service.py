@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -27,7 +27,7 @@ from podium.rollout.service.session_store import SessionStore
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session
 from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
 from podium.rollout.service.tool_calls import without_begun_end
-from podium.rollout.service.wire import ChatRequest, Refusal
+from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, TokenizeRequest
 from podium.rollout.tasks.examples import message_text
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Asked", "Delta", "Service"]
 
+_ALIASES: Final = 100  # names of models that are counted
 _SEEDS: Final = 2**62
 _MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
 _MOST_BYTES: Final = 1 << 28  # of sessions that are remembered, where nobody closes them
@@ -57,6 +58,8 @@ class Asked:
         session: Where the calls are recorded; None for a request that names no session.
         messages: The conversation; () for a request of ids or text.
         tools: Its tools.
+        options: The variables that the chat template got beside those of the configuration.
+        special: Whether special tokens are in the text of the answer.
         continues: The call that the conversation continues.
         departure: Where the client has edited what the session recorded; None if it has not.
         stops: Texts that end an answer.
@@ -72,6 +75,8 @@ class Asked:
     session: Session | None = None
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    special: bool = False
     continues: RecordedCall | None = None
     departure: Departure | None = None
     stops: Sequence[str] = ()
@@ -103,12 +108,19 @@ class Answer:
         finish_reason: "stop", "length" or "tool_calls".
         sampled: The sampled tokens of the answer.
         call: The call's record in the session; None without a session.
+        stop: The text of the client that ended it; None if none did.
     """
 
     message: Mapping[str, Any]
     finish_reason: str
     sampled: Sampled
     call: RecordedCall | None = None
+    stop: str | None = None
+
+    @property
+    def text(self) -> Delta:
+        """All that it says beside calls of tools."""
+        return Delta(self.message.get("content") or "", self.message.get("reasoning_content") or "")
 
 
 Certain: TypeAlias = Callable[[Asked, Sequence[int]], Delta]
@@ -133,6 +145,7 @@ class Service:
     Attributes:
         vocabulary: The number of ids that the tokenizer knows.
         overruled: How often a request asked for a parameter that ``rules`` replaced, by its name.
+        aliases: How often a request of a run named another model than the policy, by this name.
         unrecognized: How many calls began a row because their history is not what the session has recorded.
     """
 
@@ -156,9 +169,20 @@ class Service:
         self.sessions = SessionStore(_MOST_BYTES if rules is None else None, form)
         self.overruled: Counter[str] = Counter()
         self.unrecognized = 0
+        self.aliases: Counter[str] = Counter()
         self.created_s = int(time.time())
         self._seeds = itertools.count(time.time_ns() % _SEEDS)
         self._seeds_of: dict[str, itertools.count[int]] = {}
+
+    def check_model(self, name: str) -> None:
+        """Check the name of the model in a request. In training all names are the policy, since agents name the model
+        that they were written for. Raises Refusal for a model that is not served."""
+        if name in ("", self.model):
+            return
+        if self.rules is None:
+            raise Refusal(404, f"the model {name!r} is not served here; this service has {self.model!r}", "model")
+        if name in self.aliases or len(self.aliases) < _ALIASES:
+            self.aliases[name] += 1
 
     # -- texts and sessions ----------------------------------------------------------------------------------------
 
@@ -168,6 +192,28 @@ class Service:
         ids: list[int] = self._tokenizer(text)["input_ids"]
         eos = self._tokenizer.eos_token_id
         return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """The ids of a text, or of a conversation. Raises Refusal if the template cannot write it."""
+        if request.prompt is not None:
+            return self.encode(request.prompt)
+        try:
+            form = self.form.with_options(request.chat_template_kwargs)
+            messages, tools = request.messages or [], request.tools or []
+            form.check((), messages, tools)
+            return form.prompt(messages, tools, opened=request.add_generation_prompt)
+        except ConfigError as error:
+            raise Refusal(400, str(error), "messages") from None
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids. Raises Refusal for one that the tokenizer does not have."""
+        if (largest := max(ids, default=0)) >= (count := len(self._tokenizer)):
+            raise Refusal(400, f"tokens: {largest} is no id of the tokenizer, which has {count}", "tokens")
+        return self.decode(ids, special=True)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the tokenizer has them."""
+        return [str(piece) for piece in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, special tokens among them only where ``special`` is True."""
@@ -224,32 +270,32 @@ class Service:
         tools = request.tools or []
         if request.tool_choice == "none":
             tools = []
+        options = self._options(request)
         recorded = self._session(session, request.messages)
         self._check_length(map(message_text, request.messages), session)
         continues: RecordedCall | None = None
         departure: Departure | None = None
         prompt: list[int] | None = None
         try:
+            form = self.form.with_options(options)
             if recorded is not None:
-                continues, departure = recorded.recognize(request.messages, tools)
+                continues, departure = recorded.recognize(request.messages, tools, options)
             new = request.messages[0 if continues is None else len(continues.messages) :]
             if continues is not None:
                 last = len(continues.messages) - 1
                 new = rename_results(new, request.messages[last], continues.messages[last])
-            self.form.check(
+            form.check(
                 () if continues is None else continues.messages,
                 new if recorded is None else recorded.without_said(new),
                 tools,
             )
-            if recorded is not None and continues is not None and continues.tools == tools_key(tools):
+            if recorded is not None and continues is not None and continues.tools == tools_key(tools, options):
                 messages_before = continues.messages
                 recorded_ids = recorded.ids_of(continues)
                 start = next(turn.start for turn in recorded.rows[continues.row].turns if turn.call == continues.number)
                 ends = self.stop_token_ids
-                prompt = self.form.bridge(
-                    recorded_ids[:start], recorded_ids[start:], messages_before, new, tools, ends=ends
-                )
-            prompt = self.form.prompt(request.messages, tools) if prompt is None else prompt
+                prompt = form.bridge(recorded_ids[:start], recorded_ids[start:], messages_before, new, tools, ends=ends)
+            prompt = form.prompt(request.messages, tools) if prompt is None else prompt
         except ConfigError as error:
             raise Refusal(400, str(error), "messages") from None
         except RecursionError:
@@ -261,10 +307,22 @@ class Service:
             session=recorded,
             messages=request.messages,
             tools=tools,
+            options=options,
+            special=not request.skip_special_tokens,
             continues=continues,
             departure=departure,
             stops=request.stops,
         )
+
+    def _options(self, request: ChatRequest) -> dict[str, Any]:
+        """The variables that a request gives to the chat template. Raises Refusal for an effort that nothing reads."""
+        options = self.form.effort(request.reasoning_effort, request.thinking)
+        if request.reasoning_effort is not None and not options:
+            if self.rules is None:
+                message = "reasoning_effort: the chat template reads no such variable; leave it out"
+                raise Refusal(400, message, "reasoning_effort", "unsupported")
+            self.overruled["reasoning_effort"] += 1
+        return {**options, **request.chat_template_kwargs}
 
     def ask(
         self,
@@ -330,6 +388,8 @@ class Service:
             value = getattr(sampling, name) or 0
             self.overruled[name] += name in sampling.model_fields_set and max(0, value) != getattr(rules, name)
         self.overruled["seed"] += sampling.seed is not None  # completions of one prompt are to differ
+        for name, value in (sampling.model_extra or {}).items():
+            self.overruled[name] += name in WISHES and value not in WISHES[name]
         return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
 
     async def score(self, ids: Sequence[int]) -> Scored:
@@ -338,6 +398,22 @@ class Service:
             return await self.source.score(ids)
         except ConfigError as error:
             raise Refusal(400, str(error)) from None
+
+    async def most_probable(self, asked: Asked, drawn: Sampled, count: int) -> list[list[tuple[int, float]]]:
+        """Return for each drawn token the ``count`` most probable ones with their log-probabilities, among those that
+        top-p and top-k kept. Raises Refusal if the service cannot compute them."""
+        try:
+            temperature = asked.params.temperature or 1.0
+            scored = await self.source.score([*asked.prompt, *drawn.ids], top=count, temperature=temperature)
+        except ConfigError as error:
+            raise Refusal(400, str(error), "top_logprobs") from None
+        start = len(asked.prompt) - 1
+        shifts = [one - other for one, other in zip(drawn.logprobs, scored.logprobs[start:], strict=True)]
+        kept = drawn.kept or [None] * len(shifts)
+        return [
+            [(token, logprob + shift) for token, logprob in top if ids is None or token in ids]
+            for top, shift, ids in zip(scored.top[start:], shifts, kept, strict=True)
+        ]
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
@@ -376,6 +452,7 @@ class Service:
             asked.session.record,
             asked.prompt,
             tools=asked.tools,
+            options=asked.options,
             continues=asked.continues,
             departure=asked.departure,
         )
@@ -402,9 +479,7 @@ class Service:
                     yield number, delta
                     sent[number] += delta
         for number, answer in enumerate(self.read(asked, [samples[number] for number in range(count)])):
-            message = answer.message
-            full_delta = Delta(message.get("content") or "", message.get("reasoning_content") or "")
-            yield number, sent[number].up_to(full_delta)
+            yield number, sent[number].up_to(answer.text)
             yield number, answer
 
     async def stream_texts(self, asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, str | Sampled]]:
@@ -462,7 +537,8 @@ class Service:
                 raise Refusal(400, str(error)) from None
 
     def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
-        reply = self.form.parse(asked.prompt, drawn.ids, asked.tools)
+        reply = self.form.parse(asked.prompt, drawn.ids, asked.tools, special=asked.special)
+        stops = [(at, stop) for stop in asked.stops if (at := reply.content.find(stop)) >= 0]
         content = before_stop(reply.content, asked.stops)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}
         if reply.reasoning is not None:
@@ -477,11 +553,11 @@ class Service:
                 for call in reply.tool_calls
             ]
         reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
-        return Answer(message, reason, drawn)
+        return Answer(message, reason, drawn, stop=min(stops)[1] if stops else None)
 
     def _certain(self, asked: Asked, ids: Sequence[int]) -> Delta:
         """The beginning of content and reasoning that no later token changes."""
-        reply = self.form.parse(asked.prompt, ids, asked.tools)
+        reply = self.form.parse(asked.prompt, ids, asked.tools, special=asked.special)
         content, reasoning = reply.content, reply.reasoning or ""
         if asked.tools:
             content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]

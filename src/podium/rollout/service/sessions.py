@@ -39,6 +39,7 @@ class Sampled:
         finish_reason: "stop" or "length".
         kept: Where top-k or top-p were used, the ids that each token was drawn from; else None.
         masks: Where a grammar or bans restricted the ids, each token's packed mask; else None.
+        reused: The number of the prompt's tokens that the engine had not to compute again.
     """
 
     ids: Sequence[int]
@@ -47,6 +48,7 @@ class Sampled:
     finish_reason: str
     kept: Sequence[Sequence[int]] | None = None
     masks: Sequence[bytes] | None = None
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class RecordedCall:
         stop: The number of the row's tokens up to the end of its completion.
         conversation: A key for each message of the prompt, and one for the answer; () for a call that sent ids.
         messages: Those messages, as the model read and wrote them: a client may leave out the reasoning later.
-        tools: The key of the tools that its prompt was written with.
+        tools: The key of the tools and the template's variables that its prompt was written with.
     """
 
     number: int
@@ -191,15 +193,20 @@ class Session:
         """
         return self.recognize(messages, tools).call
 
-    def recognize(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Recognized:
+    def recognize(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Recognized:
         """Return what is known of a history, whose answers may have been changed on their way in what the template does
-        not read. Raises as :meth:`find`."""
+        not read; ``options`` are the variables that it gets. Raises as :meth:`find`."""
         self._reader.learn(tools)
         latest = self.calls[-1] if self.calls else None
         earlier = () if latest is None else zip(latest.messages, latest.conversation, strict=True)
         keys = self._reader.keys(messages, earlier)
         while True:
-            call = self._longest_beginning(keys, tools_key(tools))
+            call = self._longest_beginning(keys, tools_key(tools, options))
             departure = self._departure(messages, keys, 0 if call is None else len(call.conversation))
             if departure is None or not self._reader.is_alike(departure, tools):
                 return Recognized(call, departure)
@@ -260,6 +267,7 @@ class Session:
         messages: Iterable[Mapping[str, Any]] = (),
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
         continues: RecordedCall | None = None,
         departure: Departure | None = None,
     ) -> RecordedCall:
@@ -270,6 +278,7 @@ class Session:
             drawn: What it sampled.
             messages: As in :class:`RecordedCall`.
             tools: The tools that ``prompt`` was written with.
+            options: The variables of the chat template that it was written with.
             continues: The call whose conversation this one goes on with, as :meth:`find` gave it. If ``prompt`` does
                 not begin with the ids of that call, it is counted in ``splits``.
             departure: As in :class:`Recognized`. It is counted in ``unrecognized`` if the call begins a row.
@@ -280,7 +289,7 @@ class Session:
         conversation = tuple(messages)
         compared = () if continues is None else continues.conversation  # which find() has compared
         read = (self._reader.key(conversation, at) for at in range(len(compared), len(conversation)))
-        keys, tools_of = (*compared, *read), tools_key(tools)
+        keys, tools_of = (*compared, *read), tools_key(tools, options)
         before = self._longest(prompt)
         number = len(self.calls)
         self.splits += continues is not None and (before is None or before.stop < continues.stop)

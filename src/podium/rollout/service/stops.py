@@ -41,7 +41,8 @@ def up_to_stop(drawn: Sampled, stops: Sequence[str], decode: Decode) -> Sampled:
     count = counts[bisect_left(counts, True, key=lambda count: _has(drawn.ids[:count], stops, decode))]
     kept = None if drawn.kept is None else drawn.kept[:count]
     masks = None if drawn.masks is None else drawn.masks[:count]
-    return Sampled(drawn.ids[:count], drawn.logprobs[:count], drawn.versions[:count], "stop", kept, masks)
+    logprobs, versions = drawn.logprobs[:count], drawn.versions[:count]
+    return Sampled(drawn.ids[:count], logprobs, versions, "stop", kept, masks, drawn.reused)
 
 
 def _has(ids: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:

@@ -19,17 +19,19 @@ __all__ = ["Scored", "TokenSource", "read_sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """How probable each of L tokens is after those before it, without temperature.
+    """How probable each of L tokens is after those before it.
 
     Attributes:
         logprobs: L - 1 natural logarithms; nothing comes before the first token.
         best: L - 1 ids, the most probable token at each place.
         best_logprobs: L - 1 natural logarithms, those of ``best``.
+        top: L - 1 lists of the most probable tokens, each with its natural logarithm, where they were asked for.
     """
 
     logprobs: Sequence[float]
     best: Sequence[int]
     best_logprobs: Sequence[float]
+    top: Sequence[Sequence[tuple[int, float]]] = ()
 
 
 class TokenSource(Protocol):
@@ -91,8 +93,8 @@ class TokenSource(Protocol):
         """
         ...
 
-    async def score(self, ids: Sequence[int]) -> Scored:
-        """Return the log-probabilities of a text's tokens.
+    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:
+        """Return the log-probabilities of a text's tokens, and those of the ``top`` most probable ones at each place.
 
         Raises:
             ConfigError: This source gives no such log-probabilities, or the ids do not fit the model.
@@ -107,5 +109,5 @@ def read_sampled(drawn: Completion) -> Sampled:
         kept = [drawn.kept.at(index).tolist() for index in range(len(drawn))]
     return Sampled(
         drawn.token_ids.tolist(), drawn.logprobs.tolist(), drawn.versions.tolist(), drawn.finish_reason, kept,
-        drawn.masks,
+        drawn.masks, drawn.reused,
     )  # fmt: skip

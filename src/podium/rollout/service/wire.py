@@ -12,13 +12,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from podium.rollout.tasks.fields import is_speech
 
-__all__ = ["ChatRequest", "CompletionRequest", "GenerateRequest", "Refusal", "parse"]
+__all__ = [
+    "WISHES",
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerateRequest",
+    "Refusal",
+    "TokenizeRequest",
+    "parse",
+]
 
 R = TypeVar("R", bound=BaseModel)
 
 _HARMLESS: Final = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("parallel_tool_calls", "skip_special_tokens", "include_reasoning", "request_id", "priority", "cache_salt"),
+    *("parallel_tool_calls", "include_reasoning", "request_id", "priority", "cache_salt"),
 }
 """Parameters that do not change what is sampled."""
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -26,7 +35,6 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "presence_penalty": (0, None),
     "repetition_penalty": (1, None),
     "min_tokens": (0, None),
-    "top_logprobs": (0, None),
     "best_of": (1, None),
     "suffix": ("", None),
     "ignore_eos": (False, None),
@@ -39,11 +47,14 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (None,),
     "prediction": (None,),
     "audio": (None,),
-    "reasoning_effort": (None,),
     "verbosity": (None,),
-    "chat_template_kwargs": ({}, None),
 }
 """Parameters that the service does not have, and the values with which they change nothing."""
+
+WISHES: Final[Mapping[str, tuple[Any, ...]]] = {
+    name: _NEUTRAL[name] for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "verbosity")
+}
+"""Those of them that a run overrules, as it does a temperature: agents send them to any model."""
 
 _MOST_COMPLETIONS: Final = 4096  # of one request
 _COLDEST: Final = 1e-3  # the least temperature beside 0; logits divided by less overflow
@@ -95,6 +106,7 @@ class _Request(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -153,7 +165,7 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | N
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise ValueError(f"tool {index} is no function: this service knows tools of type 'function'")
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters", {}), dict):
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), dict | None):
             raise ValueError(f"tool {index} is a function without a name, or its parameters are no JSON schema")
     return tools
 
@@ -167,9 +179,15 @@ class ChatRequest(_Request):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+    thinking: bool | None = None
 
     @model_validator(mode="after")
     def _check_choice(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
         if self.tool_choice in (None, "auto", "none"):
             return self
         names = [tool["function"]["name"] for tool in self.tools or ()]
@@ -234,8 +252,50 @@ class GenerateRequest(BaseModel):
     stream: bool = False
 
 
-def parse(cls: type[R], body: Any) -> R:
-    """Return the request in ``body``.
+class TokenizeRequest(BaseModel):
+    """The body of ``/tokenize``: a text, or a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], AfterValidator(_check_messages)] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(_check_tools)] = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt, a text, or messages, a conversation")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of ``/detokenize``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A request without its nulls, and its sampling parameters without theirs."""
+    present = {str(name): value for name, value in body.items() if value is not None}
+    if isinstance(nested := present.get("sampling_params"), Mapping):
+        present["sampling_params"] = _without_nulls(nested)
+    return present
+
+
+def parse(cls: type[R], body: Any, wishes: Mapping[str, Any] | None = None) -> R:
+    """Return the request in ``body``. A null is as no parameter.
+
+    Args:
+        cls: The kind of the request.
+        body: The JSON value.
+        wishes: Parameters that the service lacks and lets pass, because something else decides what they ask for.
 
     Raises:
         Refusal: The body is not such a request, or uses a feature that the service lacks.
@@ -243,7 +303,7 @@ def parse(cls: type[R], body: Any) -> R:
     if not isinstance(body, Mapping):
         raise Refusal(400, "the body is not a JSON object")
     try:
-        parsed = cls.model_validate(body)
+        parsed = cls.model_validate(_without_nulls(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -251,7 +311,7 @@ def parse(cls: type[R], body: Any) -> R:
         raise Refusal(400, f"{where}: {what}" if where else what, where or None) from None
     for holder in (parsed, getattr(parsed, "sampling_params", None)):
         for name, value in ((holder.model_extra or {}) if holder is not None else {}).items():
-            if name in _HARMLESS or value in _NEUTRAL.get(name, ()):
+            if name in _HARMLESS or value in _NEUTRAL.get(name, (None,)) or name in (wishes or ()):
                 continue
             if name in _NEUTRAL:
                 raise Refusal(

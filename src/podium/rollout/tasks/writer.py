@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -67,6 +68,11 @@ class Writer:
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
         self.unknown = unknown if isinstance(unknown, int) and unknown not in special else None
+
+    def with_options(self, options: Mapping[str, Any]) -> Writer:
+        """Return a writer whose template gets these variables too. Raises ConfigError for one that it does not read."""
+        options = {**self.config.chat_template_kwargs, **options}
+        return Writer(self._tokenizer, replace(self.config, chat_template_kwargs=options))
 
     @property
     def settings(self) -> tuple[Any, ...]:

@@ -61,8 +61,8 @@ _SHORTEST_PREFIX = 16  # below it, copying keys and values costs more than compu
 _LANE = np.dtype(
     [
         *(("live", bool), ("stops", bool), ("streams", bool), ("kind", int), ("base", int), ("end", int)),
-        *(("known", int), ("exact", int), ("used", int), ("request", object), ("versions", object), ("kept", object)),
-        *(("guided", bool), ("guide", object)),
+        *(("known", int), ("exact", int), ("used", int), ("reused", int), ("request", object), ("versions", object)),
+        *(("kept", object), ("guided", bool), ("guide", object)),
     ]
 )
 _Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]  # rows that are drawn alike
@@ -378,7 +378,13 @@ class Lanes:
                 guide = records["guide"][lane]
                 masks = guide.masks[:length] if guide is not None and guide.restricts else None
                 event = conclude_arrays(
-                    request, ids[row, :length], logprobs[row, :length], version, kept and kept[:length], masks
+                    request,
+                    ids[row, :length],
+                    logprobs[row, :length],
+                    version,
+                    kept and kept[:length],
+                    masks,
+                    reused=int(records["reused"][lane]),
                 )
                 self._events.append(event)
                 if isinstance(event, Failed):
@@ -417,7 +423,7 @@ class Lanes:
         with self._gate:
             self._prefill(self._decoder(), keys, due)
         seen = [self._seen[key] for key in keys]
-        self._count_prompts(keys)
+        reused = self._count_prompts(keys)
         self.spill(lanes)
         logits: list[Tensor] = []
         at = 0
@@ -427,14 +433,15 @@ class Lanes:
             self.cache.place(prefills[0].keys, prefills[0].values, rows, index[at : at + len(rows)])
             logits.append(prefills[0].logits_PV[rows])
             at += len(rows)
-        for lane, (_, _, exact, _), request in zip(lanes.tolist(), seen, requests, strict=True):
+        rows = zip(lanes.tolist(), seen, reused, requests, strict=True)
+        for lane, (_, _, exact, _), reused_tokens, request in rows:
             params, length = request.params, len(request.prompt)
             self._texts[lane, :length] = request.prompt
             kind = self._kinds.setdefault(drawing_of(params), len(self._kinds))
             records[lane] = (
                 *(True, bool(params.stop_token_ids), request.stream, kind),
                 *(length - self._step_number, self._step_number + params.max_new_tokens - 1),
-                *(length, exact, 0, request, [(0, self._version)], [] if params.filtered else None),
+                *(length, exact, 0, reused_tokens, request, [(0, self._version)], [] if params.filtered else None),
                 *(request.constraint is not None, self._guide(request)),
             )
         due += map(key_of, islice(waiting, 1))
@@ -466,12 +473,16 @@ class Lanes:
             return None
         return Guided(request.constraint, request.params.stop_token_ids, self._vocabulary)
 
-    def _count_prompts(self, keys: Sequence[Key]) -> None:
+    def _count_prompts(self, keys: Sequence[Key]) -> list[int]:
+        """Count the tokens of prompts, and return how many of each had been computed before."""
+        reused: list[int] = []
         for key in keys:
             seen = self._seen[key]
             self.prompt_tokens += len(key[0])
-            self.reused_tokens += len(key[0]) - seen.computed
+            reused.append(len(key[0]) - seen.computed)
             self._seen[key] = seen._replace(computed=0)
+        self.reused_tokens += sum(reused)
+        return reused
 
     def spill(self, lanes: Iterable[int]) -> None:
         """Move the texts that these free lanes remember to pages, if their requests allowed that they are reused."""
