@@ -72,14 +72,14 @@ def make_routes(
 
 
 def _guard(handler: Handler, access: Access | None, path: str, repeats: Repeats) -> Handler:
-    async def run(request: Request) -> Response:
-        return _number(request, await answer(request))
-
     async def answer(request: Request) -> Response:
+        return _number(request, await handler(request))
+
+    async def run(request: Request) -> Response:
         try:
             if access is not None:
                 _admit(request, access, path)
-            return await repeats.answer(request, handler)
+            return await repeats.answer(request, answer)
         except ClientDisconnect:
             return Response(status_code=499)
         except (Refusal, PodiumError) as error:

@@ -61,6 +61,7 @@ class Scripted:
         session: str = "",
         tokens: bool = True,
         caller: Any = None,
+        constraint: Any = None,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """Give the next answer, token by token where ``tokens`` is True."""
         self.prompts.append(list(prompt))

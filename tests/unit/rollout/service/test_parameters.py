@@ -141,11 +141,18 @@ def test_one_model_is_described_by_its_name() -> None:
 
 
 def test_each_answer_has_the_id_of_its_request() -> None:
-    with serve() as (url, _, _):
+    with serve("A." + END) as (url, _, _):
         first, second = (get(f"{url}/v1/models")[2] for _ in range(2))
         assert first != second
         assert get(f"{url}/v1/models", **{"X-Request-ID": "mine"})[2] == "mine"
         assert get(f"{url}/v1/models", **{"X-Request-ID": "m" * 9999})[2] == "m" * 128
+        body, both = {"messages": [USER]}, list[str | None]()
+        for _ in range(2):
+            headers = {"Authorization": f"Bearer {TOKEN}", "Idempotency-Key": "k", "X-Request-ID": "first"}
+            asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                both.append(answer.headers["x-request-id"])
+        assert both == ["first", "first"]
         for path, status in (("/nowhere", 404), ("/v1/messages", 405)):
             assert get(f"{url}{path}", **{"X-Request-ID": "mine"})[::2] == (status, "mine")
 
