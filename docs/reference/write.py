@@ -1,17 +1,21 @@
 """Writes the pages of the reference from the code: `python docs/reference/write.py`. A test says when they are old.
 
 The first page lists all public names. A page of names has a line for each public name of some modules, which
-mkdocstrings replaces by its docstring. The page of keys has every configuration key.
+mkdocstrings replaces by its docstring. The page of keys has every configuration key. The tables of defaults on the
+pages "coming from" are those of podium.migration.
 """
 
 import importlib
 import inspect
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from podium.runs.config import RECIPES
+from podium.config import build_config
+from podium.migration import Equivalent, Table, read_tables
+from podium.runs.config import RECIPES, PPOConfig
 from podium.trainer import keys_of
 
 HERE = Path(__file__).parent
@@ -125,9 +129,92 @@ def _as_typed(value: Any) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The text of every page of the reference, by its file."""
+    """The text of every page that is written here, as a whole or in part, by its file."""
     texts = {page.file: page_of(page) for page in PAGES} | {"index.md": index_page(), "keys.md": keys_page()}
-    return {HERE / file: text for file, text in texts.items()}
+    return {HERE / file: text for file, text in texts.items()} | {path: fill_page(path) for path in _with_defaults()}
+
+
+# -- defaults of other projects --------------------------------------------------------------------------------------
+
+_BLOCK = re.compile(r"(<!-- defaults of (\S+): python docs/reference/write.py writes this table -->\n\n)(?:\|.*\n)*\n?")
+_LEARNS = (
+    "optim.",
+    "algorithm.",
+    "batch.",
+    "critic.lr",
+    "sampling.",
+    "data.max_prompt_tokens",
+    "data.overlong",
+    "eval.",
+    "run.epochs",
+    "save.keep",
+)
+"""Keys whose defaults change what is learned or how it is judged. The rest is about speed and places."""
+_RECIPES = {"grpo": ("grpo",), "sft": ("sft",), "dpo": ("dpo",), "reward": ("rm",), "rm": ("rm",)}
+
+
+def _with_defaults() -> list[Path]:
+    return [path for path in sorted(HERE.parent.glob("coming-from-*.md")) if _BLOCK.search(path.read_text())]
+
+
+def fill_page(path: Path) -> str:
+    """The text of a page, with its tables of defaults made anew."""
+    tables = {table.project: table for table in read_tables()}
+    text = _BLOCK.sub(lambda match: f"{match[1]}{defaults_table(tables[match[2]])}\n\n", path.read_text())
+    return text.rstrip("\n") + "\n"
+
+
+def defaults_table(table: Table) -> str:
+    """A row for each setting of a project whose default changes what is learned, and means something else here."""
+    ours = {recipe: {key.path: key.default for key in keys_of(cls)} for recipe, cls in RECIPES.items()}
+    for recipe in ("grpo", "ppo"):
+        config = build_config(RECIPES[recipe], {"model": {"path": "MODEL"}})
+        assert isinstance(config, PPOConfig)
+        resolved = config.resolved_algorithm
+        names = ("clip_low", "clip_high", "aggregation", "normalize_advantage")
+        ours[recipe] |= {f"algorithm.{name}": getattr(resolved, name) for name in names}
+    names_of_rows = list[str]()
+    lines = [f"| {table.project} | default | here | default | what differs |", "|---|---|---|---|---|"]
+    for name, answer in table.answers.items():
+        theirs = answer.default if isinstance(answer.default, dict) and answer.default else {"": answer.default}
+        learns = answer.key.startswith(_LEARNS) and (".options." not in answer.key or answer.group == "dual_clip")
+        shorter = any(line.endswith(f".{name}") and table.answers[line].key == answer.key for line in names_of_rows)
+        if (
+            learns
+            and not shorter
+            and answer.group != "same"
+            and answer.rule != "betas"
+            and any(_differs(answer, theirs[own], own, ours) for own in theirs)
+        ):
+            known = {recipe: keys[answer.key] for recipe, keys in ours.items() if answer.key in keys}
+            here = _shown(known, len(known)) if known else "off"
+            texts = (f"`{_as_typed(value)}`" + (f" ({own})" if own else "") for own, value in theirs.items())
+            names_of_rows.append(name)
+            lines.append(f"| `{name}` | {', '.join(texts)} | `{answer.key}` | {here} | {_remark(answer, theirs)} |")
+    return "\n".join(lines)
+
+
+def _remark(answer: Equivalent, theirs: dict[str, Any]) -> str:
+    """What differs, without what the columns say."""
+    parts = [
+        part for value in theirs.values() if (translation := answer.translate(value)) for part in [translation.remark]
+    ]
+    parts += answer.remark.split("; ")
+    kept = dict.fromkeys(part for part in parts if part and not re.fullmatch(r"[^,;:]* by default", part))
+    return "; ".join(kept).replace("|", "\\|")
+
+
+def _differs(answer: Equivalent, default: Any, own: str, ours: dict[str, dict[str, Any]]) -> bool:
+    """Whether a default of another project's recipe means something else than Podium's."""
+    translation = answer.translate(default)
+    if default in (None, "null") or (translation is not None and translation.missing):
+        return default not in (None, "null")
+    value = default if translation is None else translation.value
+    recipes = [recipe for recipe in _RECIPES.get(own, ("grpo", "ppo")) if answer.key in ours[recipe]]
+    return (not recipes and own not in _RECIPES) or any(
+        _as_typed(value) != _as_typed(ours[recipe][answer.key]) and value != ours[recipe][answer.key]
+        for recipe in recipes
+    )
 
 
 if __name__ == "__main__":

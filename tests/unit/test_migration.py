@@ -334,3 +334,18 @@ def test_the_page_shows_what_hydra_words_get(capsys: pytest.CaptureFixture[str])
     words = ["actor_rollout_ref.rollout.n=8", "+trainer.test_freq=-1", "trainer.balance_batch=True"]
     assert main(["train", "grpo", *words]) == 2
     assert f"```\npodium train grpo {' '.join(words)}\n{capsys.readouterr().err}```" in page
+
+
+def test_the_page_of_openrlhf_shows_what_its_options_get(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-openrlhf.md").read_text()
+    words = ["--actor.adam.lr", "1e-6", "--rollout.n_samples_per_prompt", "8", "--train.enable_ema", "true"]
+    assert main(["train", "grpo", *words]) == 2
+    assert f"```\npodium train grpo {' '.join(words)}\n{capsys.readouterr().err}```" in page
+
+
+def test_the_overlong_penalty_of_the_page_is_that_of_dapo() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-verl.md").read_text()
+    names: dict[str, Any] = {}
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "overlong.py" in code), names)
+    scores = [names["score"]("= 4", 4, [0] * length)["score"] for length in (1536, 1792, 2048)]
+    assert scores == [1.0, 0.5, 0.0]
