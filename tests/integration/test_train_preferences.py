@@ -82,6 +82,26 @@ def test_a_policy_learns_to_prefer_and_resumes_to_the_same_steps(
     assert f"is a run of another recipe: podium train dpo --resume {run}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("loss", ["ipo", "kto", "orpo", "simpo"])
+def test_each_loss_teaches_the_preference(tmp_path: Path, loss: str) -> None:
+    algorithm, batch = {"loss": loss}, {"examples": 16}
+    sections = settings(write_judgements(tmp_path), algorithm=algorithm, batch=batch, save={"model": False})
+    if loss == "kto":  # answers with labels
+        rows = [json.loads(line) for line in (tmp_path / "judgements.jsonl").read_text().splitlines()]
+        labeled = [
+            {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+            for row in rows
+            for name in ("chosen", "rejected")
+        ]
+        (tmp_path / "judgements.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labeled))
+    summary = PreferenceTrainer(
+        tiny(DPOConfig, tmp_path, run={"steps": 10}, **sections), cluster="inline", show=False
+    ).fit()
+    assert summary.after["accuracy"] > 0.9
+    assert summary.after["loss"] < summary.before["loss"]
+    assert ("reward_margin" in summary.after) == (loss != "kto")
+
+
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 

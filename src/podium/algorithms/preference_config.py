@@ -12,10 +12,10 @@ from podium.config import section
 __all__ = ["PREFERENCE_LOSSES", "PreferenceConfig", "ScorerConfig"]
 
 PREFERENCE_LOSSES: Final[Mapping[str, str]] = {
-    name: f"podium.algorithms.losses.{name}:{name}" for name in ("dpo", "ipo", "orpo", "simpo", "bradley_terry")
+    name: f"podium.algorithms.losses.{name}:{name}" for name in ("dpo", "ipo", "kto", "orpo", "simpo", "bradley_terry")
 }
 """The losses of preferences by name, and where each is."""
-_WITH_REFERENCE: Final = ("dpo", "ipo")
+_WITH_REFERENCE: Final = ("dpo", "ipo", "kto")
 
 
 @section("algorithm")
@@ -35,13 +35,19 @@ class ScorerConfig:
         """Whether the loss compares the model with a reference."""
         return False
 
+    @property
+    def reads_labels(self) -> bool:
+        """Whether the loss is one of single answers with labels, and compares them with mismatched answers."""
+        return False
+
 
 @section("algorithm")
 class PreferenceConfig(ScorerConfig):
     """The objective of a policy that learns from preferences."""
 
-    loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
-    """This function is the loss of preferences: dpo, ipo, orpo or simpo."""
+    loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = "dpo"
+    """This function is the loss of preferences: dpo, ipo, orpo or simpo of pairs, or kto, of answers with labels
+    or of pairs."""
 
     @property
     def loss_name(self) -> str:
@@ -50,3 +56,7 @@ class PreferenceConfig(ScorerConfig):
     @property
     def needs_reference(self) -> bool:
         return self.loss in _WITH_REFERENCE
+
+    @property
+    def reads_labels(self) -> bool:
+        return self.loss == "kto"

@@ -53,6 +53,8 @@ class PreferenceInputs:
         reference_A: float ``[A]``, the values under the reference; None without one.
         lengths_A: int64 ``[A]``, the number of tokens of each answer.
         margins_P: float ``[P]``, by how much the better answer is better; None where the data do not say.
+        mismatched_M: float ``[M]``, the log-ratios of answers after the prompts of other rows, for losses of labels.
+        paired: Whether the answers are pairs, and not single ones with labels.
     """
 
     values_A: Tensor
@@ -60,6 +62,8 @@ class PreferenceInputs:
     reference_A: Tensor | None = None
     lengths_A: Tensor | None = None
     margins_P: Tensor | None = None
+    mismatched_M: Tensor | None = None
+    paired: bool = True
 
     @property
     def log_ratios_A(self) -> Tensor:

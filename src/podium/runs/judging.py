@@ -5,7 +5,7 @@ from __future__ import annotations
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig, check_goal
 from podium.runs.evaluation import Evaluation
-from podium.telemetry.held_out import ACCURACY, REWARD, Metric
+from podium.telemetry.held_out import ACCURACY, REWARD, REWARD_MARGIN, Metric
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
 __all__ = ["choose_metric", "knows_accuracy"]
@@ -54,6 +54,8 @@ def _explain_missing(config: InferenceConfig, figure: str, evaluation: Evaluatio
             f"{scores[0]:g}: set reward.correct_at to the lowest score of a correct completion, or eval.metric to "
             "reward"
         )
+    if figure == REWARD_MARGIN:
+        return f"{subject}, and the held-out answers have labels, not margins: set eval.metric to accuracy or loss"
     if figure == REWARD:
         return f"{subject}, and the reward returned None for all {evaluation.items} held-out completions"
     names = ", ".join(name for name in evaluation.figures if name.startswith(REWARD_PART_PREFIX))

@@ -28,7 +28,7 @@ from podium.runtime import Call
 from podium.telemetry.held_out import ACCURACY
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.conversation_texts import Conversation, conversations
-from podium.trainer.prompts import Pair, Prompt
+from podium.trainer.prompts import Pair, Prompt, split_answer
 from podium.trainer.token_texts import TokenTexts
 
 __all__ = ["CompletionsLog", "write_completions", "write_examples", "write_preferences"]
@@ -145,8 +145,9 @@ def write_examples(
 
     prompts, answers, ids = list[str](), list[str](), list[list[int]]()
     for pair in pairs:
-        learned = _learned(pair)
-        prompts.append(_utf8(str(tokenizer.decode(_without_answer(pair)))))
+        prompt, answer, mask = split_answer(pair)
+        learned = [token for token, is_learned in zip(answer, mask, strict=True) if is_learned]
+        prompts.append(_utf8(str(tokenizer.decode(prompt))))
         answers.append(_utf8(str(tokenizer.decode(learned))))
         ids.append(learned)
     table = {
@@ -162,7 +163,7 @@ def write_examples(
 
 
 def write_preferences(
-    folder: RunFiles, step: int, rows: EncodedPreferences, scores: Mapping[str, Sequence[float]]
+    folder: RunFiles, step: int, rows: EncodedPreferences, scores: Mapping[str, Sequence[float | None]]
 ) -> None:
     """Write held-out preferences, with their ``scores`` by the names of columns, to the Parquet file of ``step`` in
     ``folder``. The better answer is in ``expected``, and the worse one in ``rejected``."""
@@ -193,15 +194,6 @@ def _write_turns(said: str | Sequence[Mapping[str, Any]]) -> str:
     if len(said) == 1:
         return _utf8(message_text(said[0]))
     return _utf8("\n".join(f"{turn['role']}: {message_text(turn)}" for turn in said))
-
-
-def _without_answer(pair: Pair) -> list[int]:
-    tokens, mask = pair
-    return tokens[: mask.index(True) if True in mask else len(mask)]
-
-
-def _learned(pair: Pair) -> list[int]:
-    return [token for token, is_learned in zip(*pair, strict=True) if is_learned]
 
 
 def _table(

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.algorithms.preferences import PreferenceInputs, PreferenceLoss, differentiate, weigh_tokens
 from podium.data import Batch, fields
 from podium.data.sampled_text import count_sampled
+from podium.models.loading import longest_text
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import (
     EncodedPreference,
@@ -30,8 +31,10 @@ from podium.rollout.tasks import (
     PromptStream,
     encode_preferences,
     load_examples,
+    read_labeled,
     read_pair,
 )
+from podium.rollout.tasks.examples import RowReader
 from podium.rollout.tasks.scored_texts import encode_for_scorer
 from podium.runs.config import PreferenceRun, RMConfig
 from podium.runs.evaluation import Evaluation
@@ -40,7 +43,7 @@ from podium.telemetry.held_out import ACCURACY, LOSS, REWARD_MARGIN
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_examples, check_tokens, find_fitting
 from podium.trainer.completion_files import write_preferences
-from podium.trainer.prompts import pair_batch
+from podium.trainer.prompts import Pair, pair_batch, split_answer
 from podium.trainer.run_data import HeldOut
 from podium.trainer.trainer import Trainer
 
@@ -55,26 +58,55 @@ class Answers:
 
     Attributes:
         step: The step.
-        batch: ``tokens`` and ``loss_mask`` of each answer.
+        batch: ``tokens`` and ``loss_mask`` of each answer, and of mismatched answers after these.
         chosen_A: bool ``[A]``: whether the answer is the better one of its pair, or a desirable one.
+        paired: Whether the answers are pairs.
         margins_P: float ``[P]`` by pair; None where the data have none.
     """
 
     step: int
     batch: Batch
     chosen_A: Tensor
+    paired: bool
     margins_P: Tensor | None
 
     @classmethod
-    def of(cls, rows: Sequence[EncodedPreference], step: int) -> "Answers":
-        """Those of some rows of the data."""
+    def of(
+        cls, rows: Sequence[EncodedPreference], step: int, *, most: int | None = None, mismatched: bool
+    ) -> "Answers":
+        """Those of some rows of the data.
+
+        Args:
+            most: A mismatched answer with its prompt has at most this many tokens.
+            mismatched: Whether there are mismatched answers.
+        """
         margins = [row.margin for row in rows if row.margin is not None]
+        answers = [*chain.from_iterable(row.answers for row in rows)]
+        others = _mismatch(answers, most) if mismatched else []
         return cls(
             step,
-            pair_batch([*chain.from_iterable(row.answers for row in rows)]),
+            pair_batch([*answers, *others]),
             torch.tensor([*chain.from_iterable(row.chosen for row in rows)]),
+            all(len(row.answers) == 2 for row in rows),
             torch.tensor(margins, dtype=torch.float64) if margins else None,
         )
+
+    @property
+    def learned(self) -> Batch:
+        """The answers without the mismatched ones."""
+        return self.batch.slice(0, len(self.chosen_A))
+
+
+def _mismatch(answers: Sequence[Pair], most: int | None) -> list[Pair]:
+    """Put the answer of the next row with another prompt after each prompt, where both fit together."""
+    parts = [split_answer(pair) for pair in answers]
+    others: list[Pair] = []
+    for place, (prompt, *_) in enumerate(parts):
+        following = (*parts[place + 1 :], *parts[:place])
+        other = next(((ids, mask) for start, ids, mask in following if start != prompt), None)
+        if other is not None and (most is None or len(prompt) + len(other[0]) <= most):
+            others.append(([*prompt, *other[0]], [False] * len(prompt) + other[1]))
+    return others
 
 
 class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
@@ -101,7 +133,7 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
     def collect(self, step: int) -> Answers:
         """Take rows of the data."""
         with self.clock.stage("examples", step, "collect"):
-            return Answers.of(self.take(step, self.config.batch.examples), step)
+            return self._answers(self.take(step, self.config.batch.examples), step)
 
     def learn(self, answers: Answers) -> Mapping[str, float]:
         """Take one optimizer step."""
@@ -109,12 +141,11 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
             inputs = self.values(answers)
         loss, derivatives_A = differentiate(self.config.algorithm, inputs)
         with self.clock.stage("update", answers.step, "learn"):
-            mask = answers.batch.jagged(fields.LOSS_MASK)
+            mask = answers.learned.jagged(fields.LOSS_MASK)
             weights = weigh_tokens(-derivatives_A, mask)  # the policy's own loss is the cross-entropy
-            updated = self.run.roles.policy.update(answers.batch.with_columns({fields.LOSS_WEIGHTS: weights}))
+            updated = self.run.roles.policy.update(answers.learned.with_columns({fields.LOSS_WEIGHTS: weights}))
         # what the update reports of tokens is weighted by the derivatives, and says nothing
-        of_update = (names.GRAD_NORM, names.LEARNING_RATE, names.SKIPPED_STEPS)
-        figures = {name: value for name, value in updated.items() if name in of_update or name not in _OF_TOKENS}
+        figures = {name: value for name, value in updated.items() if name not in _OF_TOKENS}
         return {**figures, **describe(loss, inputs), names.TOKENS: float(len(mask.values))}
 
     def values(self, answers: Answers) -> PreferenceInputs:
@@ -123,14 +154,21 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
         calls = [roles.policy.answer_values.submit(answers.batch)]
         if roles.reference is not None:
             calls.append(roles.reference.answer_values.submit(answers.batch))
-        values_A, *reference = (call.result().dense(fields.ANSWER_VALUES) for call in calls)
+        values, *reference = (call.result().dense(fields.ANSWER_VALUES) for call in calls)
+        count = len(answers.chosen_A)
         return PreferenceInputs(
-            values_A=values_A,
+            values_A=values[:count],
             chosen_A=answers.chosen_A,
-            reference_A=reference[0] if reference else None,
-            lengths_A=None if isinstance(self.config, RMConfig) else count_sampled(mask),
+            reference_A=reference[0][:count] if reference else None,
+            lengths_A=None if isinstance(self.config, RMConfig) else count_sampled(mask)[:count],
             margins_P=answers.margins_P,
+            mismatched_M=values[count:] - reference[0][count:] if reference else None,
+            paired=answers.paired,
         )
+
+    def _answers(self, rows: Sequence[EncodedPreference], step: int) -> Answers:
+        most = longest_text(self.config.model)
+        return Answers.of(rows, step, most=most, mismatched=self.config.algorithm.reads_labels)
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return dict.fromkeys(("values", "update", "step"), metrics[names.TOKENS])
@@ -143,15 +181,15 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
     def score_set(self, held_out: HeldOut, step: int, name: str) -> Evaluation:
         if not isinstance(held_out, EncodedPreferences):
             return super().score_set(held_out, step, name)
-        scores: dict[str, list[float]] = {ACCURACY: [], LOSS: [], REWARD_MARGIN: []}
+        scores: dict[str, list[float | None]] = {ACCURACY: [], LOSS: [], REWARD_MARGIN: []}
         with Counting("rows", len(held_out)) as count:
             for start in range(0, len(held_out), _TOGETHER):
-                inputs = self.values(Answers.of(held_out[start : start + _TOGETHER], step))
+                inputs = self.values(self._answers(held_out[start : start + _TOGETHER], step))
                 loss, _ = differentiate(self.config.algorithm, inputs)
-                margins_P = _margins(loss, inputs)
-                scores[LOSS] += loss.losses.tolist()
-                scores[REWARD_MARGIN] += margins_P.tolist()
-                scores[ACCURACY] += _agreement(margins_P).tolist()
+                rows = len(held_out[start : start + _TOGETHER])
+                scores[LOSS] += loss.losses.view(rows, -1).mean(1).tolist()
+                scores[ACCURACY] += agreement(loss, inputs).tolist()
+                scores[REWARD_MARGIN] += margins(loss, inputs).tolist() if inputs.paired else [None] * rows
                 count.done = len(scores[LOSS])
         folder = self.run.directory.evaluations_of(name)
         folder.make_folder()
@@ -164,16 +202,20 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
         sets: dict[str, HeldOut] = {}
         for name, source in self.config.eval_sets.items():
             data = replace(self.config.data, eval=source)
-            examples = load_examples(data.train, data, "test", limit=self.config.eval.items, read=read_pair)
+            examples = load_examples(data.train, data, "test", limit=self.config.eval.items, read=self._read)
             sets[name] = self._encode(examples, tokenizer, f"held-out ({name})" if name else "held-out")
         return sets
+
+    @property
+    def _read(self) -> RowReader:
+        return read_labeled if self.config.algorithm.reads_labels else read_pair
 
     def load_data(
         self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams
     ) -> PromptStream[EncodedPreference]:
         del sampling
         data, seed = self.config.data, self.config.run.seed
-        examples = load_examples(data.train, data, "train", seed, read=read_pair)
+        examples = load_examples(data.train, data, "train", seed, read=self._read)
         rows = self._encode(examples, tokenizer, "training")
         return PromptStream(rows, seed, rows.digest)
 
@@ -199,26 +241,28 @@ _OF_TOKENS: Final = frozenset({names.LOSS, names.ENTROPY})
 
 def describe(loss: PreferenceLoss, inputs: PreferenceInputs) -> dict[str, float]:
     """The metrics of a step: its loss, and how the implied rewards prefer the better answers."""
-    chosen_P, rejected_P = inputs.split(loss.rewards_A)
-    margins_P = _margins(loss, inputs)
-    values = inputs.split(inputs.values_A)
     figures = {
         names.LOSS: loss.losses,
-        names.ACCURACY: _agreement(margins_P),
-        names.REWARD_MARGIN: margins_P,
-        names.REWARD_CHOSEN: chosen_P,
-        names.REWARD_REJECTED: rejected_P,
+        names.ACCURACY: agreement(loss, inputs),
+        **dict(zip((names.REWARD_CHOSEN, names.REWARD_REJECTED), inputs.split(loss.rewards_A), strict=True)),
     }
+    if inputs.paired:
+        figures[names.REWARD_MARGIN] = margins(loss, inputs)
     if inputs.lengths_A is not None:  # a policy's
-        figures |= {names.LOGPROBS_CHOSEN: values[0], names.LOGPROBS_REJECTED: values[1]}
+        logprobs = inputs.split(inputs.values_A)
+        figures |= dict(zip((names.LOGPROBS_CHOSEN, names.LOGPROBS_REJECTED), logprobs, strict=True))
     return {name: float(figure.mean()) for name, figure in figures.items() if len(figure)}
 
 
-def _margins(loss: PreferenceLoss, inputs: PreferenceInputs) -> Tensor:
+def margins(loss: PreferenceLoss, inputs: PreferenceInputs) -> Tensor:
+    """The reward of the better answer of each pair minus that of the worse one, ``[P]``."""
     chosen_P, rejected_P = inputs.split(loss.rewards_A)
     return chosen_P - rejected_P
 
 
-def _agreement(margins_P: Tensor) -> Tensor:
-    """1 where the better answer has the higher reward, 0 where the worse one has, and 0.5 where they are equal."""
-    return (margins_P.sign() + 1) / 2
+def agreement(loss: PreferenceLoss, inputs: PreferenceInputs) -> Tensor:
+    """1 for a pair whose better answer has the higher reward, 0 where the worse one has it, 0.5 where both are equal:
+    ``[P]``. Of answers with labels, 1 where the reward has the sign that the label says: ``[A]``."""
+    if inputs.paired:
+        return (margins(loss, inputs).sign() + 1) / 2
+    return (torch.where(inputs.chosen_A, loss.rewards_A, -loss.rewards_A).sign() + 1) / 2

@@ -24,7 +24,7 @@ from podium.telemetry import Note, emit
 from podium.telemetry.formatting import percent
 
 __all__ = ["Pair", "Prompt", "Prompts", "completion_seeds", "encode_rows", "load_held_out", "pair_batch"]
-__all__ += ["prompt_batch", "row_order"]
+__all__ += ["prompt_batch", "row_order", "split_answer"]
 
 Pair = tuple[list[int], list[bool]]
 """The tokens of a prompt with its answer, and their loss mask."""
@@ -102,6 +102,14 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
     tokens = Jagged.from_rows([torch.tensor(row) for row, _ in pairs])
     mask = tokens.like(torch.cat([torch.tensor(row) for _, row in pairs]))
     return Batch({fields.TOKENS: tokens, fields.LOSS_MASK: mask})
+
+
+def split_answer(pair: Pair) -> tuple[list[int], list[int], list[bool]]:
+    """Return the tokens of the prompt, those of the answer, which may have turns of others in it, and the mask of
+    these."""
+    tokens, mask = pair
+    first = mask.index(True) if True in mask else len(mask)
+    return tokens[:first], tokens[first:], mask[first:]
 
 
 def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> list[Prompt]:

@@ -45,6 +45,7 @@ def pairs(seed: int = 0, count: int = 5) -> PreferenceInputs:
         reference_A=torch.from_numpy(-10 * rng.random(2 * count)),
         lengths_A=torch.from_numpy(rng.integers(1, 9, 2 * count)),
         margins_P=torch.from_numpy(rng.random(count)),
+        mismatched_M=torch.from_numpy(rng.normal(2 * (seed - 1), 1, 3)),
     )
 
 
@@ -93,11 +94,21 @@ def simpo(inputs: PreferenceInputs, beta: float, gamma: float) -> tuple[Array, A
     return -log_sigmoid(margin), -beta / n_w * sigmoid(-margin), beta / n_l * sigmoid(-margin)
 
 
+def kto(inputs: PreferenceInputs, beta: float, desirable: float, undesirable: float) -> tuple[Array, Array, Array]:
+    w, l, ref_w, ref_l, *_ = columns_of(inputs)  # noqa: E741 - the paper's name of the losing answer
+    assert inputs.mismatched_M is not None
+    z = max(0.0, float(inputs.mismatched_M.numpy().mean()))
+    v_w, v_l = sigmoid(beta * (w - ref_w - z)), sigmoid(beta * (z - (l - ref_l)))
+    losses = np.stack([desirable * (1 - v_w), undesirable * (1 - v_l)], axis=1).flatten()
+    return losses, -desirable * beta * v_w * (1 - v_w), undesirable * beta * v_l * (1 - v_l)
+
+
 CASES: list[tuple[str, dict[str, float], Callable[..., tuple[Array, Array, Array]]]] = [
     ("dpo", {"beta": 0.3, "label_smoothing": 0.0}, dpo),
     ("dpo", {"beta": 0.3, "label_smoothing": 0.2}, dpo),
     ("ipo", {"beta": 0.3, "average": True}, ipo),
     ("ipo", {"beta": 0.3, "average": False}, ipo),
+    ("kto", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.8}, kto),
     ("orpo", {"beta": 0.3}, orpo),
     ("simpo", {"beta": 2.5, "gamma": 0.7}, simpo),
     ("bradley_terry", {"center": 0.0}, bradley_terry),

@@ -24,9 +24,8 @@ def ipo(inputs: PreferenceInputs, options: IPOOptions) -> PreferenceLoss:
     """``(log-ratio of chosen - log-ratio of rejected - 1 / (2 β))²`` of each pair.
 
     Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences", arXiv:2310.12036,
-    equation 17. The paper's log-ratios are sums over an answer's tokens. Common code (TRL) takes their means, as its
-    authors advise, because sums of long answers differ by far more than ``1 / (2 β)``. So does ``average``. The implied
-    reward is β times the log-ratio.
+    equation 17. The paper's log-ratios are sums over an answer's tokens. TRL takes their means, by which the paper's
+    results were computed, as its authors told TRL's. So does ``average``. The implied reward is β times the log-ratio.
     """
     ratios_A = inputs.token_means(inputs.log_ratios_A) if options.average else inputs.log_ratios_A
     chosen_P, rejected_P = inputs.split(ratios_A)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         EncodedPreference as EncodedPreference,
         EncodedPreferences as EncodedPreferences,
         encode_preferences as encode_preferences,
+        read_labeled as read_labeled,
         read_pair as read_pair,
     )
     from podium.rollout.tasks.stream import PromptStream as PromptStream

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["EncodedPreference", "EncodedPreferences", "encode_preferences", "list_answers"]
-__all__ += ["read_pair"]
+__all__ += ["read_labeled", "read_pair"]
 
 _SPEAKER: Final = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+_LABELS: Final = {"true": True, "false": False}
 _ROLES: Final = {"Human": "user", "Assistant": "assistant"}
 
 
@@ -151,6 +152,32 @@ def read_pair(place: str, row: dict[str, Any], config: DataConfig) -> Example:
     return replace(chosen, preference=Preference(rejected, margin=_read_margin(place, row)))
 
 
+def read_labeled(place: str, row: dict[str, Any], config: DataConfig) -> Example:
+    """Return the example of an answer with the column ``label``, true or false, or of a pair of answers.
+
+    Raises:
+        DataError: The row is neither, or malformed.
+    """
+    if "label" not in row:
+        return read_pair(place, row, config)
+    label = row["label"]
+    if isinstance(label, str) and label.lower() in _LABELS:
+        label = _LABELS[label.lower()]
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
+        raise DataError(
+            f"{place}: column 'label' holds {str(row['label'])[:60]!r} ({type(row['label']).__name__}); expected true "
+            "for an answer that is desirable, or false"
+        )
+    row = {name: _listed(value, place, name) if name == "completion" else value for name, value in row.items()}
+    example = map_columns(place, {name: value for name, value in row.items() if name != "label"}, config)
+    if example.answer is None and not example.turns:
+        raise DataError(
+            f"{place}: there is no answer beside column 'label': expected a column completion, or another that "
+            "data.answer_column names"
+        )
+    return replace(example, preference=Preference(desirable=bool(label)))
+
+
 def _find_pair(place: str, row: Mapping[str, Any], config: DataConfig) -> tuple[str, str]:
     if config.answer_column not in (None, "answer"):
         pair = columns_of_pair(config.answer_column, row)
@@ -266,6 +293,12 @@ def encode_preferences(
         emit(Note(f"{equal:,} of {len(examples):,} pairs have two equal answers and are left out: they teach nothing"))
     if not rows:
         raise DataError(f"none of the {len(examples):,} rows of preferences can be used: see the notes above")
+    single = sum(len(list_answers(row)) == 1 for row in rows)
+    if 0 < single < len(rows):
+        raise DataError(
+            f"{single:,} of {len(rows):,} rows are answers with labels, and the others are pairs: give either, in data "
+            "of their own"
+        )
     with_margin = sum(row.preference is not None and row.preference.margin is not None for row in rows)
     if 0 < with_margin < len(rows):
         raise DataError(
