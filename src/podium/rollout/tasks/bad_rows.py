@@ -22,10 +22,12 @@ class BadRows:
 
     Args:
         policy: ``data.bad_rows``.
+        noun: What is counted.
     """
 
-    def __init__(self, policy: Literal["refuse", "drop"]) -> None:
+    def __init__(self, policy: Literal["refuse", "drop"], noun: str = "rows") -> None:
         self._policy = policy
+        self._noun = noun
         self._errors: list[RowError] = []
         self._count = 0
 
@@ -54,7 +56,7 @@ class BadRows:
         first = self._errors[0]
         if self._count == rows:  # a setting is wrong
             raise first
-        others = f"{self._count} of the first {rows:,} rows cannot be used; " if self._count > 1 else ""
+        others = f"{self._count} of the first {rows:,} {self._noun} cannot be used; " if self._count > 1 else ""
         raise type(first)(f"{first} ({others}data.bad_rows = drop leaves such rows out)") from first.__cause__
 
     def settle(self, rows: int) -> None:
@@ -65,9 +67,9 @@ class BadRows:
 
     def tell(self, count: int, rows: int) -> None:
         """Tell that ``count`` of all ``rows`` are left out, and why the first of them are."""
-        emit(Note(_describe(count, rows, self._errors)))
+        emit(Note(_describe(count, f"{rows:,} {self._noun}", self._errors)))
 
 
-def _describe(count: int, rows: int, errors: Sequence[RowError]) -> str:
+def _describe(count: int, rows: str, errors: Sequence[RowError]) -> str:
     reasons = " ".join(f"({number}) {error}" for number, error in enumerate(errors, start=1))
-    return f"{count:,} of {rows:,} rows cannot be used and are left out, the first of them: {reasons}"
+    return f"{count:,} of {rows} cannot be used and are left out, the first of them: {reasons}"

@@ -189,13 +189,15 @@ def encode_prompts(
     return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if writer.is_lasting else "")
 
 
-def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> EncodedPairs:
+def encode_pairs(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, noun: str = "rows"
+) -> EncodedPairs:
     """Encode prompts with their answers for supervised fine-tuning: ``(token_ids, loss_mask)`` of equal length.
 
     The prompt is encoded exactly as for generation. The answer's tokens follow, and the token that ends a turn: the
     chat template's, or the end-of-sequence token. The mask is True on answer and end. Of a conversation, it is True on
     every turn of the assistant. Prompts that are too long are dropped or cut as in :func:`encode_prompts`, and a note
-    says how many.
+    says how many. ``noun`` is what notes and errors call the examples.
 
     Raises:
         ConfigError: As :func:`encode_prompts`, or no token ends an answer.
@@ -227,14 +229,15 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         return {**made, "turns": torch.tensor(writer.turns), "unwritten": _pack(writer.unwritten)}
 
     content = ((_content(e), e.row.get("answer", e.answer), e.turns, e.whole) for e in examples)
-    bad, count = BadRows(config.bad_rows), len(examples) if writer.is_lasting else 0
+    bad, count = BadRows(config.bad_rows, noun), len(examples) if writer.is_lasting else 0
     stored = read_or_compute(partial(encode, examples, bad), "pairs", tokenizer, writer.settings, content, count)
     _tell_bad(bad, encode, examples, stored)
     _check_unknown(writer, examples, stored, answers=False)
     _check_unknown(writer, examples, stored, answers=True)
     dropped, cut = stored["counts"].tolist()
     if dropped or cut:
-        emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}"))
+        of = f" {noun}" if noun != "rows" else ""
+        emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}{of}"))
     _tell_turns(*stored["turns"].tolist())
     _tell_unwritten(stored["unwritten"])
     _tell_unlearned(examples)

@@ -272,7 +272,7 @@ def encode_preferences(
         ConfigError, DataError: As :func:`.encode_pairs`; or no row is left, or only some rows have a margin.
     """
     flat = [answer for example in examples for answer in list_answers(example)]
-    encoded = encode_pairs(flat, tokenizer, replace(config, split_turns=False))
+    encoded = encode_pairs(flat, tokenizer, replace(config, split_turns=False), "answers")
     kept = {id(example): place for place, example in enumerate(encoded.examples)}
     rows: list[Example] = []
     places: list[int] = []

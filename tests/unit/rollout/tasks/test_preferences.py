@@ -1,0 +1,223 @@
+"""Rows of preferences in the forms of the field: what is read of them, and how malformed ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError, DataError
+from podium.rollout.tasks import (
+    DataConfig,
+    EncodedPreferences,
+    encode_preferences,
+    load_examples,
+    read_labeled,
+    read_pair,
+)
+from podium.telemetry import Note, subscribe
+from tests.unit.rollout.tasks.test_encode import byte_tokenizer
+from tests.unit.rollout.tasks.test_schemas import SUM, TOOLS, model, system, user
+
+ASKED = f"<|im_start|>user\n{SUM}<|im_end|>\n"
+OPENED = "<|im_start|>assistant\n"
+
+
+def load(folder: Path, rows: list[dict[str, Any]], labels: bool = False, **settings: Any) -> EncodedPreferences:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(train=str(file), holdout=0, **settings)
+    examples = load_examples(config.train, config, read=read_labeled if labels else read_pair)
+    return encode_preferences(examples, byte_tokenizer(TOOLS), config)
+
+
+def texts_of(rows: EncodedPreferences, row: int = 0) -> list[tuple[str, str]]:
+    """Prompt and learned part of each answer."""
+    tokenizer = byte_tokenizer(TOOLS)
+    texts: list[tuple[str, str]] = []
+    for ids, mask in rows[row].answers:
+        first = mask.index(True)
+        learned = [token for token, counts in zip(ids, mask, strict=True) if counts]
+        texts.append((str(tokenizer.decode(ids[:first])), str(tokenizer.decode(learned))))
+    return texts
+
+
+PAIR = [(ASKED + OPENED, "7<|im_end|>"), (ASKED + OPENED, "8<|im_end|>")]
+IN_SYSTEM = [("<|im_start|>system\nAdd.<|im_end|>\n" + prompt, answer) for prompt, answer in PAIR]
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]] = {
+    "texts": ({"prompt": SUM, "chosen": "7", "rejected": "8"}, {}, PAIR),
+    "messages": ({"prompt": [user(SUM)], "chosen": [model("7")], "rejected": [model("8")]}, {}, PAIR),
+    "a prompt of messages, answers of text": ({"prompt": [user(SUM)], "chosen": "7", "rejected": "8"}, {}, PAIR),
+    "conversations": ({"chosen": [user(SUM), model("7")], "rejected": [user(SUM), model("8")]}, {}, PAIR),
+    "UltraFeedback": (
+        {"prompt": SUM, "chosen": [user(SUM), model("7")], "rejected": [user(SUM), model("8")], "score_chosen": 9.0},
+        {},
+        PAIR,
+    ),
+    "Orca": (
+        {"system": "Add.", "question": SUM, "chosen": "7", "rejected": "8"},
+        {"prompt_column": "question"},
+        IN_SYSTEM,
+    ),
+    "a system message in the conversations": (
+        {"chosen": [system("Add."), user(SUM), model("7")], "rejected": [system("Add."), user(SUM), model("8")]},
+        {},
+        IN_SYSTEM,
+    ),
+    "the system prompt of the settings": (
+        {"chosen": [user(SUM), model("7")], "rejected": [user(SUM), model("8")]},
+        {"system_prompt": "Add."},
+        IN_SYSTEM,
+    ),
+    "OpenAI": (
+        {"input": {"messages": [user(SUM)]}, "preferred_output": [model("7")], "non_preferred_output": [model("8")]},
+        {"prompt_column": "input.messages"},
+        PAIR,
+    ),
+    "LLaMA-Factory (ShareGPT)": (
+        {
+            "conversations": [{"from": "human", "value": SUM}],
+            "chosen": {"from": "gpt", "value": "7"},
+            "rejected": {"from": "gpt", "value": "8"},
+        },
+        {},
+        PAIR,
+    ),
+    "HH-RLHF": (
+        {"chosen": f"\n\nHuman: {SUM}\n\nAssistant: 7", "rejected": f"\n\nHuman: {SUM}\n\nAssistant: 8"},
+        {},
+        PAIR,
+    ),
+    "columns of other names": (
+        {"question": SUM, "chosen_response": "7", "rejected_response": "8", "chosen_model": "a", "rejected_model": "b"},
+        {"prompt_column": "question", "answer_column": "chosen_response"},
+        PAIR,
+    ),
+    "several turns in common": (
+        {
+            "chosen": [user(SUM), model("Hm."), user("So?"), model("7")],
+            "rejected": [user(SUM), model("Hm."), user("So?"), model("8")],
+        },
+        {},
+        [
+            (f"{ASKED}{OPENED}Hm.<|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n{OPENED}", answer)
+            for answer in ("7<|im_end|>", "8<|im_end|>")
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pair_is_read_in_each_form_of_the_field(tmp_path: Path, form: str) -> None:
+    row, settings, expected = FORMS[form]
+    rows = load(tmp_path, [row], **settings)
+    assert texts_of(rows) == expected
+    assert rows[0].chosen == (True, False)
+    assert rows[0].margin is None
+
+
+@pytest.mark.parametrize(("label", "expected"), [(True, True), (False, False), (1, True), (0, False), ("True", True)])
+def test_a_label_is_read_beside_an_answer_of_text_or_messages(tmp_path: Path, label: Any, expected: bool) -> None:
+    for prompt, completion in ((SUM, "7"), ([user(SUM)], [model("7")])):
+        rows = load(tmp_path, [{"prompt": prompt, "completion": completion, "label": label}], labels=True)
+        assert texts_of(rows) == PAIR[:1]
+        assert rows[0].chosen == (expected,)
+
+
+def test_margins_are_read_by_pair(tmp_path: Path) -> None:
+    pair = {"prompt": SUM, "chosen": "7", "rejected": "8"}
+    rows = load(tmp_path, [{**pair, "margin": 2}, {**pair, "margin": 0.5}])
+    assert [row.margin for row in rows] == [2.0, 0.5]
+    with pytest.raises(DataError, match=r"column 'margin' has a number in 1 of 2 rows: give all rows one"):
+        load(tmp_path, [{**pair, "margin": 2}, pair])
+
+
+GOOD = {"prompt": SUM, "chosen": "7", "rejected": "8"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": SUM, "chosen": "7"}, "there is no pair of answers: expected the columns chosen and rejected; the col"),
+    ({"prompt": SUM, "answer": "7"}, "there is no pair of answers: expected the columns chosen and rejected; the col"),
+    ({"prompt": SUM, "completion": "7", "label": True}, "labels are learned by podium train dpo --algorithm.loss kto"),
+    (
+        {"chosen": "7", "rejected": "8"},
+        "column 'chosen' holds '7' .str., and there is no column 'prompt'; set data.pro",
+    ),
+    ({**GOOD, "rejected": None}, "column 'rejected': there is no answer to learn"),
+    ({**GOOD, "chosen": [user("7")]}, "column 'chosen' ends with a message of the role 'user'; expected the assistant"),
+    ({**GOOD, "chosen": {"a": 1}}, "column 'chosen'.*neither text nor messages"),
+    ({**GOOD, "prompt": 3}, "column 'prompt' holds '3' .int.; expected text, or a list of messages"),
+    ({**GOOD, "margin": "large"}, "column 'margin' holds 'large' .str.; expected a finite number"),
+    ({**GOOD, "margin": True}, "column 'margin' holds 'True' .bool.; expected a finite number"),
+    (
+        {"chosen": [user(SUM), model("7")], "rejected": [user("Another?"), model("8")]},
+        "the conversations in 'chosen' and 'rejected' have no common beginning before an answer",
+    ),
+    (
+        {"prompt": SUM, "chosen": [user(SUM), model("7")], "rejected": [user("Another?"), model("8")]},
+        "column 'rejected' begins with a message of the role 'user' that is not the prompt in column 'prompt'",
+    ),
+    (
+        {**GOOD, "chosen": [{**model("7"), "content": [{"type": "image"}]}]},
+        "column 'chosen' has a part of the type 'im",
+    ),
+    ({**GOOD, "rejected": "<|image|>\ud800"}, "half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), REFUSED)
+def test_a_malformed_row_is_refused_by_its_place_or_left_out(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    rows = [GOOD, row, {**GOOD, "chosen": "9"}]
+    with pytest.raises((ConfigError, DataError), match=rf"rows\.jsonl, line 2.*{message}") as refused:
+        load(tmp_path, rows)
+    assert "data.bad_rows = drop leaves such rows out" in str(refused.value)
+    heard: list[str] = []
+    unsubscribe = subscribe(lambda event: heard.append(event.text) if isinstance(event, Note) else None)
+    try:
+        kept = load(tmp_path, rows, bad_rows="drop")
+    finally:
+        unsubscribe()
+    assert [kept.examples[at].answer for at in range(len(kept))] == ["7", "9"]
+    assert any("cannot be used and are left out" in text and "line 2" in text for text in heard)
+
+
+@pytest.mark.parametrize("label", ["good", None, 2, [True]])
+def test_a_label_that_is_none_is_refused(tmp_path: Path, label: Any) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: column 'label' holds .*; expected true"):
+        load(tmp_path, [{"prompt": SUM, "completion": "7", "label": label}], labels=True)
+
+
+def test_pairs_that_teach_nothing_are_left_out_and_told(tmp_path: Path) -> None:
+    heard: list[str] = []
+    unsubscribe = subscribe(lambda event: heard.append(event.text) if isinstance(event, Note) else None)
+    try:
+        kept = load(tmp_path, [GOOD, {**GOOD, "rejected": "7"}])
+    finally:
+        unsubscribe()
+    assert len(kept) == 1
+    assert "1 of 2 pairs have two equal answers and are left out: they teach nothing" in heard
+
+
+def test_what_is_counted_by_answer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 2, column 'rejected': .*\(2 of the first 6 answers cannot be used"):
+        load(tmp_path, [GOOD, {**GOOD, "rejected": None}, {**GOOD, "chosen": None}])
+    heard: list[str] = []
+    unsubscribe = subscribe(lambda event: heard.append(event.text) if isinstance(event, Note) else None)
+    try:
+        load(tmp_path, [GOOD, {**GOOD, "prompt": SUM * 9}], max_prompt_tokens=90)
+    finally:
+        unsubscribe()
+    assert "prompts too long: 2 dropped, 0 cut, of 4 answers" in heard
+
+
+def test_labels_and_pairs_do_not_mix(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="1 of 2 rows are answers with labels, and the others are pairs"):
+        load(tmp_path, [GOOD, {"prompt": SUM, "completion": "7", "label": True}], labels=True)
+
+
+def test_rows_are_taken_with_their_answers(tmp_path: Path) -> None:
+    rows = load(tmp_path, [{**GOOD, "chosen": str(n)} for n in (1, 2, 3)])
+    taken = rows.take([2, 0])
+    assert [texts_of(taken, at)[0][1] for at in (0, 1)] == ["3<|im_end|>", "1<|im_end|>"]
+    assert taken.row_lengths == [sum(len(ids) for ids, _ in row.answers) for row in taken]
+    assert taken.longest == [max(len(ids) for ids, _ in row.answers) for row in taken]
