@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from podium.cli import main
 from podium.data import Batch
 from podium.errors import ConfigError
 from podium.models import char_tokenizer
+from podium.runs.paths import resolve_resume
 from podium.telemetry import metrics
 from podium.trainer import DPOConfig, GRPOConfig, PPOTrainer, PreferenceTrainer, RMConfig
 from podium.workers import RewardModel
@@ -106,7 +108,9 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_a_reward_model_learns_and_rewards_at_once(tmp_path: Path, template: str | None) -> None:
+def test_a_reward_model_learns_and_rewards_at_once(
+    tmp_path: Path, template: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What it scores in training is what the reward of a later run scores, with a chat template and without."""
     tokenizer = char_tokenizer("0123456789= ", chat_template=template)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -135,9 +139,15 @@ def test_a_reward_model_learns_and_rewards_at_once(tmp_path: Path, template: str
         tmp_path,
         model=model,
         run={"steps": 1, "name": "grpo"},
-        reward={"name": "model", "path": str(run / "model")},
+        reward={"name": "model", "path": str(run)},
     )
+    assert resolve_resume(grpo).reward.path == str(run / "model")
+    best = replace(grpo, reward=replace(grpo.reward, path=f"{run}@20"))
+    assert resolve_resume(best).reward.path == str(run / "checkpoints" / "step-000020" / "policy")
     PPOTrainer(grpo, cluster="inline", show=False).fit()
+    for command in (["eval"], ["sample", "--prompt", "12="]):
+        assert main([command[0], str(run), *command[1:]]) == 2
+        assert "is a reward model, which writes no completions" in capsys.readouterr().err
     assert metrics_rows(tmp_path / "runs" / "grpo")[-1]["reward/std"] > 0
     again = {"steps": 21, "name": "rm", "resume": str(run)}
     config = tiny(RMConfig, tmp_path, run=again, **settings(write_judgements(tmp_path)), **shared)

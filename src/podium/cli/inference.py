@@ -16,7 +16,7 @@ from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.status import StatusSink
 from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
-from podium.runs.config import InferenceConfig
+from podium.runs.config import InferenceConfig, recipe_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.records import RunRecord, flatten, is_run
@@ -152,8 +152,7 @@ def inference_config(
         # training samples several completions of a prompt, and these commands sample one
         values.get("sampling", {}).pop("n", None)
         values["model"] = {"path": str(source.checkpoint or source.run / "model")}
-        if "algorithm" not in source.values:  # of supervised fine-tuning, which the loss of answers judges
-            values["eval"] = {**values.get("eval", {}), "metric": _of_answers(values)}
+        values |= _evaluation(recipe_of(source.values), values, model)
     else:
         _check_model(model)
     if source is not None and "reward" not in needs:  # answers are not graded, and there are no sessions
@@ -179,10 +178,25 @@ def inference_config(
     return config
 
 
-def _of_answers(values: Mapping[str, Any]) -> str:
-    """The metric of a run of supervised fine-tuning, as any evaluation knows it."""
-    metric = str(values.get("eval", {}).get("metric", "auto"))
-    return f"loss{metric.removeprefix('auto')}" if metric.split("/")[0] == "auto" else metric
+def _evaluation(recipe: str, values: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The section ``eval`` with which the model of a run is evaluated; {} where it is the run's own.
+
+    Raises:
+        ConfigError: The model is a reward model.
+    """
+    section = values.get("eval", {})
+    metric = str(section.get("metric", "auto"))
+    if recipe == "rm":
+        raise ConfigError(
+            f"{model} is a reward model, which writes no completions: --reward.name model --reward.path {model} scores "
+            "those of another model by it"
+        )
+    if recipe == "dpo":  # its own figures are those of preferences, and here completions are graded
+        return {"eval": {**section, "metric": "auto"}}
+    if recipe == "sft":  # which the loss of answers judges, as any evaluation knows it
+        metric = f"loss{metric.removeprefix('auto')}" if metric.split("/")[0] == "auto" else metric
+        return {"eval": {**section, "metric": metric}}
+    return {}
 
 
 def _with_train(needs: Sequence[str], held_out: bool) -> Sequence[str]:

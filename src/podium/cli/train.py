@@ -7,11 +7,11 @@ import shlex
 import sys
 import textwrap
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.algorithms.preference_config import PREFERENCE_LOSSES
@@ -20,7 +20,7 @@ from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
 from podium.functions import nearest
 from podium.lazy import without_collector
-from podium.runs.config import RECIPES, PPOConfig, PreferenceRun, SFTConfig
+from podium.runs.config import RECIPES, PPOConfig, PreferenceRun, SFTConfig, recipe_of
 from podium.runs.paths import resolve_resume
 from podium.runs.records import CONFIG, check_run
 from podium.runs.run_files import RunFiles
@@ -179,19 +179,11 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
         check_run(Path(resume))
         path = str(Path(resume) / CONFIG)
         content = RunFiles(resume).read_small(CONFIG)
-        right = _recipe_of(read_values(cls, path, content=content), recipe)
+        right = recipe_of(read_values(cls, path, content=content), recipe)
         if recipe != right:
             raise ConfigError(f"{resume} is a run of another recipe: podium train {right} --resume {resume}")
         overrides = [*overrides, "--run.resume", resume]
     return resolve_resume(load_config(cls, path, overrides, content))
-
-
-def _recipe_of(values: Mapping[str, Any], recipe: str) -> str:
-    """The recipe of a run with these settings: ``recipe``, if it may be this."""
-    algorithm = values.get("algorithm")
-    if "examples" in values.get("batch", {}):
-        return "sft" if algorithm is None else "dpo" if "loss" in algorithm else "rm"
-    return recipe if recipe in ("grpo", "ppo") else "grpo"
 
 
 def _print_keys(cls: type) -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "SFTConfig",
     "SaveConfig",
     "check_goal",
+    "recipe_of",
 ]
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
@@ -634,6 +635,15 @@ RECIPES: Mapping[str, type[PPOConfig] | type[SFTConfig]] = {
     "dpo": DPOConfig,
     "rm": RMConfig,
 }
+
+
+def recipe_of(values: Mapping[str, Any], recipe: str = "grpo") -> str:
+    """Return the recipe of a run with these settings. It is ``recipe`` if it may be grpo or ppo, which differ in
+    defaults alone."""
+    algorithm, batch = values.get("algorithm"), values.get("batch") or {}
+    if "examples" in batch or algorithm is None:
+        return "sft" if algorithm is None else "dpo" if "loss" in algorithm else "rm"
+    return recipe if recipe in ("grpo", "ppo") else "grpo"
 
 
 def _divisor(rows: int, near: int) -> int:

@@ -18,11 +18,11 @@ from podium.algorithms.preferences import (
     read_preference_options,
     weigh_tokens,
 )
-from podium.data import Batch
+from podium.data import Batch, Jagged
 from podium.data.sampled_text import count_sampled
 from podium.errors import ConfigError, DataError
 from podium.training import OptimConfig, ParallelConfig
-from podium.workers import Policy
+from podium.workers import Policy, Scorer
 from tests.unit.workers.tiny import TINY, recorded
 
 Array = Any
@@ -118,7 +118,7 @@ CASES: list[tuple[str, dict[str, float], Callable[..., tuple[Array, Array, Array
 
 def config_of(name: str, options: dict[str, Any]) -> ScorerConfig:
     settings: dict[str, Any] = {"options": options}
-    return ScorerConfig(**settings) if name == "bradley_terry" else PreferenceConfig(loss=name, **settings)
+    return ScorerConfig(**settings) if name == "bradley_terry" else PreferenceConfig(**settings, **{"loss": name})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -202,3 +202,52 @@ def test_the_gradient_is_exact_for_any_cut_and_any_order_of_rows(
     gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
     assert gradient.abs().max() > 1e-2
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+
+
+def scores_of(scorer: Scorer, batch: Batch) -> torch.Tensor:
+    """The score after each row's last token, row by row in one graph."""
+    model: Any = scorer.model
+    rows = batch.jagged("tokens").unbind()
+    return torch.cat([model.model(row[None]).last_hidden_state[:, -1] @ model.lm_head.weight.T for row in rows])[:, 0]
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+@pytest.mark.parametrize("micro_batch_tokens", [8, 1000])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [5, 0, 3, 6, 2, 7, 1, 4]])
+def test_the_gradient_of_a_reward_model_is_exact_for_any_cut_and_any_order(
+    batching: Any, micro_batch_tokens: int, order: list[int]
+) -> None:
+    batch, config = recorded().select("tokens", "loss_mask"), ScorerConfig(options={"center": 0.1})
+
+    def make(parallel: ParallelConfig | None = None) -> Scorer:
+        scorer = Scorer(TINY, OptimConfig(lr=0.0, grad_clip=0.0), parallel)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():  # the head starts at 0, and the body would have no gradient
+            head: Any = scorer.model.lm_head
+            head.weight.copy_(torch.randn(1, 32, generator=generator) / 10)
+        return scorer
+
+    direct = make()
+    scores_A = scores_of(direct, batch)
+    margins_P = scores_A[::2] - scores_A[1::2]
+    squares_P = (scores_A[::2] + scores_A[1::2]).square()
+    (-torch.nn.functional.logsigmoid(margins_P) + 0.1 * squares_P).mean().backward()
+    expected = torch.cat([p.grad.flatten() for p in direct.model.parameters() if p.grad is not None])
+    scorer = make(ParallelConfig(micro_batch_tokens=micro_batch_tokens, batching=batching))
+    shuffled = batch.take(order)
+    values_A = scorer.answer_values(shuffled).dense("answer_values")[torch.tensor(order).argsort()]
+    torch.testing.assert_close(values_A, scores_A.detach().double(), atol=1e-5, rtol=0)
+    inputs = PreferenceInputs(values_A=values_A, chosen_A=torch.tensor([True, False] * 4))
+    _, derivatives_A = differentiate(config, inputs)
+    weights = weigh_tokens(-derivatives_A[order], shuffled.jagged("loss_mask"))
+    scorer.update(shuffled.with_columns({"loss_weights": last_alone(weights)}))
+    gradient = torch.cat([p.grad.flatten() for p in scorer.model.parameters() if p.grad is not None])
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+
+
+def last_alone(weights: Jagged) -> Jagged:
+    """The weight of each row at its last token, which a trainer's mask alone has."""
+    values = torch.zeros_like(weights.values)
+    values[weights.offsets[1:] - 1] = weights.values[weights.offsets[1:] - 1]
+    return weights.like(values)
