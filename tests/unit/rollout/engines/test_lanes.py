@@ -11,7 +11,7 @@ import torch
 
 from podium.errors import ConfigError
 from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Request
-from podium.rollout.engines.native import NativeEngine
+from podium.rollout.engines.native import NativeEngine, engine as engine_module
 from podium.rollout.sampling import Completion, SamplingParams
 
 from .conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
@@ -44,6 +44,28 @@ def _served(engine: Engine, events: list[Event] | None = None) -> dict[Any, Comp
 def _asked(engine: Engine, id: Any, prompt: list[int], params: SamplingParams = MIXED[0], **changes: Any) -> Completion:
     engine.submit(Request(id=id, prompt=prompt, params=params, seed=3, **changes))
     return _served(engine)[id]
+
+
+def test_lanes_grow_with_what_is_drawn(
+    make_model: MakeModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that may take the whole context costs what it draws, and no bit depends on how lanes grow."""
+    model, requests = make_model("qwen3"), [(prompt, MIXED[index % 5]) for index, prompt in enumerate(prompts)]
+    requests.append((prompts[0], SamplingParams(max_new_tokens=128 - len(prompts[0]))))
+    whole = [_native(model).generate([prompt], params, [index])[0] for index, (prompt, params) in enumerate(requests)]
+    monkeypatch.setattr(engine_module, "_FIRST_ANSWER", 8, raising=False)
+    engine = _native(model)
+    short = SamplingParams(max_new_tokens=100, stop_token_ids=tuple(range(VOCABULARY)))
+    engine.generate([prompts[0]], short, [0])
+    cache = engine._lanes.cache
+    assert cache is not None
+    assert cache.length < 64
+    for index, (prompt, params) in enumerate(requests):
+        engine.submit(Request(id=index, prompt=prompt, params=params, seed=index))
+    served = _served(engine)
+    assert same([served[index] for index in range(len(requests))], whole)
+    assert engine._lanes.cache is not None
+    assert engine._lanes.cache.length == 128
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

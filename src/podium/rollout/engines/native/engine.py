@@ -21,6 +21,7 @@ from podium.rollout.sampling import SamplingParams
 __all__ = ["NativeEngine"]
 
 _LENGTH_QUANTUM = 32
+_FIRST_ANSWER = 256  # positions that a lane has behind the prompt at first, where lanes grow
 
 
 class NativeEngine(ModelEngine):
@@ -51,7 +52,13 @@ class NativeEngine(ModelEngine):
         if self._graphs is not None and (reason := graphless(self._decoder.weights)):
             raise ConfigError(f"engine.options.cuda_graphs: the model has experts, and {reason}; leave it off")
         self._lanes = Lanes(
-            self.gate, lambda: self._decoder, options.prefill_tokens, self.count, self._graphs, self.vocabulary
+            self.gate,
+            lambda: self._decoder,
+            options.prefill_tokens,
+            self.count,
+            self._grow,
+            self._graphs,
+            self.vocabulary,
         )
 
     def restrict(self, limit: int, holes: Sequence[int] = ()) -> None:
@@ -104,6 +111,9 @@ class NativeEngine(ModelEngine):
         What lanes hold is copied where the old cache and the new one fit into memory at once. Otherwise nothing longer
         than a lane begins before the others have ended. Texts that lanes lose move to pages, which take what lanes
         leave of the budget: at least half of it where requests allow that completions are reused.
+
+        Lanes have room for the longest completion, or grow while they decode: a chat of a few words may be as long as
+        the model's context. Their number is that for which the longest completion would fit.
         """
         lanes, most = self._lanes, self.config.max_sequences
         if lanes.cache is not None and not lanes.live and not lanes.cache.fits(self._decoder.weights):
@@ -117,8 +127,14 @@ class NativeEngine(ModelEngine):
         gib, free_bytes = self.config.cache_gib, free_memory_bytes(self._decoder.weights.device)
         budget = (free_bytes + nbytes_held + lanes.memory.nbytes) // 4 if gib is None else int(gib * 2**30)
         for_lanes = budget // 2 if any(request.reuse_completions for request in self.waiting) else budget
-        affordable = for_lanes // self._bytes(1, length)
-        count = min(count, max(affordable - affordable % ROW_QUANTUM, ROW_QUANTUM))
+        affordable = max(ROW_QUANTUM, for_lanes // self._bytes(1, length) // ROW_QUANTUM * ROW_QUANTUM)
+        count = min(count, affordable)
+        later = count if cache is None else max(count, cache.lanes)
+        # What grows is copied, beside what it was: within a budget that the configuration sets, and on the CPU alone.
+        fits = gib is None or 2 * self._bytes(later, length) <= for_lanes
+        if later <= affordable and fits and self._decoder.weights.device.type == "cpu" and self._graphs is None:
+            prompt = max(len(request.prompt) for request in self.waiting)
+            length = min(length, round_up(prompt + _FIRST_ANSWER, _LENGTH_QUANTUM))
         if cache is not None:
             if cache.length >= length and cache.lanes >= count:
                 return True
@@ -137,6 +153,14 @@ class NativeEngine(ModelEngine):
             lanes.clear_lanes()  # before the new one, so that both are never held at once
         self._resize(count, length, budget)
         return True
+
+    def _grow(self, longest: int) -> None:
+        """Have twice as many positions as before in each lane, ``longest`` at most. Pages make room for them."""
+        lanes, cache = self._lanes, self._lanes.cache
+        assert cache is not None
+        length = min(2 * cache.length, round_up(longest, _LENGTH_QUANTUM))
+        budget = lanes.memory.limit_bytes + self._bytes(cache.lanes, cache.length)
+        self._resize(cache.lanes, length, budget)
 
     def _resize(self, count: int, length: int, budget: int) -> None:
         self._lanes.resize(count, length)

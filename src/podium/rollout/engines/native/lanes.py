@@ -96,6 +96,7 @@ class Lanes:
     is not read.
 
     Args:
+        grow: Gives the lanes more positions, at most so many, where what they draw reaches the last one.
         graphs: Decodes in steps of static shape; None decodes step by step as it comes.
         vocabulary: The number of ids, of which masks say which may come.
 
@@ -112,10 +113,11 @@ class Lanes:
         current_decoder: Callable[[], Decoder],
         prefill_tokens: int,
         count: Counting,
+        grow: Callable[[int], None],
         graphs: DecodeGraphs | None = None,
         vocabulary: int = 0,
     ) -> None:
-        self._count, self._vocabulary = count, vocabulary
+        self._count, self._grow, self._vocabulary = count, grow, vocabulary
         self._broken: dict[int, GenerationError] = {}  # lanes that can draw no further token
         self._graphs = graphs
         self._gate, self._current_decoder, self._changes = gate, current_decoder, -1
@@ -228,7 +230,11 @@ class Lanes:
                     return self._retire(ended.nonzero()[0])
             if self._step_number > first and (len(streaming) or interrupted()):
                 return None
-            self._step(longest + self._step_number + 1, groups, stops, guided)
+            until = longest + self._step_number + 1
+            if self.cache is not None and until >= self.cache.length:  # a lane that ends there stands behind it
+                asked = self._records["request"][live]
+                self._grow(max(len(request.prompt) + request.params.max_new_tokens for request in asked))
+            self._step(until, groups, stops, guided)
             self._step_number += 1
             self._count.done += len(live)
             if self._broken:
