@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, DataError
-from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer, describe_data
+from podium.trainer import DPOConfig, GRPOConfig, PPOTrainer, PreferenceTrainer, SFTConfig, SFTTrainer, describe_data
 from tests.integration.training import metrics_rows, tiny
 
 
@@ -89,3 +89,13 @@ def test_a_run_of_epochs_has_as_many_steps_as_its_data_need(tmp_path: Path) -> N
     fewer = tiny(SFTConfig, tmp_path, run={"epochs": 0.1, "resume": str(tmp_path / "runs/run")}, eval={"items": 0})
     with pytest.raises(ConfigError, match=r"run\.steps = 1, and the latest checkpoint .* is of step"):
         SFTTrainer(fewer, cluster="inline", show=False).fit()
+
+
+def test_an_error_comes_with_the_notes_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{digit}=", "chosen": "1", "rejected": "1"} for digit in range(4)]
+    (tmp_path / "equal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "equal.jsonl"), "holdout": 0.0}
+    config = tiny(DPOConfig, tmp_path, data=data, eval={"items": 0})
+    with pytest.raises(DataError, match="none of the 4 rows of preferences can be used: see the notes above"):
+        describe_data(PreferenceTrainer(config, cluster="inline").read_data)
+    assert "note: 4 of 4 pairs have two equal answers" in capsys.readouterr().err

@@ -212,7 +212,10 @@ def encode_pairs(
     if config.split_turns:
         examples = _split(examples)
     if empty := sum(not _says_something(example) for example in examples):
-        emit(Note(f"{empty} of {len(examples)} answers are empty: the model learns to say nothing after these prompts"))
+        effect = (
+            "" if noun == "answers" else ": the model learns to say nothing after these prompts"
+        )  # they are compared
+        emit(Note(f"{empty} of {len(examples)} answers are empty{effect}"))
 
     def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
         rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, bad, answers=True)

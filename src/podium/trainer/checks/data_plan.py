@@ -6,6 +6,7 @@ The data are read, checked and encoded as for the run. The run then finds the to
 from __future__ import annotations
 
 import heapq
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Final, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from podium.errors import PodiumError
 from podium.rollout.tasks import EncodedPairs, EncodedPreferences, Example
 from podium.rollout.tasks.preferences import list_answers
 from podium.runs.config import PPOConfig, SFTConfig
@@ -54,6 +56,9 @@ def describe_data(
         data = read_data()
         if check_grader is not None:
             check_grader(data)
+    except PodiumError:
+        sys.stderr.writelines(f"note: {visible(note)}\n" for note in heard)  # which say more of the error
+        raise
     finally:
         unsubscribe()
     resume = data.config.run.resume
