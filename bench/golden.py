@@ -79,7 +79,7 @@ CASES: Final[Mapping[str, tuple[str, str, Mapping[str, Any]]]] = {
             "algorithm.epochs": 2,
             "algorithm.kl_in": "loss",
             "algorithm.kl_coef": 0.01,
-            "algorithm.importance_cap": 2.0,
+            "algorithm.correction": "truncate",
             "algorithm.entropy_coef": 0.01,
         },
     ),

@@ -29,7 +29,9 @@ from tests.unit.workers.tiny import ADAPTED, LENGTHS, TINY, oracle_logprobs, rec
 STEPS = 8
 WHOLE, QUARTERS = 1000, 36  # token budgets that cut the recorded rows into 1 and 4 micro-batches on one rank
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=3)
-GRPO = AlgorithmConfig(kl_in="loss", kl_coef=0.05, entropy_coef=0.01, importance_cap=2.0, aggregation="sequence-mean")
+GRPO = AlgorithmConfig(
+    kl_in="loss", kl_coef=0.05, entropy_coef=0.01, correction="truncate", aggregation="sequence-mean"
+)
 IMITATION = AlgorithmConfig(loss="cross_entropy")
 PPO = AlgorithmConfig(advantage="gae")
 CAPS = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None}

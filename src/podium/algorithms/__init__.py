@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from podium.algorithms.config import Aggregation as Aggregation, AlgorithmConfig as AlgorithmConfig
     from podium.algorithms.declarations import (
         ADVANTAGES as ADVANTAGES,
+        CORRECTIONS as CORRECTIONS,
         LOSSES as LOSSES,
         Declaration as Declaration,
         advantage_declaration as advantage_declaration,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from podium.algorithms.registry import (
         check_functions as check_functions,
         resolve_advantage as resolve_advantage,
+        resolve_correction as resolve_correction,
         resolve_loss as resolve_loss,
     )
     from podium.algorithms.token_rows import discounted_sums as discounted_sums, whiten as whiten

@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import Field
 
 from podium.algorithms.declarations import (
     ADVANTAGES,
+    CORRECTIONS,
     DECLARED_DEFAULTS,
     LOSSES,
     advantage_declaration,
+    correction_declaration,
+    correction_ratio_to,
     loss_declaration,
     loss_imitates,
     loss_ratio_to,
@@ -76,7 +79,7 @@ class AlgorithmConfig:
     """This function is the policy's loss: ppo_clip, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov, dro,
     reinforce, cross_entropy, module:function, or path/file.py:function."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """These options belong to the advantage or the loss, which declares them."""
+    """These options belong to the advantage, the loss or the correction, which declares them."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
     """The probability ratio is clipped below at 1 - clip_low. gmpo bounds the logarithm of the ratio instead, dppo_tv
     the probability, and dppo_kl the divergence. null means the default of the loss's paper, and else 0.2."""
@@ -96,9 +99,11 @@ class AlgorithmConfig:
     of their group in both cases."""
     entropy_coef: float = Field(default=0.0, ge=-1e6, le=1e6)
     """The policy's entropy, times this coefficient, is subtracted from the loss."""
-    importance_cap: Annotated[float, Field(gt=1, le=1e9)] | Literal["auto"] | None = "auto"
-    """Weights that correct for differences between generator and trainer are capped at this value. null means no such
-    weights, and auto means 2 where run.schedule lets older weights generate completions, and null otherwise."""
+    correction: str | tuple[str, ...] = "auto"
+    """These weights or masks of tokens correct for differences between generator and trainer: truncate,
+    sequence_truncate, icepop, sequence_mask, two_sided, geometric, trust_region, opsm, m2po, high_entropy, bypass,
+    module:function, path/file.py:function, or a list of these. auto means truncate where run.schedule lets older
+    weights generate completions, and none otherwise."""
     max_mismatch: float | None = Field(default=0.5, gt=0, le=1e9)
     """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
     many nats on average. null never ends the run."""
@@ -110,6 +115,10 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         check_function_name(self.advantage, key="algorithm.advantage", known=ADVANTAGES)
         check_function_name(self.loss, key="algorithm.loss", known=LOSSES)
+        if isinstance(self.correction, tuple) and not {"auto", "none"}.isdisjoint(self.correction):
+            raise ConfigError(f"algorithm.correction = {list(self.correction)}: expected auto or none alone, or names")
+        for name in self.corrections:
+            check_function_name(name, key="algorithm.correction", known={"auto": "", "none": "", **CORRECTIONS})
         if self.kl_in == "none" and self.kl_coef > 0:
             raise ConfigError(
                 f"algorithm.kl_coef = {self.kl_coef} with algorithm.kl_in = 'none': expected kl_coef 0, or kl_in set "
@@ -127,14 +136,17 @@ class AlgorithmConfig:
             )
 
     @property
-    def weight_cap(self) -> float | None:
-        """The cap of importance weights, or None without them. What "auto" means is up to the recipe."""
-        return None if self.importance_cap == "auto" else self.importance_cap
+    def corrections(self) -> tuple[str, ...]:
+        """The corrections by name. There are none for "auto", whose meaning is up to the recipe."""
+        names = (self.correction,) if isinstance(self.correction, str) else self.correction
+        return tuple(name for name in names if name not in ("auto", "none"))
 
     @property
     def ratio_to(self) -> Literal["old", "rollout"]:
-        """The policy that the ratio of the loss is to: see :class:`Declaration`. A loss of the user's own is loaded."""
-        return loss_ratio_to(self.loss)
+        """The policy that the ratio of the loss is to: see :class:`Declaration`. Functions of the user's own are
+        loaded."""
+        by_correction = "rollout" in map(correction_ratio_to, self.corrections)
+        return "rollout" if by_correction else loss_ratio_to(self.loss)
 
     @property
     def needs_reference(self) -> bool:
@@ -201,18 +213,16 @@ class AlgorithmConfig:
         return settings | {key: Setting(value, "yours") for key, value in values.items() if value is not None}
 
     def explain_options(self) -> dict[str, Setting]:
-        """Return the options of loss and estimator, under ``options.NAME``, and where each comes from.
+        """Return the options of estimator, loss and corrections, under ``options.NAME``, and where each comes from.
 
         >>> AlgorithmConfig(loss="sapo", options={"tau_pos": 2.0}).explain_options()["options.tau_pos"]
         Setting(value=2.0, origin='yours')
         """
-        named = (
+        named = [
             (f"advantage {self.advantage}", advantage_declaration(self.advantage)),
-            (
-                f"loss {self.loss}",
-                loss_declaration(self.loss),
-            ),
-        )
+            (f"loss {self.loss}", loss_declaration(self.loss)),
+            *((f"correction {name}", correction_declaration(name)) for name in self.corrections),
+        ]
         settings: dict[str, Setting] = {}
         for name, declared in named:
             if declared.options is None:

@@ -25,12 +25,16 @@ __all__ = [
     "ADVANTAGE_LOSSES",
     "CLIPPING_LOSSES",
     "COLUMNS",
+    "CORRECTIONS",
     "DECLARED_DEFAULTS",
     "LOSSES",
+    "WEIGHING_CORRECTIONS",
     "Declaration",
     "PartOptions",
     "PassOptions",
     "advantage_declaration",
+    "correction_declaration",
+    "correction_ratio_to",
     "declaration_of",
     "loss_declaration",
     "loss_imitates",
@@ -50,7 +54,7 @@ _ATTRIBUTE: Final = "podium_declaration"
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """Decorator that declares what an advantage estimator or a loss of your own needs beyond its inputs.
+    """Decorator that declares what an advantage estimator, a loss or a correction of your own needs beyond its inputs.
 
     >>> @Declaration(needs_groups=True)
     ... def best_of_group(inputs, config): ...
@@ -58,12 +62,12 @@ class Declaration:
     Attributes:
         options: A class under ``@section("algorithm.options")`` with the options that the function reads by
             ``config.read_options``.
-        needs_values: The estimator reads a critic's values, so that the trainer starts a critic.
-        needs_groups: The estimator compares the completions of a prompt, so that each prompt needs two or more.
-        columns: The token columns of :data:`COLUMNS` that the estimator reads.
-        data: The columns of the data that the estimator reads in ``inputs.data``.
-        minibatch: The loss reads ``inputs.figures``, which this function computes from the tokens of a whole minibatch.
-        ratio_to: The policy whose log-probabilities the loss reads as ``inputs.old_logprobs_N``: the policy before the
+        needs_values: The estimator reads a critic's values, so that the trainer starts a critic. needs_groups: The
+        estimator compares the completions of a prompt, so that each prompt needs two or more. columns: The token
+        columns of :data:`COLUMNS` that the estimator reads. data: The columns of the data that the estimator reads in
+        ``inputs.data``. minibatch: The loss or the correction reads ``inputs.figures``, which this function computes
+        from the tokens of a whole minibatch. ratio_to: The policy whose log-probabilities the loss reads as
+        ``inputs.old_logprobs_N``: the policy before the
             update (old), or the generator (rollout). With rollout, no pass over the batch computes those of the old
             policy, and no importance weights apply, since the loss itself corrects for the difference.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
@@ -193,6 +197,18 @@ ADVANTAGE_LOSSES: Final = frozenset(_OWN_LOSSES) - {"kl_cov", "dro", "cross_entr
 CLIPPING_LOSSES: Final = ("ppo_clip", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
 """Podium's losses that read ``clip_low`` and ``clip_high``."""
 
+_OWN_CORRECTIONS: Final = (
+    *("truncate", "sequence_truncate", "icepop", "sequence_mask"),
+    *("two_sided", "geometric", "trust_region", "opsm", "m2po", "high_entropy", "bypass"),
+)
+WEIGHING_CORRECTIONS: Final = frozenset(_OWN_CORRECTIONS[:4])
+"""Podium's corrections whose weights lead from the generator to the old policy; the others only leave tokens out."""
+
+CORRECTIONS: Final[Mapping[str, str]] = {
+    name: f"podium.algorithms.corrections.{name}:{name}" for name in _OWN_CORRECTIONS
+}
+"""Podium's own corrections by name, and where each is."""
+
 LOSSES: Final[Mapping[str, str]] = {name: f"podium.algorithms.losses.{name}:{name}" for name in _OWN_LOSSES}
 """Podium's own losses by name, and where each is."""
 
@@ -202,6 +218,18 @@ def advantage_declaration(spec: str) -> Declaration:
     if spec in _OWN_ADVANTAGES:
         return _OWN_ADVANTAGES[spec]
     return declaration_of(load_function(spec, key="algorithm.advantage", known=ADVANTAGES))
+
+
+def correction_declaration(spec: str) -> Declaration:
+    """Return what the correction declares. Raises ConfigError as :func:`podium.functions.load_function` does."""
+    return declaration_of(load_function(spec, key="algorithm.correction", known=CORRECTIONS))
+
+
+def correction_ratio_to(spec: str) -> Literal["old", "rollout"]:
+    """The policy that the loss's ratio is to under the correction. Raises ConfigError as the function above does."""
+    if spec in CORRECTIONS:
+        return "rollout" if spec == "bypass" else "old"
+    return correction_declaration(spec).ratio_to
 
 
 def declaration_of(function: Callable[..., Any]) -> Declaration:

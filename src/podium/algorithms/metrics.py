@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,7 +19,19 @@ from podium.algorithms.records import TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError
 
-__all__ = ["PartialMetrics", "explained_variance", "flat_groups", "partial_metrics", "value_moments"]
+__all__ = [
+    "WEIGHT_MEAN",
+    "WEIGHT_SQUARE",
+    "PartialMetrics",
+    "explained_variance",
+    "flat_groups",
+    "partial_metrics",
+    "value_moments",
+]
+
+WEIGHT_MEAN: Final = "mismatch/weight_mean"  # mean of the weights of corrections
+WEIGHT_SQUARE: Final = "mismatch/weight_square"  # mean of their squares, from which the next figure comes
+EFFECTIVE_SIZE: Final = "mismatch/effective_size"  # effective sample size as a share: mean² / mean of squares
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,8 @@ class PartialMetrics:
         if total == 0:
             return {}
         means = {name: float(value) / total for name, value in self.sums.items()}
+        if (square := means.pop(WEIGHT_SQUARE, None)) is not None:
+            means[EFFECTIVE_SIZE] = means.get(WEIGHT_MEAN, 0.0) ** 2 / square if square else 0.0
         return means | {name: float(value) for name, value in self.maxima.items()}
 
 

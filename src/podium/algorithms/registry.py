@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from podium.algorithms.declarations import ADVANTAGES, LOSSES, advantage_declaration, loss_declaration
+from podium.algorithms.declarations import (
+    ADVANTAGES,
+    CORRECTIONS,
+    LOSSES,
+    WEIGHING_CORRECTIONS,
+    Declaration,
+    advantage_declaration,
+    correction_declaration,
+    loss_declaration,
+)
 from podium.annotations import signature_of
 from podium.config import build_config
 from podium.errors import ConfigError
@@ -21,15 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdvantageEstimator",
+    "Correction",
     "Loss",
     "MinibatchFigures",
     "check_functions",
     "resolve_advantage",
+    "resolve_correction",
     "resolve_loss",
 ]
 
 AdvantageEstimator: TypeAlias = "Callable[[AdvantageInputs, AlgorithmConfig], AdvantageOutputs]"
 Loss: TypeAlias = "Callable[[LossInputs, AlgorithmConfig], TokenLoss]"
+Correction: TypeAlias = "Callable[[LossInputs, AlgorithmConfig], Tensor]"
 MinibatchFigures: TypeAlias = "Callable[[LossInputs, AlgorithmConfig], Mapping[str, Tensor]]"
 
 
@@ -41,6 +53,11 @@ def resolve_advantage(spec: str) -> AdvantageEstimator:
 def resolve_loss(spec: str) -> Loss:
     """Return the loss that ``spec`` names. Raises ConfigError as :func:`podium.functions.load_function` does."""
     return load_function(spec, key="algorithm.loss", known=LOSSES)
+
+
+def resolve_correction(spec: str) -> Correction:
+    """Return the correction that ``spec`` names. Raises ConfigError as :func:`podium.functions.load_function` does."""
+    return load_function(spec, key="algorithm.correction", known=CORRECTIONS)
 
 
 def check_functions(config: AlgorithmConfig) -> None:
@@ -64,14 +81,29 @@ def check_functions(config: AlgorithmConfig) -> None:
         _check_arguments(resolve_loss(config.loss), f"algorithm.loss = {config.loss!r}")
     if config.options or config.loss not in LOSSES:
         declared.append(loss_declaration(config.loss))
-    if config.importance_cap not in (None, "auto") and config.ratio_to == "rollout":
-        raise ConfigError(
-            f"algorithm.importance_cap = {config.importance_cap} with algorithm.loss = {config.loss!r}, whose ratio is "
-            "to the generator already: its importance weights would count twice; set importance_cap to null"
-        )
+    declared += _check_corrections(config)
     for declaration in declared:
         build_config(type(config), declaration.defaults, key="Declaration.defaults")
     _check_options(config, [declaration.options for declaration in declared if declaration.options is not None])
+
+
+def _check_corrections(config: AlgorithmConfig) -> Sequence[Declaration]:
+    """Check the corrections, and return what they declare if the configuration has options."""
+    for name in config.corrections:
+        if name not in CORRECTIONS:
+            _check_arguments(resolve_correction(name), f"algorithm.correction = {name!r}")
+    weighing = sorted(WEIGHING_CORRECTIONS & {*config.corrections})
+    if weighing and config.ratio_to == "rollout":
+        which = "the correction bypass" if "bypass" in config.corrections else f"algorithm.loss = {config.loss!r}"
+        raise ConfigError(
+            f"algorithm.correction = {config.correction!r} with {which}, whose ratio is to the generator already: the "
+            f"importance weights of {weighing[0]} would count twice; leave it out"
+        )
+    if not config.options:
+        return []
+    return [
+        correction_declaration(name) for name in (("truncate",) if config.correction == "auto" else config.corrections)
+    ]
 
 
 def _check_options(config: AlgorithmConfig, sections: Sequence[type]) -> None:
@@ -83,12 +115,13 @@ def _check_options(config: AlgorithmConfig, sections: Sequence[type]) -> None:
         hint = f"did you mean algorithm.options.{near[0]}?" if near else f"the options are {', '.join(names)}"
         if not sections:
             hint = (
-                "neither declares options. To give your own function options, decorate a class with "
+                "none of them declares options. To give your own function options, decorate a class with "
                 '@section("algorithm.options"), and the function with @Declaration(options=CLASS)'
             )
         raise ConfigError(
             f"unknown key algorithm.options.{name} (value {value!r}) with algorithm.advantage = "
-            f"{config.advantage!r} and algorithm.loss = {config.loss!r}: {hint}"
+            f"{config.advantage!r}, algorithm.loss = {config.loss!r} and algorithm.correction = {config.correction!r}: "
+            f"{hint}"
         )
     for section in sections:
         config.read_options(section)

@@ -135,7 +135,13 @@ def read_tables() -> tuple[Table, ...]:
     return tuple(_read_table(Path(__file__).with_name(f"{name}.yaml")) for name in _TABLES)
 
 
-_TABLES = ("trl", "verl", "openrlhf", "prime_rl")  # where several answer with the same key, the first one's words count
+_TABLES = (
+    "trl",
+    "verl",
+    "openrlhf",
+    "prime_rl",
+    "podium",
+)  # where several answer with the same key, the first one's words count
 _VALUES = Path(__file__).with_name("values.yaml")
 _SEVERAL = 4  # settings that one answer lists
 

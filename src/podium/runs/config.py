@@ -55,7 +55,6 @@ Role = Literal["policy", "reference", "critic", "reward", "estimator", "generato
 _METRICS: Final = {"auto": "auto", "reward": REWARD} | {
     name: name for name in (ACCURACY, LOSS, TOKEN_ACCURACY, REWARD_MARGIN)
 }
-_CAP_AHEAD: Final = 2.0  # cap of importance weights if older weights sample completions
 
 
 Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
@@ -466,13 +465,13 @@ class PPOConfig(_TrainingConfig):
 
     @property
     def resolved_algorithm(self) -> AlgorithmConfig:
-        """``algorithm`` with the defaults of its functions, and the cap of importance weights that "auto" means under
-        this schedule. Functions and a schedule of the user's own are loaded."""
+        """``algorithm`` with the defaults of its functions, and the correction that "auto" means under this schedule.
+        Functions and a schedule of the user's own are loaded."""
         algorithm = self.algorithm.resolve()
-        if algorithm.importance_cap != "auto":
+        if algorithm.correction != "auto":
             return algorithm
         on_policy = self.run.staleness == 0 or algorithm.ratio_to == "rollout"
-        return replace(algorithm, importance_cap=None if on_policy else _CAP_AHEAD)
+        return replace(algorithm, correction="none" if on_policy else "truncate")
 
     def check_roles(self, *, load: bool = False) -> None:
         """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.

@@ -32,7 +32,7 @@ from uuid import uuid4
 import yaml
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.declarations import ADVANTAGES, LOSSES
+from podium.algorithms.declarations import ADVANTAGES, CORRECTIONS, LOSSES
 from podium.config import build_config, config_to_dict
 from podium.errors import ConfigError, DataError
 from podium.functions import OF_SCRIPT
@@ -122,7 +122,9 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
         for field, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
             if (name := getattr(algorithm, field)) not in names:
                 yield ("algorithm", field), name
-        if algorithm.advantage not in ADVANTAGES or algorithm.loss not in LOSSES:
+        corrections = [name for name in algorithm.corrections if name not in CORRECTIONS]
+        yield from ((("algorithm", "correction"), name) for name in corrections)
+        if algorithm.advantage not in ADVANTAGES or algorithm.loss not in LOSSES or corrections:
             yield from _list_options(("algorithm", "options"), algorithm.options)
     engine = config.engine
     is_own = engine.name in OWN_OPTIONS and (

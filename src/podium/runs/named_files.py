@@ -48,7 +48,7 @@ _FILES: Final = (
 )
 _FUNCTIONS: Final = (
     *(("environment", "name"), ("reward", "name")),
-    *(("algorithm", "advantage"), ("algorithm", "loss"), ("run", "schedule")),
+    *(("algorithm", "advantage"), ("algorithm", "loss"), ("algorithm", "correction"), ("run", "schedule")),
 )
 _WORDS: Final[Mapping[Keys, tuple[str, ...]]] = {("data", "chat_template"): ("auto", "none")}
 _SUMMED: Final = 64 << 20  # bytes of content whose checksum is taken: a tenth of a second

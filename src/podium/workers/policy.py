@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, check_functions, loss_declaration, policy_loss
-from podium.algorithms.declarations import ADVANTAGE_LOSSES
+from podium.algorithms.declarations import ADVANTAGE_LOSSES, correction_declaration
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
 from podium.data.sampled_text import count_sampled, sum_rows
@@ -334,13 +334,15 @@ class Policy(Learner):
         return self.engine.evaluate(batch, compute, names)
 
     def _minibatch_figures(self, batch: Batch, columns: Sequence[str], algorithm: AlgorithmConfig) -> dict[str, Jagged]:
-        """Token columns that the loss's ``minibatch`` function computes from the tokens of all ranks.
+        """Token columns that ``minibatch`` functions of loss and corrections compute from the tokens of all ranks.
 
         A first pass without gradients gives the log-probabilities. Each rank gathers the tokens of all, computes the
         figures of the whole minibatch, and keeps those of its own tokens.
         """
-        figures = loss_declaration(algorithm.loss).minibatch
-        if figures is None:
+        declared = [(f"loss {algorithm.loss!r}", loss_declaration(algorithm.loss))]
+        declared += [(f"correction {name!r}", correction_declaration(name)) for name in algorithm.corrections]
+        functions = [(who, entry.minibatch) for who, entry in declared if entry.minibatch is not None]
+        if not functions:
             return {}
         mask = batch.jagged(fields.LOSS_MASK)
         chosen_N, lengths_B = mask.values.bool(), count_sampled(mask)
@@ -360,12 +362,12 @@ class Policy(Learner):
         start = sum(int(lengths.sum()) for _, lengths in every[: self.ctx.rank])
         columns_added: dict[str, Jagged] = {}
         with torch.no_grad():
-            for name, figure_M in _check_figures(
-                figures(loss_inputs, algorithm), loss_inputs, batch, algorithm.loss
-            ).items():
-                values_N = torch.zeros(len(chosen_N), dtype=figure_M.dtype)
-                values_N[chosen_N] = figure_M[start : start + int(chosen_N.sum())].cpu()
-                columns_added[name] = mask.like(values_N)
+            for who, figures in functions:
+                named = _check_figures(figures(loss_inputs, algorithm), loss_inputs, batch, who)
+                for name, figure_M in named.items():
+                    values_N = torch.zeros(len(chosen_N), dtype=figure_M.dtype)
+                    values_N[chosen_N] = figure_M[start : start + int(chosen_N.sum())].cpu()
+                    columns_added[name] = mask.like(values_N)
         return columns_added
 
 
@@ -374,9 +376,9 @@ def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:
     return algorithm.loss in ADVANTAGE_LOSSES and not algorithm.entropy_coef and not algorithm.needs_reference
 
 
-def _check_figures(figures: object, whole: LossInputs, batch: Batch, loss: str) -> Mapping[str, Tensor]:
+def _check_figures(figures: object, whole: LossInputs, batch: Batch, owner: str) -> Mapping[str, Tensor]:
     """Return the ``figures`` of a loss. Raises DataError if they are not one value a token by names of their own."""
-    who, expected = f"loss {loss!r}: its minibatch function", list(whole.logprobs_N.shape)
+    who, expected = f"{owner}: its minibatch function", list(whole.logprobs_N.shape)
     if not isinstance(figures, Mapping):
         raise DataError(f"{who} returned {type(figures).__name__}; expected tensors by name")
     named = cast("Mapping[str, object]", figures)

@@ -43,7 +43,11 @@ def test_advantages(advantage: str) -> None:
 def test_weights_loss_and_metrics() -> None:
     inputs = oracles.to_inputs(oracles.random_rows(0), torch.float32)
     config = AlgorithmConfig(
-        kl_in="loss", kl_coef=0.1, importance_cap=1.5, entropy_coef=0.01, options={"dual_clip": 3.0}
+        kl_in="loss",
+        kl_coef=0.1,
+        correction="truncate",
+        entropy_coef=0.01,
+        options={"dual_clip": 3.0, "weight_cap": 1.5},
     )
     names = ("logprobs", "old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs", "entropy")
     columns = {

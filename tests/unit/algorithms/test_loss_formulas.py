@@ -200,7 +200,7 @@ def test_extreme_ratios_stay_finite(name: str) -> None:
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "dro"])
 def test_a_ratio_to_the_generator_takes_no_importance_weights(name: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.loss = '{name}', whose ratio is to the generator already"):
-        check_functions(AlgorithmConfig(loss=name, importance_cap=2.0))
+        check_functions(AlgorithmConfig(loss=name, correction="truncate"))
     rows, config = random_rows(6), AlgorithmConfig(loss=name)
     inputs = to_inputs(rows, config)
     apart = replace(inputs, columns={**inputs.columns, "old_logprobs": inputs.columns["old_logprobs"] - 1.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, policy_loss, resolve_loss, value_loss
-from podium.algorithms.losses.policy import truncated_weights
+from podium.algorithms.corrections.truncate import truncate
 from podium.algorithms.losses.ppo_clip import ppo_clip
 from podium.errors import DataError
 from podium.telemetry import metrics as names
 from tests.unit.algorithms import oracles
+
+CAPPED: dict[str, Any] = {"correction": "truncate", "options": {"weight_cap": 1.5}}
 
 
 def normal(seed: int, size: int = 40) -> Tensor:
@@ -140,7 +143,12 @@ def policy_inputs(*without: str, **changes: Tensor) -> LossInputs:
 
 def test_policy_loss_is_the_sum_of_its_parts() -> None:
     config = AlgorithmConfig(
-        options={"dual_clip": 3.0}, importance_cap=1.5, kl_in="loss", kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
+        options={"dual_clip": 3.0, "weight_cap": 1.5},
+        correction="truncate",
+        kl_in="loss",
+        kl_coef=0.1,
+        kl_estimator="k3",
+        entropy_coef=0.01,
     )
     loss = policy_loss(policy_inputs(), config)
     logp, old, advantages, rollout, ref, entropy = (normal(seed).numpy() for seed in range(1, 7))
@@ -165,7 +173,7 @@ def test_policy_loss_is_the_sum_of_its_parts() -> None:
 
 
 def test_policy_loss_gradients() -> None:
-    config = AlgorithmConfig(importance_cap=1.5, kl_in="loss", kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
+    config = AlgorithmConfig(**CAPPED, kl_in="loss", kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
 
     def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
         return policy_loss(policy_inputs(logprobs=logprobs, entropy=entropy), config).loss_N
@@ -175,7 +183,7 @@ def test_policy_loss_gradients() -> None:
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
 def test_policy_loss_moves_the_trained_policy_only(name: str) -> None:
-    config = AlgorithmConfig(loss=name, importance_cap=1.5, kl_in="loss", kl_coef=0.1, entropy_coef=0.01)
+    config = AlgorithmConfig(loss=name, **CAPPED, kl_in="loss", kl_coef=0.1, entropy_coef=0.01)
     columns = {name: column.clone().requires_grad_() for name, column in policy_inputs().columns.items()}
     policy_loss(one_row(**columns), config).loss_N.sum().backward()
     assert {name for name, column in columns.items() if column.grad is not None} == {"logprobs", "entropy"}
@@ -201,7 +209,7 @@ def test_reference_and_generator_are_reported_without_taking_part() -> None:
     ("config", "column", "message"),
     [
         (AlgorithmConfig(kl_in="loss", kl_coef=0.1), "ref_logprobs", "'ref_logprobs'.*algorithm.kl_in = 'loss'"),
-        (AlgorithmConfig(importance_cap=2.0), "rollout_logprobs", "'rollout_logprobs'.*algorithm.importance_cap"),
+        (AlgorithmConfig(correction="truncate"), "rollout_logprobs", "reads rollout_logprobs_N, .* no column"),
         (AlgorithmConfig(entropy_coef=0.1), "entropy", "'entropy'.*algorithm.entropy_coef"),
         (AlgorithmConfig(), "advantages", "the loss reads advantages_N, .* no column 'advantages'"),
     ],
@@ -213,7 +221,7 @@ def test_a_missing_column_is_named(config: AlgorithmConfig, column: str, message
 
 def test_ppo_clip_works_token_by_token() -> None:
     """Any split of the tokens gives the same losses: nothing in the loss looks across tokens."""
-    config = AlgorithmConfig(kl_in="loss", kl_coef=0.1, importance_cap=1.5, entropy_coef=0.01)
+    config = AlgorithmConfig(kl_in="loss", kl_coef=0.1, **CAPPED, entropy_coef=0.01)
     inputs, whole = policy_inputs(), policy_loss(policy_inputs(), config)
     pieces = [
         policy_loss(one_row(**{name: column[part] for name, column in inputs.columns.items()}), config)
@@ -236,6 +244,11 @@ def test_half_precision_is_widened_and_keeps_its_gradient() -> None:
 # -- the generator and the trainer -----------------------------------------------------------------------------------
 
 
+def truncated_weights(old: Tensor, rollout: Tensor, cap: float) -> Tensor:
+    config = AlgorithmConfig(correction="truncate", options={"weight_cap": cap})
+    return truncate(one_row(logprobs=old, old_logprobs=old, rollout_logprobs=rollout), config)
+
+
 def test_importance_weights_are_truncated_ratios() -> None:
     rng = np.random.default_rng(0)
     old, rollout = rng.normal(size=200), rng.normal(size=200)
@@ -255,7 +268,7 @@ def test_importance_weights_correct_an_expectation() -> None:
 
 def test_importance_weights_carry_no_gradient_and_stay_finite() -> None:
     old = torch.tensor([0.0], requires_grad=True)
-    weights_N = truncated_weights(old, torch.tensor([-1e4]), cap=1e30)
+    weights_N = truncated_weights(old, torch.tensor([-1e4]), cap=1e9)
     assert not weights_N.requires_grad
     assert bool(weights_N.isfinite().all())
 

@@ -185,8 +185,8 @@ def test_options_are_typed_beside_the_function_and_shared_by_estimator_and_loss(
     ]:
         with pytest.raises(ConfigError, match=message):
             check_functions(replace(config, options=options))
-    with pytest.raises(ConfigError, match=r"options.cov_share .* neither declares options\. .*@Declaration\(options="):
-        check_functions(AlgorithmConfig(loss="cross_entropy", options={"cov_share": 0.5}))
+    with pytest.raises(ConfigError, match=r"cov_share .* none of them declares options\. .*@Declaration\(options="):
+        check_functions(AlgorithmConfig(correction="none", loss="cross_entropy", options={"cov_share": 0.5}))
 
 
 def test_options_that_are_no_section_are_refused_at_decoration() -> None:

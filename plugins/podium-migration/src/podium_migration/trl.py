@@ -22,6 +22,13 @@ ONLY_SET: Final = (
 )
 _OURS: Final = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "reward": "rm"}
 
+_CORRECTIONS = {
+    "token_truncate": ("truncate", "weight_cap"),
+    "token_mask": ("icepop", "icepop_high"),
+    "sequence_truncate": ("sequence_truncate", "weight_cap"),
+    "sequence_mask": ("sequence_mask", "sequence_high"),
+}
+
 
 def convert_trl(settings: Settings) -> Conversion:
     """Return the configuration of Podium that means what the settings mean for TRL.
@@ -136,13 +143,12 @@ def _convert_objective(c: Conversion) -> None:
         c.set("model.dropout", None)
     if c.get("use_vllm") and c.get("vllm_importance_sampling_correction"):
         cap, mode = c.get("vllm_importance_sampling_clip_max"), str(c.get("vllm_importance_sampling_mode"))
-        if mode == "token_truncate":
-            c.set("algorithm.importance_cap", cap)
-        else:
-            c.lose(
-                "vllm_importance_sampling_mode",
-                f"{mode}: weights are per token (algorithm.importance_cap {cap}), and no sequence is masked",
-            )
+        name, bound = _CORRECTIONS.get(mode, ("truncate", "weight_cap"))
+        c.set("algorithm.correction", name)
+        c.set(f"algorithm.options.{bound}", cap)
+        least = c.get("vllm_importance_sampling_clip_min")
+        if least is not None and bound.endswith("_high"):
+            c.set(f"algorithm.options.{bound.removesuffix('_high')}_low", least)
 
 
 def _convert_own_loss(c: Conversion, loss: str) -> None:

@@ -131,11 +131,22 @@ def _convert_objective(c: Conversion) -> None:
         c.set("algorithm.aggregation", "sequence-mean", "verl's gspo takes it whatever loss_agg_mode says.")
     if c.get("algorithm.adv_estimator") in _NORMALIZED:
         c.set("algorithm.normalize_advantage", bool(c.get("algorithm.norm_adv_by_std_in_grpo")))
+    _convert_correction(c)
+
+
+def _convert_correction(c: Conversion) -> None:
     weights, cap = (c.get(f"algorithm.rollout_correction.rollout_is{end}") for end in ("", "_threshold"))
-    if weights == "token":
-        c.set("algorithm.importance_cap", cap)
+    named = {"token": "truncate", "sequence": "sequence_truncate"}
+    if weights in named:
+        c.set("algorithm.correction", named[weights])
+        c.set("algorithm.options.weight_cap", cap)
     elif weights:
-        c.lose("algorithm.rollout_correction.rollout_is", "weights are per token (algorithm.importance_cap)")
+        c.lose("algorithm.rollout_correction.rollout_is", "algorithm.correction has other names for it")
+    for end in ("rollout_rs", "bypass_mode"):
+        if c.get(f"algorithm.rollout_correction.{end}"):
+            c.lose(
+                f"algorithm.rollout_correction.{end}", "algorithm.correction names masks and bypass: docs/algorithms.md"
+            )
 
 
 def _convert_kl(c: Conversion) -> None:

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.corrections.truncate import TruncateOptions
+from podium.algorithms.corrections.weights import correction_weights
 from podium.algorithms.kl import bounded_exp, kl_estimate
+from podium.algorithms.metrics import WEIGHT_MEAN, WEIGHT_SQUARE
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.registry import resolve_loss
 from podium.algorithms.token_rows import wide
@@ -26,13 +29,13 @@ from podium.telemetry.metrics import (
     SKIPPED_STEPS,
 )
 
-__all__ = ["policy_loss", "truncated_weights"]
+__all__ = ["policy_loss"]
 
 # Metrics that no display looks up by name; the others are in podium.telemetry.metrics.
 APPROX_KL: Final = "policy/approx_kl"  # KL(policy before the update || policy) by k3; of the generator with ratio_to
 MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
-IMPORTANCE_MEAN: Final = "mismatch/weight_mean"  # mean of the truncated importance weights
-IMPORTANCE_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose importance weight was cut to the cap
+WEIGHT_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose truncated weight was cut to the cap
+LEFT_OUT: Final = "mismatch/left_out"  # share of tokens that corrections leave out
 
 _RESERVED: Final = frozenset({LOSS, GRAD_NORM, LEARNING_RATE, SKIPPED_STEPS})  # of the step, not of a token
 
@@ -41,7 +44,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``w · loss + kl_coef · KL(policy || reference) - entropy_coef · entropy`` at each token, ``[N]``.
 
     The loss is the one that ``config.loss`` names. If it declares ``ratio_to="rollout"``, its ``old_logprobs_N`` are
-    those of the generator. w are :func:`truncated_weights` if ``config.importance_cap`` is set, else 1. The KL
+    those of the generator. w are :func:`.correction_weights`, or 1 without corrections. The KL
     divergence takes part if ``config.kl_in`` is "loss". Ratios, divergences and the entropy are reported wherever their
     columns are given.
 
@@ -74,12 +77,12 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
             gap_N = kl_estimate(inputs.rollout_logprobs_N, old_N, "k3")
             metrics |= {MISMATCH_MEAN: difference_N, MISMATCH_KL: gap_N}
             maxima[MISMATCH_MAX] = difference_N
-    if config.weight_cap is not None:
-        _require(inputs, "rollout_logprobs", "algorithm.importance_cap is set")
-        weights_N = truncated_weights(old_N, inputs.rollout_logprobs_N, config.weight_cap)
+    if (weights_N := correction_weights(inputs, config)) is not None:
         loss_N = loss_N * weights_N
-        capped_N = (weights_N >= config.weight_cap).to(weights_N.dtype)
-        metrics |= {IMPORTANCE_MEAN: weights_N, IMPORTANCE_CAPPED: capped_N}
+        metrics |= {WEIGHT_MEAN: weights_N, WEIGHT_SQUARE: weights_N.square(), LEFT_OUT: (weights_N == 0).to(weights_N)}
+        if "truncate" in config.corrections:
+            capped_N = weights_N >= config.read_options(TruncateOptions).weight_cap
+            metrics[WEIGHT_CAPPED] = capped_N.to(weights_N.dtype)
     if config.kl_in == "loss":
         _require(inputs, "ref_logprobs", "algorithm.kl_in = 'loss'")
         kl_N = kl_estimate(logprobs_N, inputs.ref_logprobs_N.detach(), config.kl_estimator)
@@ -93,21 +96,6 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     if "entropy" in inputs.columns:
         metrics[ENTROPY] = wide(inputs.entropy_N.detach())
     return TokenLoss(loss_N, metrics, maxima)
-
-
-def truncated_weights(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, cap: float) -> Tensor:
-    """``min(exp(old - rollout), cap)``, float ``[N]``, without gradient: importance weights.
-
-    Generator and trainer compute different log-probabilities, because their kernels, precision or version of the
-    weights differ. Multiplied into the loss, these weights make samples of the generator stand for samples of the old
-    policy. The cap bounds their variance at the price of a small bias: Ionides 2008; for token policies Espeholt et al.
-    2018, "IMPALA", arXiv:1802.01561, section 4.1; between a rollout engine and its trainer Yao et al. 2025, "On the
-    Rollout-Training Mismatch in Modern RL Systems".
-
-    >>> truncated_weights(torch.tensor([-1.0, 0.0]), torch.tensor([-1.0, -3.0]), cap=2.0).tolist()
-    [1.0, 2.0]
-    """
-    return bounded_exp((wide(old_logprobs_N) - wide(rollout_logprobs_N)).detach()).clamp(max=cap)
 
 
 def _require(inputs: LossInputs, name: str, reason: str) -> None:

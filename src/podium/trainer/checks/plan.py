@@ -91,13 +91,18 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
 def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yield the settings whose defaults depend on the loss and the estimator, each with its origin."""
     if isinstance(config, PPOConfig):
-        settings = {**config.algorithm.explain(), **config.algorithm.explain_options()}
+        algorithm = config.resolved_algorithm
+        settings = {**config.algorithm.explain(), **algorithm.explain_options()}
         if config.algorithm.loss in set(LOSSES) - set(CLIPPING_LOSSES):
             settings = {key: setting for key, setting in settings.items() if not key.startswith("clip_")}
         for number, (key, setting) in enumerate(settings.items()):
             value = "null" if setting.value is None else setting.value
             value = str(value).lower() if isinstance(value, bool) else value
             yield f"{'' if number else 'algorithm':12} {key} = {value} ({setting.origin})"
+        origin = (
+            f"auto, with run.schedule = {config.run.schedule}" if config.algorithm.correction == "auto" else "yours"
+        )
+        yield f"{'':12} correction = {', '.join(algorithm.corrections) or 'none'} ({origin})"
     elif isinstance(config, PreferenceRun):
         from podium.algorithms.preferences import explain_options  # needs torch
 
