@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import shlex
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -43,6 +50,31 @@ def write_model_to_try(folder: Path) -> None:
     """Run the block of environments.md that writes a template, questions and a configuration."""
     (block,) = re.findall(r"```bash\n(cat > .*?)```", (DOCS / "environments.md").read_text(), re.DOTALL)
     subprocess.run(["bash", "-c", block], cwd=folder, check=True)
+
+
+@contextmanager
+def serve_questions(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Let the service of agents.md answer two questions twice each, once the run listens. Gives the port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    monkeypatch.setenv("PODIUM_TOKEN", "token")
+    monkeypatch.setenv("PODIUM_URL", f"http://127.0.0.1:{port}")
+    answer = runpy.run_path("shop.py")["answer"]
+
+    def serve() -> None:
+        while True:
+            with socket.socket() as probe:
+                if not probe.connect_ex(("127.0.0.1", int(port))):
+                    break
+            time.sleep(0.1)
+        questions = [json.loads(row) for row in Path("questions.jsonl").read_text().splitlines()][:2]
+        for question in [*questions, *questions]:
+            assert answer(question["prompt"], question["answer"])
+
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        yield port
+        served.result()
 
 
 def price(name: str) -> int:
@@ -107,7 +139,9 @@ def test_the_commands_of_the_pages_run_in_a_directory_with_the_files_of_the_page
         for number, line in enumerate(lines):
             name = f"{page}-{number}"
             less = ["--run.name", name, "--run.steps", "1", "--batch.prompts", "2", "--sampling.n", "2"]
-            assert main([*shlex.split(line), *less, "--backend", "inline"]) == 0, line
+            with serve_questions(monkeypatch) if "environment.name service" in line else nullcontext("8900") as port:
+                arguments = shlex.split(line.replace("8900", port))
+                assert main([*arguments, *less, "--backend", "inline"]) == 0, line
             (row,) = metrics_rows(tmp_path / "runs" / name)
             assert row[metrics.SESSIONS_FAILED] == 0, line
 

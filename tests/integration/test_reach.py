@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from podium import Cluster
+from podium.errors import NoRowsError
 from podium.telemetry import metrics
-from tests.integration.test_environments import config_of
-from tests.integration.training import metrics_rows, train
+from podium.trainer import GRPOConfig
+from tests.integration.test_environments import TEMPLATE, config_of
+from tests.integration.training import metrics_rows, tiny, train
+from tests.integration.worlds import digits
 
 pytest.importorskip("uvicorn")
+
+TOKEN = "the-token-of-the-service"
+OUTSIDE = "podium.rollout.environments.outside:Outside"
 
 AGENT = """
 import json, os, sys, urllib.error, urllib.request
@@ -91,10 +106,120 @@ def test_an_agent_in_another_network_and_of_another_user_is_trained(namespace: t
 
 def test_without_a_host_an_agent_in_another_network_reaches_nothing(namespace: tuple[str, str], tmp_path: Path) -> None:
     name, host = namespace
-    from podium.errors import NoRowsError
-
     (tmp_path / "agent.py").write_text(AGENT)
     command = ["ip", "netns", "exec", name, sys.executable, "-I", "-S", str(tmp_path / "agent.py")]
     options = {"command": command, "replace": ["127.0.0.1", host]}
     with pytest.raises(NoRowsError, match="Connection refused"):
         train(config_of("program", tmp_path, options=options, run={"steps": 1}, eval={"items": 0}))
+
+
+class Elsewhere(threading.Thread):
+    """A service that has tasks of its own: it opens a session for each, asks the model, and rewards digits."""
+
+    def __init__(self, url: str, tasks: Iterator[str], judge: Callable[[str, str], float]) -> None:
+        super().__init__(daemon=True)
+        self.url, self.tasks, self.judge, self.statuses = url, tasks, judge, Counter[int]()
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        task = next(self.tasks)
+        while not self.over.is_set():
+            status, session = post(f"{self.url}/sessions", TOKEN, {"task": task, "wait_s": 5})
+            self.statuses[status] += 1
+            if status != 200:
+                self.over.wait(0.05)
+                continue
+            ask = {"messages": [{"role": "user", "content": task}], "model": session["model"]}
+            status, answer = post(f"{session['base_url']}/chat/completions", session["api_key"], ask)
+            if status == 200:
+                said = answer["choices"][0]["message"]["content"]
+                post(f"{self.url}/sessions/{session['id']}/end", TOKEN, {})
+                post(f"{self.url}/sessions/{session['id']}/reward", TOKEN, {"reward": self.judge(task, said)})
+            task = next(self.tasks)
+
+
+def post(url: str, token: str, body: Any) -> tuple[int, Any]:
+    """Post JSON. Returns the status, 0 where nobody listens, and the answer."""
+    head = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+    except OSError:
+        return 0, None
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def train_outside(
+    folder: Path,
+    port: int,
+    backend: Any,
+    judge: Callable[[str, str], float] = lambda task, said: digits(said),
+    *,
+    tasks: Sequence[str] = ("01=", "23=", "45=", "67="),
+    **sections: Any,
+) -> Path:
+    """Train on the sessions of a service."""
+    config = tiny(
+        GRPOConfig, folder,
+        **{
+            "environment": {"name": OUTSIDE, "options": {"ports": port, "open_limit_s": 60, "reward_limit_s": 60}},
+            "eval": {"items": 0},
+            "data": {"train": "", "chat_template": str(folder / "chat.jinja")},
+            **sections,
+        },
+    )  # fmt: skip
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    lock, n = threading.Lock(), config.sampling.n
+    shared = (task for task in itertools.cycle(tasks) for _ in range(n))
+
+    def take() -> Iterator[str]:
+        while True:
+            with lock:
+                task = next(shared)
+            yield task
+
+    services = [Elsewhere(f"http://127.0.0.1:{port}", take(), judge) for _ in range(4)]
+    for service in services:
+        service.start()
+    try:
+        return train(config, backend)
+    finally:
+        for service in services:
+            service.over.set()
+        for service in services:
+            service.join()
+
+
+def test_a_service_elsewhere_is_trained(
+    tmp_path: Path, port: int, preloaded: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PODIUM_TOKEN", TOKEN)
+    rows = metrics_rows(train_outside(tmp_path, port, preloaded))
+    assert [row[metrics.SESSIONS_FAILED] for row in rows] == [0, 0]
+    assert [row[metrics.SESSIONS_ROWS] for row in rows] == [16, 16]
+    assert all(row[metrics.MISMATCH_MAX] < 1e-5 for row in rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_a_model_learns_from_a_service_elsewhere(
+    backend: str, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns to copy a digit, which only the service knows to be what it wants."""
+    monkeypatch.setenv("PODIUM_TOKEN", TOKEN)
+    run = train_outside(
+        tmp_path, port, backend, lambda task, said: float(said[:1] == task[:1]),
+        tasks=[f"{number}=" for number in range(4)],
+        sampling={"max_new_tokens": 1, "n": 16}, batch={"prompts": 4}, run={"steps": 40}, optim={"lr": 1e-2},
+    )  # fmt: skip
+    rewards = [row[metrics.REWARD_MEAN] for row in metrics_rows(run)]
+    assert sum(rewards[:3]) / 3 < 0.3
+    assert sum(rewards[-3:]) / 3 > 0.8

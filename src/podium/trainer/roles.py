@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
+from podium.rollout.environments.outside import read_token
 from podium.runs.config import InferenceConfig, PPOConfig, PreferenceRun, RMConfig, SFTConfig
 from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
@@ -327,7 +328,8 @@ def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
     if role == "generator":
         return {"model": config.model, "engine": config.resolved_engine}
     if role == "rollout":
-        return {"model": config.model, "data": config.data, "environment": config.environment}
+        outside = {"token": read_token()} if config.environment.is_outside else {}
+        return {"model": config.model, "data": config.data, "environment": config.environment, **outside}
     parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else ParallelConfig()
     return {
         "path": config.reward.path,

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from podium.data import Batch, fields
-from podium.errors import NoRowsError, PodiumError
+from podium.errors import ConfigError, NoRowsError, PodiumError
 from podium.rewards import Grade, Grader, RewardConfig
+from podium.rollout.environments.resolve import longest_session_s
 from podium.telemetry import Note, emit, metrics as names
 from podium.telemetry.formatting import percent
 from podium.trainer.completions import ScoredBatch
@@ -92,6 +93,7 @@ class Sessions:
         self._said: set[str] = set()
         self._calls = self._in_progress = 0
         self._counting = threading.Lock()
+        self._longest_s = longest_session_s(config.environment)
         for number in range(len(self._generators)):
             self.serve(number, connect=False)
         self._connect()
@@ -139,6 +141,8 @@ class Sessions:
         Raises:
             NoRowsError: All sessions failed, and the message has the reasons; or no session has asked the model.
         """
+        if self._config.environment.is_outside:
+            self._check_outside(len(prompts), training=training)
         self._calls += 1
         key, n = f"{step}-{self._calls}", seeds.shape[1]
         tasks = Batch(
@@ -171,6 +175,19 @@ class Sessions:
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
         return batch.fetch(*small), report
 
+    def _check_outside(self, groups: int, *, training: bool) -> None:
+        """Check that a service elsewhere can live these sessions. Raises ConfigError if it cannot."""
+        name, workers = f"environment.name = {self._config.environment.name!r}", self._workers.group.world_size
+        if not training:
+            raise ConfigError(
+                f"{name} cannot be evaluated, because the service has no held-out tasks: set eval.items 0"
+            )
+        if groups % workers:
+            raise ConfigError(
+                f"{name}: a service opens all sessions of a group at one rollout worker, and batch.prompts = {groups} "
+                f"is not a multiple of the {workers} rollout workers"
+            )
+
     @contextmanager
     def count_sessions(self, sessions: int) -> Iterator[float]:
         """Count sessions while they run, and yield the deadline of their call in seconds. Sessions for which the
@@ -182,7 +199,7 @@ class Sessions:
             self._in_progress += own_sessions
             waves = math.ceil(self._in_progress / limits.side_by_side)
         try:
-            yield waves * max(self._config.run.timeout_s, limits.time_limit_s + _GRACE_S)
+            yield waves * max(self._config.run.timeout_s, self._longest_s + _GRACE_S)
         finally:
             with self._counting:
                 self._in_progress -= own_sessions

@@ -13,6 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,10 +29,12 @@ from podium.models.loading import longest_text
 from podium.models.tokenizers import load_tokenizer
 from podium.models.vocabulary import TextIds, find_text_ids
 from podium.rollout.environments.client import MOST_AGENTS
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.contract import Earned
+from podium.rollout.environments.offers import Offers
+from podium.rollout.environments.outside import TOKEN
 from podium.rollout.environments.processes import SessionProcesses
-from podium.rollout.environments.resolve import ResolvedEnvironment, resolve_environment
+from podium.rollout.environments.resolve import ResolvedEnvironment, longest_session_s, resolve_environment
 from podium.rollout.environments.runner import Episode, Trajectory, live
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
@@ -40,7 +43,7 @@ from podium.rollout.service.service import Service
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.runtime import Worker, concat, endpoint, gather, shard
-from podium.telemetry import Event, Note, active, subscribe
+from podium.telemetry import Event, Note, active, emit, subscribe
 from podium.workers.siblings import find_sibling
 
 if TYPE_CHECKING:
@@ -69,17 +72,21 @@ class Rollout(Worker):
         model: The model. Its tokenizer and its number of positions are used.
         data: How conversations are written.
         environment: The environment, which is loaded when the worker starts.
+        token: What a service elsewhere sends that lives the sessions, if one does.
     """
 
-    def __init__(self, model: ModelConfig, data: DataConfig, environment: EnvironmentConfig) -> None:
+    def __init__(self, model: ModelConfig, data: DataConfig, environment: EnvironmentConfig, token: str = "") -> None:
         self._model, self._data, self._config = model, data, environment
         self._environment: ResolvedEnvironment = resolve_environment(environment)
         self._processes = SessionProcesses(environment) if environment.limits.processes else None
         self._room = asyncio.Semaphore(environment.limits.side_by_side)  # also of steps that are collected side by side
         self._gateway = Gateway(environment.limits.host, environment.limits.port_range)
+        self._offers = _make_offers(self._environment, environment.limits, data)
+        if self._offers is not None:
+            self._gateway.admit(self._offers, token)
         self._making = threading.Lock()
         self._remote: RemoteTokens | None = None
-        self._token = ""
+        self._token = self._url = ""
         self._reports: dict[str, dict[str, Any]] = {}
         self._noted: deque[str] = deque(maxlen=_NOTES)
         self._stop_hearing: Callable[[], None] | None = None
@@ -131,23 +138,30 @@ class Rollout(Worker):
             self._stop_hearing = subscribe(self._hear)
         if self._processes is not None:
             await asyncio.to_thread(self._processes.start)
+        groups, names = tasks.dense(fields.GROUP).tolist(), [f"{key}-{number}" for number in numbers]
+        limits = self._config.limits
         async with self._service(sampling, key) as (service, address):
+            if self._offers is not None:
+                self._offers.plan(names, groups, tasks.python(fields.TASK))
+                limits = replace(limits, time_limit_s=longest_session_s(self._config))
+                self._say_address(address())
             episodes = await live(
                 self._environment.play if self._processes is None else self._processes.play,
                 tasks.python(fields.TASK),
                 tasks.dense(fields.SEED).tolist(),
-                [f"{key}-{number}" for number in numbers],
+                names,
                 service,
-                self._config.limits,
+                limits,
                 address=address,
                 key_of=self._gateway.keys.key_of,
                 room=self._room,
+                offers=self._offers,
             )
             self._reports[key] = {**_report(episodes, service), "unknown": self._unknown(episodes)}
         batch = _as_batch(
             [
                 (episode, trajectory, group, number * _AGENTS + index)
-                for episode, group, number in zip(episodes, tasks.dense(fields.GROUP).tolist(), numbers, strict=True)
+                for episode, group, number in zip(episodes, groups, numbers, strict=True)
                 if not episode.failure
                 for index, trajectory in enumerate(episode.trajectories)
             ],
@@ -169,6 +183,12 @@ class Rollout(Worker):
         blocks all sessions.
         """
         return [self._noted.popleft() for _ in range(len(self._noted))]
+
+    def _say_address(self, url: str) -> None:
+        """Emit once where a service opens sessions."""
+        if url != self._url:
+            self._url = url
+            emit(Note(f"a service opens sessions by POST {url}/sessions, with the token {TOKEN} as its API key"))
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Note):
@@ -237,6 +257,15 @@ class Rollout(Worker):
     @cached_property
     def _writer(self) -> Writer:
         return Writer(self._tokenizer, self._data)
+
+
+def _make_offers(environment: ResolvedEnvironment, limits: SessionLimits, data: DataConfig) -> Offers | None:
+    """Where sessions are offered to a service elsewhere; None for an environment that lives them itself."""
+    outside = environment.outside
+    if outside is None:
+        return None
+    waits = outside.open_limit_s, outside.reward_limit_s
+    return Offers(limits.time_limit_s, *waits, names_tasks=not data.train)
 
 
 def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:

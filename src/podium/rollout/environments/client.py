@@ -15,6 +15,7 @@ from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.environments.contract import Messages
+    from podium.rollout.environments.offers import Offers
     from podium.rollout.service.sessions import Session
 
 __all__ = ["MOST_AGENTS", "Client", "Reply", "agent_name"]
@@ -67,6 +68,7 @@ class Client:
         api_key: The API key that such an agent sends.
         seed: A seed for this session, the same when a run is repeated or resumed. Use it for everything random.
         counts: The numbers of "tool_calls" and "tool_errors" so far, which metrics report.
+        offers: Where sessions are offered to services elsewhere; None if none may live them.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class Client:
         seed: int,
         *,
         loop: asyncio.AbstractEventLoop,
+        offers: Offers | None = None,
     ) -> None:
         self._service, self._session, self._address, self._loop = service, session, address, loop
-        self.api_key, self.seed = api_key, seed
+        self.api_key, self.seed, self.offers = api_key, seed, offers
         self.counts: Counter[str] = Counter()
         self._rewards: dict[int, float] = {}
         self._agents: dict[str, Client] = {}
@@ -187,6 +190,11 @@ class Client:
     def family(self) -> list[Client]:
         """This client, and those of the other agents."""
         return [self, *(relative for agent in self._agents.values() for relative in agent.family)]
+
+    def end_calls(self) -> None:
+        """Take no more requests to the model, in this conversation and in those of its agents."""
+        for relative in self.family:
+            self._service.close_session(relative.session_id)
 
     def close(self) -> list[tuple[str, Session, Mapping[int, float]]]:
         """End the session. Returns what was recorded of each agent, the client's own first, under ""."""

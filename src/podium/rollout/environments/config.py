@@ -14,6 +14,7 @@ __all__ = ["EnvironmentConfig", "SessionLimits", "find_environments", "load_envi
 
 _KEY: Final = "environment.name"
 _GROUP: Final = "podium.environments"
+_OUTSIDE: Final = "podium.rollout.environments.outside:Outside"
 
 
 def find_environments() -> dict[str, EntryPoint]:
@@ -120,6 +121,11 @@ class EnvironmentConfig:
             return self.name
         entry = _entry_of(self.name)
         return f"{entry.module}:{entry.attr}"
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether a service elsewhere lives the sessions."""
+        return bool(self.name) and self.code == _OUTSIDE
 
     @property
     def limits(self) -> SessionLimits:

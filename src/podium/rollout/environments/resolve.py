@@ -14,12 +14,13 @@ from podium.functions import nearest, what_raised
 from podium.rollout.environments.calls import in_thread
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits, load_environment
 from podium.rollout.environments.contract import Outcome, Reward, Step, Task
+from podium.rollout.environments.outside import Outside
 
 if TYPE_CHECKING:
     from podium.rollout.environments.client import Client, Reply
     from podium.rollout.environments.tools import Toolbox
 
-__all__ = ["Play", "ResolvedEnvironment", "converse", "resolve_environment"]
+__all__ = ["Play", "ResolvedEnvironment", "converse", "longest_session_s", "resolve_environment"]
 
 Play = Callable[[Task, "Client"], Awaitable[Reward]]
 _KEY = "environment.name"
@@ -34,10 +35,12 @@ class ResolvedEnvironment:
     Attributes:
         play: Lives one session.
         tasks: Returns the rows of a split, where the environment has its own.
+        outside: The settings of sessions that a service elsewhere lives; None for other environments.
     """
 
     play: Play
     tasks: Callable[[Literal["train", "test"]], Sequence[Task]] | None = None
+    outside: Outside | None = None
 
 
 def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
@@ -59,13 +62,21 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
     if callable(getattr(sample, "play", None)):
         with what_raised(subject):
             world: Any = make() if inspect.isclass(sample) else sample
-        return ResolvedEnvironment(_as_play(world.play, {}), _tasks(world, options))
+        outside = world if isinstance(world, Outside) else None
+        if outside and config.limits.processes:
+            raise ConfigError(f"environment.options.processes has no use with {subject}: set it to 0, or leave it out")
+        return ResolvedEnvironment(_as_play(world.play, {}), _tasks(world, options), outside)
     if callable(getattr(sample, "reset", None)) and callable(getattr(sample, "step", None)):
         return ResolvedEnvironment(partial(_episode, make), _tasks(sample, options))
     raise ConfigError(
         f"{subject} is no environment: expected an async function of (task, client), a class with reset and step, or a "
         "function that makes an object with one of these"
     )
+
+
+def longest_session_s(config: EnvironmentConfig) -> float:
+    """Return how long a session may last in seconds: its time limit, and what a service elsewhere may take beside."""
+    return config.limits.time_limit_s + (Outside(**config.own_options).waits_s if config.is_outside else 0.0)
 
 
 async def converse(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from podium.rollout.environments.config import SessionLimits
     from podium.rollout.environments.contract import Task
+    from podium.rollout.environments.offers import Offers
     from podium.rollout.service.service import Service
     from podium.rollout.service.sessions import Session
 
@@ -116,6 +117,7 @@ async def live(
     address: Callable[[], str],
     key_of: Callable[[str], str] = str,
     room: asyncio.Semaphore | None = None,
+    offers: Offers | None = None,
 ) -> list[Episode]:
     """Live a session for each task, and return what became of each, in their order.
 
@@ -129,13 +131,16 @@ async def live(
         address: The base of the address of the OpenAI API, which a session may ask for.
         key_of: Returns the key that the agents of a session send there, by the session's name.
         room: What each session holds while it lives, where calls that overlap share their limit of sessions at once.
+        offers: Where the sessions are offered to services elsewhere.
     """
     loop = asyncio.get_running_loop()
     slots = room or asyncio.Semaphore(limits.side_by_side)
 
     async def one(task: Task, seed: int, name: str) -> Episode:
         async with slots:
-            client = Client(service, service.open_session(name, seed), address, key_of(name), seed, loop=loop)
+            client = Client(
+                service, service.open_session(name, seed), address, key_of(name), seed, loop=loop, offers=offers
+            )
             began_s = time.monotonic()
             ending = await ending_of(play, task, client, limits.time_limit_s)
             recorded = client.close()

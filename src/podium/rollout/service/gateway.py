@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from podium.rollout.environments.offers import Offers
     from podium.rollout.service.service import Service
 
 __all__ = ["LOOPBACK", "Gateway"]
@@ -65,6 +66,9 @@ class Gateway:
         self._serving: Future[None] | None = None
         self._socket: socket.socket | None = None
         self._url = ""
+        self._outside: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._admitted: tuple[Offers, str] | None = None
         if (host, tuple(ports)) != (LOOPBACK, (0,)):
             self._listen()
 
@@ -95,6 +99,10 @@ class Gateway:
                 del self._services[call]
                 self._apps.pop(call, None)
 
+    def admit(self, offers: Offers, token: str) -> None:
+        """Let the bearer of a token open, end and reward the sessions that are offered."""
+        self._admitted = offers, token
+
     def close(self) -> None:
         """Listen no more. Another thread than that of the event loop calls it."""
         with self._lock:
@@ -102,6 +110,8 @@ class Gateway:
             if serving is not None:
                 self._server.should_exit = True
                 with contextlib.suppress(Exception):  # its loop may have ended, and the server with it
+                    if self._admitted is not None and self._loop is not None:
+                        self._loop.call_soon_threadsafe(self._admitted[0].close)
                     serving.result(_STOP_S)
             if self._socket is not None:
                 self._socket.close()
@@ -124,6 +134,7 @@ class Gateway:
             self._listen()
         from podium.rollout.service.server import fronted
 
+        self._loop = loop
         self._server = fronted(self._answer, self._socket)  # pyright: ignore[reportArgumentType] - it is a Front
         # What asks for the address first is one of many sessions, and its context is not the server's.
         context = contextvars.Context()
@@ -131,6 +142,12 @@ class Gateway:
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Hand a request to the service of its session. The service checks its token."""
+        if self._admitted is not None and is_outside_path(scope.get("path", "")):
+            from podium.rollout.service.outside import make_outside_app
+
+            self._outside = self._outside or make_outside_app(*self._admitted)
+            await self._outside(scope, receive, send)
+            return
         call = _call_of(scope)
         if call not in self._apps:
             from podium.rollout.service.app import make_app
@@ -142,6 +159,11 @@ class Gateway:
                 return
             self._apps[call] = make_app(service, self.keys)
         await self._apps[call](scope, receive, send)
+
+
+def is_outside_path(path: str) -> bool:
+    """Whether a request opens, ends or rewards a session, as :mod:`.outside` has it."""
+    return path == "/sessions" or (path.startswith("/sessions/") and path.endswith(("/end", "/reward")))
 
 
 async def _refuse(request: Request) -> Response:
@@ -158,7 +180,8 @@ def _call_of(scope: Mapping[str, Any]) -> str:
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
     path = scope["path"]
     in_path = path.removeprefix("/sessions/").partition("/")[0] if path.startswith("/sessions/") else ""
-    name = in_path or headers.get("x-session-id") or headers.get("authorization", "").rpartition(" ")[2]
+    key = headers.get("authorization", "").rpartition(" ")[2] or headers.get("x-api-key", "")
+    name = in_path or headers.get("x-session-id") or key
     session = root_of(name)
     return session.rpartition("-")[0] or session
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, TypeAlias
 
@@ -21,7 +21,7 @@ from podium.rollout.service.repeats import Repeats
 from podium.rollout.service.responses import Responses
 from podium.rollout.service.wire import Refusal
 
-__all__ = ["PATHS", "Handler", "find_dialect", "make_routes"]
+__all__ = ["PATHS", "Handler", "find_dialect", "guard", "make_application", "make_routes"]
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -63,15 +63,24 @@ def make_routes(
     access = OneToken(access) if isinstance(access, str) else access
     repeats = Repeats()
     routes = [
-        Route(prefix + path, _guard(handlers[path], None if path == _OPEN else access, path, repeats), methods=[method])
+        Route(prefix + path, guard(handlers[path], None if path == _OPEN else access, path, repeats), methods=[method])
         for path, method in _METHODS.items()
         for prefix in ("", "/sessions/{session}")[: 1 + (path in _IN_SESSIONS)]
     ]
+    return make_application(routes, running)
+
+
+def make_application(
+    routes: Sequence[Route], running: Callable[[Starlette], AbstractAsyncContextManager[None]] | None = None
+) -> Starlette:
+    """Return an application that answers mistakes as the OpenAI API does."""
     answered: dict[Any, Any] = {404: _elsewhere, 405: _otherwise, Exception: _answer_failure}
     return Starlette(routes=routes, exception_handlers=answered, lifespan=running)
 
 
-def _guard(handler: Handler, access: Access | None, path: str, repeats: Repeats) -> Handler:
+def guard(handler: Handler, access: Access | None, path: str, repeats: Repeats) -> Handler:
+    """Return a handler that answers those whom ``access`` knows, all if it is None, and each repeated request once."""
+
     async def answer(request: Request) -> Response:
         return _number(request, await handler(request))
 

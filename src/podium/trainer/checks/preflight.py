@@ -26,6 +26,7 @@ from podium.rewards.resolve import check_weights, list_rewards, name_of
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
 from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments.outside import read_token
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
@@ -117,6 +118,8 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
         DataError: A file of the data is missing.
     """
     resolved = resolve_environment(environment)
+    if environment.is_outside:
+        read_token()
     if data.train:
         check_data(data)
     elif resolved.tasks is None:
