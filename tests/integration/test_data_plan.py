@@ -99,3 +99,16 @@ def test_an_error_comes_with_the_notes_before_it(tmp_path: Path, capsys: pytest.
     with pytest.raises(DataError, match="none of the 4 rows of preferences can be used: see the notes above"):
         describe_data(PreferenceTrainer(config, cluster="inline").read_data)
     assert "note: 4 of 4 pairs have two equal answers" in capsys.readouterr().err
+
+
+def test_the_rows_the_share_and_the_epochs_of_each_source_are_shown(tmp_path: Path) -> None:
+    tiny(GRPOConfig, tmp_path)
+    rows = (tmp_path / "copy.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
+    few, many = (str(tmp_path / f"{name}.jsonl") for name in ("few", "copy"))
+    for train, shares in (([few, many], ("9.1%", "0.121", "90.9%")), ({few: 1, many: 3}, ("25.0%", "0.333", "75.0%"))):
+        config = tiny(GRPOConfig, tmp_path, data={"train": train, "holdout": 0.0, "eval": many})
+        said = describe_data(PPOTrainer(config, cluster="inline").read_data)
+        assert "training     66 prompts of 3 tokens each\n" in said
+        assert f"source       {few}: 6 of them, {shares[0]} of those taken, {shares[1]} epochs\n" in said
+        assert f"source       {many}: 60 of them, {shares[2]} of those taken, " in said

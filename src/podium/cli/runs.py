@@ -82,11 +82,13 @@ def _list(runs: Sequence[RunRecord]) -> None:
 
 
 def _show(run: RunRecord) -> None:
+    from podium.runs.records import name_data
     from podium.telemetry.formatting import duration
 
     sys.stdout.write(f"{run.path}: {_describe_run(run)}, took {duration(run.seconds)}\n")
     chosen = ("model.path", "data.train", "environment.name", "reward.name", "run.seed", "run.schedule", "optim.lr")
-    settings = {key: run.settings[key] for key in chosen if run.settings.get(key) not in (None, "", {})} | run.of_script
+    known = {**run.settings, "data.train": name_data(run.settings)}
+    settings = {key: known[key] for key in chosen if known.get(key) not in (None, "", {})} | run.of_script
     sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in settings.items())}\n")
     for name in ("best_checkpoint", "model_path"):
         if path := run.result(name):

@@ -103,7 +103,7 @@ def _headline(config: PPOConfig | SFTConfig, recipe: str) -> str:
     run = config.run.resume or (os.path.join(config.run.dir, config.run.name) if config.run.name else "")
     run = run or f"new in {config.run.dir}"
     environment = "" if isinstance(config, SFTConfig) else config.environment.name
-    return f"podium {recipe}  run {run}  model {name}  data {config.data.train or environment}"
+    return f"podium {recipe}  run {run}  model {name}  data {config.data.shown_train or environment}"
 
 
 def _trainer(config: PPOConfig | SFTConfig, backend: Backend) -> "PPOTrainer | PreferenceTrainer | SFTTrainer":

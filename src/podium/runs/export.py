@@ -22,7 +22,7 @@ from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import STATE_FILE, step_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
-from podium.runs.records import CONFIG, RunRecord, flatten, is_run
+from podium.runs.records import CONFIG, RunRecord, flatten, is_run, name_data
 from podium.runs.run_files import RunFiles
 from podium.secrecy import mask
 from podium.telemetry.held_out import Metric
@@ -275,6 +275,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     """Return the text of the model card, from the run's own figures."""
     objects = {key: text for key, text in RunRecord(found.run).of_script.items() if key.startswith("script.")}
     settings = dict(flatten(mask(as_given(found.values, found.run)))) | objects
+    settings["data.train"] = name_data(settings)
     base = settings.get("model.path", "")
     judge, first, last, step = _figures(found)
     head = [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]

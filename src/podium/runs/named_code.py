@@ -136,7 +136,7 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
     if config.environment.name:
         yield ("environment", "name"), config.environment.name
         yield from _list_options(("environment", "options"), config.environment.own_options)
-    sources = (config.data.train, *config.data.eval_sets.values())
+    sources = (*config.data.train_sources, *config.data.eval_sets.values())
     if not all(source.startswith(PREFIX) for source in filter(None, sources)):
         options = {name: value for name, value in config.data.options.items() if name not in _DATA_OPTIONS}
         yield from _list_options(("data", "options"), options)

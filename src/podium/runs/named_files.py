@@ -44,7 +44,7 @@ _HEAD: Final = f"# Paths are absolute. If the run is moved, {PLACES} says where 
 _OBJECT: Final = "# The script also passed "
 _FILES: Final = (
     *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
-    *(("data", "train"), ("data", "chat_template")),
+    ("data", "chat_template"),
 )
 _FUNCTIONS: Final = (
     *(("environment", "name"), ("reward", "name")),
@@ -139,7 +139,7 @@ def find_current_values(values: Mapping[str, Any], run: Path) -> tuple[dict[str,
         if current_path is not None:
             _put(current, keys, current_path + function)
             continue
-        key = ".".join(map(str, keys if "eval" not in keys else keys[:2]))
+        key = ".".join(map(str, keys if keys[0] != "data" else keys[:2]))
         looked = [f"{candidate} ({how})" if how else candidate for candidate, how in candidates.items()]
         missing[key] = f"{key}: the file of the run is gone; it was looked for at {', '.join(looked)}"
     return current, missing
@@ -227,8 +227,10 @@ def _is_same(path: str, was: str, place: _Place, run: Path, *, deep: bool) -> bo
 def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
     """Yield each key whose value may be a path, the path, and what follows the path in the value, such as
     ``:function``."""
-    data = values.get("data")
-    held_out = data.get("eval") if isinstance(data, Mapping) else None
+    held_out, train = (_read_value(values, ("data", name)) for name in ("eval", "train"))
+    sources: list[Keys] = [("data", "train")]
+    if isinstance(train, Mapping | list | tuple):  # a number means a key, where the sources are the keys of weights
+        sources = [("data", "train", number) for number in range(len(train))]
     sets: list[Keys] = [("data", "eval")]
     if isinstance(held_out, Mapping):
         sets = [("data", "eval", str(name)) for name in held_out]
@@ -240,7 +242,7 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
         functions += (
             [(*keys, number) for number in range(len(entries))] if isinstance(entries, list | tuple) else [keys]
         )
-    for keys in (*_FILES, *functions, *sets):
+    for keys in (*_FILES, *sources, *functions, *sets):
         value = _read_value(values, keys)
         if not isinstance(value, str):
             continue
@@ -252,9 +254,12 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
 
 
 def _read_value(values: Any, keys: Keys) -> Any:
-    """The value of nested keys; None where there is none."""
+    """The value of nested keys; None where there is none. A number means an item of a list, or a key of a mapping."""
     for key in keys:
-        values = values[key] if isinstance(key, int) else values.get(key) if isinstance(values, Mapping) else None
+        if isinstance(key, int):
+            values = [*values][key]
+            continue
+        values = values.get(key) if isinstance(values, Mapping) else None
     return values
 
 
@@ -267,9 +272,17 @@ def _entry(here: str, places: Mapping[str, _Place], run: Path) -> tuple[str, _Pl
 
 
 def _put(values: Any, keys: Keys, value: str) -> None:
+    """Write the value of nested keys. A number means an item of a list, or a key of a mapping, which is renamed."""
     for key in keys[:-1]:
         values = values[key]
-    values[keys[-1]] = value
+    last = keys[-1]
+    if isinstance(last, int) and isinstance(values, dict):
+        entries = [*values.items()]
+        entries[last] = (value, entries[last][1])
+        values.clear()
+        values.update(entries)
+    else:
+        values[last] = value
 
 
 def _absolute(path: str) -> str:

@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 from podium.config import read_values
 from podium.errors import CheckpointError, ConfigError, DataError
 from podium.functions import OF_SCRIPT
+from podium.rollout.tasks.config import show_sources
 from podium.runs.files import LOCK, step_of
 from podium.runs.ledger import States, read_ledger
 from podium.runs.named_files import PLACES, as_given, read_objects
@@ -31,7 +32,7 @@ from podium.secrecy import mask
 from podium.telemetry.held_out import ACCURACY, Metric
 
 __all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "RunRecord"]
-__all__ += ["check_run", "find_runs", "flatten", "is_run", "metric_of", "parse_rows"]
+__all__ += ["check_run", "find_runs", "flatten", "is_run", "metric_of", "name_data", "parse_rows"]
 
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
 _MOST_SETTINGS: Final = 10_000
@@ -307,6 +308,17 @@ def _warning() -> Iterator[None]:
         raise
     except (OSError, DataError, ConfigError) as error:
         _logger.warning("%s", error)
+
+
+def name_data(settings: Mapping[str, Any]) -> str:
+    """Return the training sources of a run, and their weights, as text for people.
+
+    >>> name_data({"data.train.math.jsonl": 3, "data.train.code.jsonl": 1})
+    'math.jsonl (weight 3), code.jsonl (weight 1)'
+    """
+    key = "data.train."
+    weights = {name.removeprefix(key): weight for name, weight in settings.items() if name.startswith(key)}
+    return show_sources(weights or settings.get("data.train"))
 
 
 def flatten(values: Mapping[Any, Any], joint: str = ".", depth: int = 8) -> Iterator[tuple[str, Any]]:

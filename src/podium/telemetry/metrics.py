@@ -56,6 +56,7 @@ EPOCH: Final = "progress/epoch"  # passes over the training data since then
 STEP_S: Final = "time/step"
 TOKENS_PER_S: Final = "tokens_per_s/step"  # TOKENS over STEP_S
 AGENT_REWARD_PREFIX: Final = "agent_reward/"  # + the name of an agent in a session: its mean reward
+SOURCE_REWARD_PREFIX: Final = "source_reward/"  # + the name of one of several sources of the data: its mean reward
 REWARD_PART_PREFIX: Final = "reward_parts/"  # + the name of a part that the reward returns: its mean
 TOKENS_PER_S_PREFIX: Final = "tokens_per_s/"  # + a stage's name: "tokens_per_s/generate"
 TIME_PREFIX: Final = "time/"  # + a stage's name: "time/generate"

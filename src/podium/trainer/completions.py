@@ -262,6 +262,16 @@ class ScoredBatch:
             },
             **({} if self.left_out is None else {names.ABSTAINED: float(len(self.left_out.firsts))}),
             **self._agent_rewards(),
+            **self._source_rewards(),
+        }
+
+    def _source_rewards(self) -> dict[str, float]:
+        """The mean reward of each source of the data, where there are several."""
+        rewards: dict[str, list[float]] = {}
+        for row, grade in zip(self.judged, self.verdicts, strict=True):
+            rewards.setdefault(self.prompts[self.groups[row]].example.source, []).append(grade.score)
+        return {
+            names.SOURCE_REWARD_PREFIX + source: fmean(scores) for source, scores in sorted(rewards.items()) if source
         }
 
     def _agent_rewards(self) -> dict[str, float]:

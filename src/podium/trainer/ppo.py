@@ -509,7 +509,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             check_conversations(tokenizer, data)
             tasks = load_tasks(data, config.environment, "train", seed)
             check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
-            return PromptStream[Prompt](tasks, seed, tasks.digest)
+            return PromptStream[Prompt].of(tasks, data, seed)
         prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
         lengths, most = prompts.token_ids.lengths, sampling.max_new_tokens
         kept = find_fitting(config.model, data, "training", lengths, prompts.examples, most)
@@ -518,7 +518,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
         check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
         check_lengths(config.model, most, "training", prompts.token_ids.lengths, prompts.examples)
-        return PromptStream(prompts, seed, prompts.digest)
+        return PromptStream[Prompt].of(prompts, data, seed)
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:
         self._graders = ThreadPoolExecutor(4, thread_name_prefix="grade")

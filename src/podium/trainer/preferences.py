@@ -217,7 +217,7 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
         data, seed = self.config.data, self.config.run.seed
         examples = load_examples(data.train, data, "train", seed, read=self._read)
         rows = self._encode(examples, tokenizer, "training")
-        return PromptStream(rows, seed, rows.digest)
+        return PromptStream[EncodedPreference].of(rows, data, seed)
 
     def _encode(self, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, what: str) -> EncodedPreferences:
         """Encode rows for which the model has positions, and check that it knows their tokens."""

@@ -96,4 +96,4 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
         pairs = pairs if kept is None else pairs.take(kept)
         check_tokens(self.config.model, "training", int(pairs.token_ids.values.max()))
         check_examples(self.config.model, pairs.token_ids.lengths, pairs.examples, "training")
-        return PromptStream(pairs, seed, pairs.digest)
+        return PromptStream[Pair].of(pairs, data, seed)

@@ -22,6 +22,7 @@ from podium.rewards import Rewards
 from podium.rewards.resolve import list_rewards
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import EncodedPairs, EncodedPreferences, Example, PromptStream
+from podium.rollout.tasks.config import show_sources
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
@@ -232,7 +233,7 @@ class Trainer(ABC, Generic[C, E, R]):
         config = self.config
         for sentence in find_unused_settings(config):
             emit(Note(sentence))
-        emit(Waiting(f"reading {config.data.train or config.environment.name}"))
+        emit(Waiting(f"reading {config.data.shown_train or config.environment.name}"))
         tokenizer = load_tokenizer(config.model.tokenizer_source)
         sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
         stream = self.load_data(tokenizer, sampling)
@@ -510,7 +511,7 @@ class Trainer(ABC, Generic[C, E, R]):
         sets = [name for name in self.config.eval_sets if name]
         metric = self.state.judge
         summary = Summary(
-            task=as_given(config_to_dict(self.config), run.directory.path)["data"]["train"],
+            task=show_sources(as_given(config_to_dict(self.config), run.directory.path)["data"]["train"]),
             seed=self.config.run.seed,
             steps=done,
             wall_s=self.state.wall_s,

@@ -10,7 +10,7 @@ from typing import Any
 from podium.errors import ConfigError, DataError
 from podium.runs.comparison import UNCOMPARED
 from podium.runs.named_files import PLACES
-from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, is_run
+from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, is_run, name_data
 from podium.runs.run_files import RunFiles
 from podium.view.completions import Completions
 from podium.view.curves import Curves
@@ -115,7 +115,7 @@ class Run:
             "step": self._curves.last_step,
             "steps": _shorten(record.settings.get("run.steps")),
             "model": _shorten(record.settings.get("model.path")),
-            "data": _shorten(record.settings.get("data.train")),
+            "data": _shorten(name_data(record.settings) or None),
             "schedule": _shorten(record.settings.get("run.schedule")),
             "state": record.state_after(self._curves.last_step),
             "quiet_s": None if last is None else max(0, round(time.time() - last)),

@@ -303,6 +303,7 @@ def test_every_metric_of_the_documentation_exists_and_the_other_way_round() -> N
     named = {value for name, value in vars(metrics).items() if name.isupper()}
     prefixes = {metrics.TIME_PREFIX: "STAGE", metrics.TOKENS_PER_S_PREFIX: "STAGE"}
     prefixes |= {metrics.REWARD_PART_PREFIX: "NAME", metrics.AGENT_REWARD_PREFIX: "NAME"}
+    prefixes |= {metrics.SOURCE_REWARD_PREFIX: "NAME"}
     stages = {metrics.STEP_S, metrics.TOKENS_PER_S}
     assert documented == named - {*prefixes} - stages | {prefix + what for prefix, what in prefixes.items()}
 

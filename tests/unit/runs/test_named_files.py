@@ -12,7 +12,7 @@ import pytest
 from podium.config import build_config, config_to_dict, load_config
 from podium.errors import ConfigError, DataError
 from podium.runs.named_code import remember_code
-from podium.runs.named_files import PLACES, as_given, find_again, record, remarks
+from podium.runs.named_files import PLACES, align_values, as_given, find_again, record, remarks
 from podium.runs.paths import resolve_resume
 from podium.trainer import GRPOConfig, SFTConfig
 
@@ -257,3 +257,31 @@ def test_places_that_cannot_be_read_are_refused(project: Path, text: str) -> Non
     assert remarks(config, run) == []
     begin(config, run)
     assert json.loads((run / PLACES).read_text()).keys() > {str(project / "model")}
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_several_training_sources_are_found_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, weights: bool
+) -> None:
+    names = ["data/easy.jsonl", "openai/gsm8k", "data/train.jsonl"]
+    train: Any = dict(zip(names, (3.0, 1.0, 0.5), strict=True)) if weights else names
+    config = asked(data={"train": train})
+    run = project / "runs" / "two"
+    begin(config, run)
+    stored = config_to_dict(load_config(GRPOConfig, run / "config.yaml"))
+    absolute = [str(project / "data/easy.jsonl"), "openai/gsm8k", str(project / "data/train.jsonl")]
+    assert [*stored["data"]["train"]] == absolute
+    assert [*as_given(stored, run)["data"]["train"]] == names, "they are shown as the user wrote them"
+    assert align_values(config_to_dict(config), stored, run)["data"]["train"] == stored["data"]["train"]
+    new = project.rename(project.with_name("new"))
+    monkeypatch.chdir(new / "data")
+    run = new / "runs" / "two"
+    found = resumed(run)
+    assert [*found.data.train] == [str(new / "data/easy.jsonl"), "openai/gsm8k", str(new / "data/train.jsonl")]
+    assert [*found.data.weights.values()] == ([3.0, 1.0, 0.5] if weights else [])
+    assert remarks(found, run)[0].startswith(f"moved from {project} to {new}: ")
+    (new / "data/easy.jsonl").unlink()
+    with pytest.raises(
+        ConfigError, match=r"data\.train: the file of the run is gone.*give its place with --data\.train"
+    ):
+        resumed(run)

@@ -73,6 +73,17 @@ def test_metrics_of_completions() -> None:
     }
 
 
+def test_the_mean_reward_of_each_source_of_the_data() -> None:
+    batch = scored([Grade(score) for score in (1.0, 0.0, 0.5, 0.5)])
+    pairs = zip(PROMPTS, "ab", strict=True)
+    sources = [replace(prompt, example=replace(prompt.example, source=name)) for prompt, name in pairs]
+    found = replace(batch, prompts=sources).metrics()
+    assert {name: value for name, value in found.items() if name.startswith("source_reward/")} == {
+        "source_reward/a": 0.5,
+        "source_reward/b": 0.5,
+    }
+
+
 def test_a_trajectory_of_two_rows_is_cut_off_if_its_last_row_is() -> None:
     batch = rollouts().with_columns(
         trajectory=torch.tensor([0, 0, 1, 2]), finish_reason=["length", "stop", "stop", "length"]

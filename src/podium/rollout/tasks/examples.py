@@ -18,12 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeGuard, cast
+from typing import Any, Final, Literal, NoReturn, TypeGuard, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
 from podium.rollout.tasks.bad_rows import BadRows
-from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.config import DataConfig, name_sources, show_sources
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
     NESTED_ANSWERS,
@@ -102,6 +102,7 @@ class Example:
         place: Where the row comes from, as in "train.jsonl, line 3". Empty for a row that comes from no data.
         columns: The columns of prompt and answer, or the templates that write them; None for one that is not there.
         preference: What the data say of the answer, where preferences are learned.
+        source: The name of the source in ``data.train``, where there are several.
     """
 
     prompt: str | Messages
@@ -112,6 +113,7 @@ class Example:
     place: str = ""
     columns: tuple[str | None, str | None] = (None, None)
     preference: Preference | None = None
+    source: str = ""
 
     @property
     def fields(self) -> list[str]:
@@ -134,7 +136,7 @@ class Example:
 
 
 def load_examples(
-    spec: str,
+    spec: str | Sequence[str] | Mapping[str, float],
     config: DataConfig,
     split: Literal["train", "test"] = "train",
     seed: int = 0,
@@ -144,12 +146,14 @@ def load_examples(
     """Load the examples of one side of the data.
 
     Args:
-        spec: The data, written as in ``config.train``.
+        spec: The data, written as in ``config.train``. Of several sources, examples come in the order of the sources
+            and have the names of them.
         split: "train", or "test" for held-out examples. Held-out examples come from ``config.eval`` if that is set,
             else from ``config.eval_split`` of a hub dataset that has it. Otherwise they are the share
             ``config.holdout`` of ``spec``, which "train" leaves out.
         seed: Seed of generated tasks. Other data come in their own order.
-        limit: Largest number of examples: the first ones of "train", a fixed pseudo-random choice of "test".
+        limit: Largest number of examples: the first ones of each source of "train", a fixed pseudo-random choice of
+            "test".
         read: Makes an example of a row; by default :func:`map_columns`.
 
     Raises:
@@ -159,20 +163,40 @@ def load_examples(
     """
     held_out, read = split == "test", read or map_columns
     first_source = next(iter(config.eval_sets.values()))  # of several, whoever loads takes one at a time
-    source = first_source if held_out and first_source else spec
-    if not source:
+    if held_out and first_source:
+        shares = first_source == spec or (not isinstance(spec, str) and first_source in spec)
+        examples = _load_source(first_source, config.of_source(first_source), shares, held_out, seed, limit, read)
+        return examples or _refuse_empty(first_source, config, held_out)
+    sources = (spec,) if isinstance(spec, str) else tuple(spec)
+    if not any(sources):
         keys = "neither data.eval nor data.train is set" if held_out else "data.train is not set"
         raise ConfigError(f"{keys}: {_SPECS}")
     if limit is None and not held_out:
         limit = config.train_items
-    if source.startswith(gym.PREFIX):
-        shared = bool({"", spec} & {*config.eval_sets.values()})  # both sides are picked from one task
-        side = (config.holdout if held_out else 1 - config.holdout) if shared else 1.0
-        examples = _generate_examples(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
-    else:
-        examples = _read_examples(source, config, held_out, limit, read)
-    if examples:
-        return examples
+    several, examples = len(sources) > 1, list[Example]()
+    for source, name in zip(sources, name_sources(sources), strict=True):
+        loaded = _load_source(source, config.of_source(source), True, held_out, seed, limit, read)
+        if not loaded and not held_out:
+            _refuse_empty(source, config, held_out)
+        examples += [replace(example, source=name) for example in loaded] if several else loaded
+    examples = _choice(examples, limit) if held_out and several else examples
+    return examples or _refuse_empty(show_sources(spec), config, held_out)
+
+
+def _load_source(
+    source: str, config: DataConfig, shares: bool, held_out: bool, seed: int, limit: int | None, read: RowReader
+) -> list[Example]:
+    """Load the examples of one side of one source. ``shares`` says whether the training side is from this source,
+    too."""
+    if not source.startswith(gym.PREFIX):
+        return _read_examples(source, config, held_out, limit, read)
+    shared = shares and bool({"", source} & {*config.eval_sets.values()})  # both sides are picked from one task
+    side = (config.holdout if held_out else 1 - config.holdout) if shared else 1.0
+    return _generate_examples(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
+
+
+def _refuse_empty(source: str, config: DataConfig, held_out: bool) -> NoReturn:
+    """Raise DataError: ``source`` has no examples for one side."""
     if not held_out and not config.eval and config.holdout > 0 and not source.startswith(gym.PREFIX):
         raise DataError(
             f"{source} holds no examples to train on with data.holdout = {config.holdout:g}: all of them are held out; "
@@ -195,7 +219,7 @@ def check_data(config: DataConfig) -> None:
     """
     if not config.train:
         raise ConfigError(f"data.train is not set: {_SPECS}")
-    for spec in (config.train, *config.eval_sets.values()):
+    for spec in (*config.train_sources, *config.eval_sets.values()):
         if spec and not spec.startswith(gym.PREFIX) and means_files(spec):
             find_files(spec)
 

@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from podium.errors import CheckpointError, ConfigError
+from podium.rollout.tasks.config import DataConfig
 
 __all__ = ["PromptStream"]
 
 T = TypeVar("T")
+_TAKEN: Final = "taken_"  # and the number of the source
 
 
 class PromptStream(Generic[T]):
@@ -16,23 +18,49 @@ class PromptStream(Generic[T]):
 
     Every example comes once an epoch. The examples of one :meth:`take` may belong to two epochs.
 
+    Of weighted sources, each has epochs of its own. The next example is of the source that is furthest behind its
+    share, so that after any number of examples a source has its share of them, to within a few examples.
+
     Args:
         examples: The examples.
         seed: Determines the order.
         digest: A short text that other examples do not have. With "", only their number is compared.
+        sources: The source of each example, where sources have weights.
+        weights: The weight of each source. A source without examples raises ConfigError.
 
     >>> stream = PromptStream("abc", seed=0)
     >>> sorted(stream.take(3)), len(stream.take(7))
     (['a', 'b', 'c'], 7)
+    >>> mixture = PromptStream("aaab", seed=0, sources="mmmn", weights={"m": 1, "n": 1})
+    >>> "".join(mixture.take(8))
+    'abababab'
     """
 
-    def __init__(self, examples: Sequence[T], seed: int, digest: str = "") -> None:
+    def __init__(
+        self,
+        examples: Sequence[T],
+        seed: int,
+        digest: str = "",
+        sources: Sequence[str] = (),
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
         if not len(examples):
             raise ConfigError("a stream needs at least one example")
         self._examples = examples
-        self._seed = seed
         self._digest = digest
-        self._go_to(0, 0)
+        self._weights = [*weights.values()] if weights else [1.0]
+        names = [*weights] if weights else [""]
+        indices = {name: [index for index, source in enumerate(sources) if source == name] for name in names}
+        self._indices = [*indices.values()] if weights else [list(range(len(examples)))]
+        if empty := [name for name, rows in zip(names, self._indices, strict=True) if not rows]:
+            raise ConfigError(f"{empty[0]} has a weight in data.train, and no example of it is left to train on")
+        self._go_to(seed, [0] * len(names))
+
+    @classmethod
+    def of(cls, rows: Any, config: DataConfig, seed: int) -> Self:
+        """Return the stream of encoded rows or tasks, whose examples name the sources that have weights."""
+        sources = [example.source for example in rows.examples] if config.weights else ()
+        return cls(rows, seed, rows.digest, sources, config.weights)
 
     def __len__(self) -> int:
         """Number of examples in an epoch."""
@@ -44,30 +72,25 @@ class PromptStream(Generic[T]):
         return self._examples
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the next example, from 0."""
-        return self._epoch + (self._position == len(self._order))
-
-    @property
     def number(self) -> int:
         """The number of the next example, counted from 0 through all epochs."""
-        return self._epoch * len(self) + self._position
+        return sum(self._taken)
 
     def take(self, count: int) -> list[T]:
         """Return the next ``count`` examples."""
-        taken: list[T] = []
-        while len(taken) < count:
-            if self._position == len(self._order):
-                self._go_to(self._epoch + 1, 0)
-            stop = min(len(self._order), self._position + count - len(taken))
-            taken += [self._examples[index] for index in self._order[self._position : stop]]
-            self._position = stop
-        return taken
+        return [self._examples[self._take_one()] for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
         """Return the stream's place as values that JSON can hold."""
-        state = {"epoch": self._epoch, "position": self._position}
-        return {"seed": self._seed, "items": len(self), "digest": self._digest, **state}
+        number, size = self.number, len(self)
+        epoch, position = (number // size, number % size)
+        if number and not position:
+            epoch, position = epoch - 1, size
+        state = {"epoch": epoch, "position": position}
+        state |= (
+            {f"{_TAKEN}{source}": count for source, count in enumerate(self._taken)} if len(self._taken) > 1 else {}
+        )
+        return {"seed": self._seed, "items": size, "digest": self._digest, **state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at the place where :meth:`state` was taken, in that stream's order.
@@ -91,10 +114,36 @@ class PromptStream(Generic[T]):
                 f"the checkpoint was at example {position} of other data, whose prompts have other tokens: go on "
                 "with the data, the tokenizer and the data.* settings that the run began with"
             )
-        self._seed = seed
-        self._go_to(epoch, position)
+        number = epoch * items + position
+        counts = [count for name, count in state.items() if name.startswith(_TAKEN)]
+        if len(counts) != len(self._taken) * (len(self._taken) > 1) or sum(counts) != number * bool(counts):
+            raise CheckpointError(
+                f"the checkpoint was at example {position} of other sources: go on with the data.train that the run "
+                "began with"
+            )
+        self._go_to(seed, [state[f"{_TAKEN}{source}"] for source in range(len(counts))] or [number])
 
-    def _go_to(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        self._order = list(range(len(self)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+    def _go_to(self, seed: int, taken: Sequence[int]) -> None:
+        self._seed, self._taken = seed, [*taken]
+        self._orders: list[list[int]] = [[] for _ in taken]
+        self._epochs = [-1] * len(self._taken)
+
+    def _take_one(self) -> int:
+        """Return the index of the next example."""
+        source = self._choose_source()
+        indices, count = self._indices[source], self._taken[source]
+        epoch, position = divmod(count, len(indices))
+        if epoch != self._epochs[source]:
+            self._orders[source], self._epochs[source] = [*indices], epoch
+            name = f"{self._seed}/{epoch}" + (f"/{source}" if source else "")
+            random.Random(name).shuffle(self._orders[source])
+        self._taken[source] = count + 1
+        return self._orders[source][position]
+
+    def _choose_source(self) -> int:
+        """Return the number of the source that is furthest behind its share of the examples."""
+        if len(self._taken) == 1:
+            return 0
+        share = (self.number + 1) / sum(self._weights)
+        behind = [share * weight - taken for weight, taken in zip(self._weights, self._taken, strict=True)]
+        return max(range(len(behind)), key=behind.__getitem__)

@@ -8,19 +8,20 @@ from __future__ import annotations
 import heapq
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from podium.errors import PodiumError
-from podium.rollout.tasks import EncodedPairs, EncodedPreferences, Example
+from podium.rollout.tasks import DataConfig, EncodedPairs, EncodedPreferences, Example
 from podium.rollout.tasks.preferences import list_answers
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
-from podium.telemetry.formatting import visible
+from podium.telemetry.formatting import percent, visible
 from podium.trainer.prompts import Prompts
 from podium.trainer.run_data import HeldOut, RunData
 from podium.trainer.tasks import Tasks
@@ -93,12 +94,25 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
         f"epochs       {config.run.steps:,} steps x {batch:,} {what} = {taken:,} of {count:,} = "
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
+    yield from _sources(config.data, examples.examples, taken)
     if not isinstance(examples, Tasks):
         yield _most_tokens(config, _token_counts(examples))
     if data.held_out is not None:
         held_out = [length for examples in data.held_out.values() for length in _token_counts(examples)]
         kind = "examples" if data.config.scores_answers else "prompts"
         yield f"held-out     {len(held_out):,} " + ("tasks" if what == "tasks" else f"{kind} of {_span(held_out)}")
+
+
+def _sources(data: DataConfig, examples: Sequence[Example], taken: int) -> Iterator[str]:
+    """A line for each of several sources: its examples, its share of those that the run takes, and their epochs."""
+    names = data.source_names
+    counts = Counter(example.source for example in examples)
+    weights: Mapping[str, float] = data.weights or counts
+    for name, source in zip(names, data.train_sources, strict=True) if len(names) > 1 else ():
+        share = weights[name] / sum(weights.values())
+        epochs = taken * share / counts[name] if counts[name] else 0.0
+        what = f"{counts[name]:,} of them, {percent(share)} of those taken, {epochs:.3g} epoch{'s' * (epochs != 1)}"
+        yield f"source       {source}: {what}"
 
 
 def _most_tokens(config: PPOConfig | SFTConfig, lengths: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import lzma
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pyarrow.parquet
 import pytest
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks import DataConfig, Example, load_examples
+from podium.rollout.tasks import DataConfig, Example, check_data, load_examples
 from podium.telemetry import Event, Note, subscribe
 
 GSM8K = Path(__file__).resolve().parents[5] / "shared" / "data" / "gsm8k"
@@ -439,3 +440,77 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_several_sources_are_read_one_after_the_other_and_each_row_knows_its_own(tmp_path: Path) -> None:
+    sums = write_jsonl(tmp_path / "sums.jsonl", ROWS[:40])
+    others = write_parquet(tmp_path / "others.parquet", [{"prompt": f"other {n}", "answer": n} for n in range(20)])
+    for train in ((str(sums), str(others)), {str(sums): 3.0, str(others): 1.0}):
+        config = DataConfig(train=train, holdout=0.0)
+        examples = load_examples(config.train, config)
+        assert [example.source for example in examples] == ["sums"] * 40 + ["others"] * 20
+        assert (examples[0].place, examples[40].place) == (f"{sums}, line 1", f"{others}, row 1")
+        assert config.weights == ({"sums": 3.0, "others": 1.0} if isinstance(train, dict) else {})
+        limited = load_examples(config.train, replace(config, train_items=5))
+        assert limited == examples[:5] + examples[40:45], "the limit is one of each source"
+    alone = DataConfig(train=[str(sums)], holdout=0.0)
+    assert [example.source for example in load_examples(alone.train, alone)] == [""] * 40
+
+
+def test_what_is_held_out_of_several_sources_is_what_is_held_out_of_each(tmp_path: Path) -> None:
+    parts = [write_jsonl(tmp_path / f"{name}.jsonl", ROWS[name::2]) for name in (0, 1)]
+    config = DataConfig(train=tuple(map(str, parts)), holdout=0.2)
+    train, test = (load_examples(config.train, config, side) for side in ("train", "test"))
+    whole = load(write_jsonl(tmp_path / "whole.jsonl", ROWS), "test", holdout=0.2)
+    assert {example.prompt for example in test} == {example.prompt for example in whole}
+    assert len(train) + len(test) == len(ROWS)
+    few = load_examples(config.train, config, "test", limit=9)
+    assert {e.prompt for e in few} == {e.prompt for e in load(tmp_path / "whole.jsonl", "test", 9, holdout=0.2)}
+
+
+def test_a_source_without_held_out_rows_is_no_reason_to_refuse_the_others(tmp_path: Path) -> None:
+    small = write_jsonl(tmp_path / "small.jsonl", [{"prompt": "1 + 1 = ?", "answer": 2}])
+    config = DataConfig(train=(str(write_jsonl(tmp_path / "a.jsonl", ROWS)), str(small)), holdout=0.1)
+    assert {example.source for example in load_examples(config.train, config, "test")} == {"a"}
+    none = DataConfig(train=(str(small), str(write_jsonl(tmp_path / "b.jsonl", ROWS[1:2]))), holdout=1e-9)
+    with pytest.raises(DataError, match=r"small\.jsonl, .*b\.jsonl leaves no held-out examples"):
+        load_examples(none.train, none, "test")
+    write_jsonl(small, [])
+    with pytest.raises(DataError, match=r"small\.jsonl holds no examples"):
+        load_examples(config.train, config)
+
+
+@pytest.mark.parametrize("train", [["a.jsonl", "b.jsonl"], {"a.jsonl": 1, "b.jsonl": 2}])
+def test_a_missing_file_of_several_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"no file b\.jsonl"):
+        check_data(DataConfig(train=train))
+
+
+def test_each_source_may_have_options_of_its_own() -> None:
+    options = {"reasoning_gym:chain_sum": {"min_terms": 3}, "openai/gsm8k": {"name": "main"}}
+    config = DataConfig(train=("openai/gsm8k", "reasoning_gym:chain_sum", "a.jsonl"), options=options)
+    assert [config.of_source(source).options for source in config.train_sources] == [
+        {"name": "main"},
+        {"min_terms": 3},
+        {},
+    ]
+    common = DataConfig(train=("openai/gsm8k", "a.jsonl"), options={"name": "main"})
+    assert common.of_source("openai/gsm8k").options == {"name": "main"}
+
+
+@pytest.mark.parametrize(
+    ("train", "reason"),
+    [
+        ([], "expected a source, or several"),
+        (["a.jsonl", ""], "expected a source, or several"),
+        (["a.jsonl", "a.jsonl"], "or comes twice"),
+        ({}, "expected a source, or several"),
+        ({"a.jsonl": 0}, r"a\.jsonl has the weight 0; expected a number above 0"),
+        ({"a.jsonl": 1, "b.jsonl": -1}, r"b\.jsonl has the weight -1"),
+    ],
+)
+def test_sources_that_mean_nothing_are_refused(train: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"data.train.*{reason}"):
+        DataConfig(train=train)

@@ -49,7 +49,7 @@ def test_a_restored_stream_goes_on_as_if_nothing_had_happened(before: int) -> No
     resumed = PromptStream(range(10), seed=99)
     resumed.take(3)
     resumed.restore(state)
-    assert resumed.epoch == stopped.epoch == before // 10
+    assert resumed.number == stopped.number == before
     assert resumed.take(50) == expected
 
 
@@ -64,3 +64,47 @@ def test_other_data_are_refused() -> None:
     PromptStream(range(10), 0, "one").restore(state)
     with pytest.raises(ConfigError, match="at least one"):
         PromptStream([], seed=0)
+
+
+def mixture(seed: int = 0, **weights: float) -> PromptStream[str]:
+    """A stream of 7 examples of the source a, 50 of b and 3 of c."""
+    examples = [f"{source}{number}" for source, count in (("a", 7), ("b", 50), ("c", 3)) for number in range(count)]
+    return PromptStream(examples, seed, sources=[example[0] for example in examples], weights=weights)
+
+
+def test_weighted_sources_have_their_shares_and_epochs_of_their_own() -> None:
+    taken = mixture(a=3, b=1, c=0.5).take(900)
+    assert Counter(example[0] for example in taken) == {"a": 600, "b": 200, "c": 100}
+    for step in range(0, 900, 9):
+        counts = Counter(example[0] for example in taken[step : step + 9])
+        assert counts == {"a": 6, "b": 2, "c": 1}, "each batch has the shares, too"
+    for source, size in (("a", 7), ("b", 50), ("c", 3)):
+        rows = [example for example in taken if example[0] == source]
+        epochs = [rows[start : start + size] for start in range(0, len(rows) // size * size, size)]
+        assert all(len({*epoch}) == size for epoch in epochs), "every example comes once an epoch of its source"
+        assert len({tuple(epoch) for epoch in epochs}) > 1, "epochs must be shuffled anew"
+    assert mixture(1, a=3, b=1, c=0.5).take(900) != taken
+
+
+@pytest.mark.parametrize("before", [0, 1, 8, 59, 60, 61, 500])
+def test_a_restored_mixture_goes_on_as_if_nothing_had_happened(before: int) -> None:
+    expected = mixture(a=3, b=1, c=0.5).take(before + 100)[before:]
+    stopped = mixture(a=3, b=1, c=0.5)
+    stopped.take(before)
+    resumed = mixture(99, a=3, b=1, c=0.5)
+    resumed.take(3)
+    resumed.restore(json.loads(json.dumps(stopped.state(), sort_keys=True)))
+    assert resumed.number == before
+    assert resumed.take(100) == expected
+
+
+def test_a_mixture_goes_on_with_its_own_sources_only() -> None:
+    stopped = mixture(a=3, b=1, c=0.5)
+    stopped.take(8)
+    for other in (mixture(a=3, b=1), PromptStream(range(60), 0)):
+        with pytest.raises(CheckpointError, match=r"of other sources: go on with the data\.train"):
+            other.restore(stopped.state())
+    with pytest.raises(CheckpointError, match="of other sources"):
+        mixture(a=3, b=1).restore(PromptStream(range(60), 0).state())
+    with pytest.raises(ConfigError, match=r"d has a weight in data\.train, and no example of it"):
+        mixture(a=3, d=1)
