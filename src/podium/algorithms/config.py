@@ -26,7 +26,7 @@ __all__ = ["Aggregation", "AlgorithmConfig", "KLEstimator", "KLPlace", "Setting"
 
 C = TypeVar("C")
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-constant"]
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 KLPlace = Literal["none", "loss", "reward"]
 
 _DAPO: Final = "default of the recipe: Yu et al. 2025, DAPO, arXiv:2503.14476, section"
@@ -71,8 +71,9 @@ class AlgorithmConfig:
     kl_in: KLPlace = "none"
     """The KL divergence is added to the loss or subtracted from the reward. none runs without a reference policy."""
     kl_estimator: KLEstimator = "k3"
-    """The KL divergence is estimated by k1 or k3, which are unbiased, or by k2. k2 and k3 have low variance; k1 cannot
-    be used in the loss."""
+    """The KL divergence is estimated by k1 or k3, which are unbiased, by k2, or by the absolute difference (abs). k2
+    and k3 have low variance; k1 cannot be used in the loss. With a + the value is the same, and the gradient that of
+    k2."""
     kl_target: float | None = Field(default=None, gt=0, le=1e6)
     """kl_coef adapts so that the KL divergence stays at this many nats a token. It needs kl_in = reward."""
     loss: str = "ppo_clip"
@@ -126,8 +127,8 @@ class AlgorithmConfig:
             )
         if self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ConfigError(
-                "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss': expected 'k2' or 'k3', because the "
-                "gradient of k1 is zero on average; k1 serves kl_in = 'reward'"
+                "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss': expected 'k2', 'k3' or 'k1+', because "
+                "the gradient of k1 is zero on average; k1 serves kl_in = 'reward'"
             )
         if self.kl_target is not None and (self.kl_in != "reward" or self.kl_coef == 0):
             raise ConfigError(

@@ -5,17 +5,20 @@ from p and ``d = log p - log q``, each of these has KL(p || q) as its mean, exac
 
 - ``k1 = d``: unbiased, of high variance, may be negative;
 - ``k2 = d² / 2``: biased by a little when p and q are near, of low variance;
-- ``k3 = exp(-d) - 1 + d``: unbiased, of low variance, never negative.
+- ``k3 = exp(-d) - 1 + d``: unbiased, of low variance, never negative;
+- ``abs = |d|``: no estimator of the divergence, but of a distance in log-probability, which one token cannot dominate;
+- ``k1+``, ``k3+``, ``abs+``: the values of these three with the gradient of k2, straight through.
 
 As a *loss*, k1 is useless: its gradient is that of log p, whose mean is zero. k2 has the gradient of the KL itself, k3
-that of the reversed KL (Tang and Munos 2025, arXiv:2506.09477). In the *reward* nothing is differentiated, and k1 is
+that of the reversed KL (Tang and Munos 2025, arXiv:2506.09477). A ``+`` therefore makes any of them a loss with the
+gradient of the KL, as verl's names do. In the *reward* nothing is differentiated, and k1 is
 the usual choice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor
@@ -50,6 +53,12 @@ def kl_estimate(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KLEstim
         ConfigError: The estimator is unknown.
     """
     difference_N = wide(logprobs_N) - wide(other_logprobs_N)
+    if estimator in ("k1+", "k3+", "abs+"):
+        value_N = kl_estimate(logprobs_N, other_logprobs_N, cast("KLEstimator", estimator[:-1])).detach()
+        slope_N = difference_N.square() / 2
+        return value_N + (slope_N - slope_N.detach())
+    if estimator == "abs":
+        return difference_N.abs()
     if estimator == "k1":
         return difference_N
     if estimator == "k2":

@@ -20,6 +20,7 @@ from podium.algorithms.declarations import (
 )
 from podium.config import load_config
 from podium.errors import ConfigError, DataError
+from podium.runs.named_code import list_code
 from podium.trainer import GRPOConfig
 from tests.unit.algorithms.oracles import Array
 
@@ -306,6 +307,14 @@ def test_a_correction_of_the_users_own(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError, match=message):
             weigh(rows, f"{tmp_path}/own_corrections.py:{function}")
+
+
+def test_a_correction_in_a_file_is_code_that_a_configuration_names() -> None:
+    algorithm = AlgorithmConfig(correction=("opsm", "mine.py:weights"), options={"path": "elsewhere"})
+    named = list(list_code(GRPOConfig(algorithm=algorithm)))
+    assert (("algorithm", "correction"), "mine.py:weights") in named
+    assert (("algorithm", "options", "path"), "elsewhere") in named
+    assert not any("opsm" in str(value) for _, value in named)
 
 
 def test_auto_is_truncate_where_older_weights_draw_completions() -> None:

@@ -10,7 +10,7 @@ from podium.algorithms import KLController, kl_estimate, penalize
 from podium.algorithms.config import KLEstimator
 from podium.errors import ConfigError
 
-ESTIMATORS: list[KLEstimator] = ["k1", "k2", "k3"]
+ESTIMATORS: list[KLEstimator] = ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -19,6 +19,8 @@ def test_schulmans_formulas(estimator: KLEstimator) -> None:
     logp, logq = rng.normal(size=50), rng.normal(size=50)
     ratio = np.exp(logq - logp)  # r = q / p in the blog post
     expected = {"k1": -np.log(ratio), "k2": np.log(ratio) ** 2 / 2, "k3": (ratio - 1) - np.log(ratio)}
+    expected |= {"abs": np.abs(np.log(ratio))}
+    expected |= {f"{name}+": expected[name] for name in ("k1", "k3", "abs")}
     result = kl_estimate(torch.from_numpy(logp), torch.from_numpy(logq), estimator)
     np.testing.assert_allclose(result, expected[estimator], rtol=1e-12)
 
@@ -56,7 +58,13 @@ def test_what_each_is_worth_as_a_loss() -> None:
     torch.testing.assert_close(k3, torch.autograd.grad(reversed_divergence, logits)[0], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["k1+", "k3+", "abs+"])
+def test_a_plus_has_the_gradient_of_the_divergence(estimator: KLEstimator) -> None:
+    gradient, divergence = expected_gradient(estimator)
+    torch.testing.assert_close(gradient, divergence, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS[:4])
 def test_gradients(estimator: KLEstimator) -> None:
     logp = torch.tensor([-1.0, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
     logq = torch.tensor([-0.5, -0.9, -2.0], dtype=torch.float64, requires_grad=True)
