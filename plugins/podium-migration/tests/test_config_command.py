@@ -159,7 +159,7 @@ def test_dapo_of_verl(tmp_path: Path) -> None:
     )
     assert (config.algorithm.minibatches, config.optim.warmup_steps, config.optim.weight_decay) == (16, 160, 0.1)
     assert (config.data.overlong, config.eval.temperature, config.eval.at_start) == ("cut", 1.0, False)
-    assert "# - algorithm.filter_groups.enable=True: a group whose completions have all the same reward" in text
+    assert "# - algorithm.filter_groups.enable=True, algorithm.filter_groups.max_num_gen_batches=10: a group whose" in text
     assert "# - reward.reward_manager.name=dapo: dapo: a function of yours" in text
 
 
@@ -329,3 +329,32 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_a_shell_script_is_read_without_being_run(text: str, words: list[str]) -> None:
     commands = shell.read_script(text, {}).commands
     assert next(command[1:] for command in commands if command[0] == "run")[: len(words)] == words
+
+
+def test_what_recipes_give_beyond_the_generated_configuration(tmp_path: Path) -> None:
+    text = (
+        "python -m verl.trainer.main_ppo model_engine=dp actor_rollout_ref.rollout.n=4 data.train_batch_size=4 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4 algorithm.adv_estimator=grpo trainer.nnodes=8 "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.actor.clip_ratio_low=10 "
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4 +reward.reward_kwargs.max_resp_len=8 "
+        "actor_rollout_ref.actor.megatron.context_parallel_size=4 actor_rollout_ref.actor.megatron.grad_offload=True"
+    )
+    config, _, written = convert(tmp_path, "verl", "a.sh", text)
+    assert (config.algorithm.loss, config.algorithm.clip_low, config.placement.ranks) == ("cispo", 1.0, 16)
+    assert "engine_kwargs.vllm.swap_space=4: engines are packages" in written.replace("\n#   ", " ")
+    assert "reward.reward_kwargs.max_resp_len=8: a function of the completion" in written.replace("\n#   ", " ")
+    assert "has no such setting" not in written
+    lines = [line for line in written.replace("\n#   ", " ").splitlines() if "context_parallel_size=4" in line]
+    assert "grad_offload=True" in lines[0]  # one line for one reason
+
+
+def test_settings_that_cannot_be_trained_with_say_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.sh").write_text("python -m verl.trainer.main_ppo algorithm.adv_estimator=rloo data.shuffle=True")
+    words = ["config", "--from", "verl", "--output", str(tmp_path / "b.yaml"), str(tmp_path / "a.sh")]
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert "sampling.n = 1 with algorithm.advantage = 'rloo'" in message
+    assert message.endswith("give others behind the file, as NAME=VALUE of verl\n")
+    assert main([*words, "actor_rollout_ref.rollout.n=4"]) == 0

@@ -78,11 +78,17 @@ class Table:
     answers: Mapping[str, Equivalent]
 
     def find(self, path: str) -> Equivalent | None:
-        """Return the answer to exactly ``path``: of patterns that match it, the longest decides."""
+        """Return the answer to exactly ``path``: of patterns that match it, the longest decides.
+
+        Below a setting that takes a mapping, such as ``engine_kwargs.vllm``, its answer counts.
+        """
         if path in self.answers:
             return self.answers[path]
         matching = [pattern for pattern in self.answers if "*" in pattern and _expression(pattern).fullmatch(path)]
-        return self.answers[max(matching, key=len)] if matching else None
+        if matching:
+            return self.answers[max(matching, key=len)]
+        above = path.rpartition(".")[0]
+        return self.find(above) if "." in above else None
 
     def find_endings(self, path: str) -> dict[str, Equivalent]:
         """Return the answers to settings whose path ends with ``path``, by their paths."""

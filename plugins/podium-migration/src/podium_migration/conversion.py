@@ -114,16 +114,26 @@ class Conversion:
         lines += self._write_sections(_nest(self.values), "", "")
         if self.lost:
             lines += ["", "# Without a counterpart, or for you to decide:"]
-            for line in self.lost:
+            for line in self.list_lost():
                 lines += textwrap.wrap(line, 116, initial_indent="# - ", subsequent_indent="#   ")
         text = "\n".join(lines) + "\n"
         try:
             load_config(RECIPES[self.recipe], "converted", content=text.encode())
         except ConfigError as error:
             raise ConfigError(
-                f"the settings do not make a configuration of podium train {self.recipe}: {error}"
+                f"the settings do not make a configuration of podium train {self.recipe}: "
+                f"{str(error).replace('converted: ', '')}; give others behind the file, as NAME=VALUE of "
+                f"{self.table.project}"
             ) from None
         return text
+
+    def list_lost(self) -> list[str]:
+        """Return the lines of ``lost``, those with one reason as one."""
+        names: dict[str, list[str]] = {}
+        for line in self.lost:
+            name, _, reason = line.partition(": ")
+            names.setdefault(reason, []).append(name)
+        return [f"{', '.join(dict.fromkeys(of_reason))}: {reason}" for reason, of_reason in names.items()]
 
     def _write_sections(self, values: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
         for name, value in values.items():

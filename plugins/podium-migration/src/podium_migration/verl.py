@@ -115,9 +115,14 @@ def _convert_objective(c: Conversion) -> None:
     loss = c.values.get("algorithm.loss", "ppo_clip")
     low, high, both = (c.get(f"{ACTOR}.clip_ratio{end}") for end in ("_low", "_high", ""))
     explicit = [c.settings.values.get(f"{ACTOR}.clip_ratio{end}", 0.2) for end in ("_low", "_high")]
-    c.set("algorithm.clip_low", both if explicit[0] is None else low)
+    low = both if explicit[0] is None else low
+    c.set(
+        "algorithm.clip_low",
+        min(low, 1.0),
+        "A ratio is above 0, so that a bound below that is none." if low > 1 else "",
+    )
     c.set("algorithm.clip_high", both if explicit[1] is None else high)
-    if c.is_set(f"{ACTOR}.clip_ratio") and None not in explicit and both != low:
+    if c.is_set(f"{ACTOR}.clip_ratio") and None not in explicit and both != explicit[0]:
         c.lose(
             f"{ACTOR}.clip_ratio",
             "clip_ratio_low and clip_ratio_high decide, which are 0.2 unless they are set to null",
@@ -203,7 +208,13 @@ def _convert_placement(c: Conversion) -> None:
     names = ("trainer.n_gpus_per_node", "trainer.nnodes")
     if any(map(c.is_set, names)) and not set(names) & set(c.settings.undecided):
         devices, nodes = map(c.get, names)
-        c.set("placement.ranks", devices * nodes, f"{nodes} x {devices} devices; 1 on a machine without them.")
+        rows = c.get("data.train_batch_size") * c.get(f"{ROLLOUT}.n") // c.values.get("algorithm.minibatches", 1)
+        note = f"{nodes} x {devices} devices; 1 on a machine without them."
+        if devices * nodes > rows:
+            note = (
+                f"Of {nodes} x {devices} devices, one for each of a minibatch's {rows} completions: no model is split."
+            )
+        c.set("placement.ranks", min(devices * nodes, rows), note)
     if c.values.get("placement.ranks", 1) > 1 and c.theirs == "fsdp":
         c.set("parallel.strategy", "fsdp2", "replicate is faster where the model fits.")
     all_of_it, optimizer = (c.get(f"{ACTOR}.fsdp_config.{part}_offload") for part in ("param", "optimizer"))
@@ -223,7 +234,13 @@ def _convert_reward(c: Conversion) -> None:
         c.get(f"reward.custom_reward_function.{part}") or c.get(f"custom_reward_function.{part}")
         for part in ("path", "name")
     )
-    sources = str([c.settings.values.get("data.train_files"), c.settings.values.get("data.val_files")]).lower()
+    files = str(c.settings.values.get("data.train_files")).lower()
+    sources = str(c.values.get("data.train")).lower()
+    if not path and "gsm8k" in files and "math" in files.replace("gsm8k_math", ""):
+        c.lose(
+            "data.train_files",
+            "verl takes the reward of each row's data_source, and reward.name is that of the first file",
+        )
     if path:
         c.set("reward.name", f"{path}:{name or 'compute_score'}")
     elif "math" in sources or "aime" in sources:
