@@ -159,7 +159,9 @@ def test_dapo_of_verl(tmp_path: Path) -> None:
     )
     assert (config.algorithm.minibatches, config.optim.warmup_steps, config.optim.weight_decay) == (16, 160, 0.1)
     assert (config.data.overlong, config.eval.temperature, config.eval.at_start) == ("cut", 1.0, False)
-    assert "# - algorithm.filter_groups.enable=True, algorithm.filter_groups.max_num_gen_batches=10: a group whose" in text
+    assert (
+        "# - algorithm.filter_groups.enable=True, algorithm.filter_groups.max_num_gen_batches=10: a group whose" in text
+    )
     assert "# - reward.reward_manager.name=dapo: dapo: a function of yours" in text
 
 
@@ -261,8 +263,21 @@ def test_dpo_and_reward_models_of_trl(tmp_path: Path) -> None:
     text = "from trl import DPOConfig\nargs = DPOConfig(beta=0.2, loss_type=['ipo'], num_train_epochs=1)\n"
     config, _, _ = convert(tmp_path, "trl", "dpo.py", text)
     assert (config.algorithm.loss, config.algorithm.options, config.optim.lr) == ("ipo", {"beta": 0.2}, 1e-6)
-    config, _, _ = convert(tmp_path, "trl", "rm.py", "RewardConfig(center_rewards_coefficient=0.01)\n")
+    config, values, _ = convert(tmp_path, "trl", "rm.py", "RewardConfig(center_rewards_coefficient=0.01)\n")
+    assert "sampling" not in values
     assert (config.algorithm.options, config.optim.lr, config.batch.examples) == ({"center": 0.01}, 1e-4, 8)
+
+
+def test_names_of_a_script_are_functions_imports_or_undecided(tmp_path: Path) -> None:
+    text = (
+        "from trl import GRPOConfig, GRPOTrainer\nfrom trl.rewards import accuracy_reward\nfrom mine import score\n"
+        "def main():\n    model = load()\n    GRPOTrainer(model=model, reward_funcs=[accuracy_reward, score])\n"
+        "data = load_dataset('a/b', split=['train[:5%]', 'test'])\nGRPOConfig(num_generations=4)\n"
+    )
+    config, _, written = convert(tmp_path, "trl", "a.py", text)
+    assert (config.reward.name, config.model.path, config.data.train) == (("math", "mine:score"), "MODEL", "a/b")
+    assert "# - model_name_or_path: the file does not decide this" in written
+    assert "data.train_split is the name of one split" in written.replace("\n#   ", " ")
 
 
 def test_cispo_of_trl_has_the_bound_itself(tmp_path: Path) -> None:
@@ -300,6 +315,12 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
         "bad.yaml": ("trl", "a: [1", "is not valid YAML"),
         "bad.py": ("trl", "def (", "is no Python"),
         "other.py": ("trl", "print(1)\n", "gives no setting of TRL"),
+        "rloo.py": (
+            "trl",
+            "from trl import RLOOConfig\nRLOOConfig(beta=1)\n",
+            "uses TRL's RLOOConfig: expected one of GRPO",
+        ),
+        "which.yaml": ("trl", "learning_rate: 1e-5\n", "does not say which trainer of TRL"),
     }
     for name, (project, text, message) in cases.items():
         (tmp_path / name).write_text(text)

@@ -93,7 +93,8 @@ def read_trl(path: Path, overrides: Sequence[str] = ()) -> Settings:
         settings.values[name] = _read_value(value)
     if not settings.values:
         raise ConfigError(
-            f"{path} gives no setting of TRL: expected GRPOConfig(...), options such as --learning_rate, or YAML"
+            f"{path} gives no setting of TRL: expected GRPOConfig(...), options such as --learning_rate in a shell "
+            "script, or YAML; settings that the script takes from its command line go behind the file, as NAME=VALUE"
         )
     return settings
 
@@ -183,6 +184,16 @@ def _read_python(path: Path, text: str) -> Settings:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"{path} is no Python: {error}") from None
+    known = {
+        name: f"{path}:{name}" for node in ast.walk(tree) for name in [getattr(node, "name", "")] if _defines(node)
+    }
+    imported = {
+        (alias.asname or alias.name): f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    known |= {name: place for name, place in imported.items() if name not in known}
     constants = {
         target.id: node.value
         for node in tree.body
@@ -193,7 +204,7 @@ def _read_python(path: Path, text: str) -> Settings:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     values = dict[str, Any]()
     undecided = list[str]()
-    recipe = ""
+    recipe, other = "", ""
     for call in calls:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         if name in _TRL_CLASSES:
@@ -209,14 +220,21 @@ def _read_python(path: Path, text: str) -> Settings:
             named = {"dataset_name": call.args[0]}
             named |= {_DATASET[word.arg]: word.value for word in call.keywords if word.arg in _DATASET}
         else:
+            other = name if imported.get(name, "").startswith("trl") and name.endswith(("Config", "Trainer")) else other
             continue
         for key, node in named.items():
-            value = _evaluate(node, constants, path)
+            value = _evaluate(node, constants, known)
             if value is UNDECIDED:
                 undecided.append(key)
             else:
                 values[key] = value
+    if other and not recipe:
+        raise ConfigError(f"{path} uses TRL's {other}: expected one of {', '.join([*_TRL_CLASSES, *_TRL_TRAINERS])}")
     return Settings(values, undecided, recipe)
+
+
+def _defines(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 
 
 _DATASET: Final = {"split": "dataset_train_split", "name": "dataset_config"}
@@ -230,14 +248,14 @@ _TRAINER: Final = {
 }
 
 
-def _evaluate(node: ast.expr, constants: Mapping[str, ast.expr], path: Path) -> Any:
-    """The value of an expression: plain values, constants of the module, and its functions as path/file.py:name."""
+def _evaluate(node: ast.expr, constants: Mapping[str, ast.expr], known: Mapping[str, str]) -> Any:
+    """The value of an expression: plain values, constants of the module, and what ``known`` has for a name."""
     if isinstance(node, ast.Name) and node.id in constants and constants[node.id] is not node:
-        return _evaluate(constants[node.id], {key: value for key, value in constants.items() if key != node.id}, path)
+        return _evaluate(constants[node.id], {key: value for key, value in constants.items() if key != node.id}, known)
     if isinstance(node, ast.Name):
-        return f"{path}:{node.id}"
+        return known.get(node.id, UNDECIDED)
     if isinstance(node, ast.List | ast.Tuple):
-        items = [_evaluate(item, constants, path) for item in node.elts]
+        items = [_evaluate(item, constants, known) for item in node.elts]
         return UNDECIDED if UNDECIDED in items else items
     try:
         return ast.literal_eval(node)

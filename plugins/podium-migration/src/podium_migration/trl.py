@@ -36,13 +36,11 @@ def convert_trl(settings: Settings) -> Conversion:
     Raises:
         ConfigError: Podium has no recipe of this kind.
     """
-    theirs = settings.recipe or (
-        "grpo" if {"num_generations", "reward_funcs", "beta"} & settings.values.keys() else "sft"
-    )
+    theirs = settings.recipe or _guess_recipe(settings)
     if (recipe := _OURS[theirs]) not in RECIPES:
         raise ConfigError(f"TRL's {theirs} has no counterpart: Podium has the recipes {', '.join(RECIPES)}")
     conversion = Conversion("TRL", settings, recipe, theirs)
-    conversion.convert_plain(only_set=ONLY_SET)
+    conversion.convert_plain(only_set=ONLY_SET if recipe == "grpo" else (*ONLY_SET, "sampling.", "algorithm."))
     _convert_batches(conversion)
     _convert_evaluation(conversion)
     _convert_model(conversion)
@@ -53,6 +51,25 @@ def convert_trl(settings: Settings) -> Conversion:
         _convert_objective(conversion)
         _convert_rewards(conversion)
     return conversion
+
+
+def _guess_recipe(settings: Settings) -> str:
+    """TRL's trainer, by a setting that only this trainer has."""
+    for recipe, names in _MARKS.items():
+        if names & settings.values.keys():
+            return recipe
+    raise ConfigError(
+        "the file does not say which trainer of TRL it is for: add a setting of that trainer, as NAME=VALUE: "
+        + ", ".join(f"{min(names)} ({recipe})" for recipe, names in _MARKS.items())
+    )
+
+
+_MARKS: Final = {
+    "grpo": {"num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon"},
+    "dpo": {"beta", "precompute_ref_log_probs", "label_smoothing", "ld_alpha"},
+    "reward": {"center_rewards_coefficient"},
+    "sft": {"packing", "dataset_text_field", "completion_only_loss", "assistant_only_loss", "packing_strategy"},
+}
 
 
 def _convert_batches(c: Conversion) -> None:
@@ -207,15 +224,12 @@ def _convert_rewards(c: Conversion) -> None:
 
 def _name_reward(function: str) -> str:
     """The name of a reward here: a function of the file or of a module, or Podium's own. "" if there is none."""
-    path, colon, name = function.rpartition(":")
-    if (name or function) in ("accuracy_reward", "reasoning_accuracy_reward"):
+    if ":" in function:
+        return function
+    module, _, name = function.rpartition(".")
+    if name in ("accuracy_reward", "reasoning_accuracy_reward") and module in ("", "trl.rewards"):
         return "math"
-    if (name or function) in ("think_format_reward", "get_soft_overlong_punishment"):
-        return ""
-    if colon:
-        return f"{path}:{name}"
-    module, dot, name = function.rpartition(".")
-    return f"{module}:{name}" if dot else ""
+    return f"{module}:{name}" if module and module != "trl.rewards" else ""
 
 
 def _convert_model(c: Conversion) -> None:
@@ -276,8 +290,13 @@ def _convert_names(c: Conversion) -> None:
             c.set("run.dir", directory)
     if c.is_set("seed"):
         c.set("run.seed", c.get("seed"))
-    if split := c.settings.values.get("dataset_train_split"):
+    split = c.settings.values.get("dataset_train_split")
+    if isinstance(split, str) and "[" not in split:
         c.set("data.train_split", split)
+    elif split:
+        c.lose(
+            "dataset_train_split", "data.train_split is the name of one split; data.train_items takes its first rows"
+        )
     if c.get("log_completions"):
         c.set("run.show_samples", c.get("num_completions_to_print") or 2)
     if c.settings.values.get("chat_template_kwargs"):
