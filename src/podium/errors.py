@@ -161,7 +161,8 @@ class GenerationError(PodiumError):
 
 
 class ContextFull(PodiumError):
-    """A conversation leaves no room for an answer in the model's context."""
+    """A conversation leaves no room for an answer in the model's context, or its session has used up a limit of
+    ``environment.options``."""
 
 
 class NoRowsError(PodiumError):

@@ -34,6 +34,9 @@ TRUNCATED: Final = "completion/truncated"  # share that ended by length, not by 
 LEFT_OUT: Final = "completion/left_out"  # share that is left out of the loss; only with algorithm.cut_off = leave_out
 SESSIONS_FAILED: Final = "sessions/failed"  # share of a step's sessions of an environment that failed
 SESSIONS_FULL: Final = "sessions/context_full"  # share that ended because the model's context was full
+SESSIONS_LIMITS: Final = {  # share that ended by an option of the environment, by its name
+    name: f"sessions/{name}" for name in ("turn_limit", "sampled_limit", "read_limit", "tool_call_limit")
+}
 SESSIONS_SPLITS: Final = "sessions/splits"  # calls whose history the chat template writes otherwise than it was sampled
 SESSIONS_UNRECOGNIZED: Final = (
     "sessions/unrecognized"  # calls that begin a row because the agent has edited the history

@@ -167,7 +167,7 @@ class Sessions:
             self._say_aliases(sorted({name for report in reports for name in report["aliases"]}))
         self._say_departure(next((report["departure"] for report in reports if report["departure"]), ""))
         self._say_unknown(sum(report["unknown"] for report in reports), len(batch))
-        report = _join_figures(reports)
+        report = _join_figures(reports, self._config.environment.limits.budget)
         report = replace(report, figures={**report.figures, **self._count_prompt_tokens()})
         evaluation = f"evaluation after step {step}" if step else "evaluation"
         self._say(report, f"step {step}" if training else evaluation, len(batch))
@@ -320,7 +320,7 @@ class Sessions:
         return details.rstrip() if new else ""
 
 
-def _join_figures(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
+def _join_figures(reports: Sequence[Mapping[str, Any]], limits: Mapping[str, int]) -> SessionReport:
     failures: Counter[str] = Counter()
     for report in reports:
         failures.update(report["failures"])
@@ -330,6 +330,7 @@ def _join_figures(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
     figures = {
         names.SESSIONS_FAILED: sum(failures.values()) / count,
         names.SESSIONS_FULL: total["context_full"] / count,
+        **{names.SESSIONS_LIMITS[name]: sum(one["limits"][name] for one in reports) / count for name in limits},
         names.SESSIONS_SPLITS: float(total["splits"]),
         names.SESSIONS_UNRECOGNIZED: float(total["unrecognized"]),
         names.SESSIONS_TURNS: total["turns"] / count,

@@ -44,7 +44,14 @@ def test_the_first_edited_history_and_other_names_of_the_model_are_told_once() -
     report = dict.fromkeys(("sessions", "turns"), 2) | dict.fromkeys(
         ("context_full", "splits", "tool_calls", "tool_errors", "unknown"), 0
     )
-    report |= {"failures": Counter(), "details": {}, "seconds": [1.0], "overruled": {}, "aliases": ["gpt-x"]}
+    report |= {
+        "failures": Counter(),
+        "details": {},
+        "seconds": [1.0],
+        "overruled": {},
+        "limits": Counter(turn_limit=1),
+        "aliases": ["gpt-x"],
+    }
     reports = [
         {**report, "unrecognized": 2, "departure": "message 2 has x"},
         {**report, "unrecognized": 0, "departure": ""},
@@ -57,13 +64,16 @@ def test_the_first_edited_history_and_other_names_of_the_model_are_told_once() -
     workers = SimpleNamespace(
         group=SimpleNamespace(world_size=2), live=live, notes=list, report=lambda key: [dict(one) for one in reports]
     )
-    sessions = Sessions(cast("Any", workers), (), InferenceConfig(), SamplingParams(max_new_tokens=8))
+    config = InferenceConfig(environment=EnvironmentConfig(options={"turn_limit": 1, "read_limit": 2}))
+    sessions = Sessions(cast("Any", workers), (), config, SamplingParams(max_new_tokens=8))
     notes: list[Event] = []
     unsubscribe = subscribe(notes.append)
     try:
         for step in range(2):
             _, found = sessions.live([], torch.zeros(0, 1, dtype=torch.int64), SamplingParams(max_new_tokens=8), step)
             assert found.figures[metrics.SESSIONS_UNRECOGNIZED] == 2
+            figures = {name: value for name, value in found.figures.items() if name.endswith("_limit")}
+            assert figures == {"sessions/turn_limit": 0.5, "sessions/read_limit": 0}
     finally:
         unsubscribe()
     texts = [note.text for note in notes if isinstance(note, Note)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ContextFull, GenerationError
+from podium.rollout.service.budgets import LIMIT_REACHED
 from podium.rollout.service.service import Answer, Service
 from podium.rollout.service.wire import ChatRequest, Refusal
 
@@ -110,8 +111,9 @@ class Client:
 
     @property
     def full(self) -> bool:
-        """Whether the last request of this client, or of one of its agents, was refused for a full context."""
-        return any(client._session.full for client in self.family)
+        """Whether the last request of this client, or of one of its agents, was refused for a full context, or any
+        request because the session has used up a limit of ``environment.options``."""
+        return bool(self._session.budget.reached) or any(client._session.full for client in self.family)
 
     async def chat(
         self,
@@ -130,7 +132,7 @@ class Client:
             stop: Texts that end the answer.
 
         Raises:
-            ContextFull: The conversation leaves no room for an answer.
+            ContextFull: The conversation leaves no room for an answer, or the session has used up one of its limits.
             GenerationError: The request was refused, or the generator failed.
         """
         conversation = (
@@ -182,7 +184,7 @@ class Client:
             if len(self._agents) >= MOST_AGENTS:
                 raise ValueError(f"{MOST_AGENTS} agents are the limit of one client")
             seed = hash_seed(self.seed, name)
-            session = self._service.open_session(f"{self._session.id}.{name}", seed)
+            session = self._service.open_session(f"{self._session.id}.{name}", seed, self._session.budget)
             self._agents[name] = Client(self._service, session, self._address, self.api_key, seed, loop=self._loop)
         return self._agents[name]
 
@@ -220,7 +222,7 @@ async def answer_request(service: Service, request: ChatRequest, session: str) -
     try:
         return await service.answer(service.chat(request, session))
     except Refusal as refusal:
-        if refusal.code == "context_length_exceeded":
+        if refusal.code in ("context_length_exceeded", LIMIT_REACHED):
             raise ContextFull(refusal.message) from None
         raise GenerationError(refusal.message) from None
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name, load_function, nearest, what_raised
+from podium.rollout.service.budgets import BUDGETS
 
 __all__ = ["EnvironmentConfig", "SessionLimits", "find_environments", "load_environment"]
 
@@ -73,8 +74,27 @@ class SessionLimits:
     port. Each rollout worker takes a port of its own.
     """
 
+    turn_limit: int = Field(default=0, ge=0)
+    """A session ends when the model is asked for more answers than this. 0, here and in the next three, is no limit."""
+    sampled_limit: int = Field(default=0, ge=0)
+    """A session ends when it has sampled so many tokens. Its last answer is cut off there."""
+    read_limit: int = Field(default=0, ge=0)
+    """A session ends at the prompt with which all of its prompts have more tokens than this."""
+    tool_call_limit: int = Field(default=0, ge=0)
+    """A session ends at the request after the model has called tools more often than this."""
+    train_at_limit: bool = True
+    """What was said in a session that ends by one of these four limits is trained on, with the score 0, as when the
+    model's context is full. With false the session is counted as failed.
+    """
+
     def __post_init__(self) -> None:
         _ = self.port_range
+
+    @property
+    def budget(self) -> dict[str, int]:
+        """What a session may use, by the names of the options that limit it."""
+        limits = {name: int(getattr(self, name)) for name in BUDGETS}
+        return {name: limit for name, limit in limits.items() if limit}
 
     @property
     def port_range(self) -> range:
@@ -103,7 +123,8 @@ class EnvironmentConfig:
     empty name means that each prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """The environment gets these options. Every environment also has the options time_limit_s, at_once and processes,
-    which limit its sessions, and host and ports, where agents ask for the model.
+    turn_limit, sampled_limit, read_limit, tool_call_limit and train_at_limit, which limit its sessions, and host and
+    ports, where agents ask for the model.
     """
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from podium.exceptions import format_error, name_class, read_text
 from podium.rollout.environments.calls import contain_exits, is_cancelled, session_counts
 from podium.rollout.environments.client import MOST_AGENTS, Client
 from podium.rollout.environments.contract import Outcome, Reward
+from podium.rollout.service.budgets import LIMIT_REACHED, Budget
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 
@@ -43,6 +44,7 @@ __all__ = ["CONTEXT_FULL", "TIME_LIMIT", "Ending", "Episode", "Trajectory", "end
 
 TIME_LIMIT: Final = "time limit"
 CONTEXT_FULL: Final = "context is full"
+_ENDS: Final = ("context_length_exceeded", LIMIT_REACHED)  # codes of requests that are refused at a session's end
 _STALL_S: Final = 5.0
 _GRACE_S: Final = 5.0  # that a session has to end when it is cancelled
 _NOT_OWN: Final = frozenset({"podium", "asyncio", "concurrent", "threading"})  # packages that call a session
@@ -74,7 +76,7 @@ class Ending:
         outcome: What it earned.
         failure: Why it failed, in one line; "" where it did not.
         details: The traceback of a session that raised.
-        truncated: Whether it ended because the model's context was full.
+        truncated: Whether it ended because the model's context was full, or a limit of the session used up.
     """
 
     outcome: Outcome = field(default_factory=Outcome)
@@ -92,8 +94,9 @@ class Episode:
         parts: Named parts of the reward.
         failure: Why it failed, in one line; "" where it did not. A failed session has no reward.
         details: The traceback of a session that raised.
-        truncated: Whether it ended because the model's context was full.
+        truncated: Whether it ended because the model's context was full, or a limit of the session used up.
         seconds: How long it took.
+        limit: The limit of ``environment.options`` by which it ended, such as "turn_limit"; "" for none.
         counts: What it counted, by name.
     """
 
@@ -103,6 +106,7 @@ class Episode:
     details: str = ""
     truncated: bool = False
     seconds: float = 0.0
+    limit: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -138,11 +142,13 @@ async def live(
 
     async def one(task: Task, seed: int, name: str) -> Episode:
         async with slots:
-            client = Client(
-                service, service.open_session(name, seed), address, key_of(name), seed, loop=loop, offers=offers
-            )
+            session = service.open_session(name, seed, Budget(limits.budget))
+            client = Client(service, session, address, key_of(name), seed, loop=loop, offers=offers)
             began_s = time.monotonic()
             ending = await ending_of(play, task, client, limits.time_limit_s)
+            limit = session.budget.reached if ending.truncated else ""
+            if limit and not limits.train_at_limit:
+                ending = Ending(failure=limit.replace("_", " "))
             recorded = client.close()
             if unknown := ending.outcome.agents.keys() - {agent for agent, *_ in recorded}:
                 ending = Ending(
@@ -162,6 +168,7 @@ async def live(
                 ending.details,
                 ending.truncated,
                 time.monotonic() - began_s,
+                limit,
                 sum((Counter(relative.counts) for relative in client.family), Counter()),
             )
 
@@ -250,8 +257,12 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether an error says that the context is full: the client's, or that of an agent which asks over HTTP."""
-    return isinstance(error, ContextFull) or "context_length_exceeded" in read_text(error)
+    """Whether an error says that the context is full, or a limit of the session used up: the client's error, or that of
+    an agent which asks over HTTP."""
+    if isinstance(error, ContextFull):
+        return True
+    code = vars(error).get("code") if hasattr(error, "__dict__") else None  # OpenAI's client has it there alone
+    return code in _ENDS or any(end in read_text(error) for end in _ENDS)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from podium.rollout.service.budgets import LIMIT_REACHED
 from podium.rollout.service.dialects import Event, Usage, check_fields, list_parts, refuse
 from podium.rollout.service.wire import Refusal
 
@@ -56,6 +57,7 @@ _KINDS: Final = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+_FULL: Final = "context_length_exceeded"
 _SERVER_FAILS: Final = 500
 _TEXT: Final = ("text",)
 
@@ -89,8 +91,9 @@ class Messages:
         """As :meth:`.Dialect.describe`. The form has no place for a code, so that it stands in the message."""
         other = "invalid_request_error" if refusal.status < _SERVER_FAILS else "api_error"
         message = refusal.message
-        if refusal.code == "context_length_exceeded":  # the words by which clients know that they have to compact
-            message = f"prompt is too long: {message} ({refusal.code})"
+        if refusal.code == _FULL:  # the words by which clients know that they have to compact
+            message = f"prompt is too long: {message}"
+        message = f"{message} ({refusal.code})" if refusal.code in (_FULL, LIMIT_REACHED) else message
         return {"type": "error", "error": {"type": _KINDS.get(refusal.status, other), "message": message}}
 
 

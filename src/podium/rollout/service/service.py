@@ -32,6 +32,7 @@ from podium.rollout.tasks.examples import message_text
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
+    from podium.rollout.service.budgets import Budget
     from podium.rollout.service.chat_format import ChatFormat
     from podium.rollout.service.token_source import Scored, TokenSource
 
@@ -219,16 +220,19 @@ class Service:
         """The text of ids, special tokens among them only where ``special`` is True."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
-    def open_session(self, name: str, seed: int | None = None) -> Session:
+    def open_session(self, name: str, seed: int | None = None, budget: Budget | None = None) -> Session:
         """Return the session of this name. A new session is opened if there is none.
 
         Args:
             name: Name of the session in requests.
             seed: The seeds of its calls follow from this one, in the order in which they are asked.
+            budget: What the session may use; None for that of before.
         """
         if seed is not None:
             self._seeds_of[name] = itertools.count(seed % _SEEDS, _MIXER)
-        return self.sessions.open(name)
+        session = self.sessions.open(name)
+        session.budget = budget or session.budget
+        return session
 
     def close_session(self, name: str) -> Session | None:
         """Return the record of the session, and forget it. Calls without an answer so far are refused."""
@@ -344,6 +348,8 @@ class Service:
         if room < 1 or (limit is not None and limit > room):
             wanted = f" and max_tokens is {limit}" if limit is not None else ""
             raise self._full(f"the prompt has {len(prompt)} tokens{wanted}", session)
+        if named := self.sessions.get(session):
+            limit = named.budget.begin(len(prompt), sampling.n, limit)
         stops = (*self.stop_token_ids, *(stop or ()))
         try:
             params = self._params(sampling, limit or room, stops)

@@ -17,6 +17,7 @@ from functools import reduce
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
+from podium.rollout.service.budgets import Budget
 from podium.rollout.service.histories import Departure, Key, MessageReader, Template, describe_departure, tools_key
 
 __all__ = ["Recognized", "RecordedCall", "Row", "Sampled", "Session", "Turn"]
@@ -159,6 +160,7 @@ class Session:
             answer, or before one: the client has edited it.
         departure: The first such message, in words; "" for none.
         over: Whether it is closed. Nothing is recorded any more.
+        budget: What it may use, together with the other agents of its session.
         full: Whether its last request was refused because the model's context was full.
         nbytes: About how much memory it takes.
     """
@@ -166,6 +168,7 @@ class Session:
     def __init__(self, id: str, template: Template | None = None) -> None:
         self.id = id
         self._reader = MessageReader(template)
+        self.budget = Budget()
         self.rows: list[Row] = []
         self.calls: list[RecordedCall] = []
         self._calls_of: dict[int, list[RecordedCall]] = {}  # by the hash of their conversation
@@ -305,6 +308,7 @@ class Session:
         row = self.rows[row_number]
         row.read(prompt[shared:])
         row.sample(number, drawn)
+        self.budget.record(len(drawn.ids), len(conversation[-1].get("tool_calls") or ()) if conversation else 0)
         self.full = False
         self.calls.append(RecordedCall(number, row_number, len(row.ids), keys, conversation, tools_of))
         if keys:
