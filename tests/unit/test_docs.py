@@ -122,6 +122,29 @@ def test_the_run_of_the_page_on_training_goes_as_printed(
     assert printed.endswith("3 steps, model in runs/reinforce/model\n")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_runs_of_the_page_on_preferences_go_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "preferences.md").read_text()
+    printed = ""
+    for language, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        for line in code.splitlines() if not language else ():
+            assert main([*shlex.split(line)[1:], "--backend", "inline"]) == 0, line
+        if language:
+            name = code.partition("\n")[0].removeprefix("# ")
+            Path(name).write_text(code)
+        if language == "python":
+            done = run_python(name)
+            assert done.returncode == 0, done.stderr
+            printed = done.stdout
+    assert "options.gamma = 1" not in (shown := capsys.readouterr().out)
+    assert shown.count("held-out accuracy") >= 3
+    assert printed.startswith("accuracy 0.50 before, ")
+
+
 def test_the_commands_of_the_page_on_how_to_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As dry runs, in a directory with the files of the page on training and a model to begin with."""
     monkeypatch.chdir(tmp_path)
