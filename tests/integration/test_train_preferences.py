@@ -157,6 +157,8 @@ def test_a_reward_model_learns_and_rewards_at_once(
 def test_what_preferences_cannot_have_is_refused_by_its_key(tmp_path: Path) -> None:
     for sections, message in (
         ({"data": {"split_turns": True}}, r"data\.split_turns = true makes a row of each turn"),
+        ({"data": {"prompt_column": None}}, r"data\.prompt_column = null"),
+        ({"model": {**MODEL, "dropout": True}}, r"model\.dropout and model\.lora\.dropout have to be off"),
         ({"eval": {"metric": "token_accuracy"}}, r"eval\.metric = 'token_accuracy' is no figure of preferences"),
         ({"algorithm": {"loss": "ppo_clip"}}, r"algorithm\.loss"),
     ):

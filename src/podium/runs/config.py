@@ -584,6 +584,10 @@ class PreferenceRun(SFTConfig):
                 "model.dropout and model.lora.dropout have to be off: the loss of a pair is computed from values "
                 "without dropout; leave them out"
             )
+        if self.data.prompt_column is None:
+            raise ConfigError(
+                "data.prompt_column = null, and a preference is one between the answers to a prompt: set it"
+            )
         if self.data.split_turns:
             raise ConfigError(
                 "data.split_turns = true makes a row of each turn, and a preference is one between whole answers: "

@@ -22,9 +22,12 @@ from podium.rollout.tasks.forms import (
     NESTED_PROMPTS,
     columns_of_pair,
     has_column,
+    is_template,
+    list_names,
     preference_pair,
     read_messages,
 )
+from podium.rollout.tasks.rows import columns_hint
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -138,6 +141,10 @@ def read_pair(place: str, row: dict[str, Any], config: DataConfig) -> Example:
         DataError: The row has no such pair, or the pair is malformed.
     """
     better, worse = _find_pair(place, row, config)
+    column = config.prompt_column
+    if column not in (None, "prompt") and not is_template(column, row) and not has_column(row, column):
+        hint = columns_hint(column, list_names(row))
+        raise DataError(f"{place}: no column {column!r} for the prompt; {hint}; set data.prompt_column")
     row = {**row, **{name: _listed(row[name], place, name) for name in (better, worse)}}
     if config.prompt_column == "prompt" and not any(
         has_column(row, name) and row.get(name) is not None for name in ("prompt", *CONVERSATIONS, *NESTED_PROMPTS)

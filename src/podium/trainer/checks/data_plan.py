@@ -171,24 +171,27 @@ def _first(data: RunData[Any]) -> Iterator[str]:
 
 def _first_preference(rows: EncodedPreferences, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     row, example = rows[0], rows.examples[0]
-    for (ids, mask), chosen, answer in zip(row.answers, row.chosen, list_answers(example), strict=True):
+    answers = list_answers(example)
+    columns = [column for answer in answers for column in answer.fields] + ["label", "margin"]
+    for (ids, mask), chosen, answer in zip(row.answers, row.chosen, answers, strict=True):
         if answer.place:
-            yield textwrap.fill(_reading(answer), 110, initial_indent="read from    ", subsequent_indent=_INDENT)
+            reading = _reading(answer, columns)
+            yield textwrap.fill(reading, 110, initial_indent="read from    ", subsequent_indent=_INDENT)
         name = "better" if chosen else "worse"
         yield from _text(name, f"{len(ids)} tokens, of which {sum(mask)} are the answer's:", tokenizer, ids)
     if row.margin is not None:
         yield f"margin       {row.margin:g}"
 
 
-def _reading(example: Example) -> str:
-    """Say which columns of the row are prompt and answer, and which are not read."""
+def _reading(example: Example, also: Sequence[str] = ()) -> str:
+    """Say which columns of the row are prompt and answer, and which are not read, here or as those of ``also``."""
     prompt, answer = example.columns
     if example.is_text:
         parts = f"every token of {answer!r} is learned"
     else:
         parts = f"prompt {prompt!r}"
         parts += f", answer {answer!r}" if answer else ", answer the last turn" if example.turns else ", no answer"
-    read = {"tools", *example.fields, *(field.partition(".")[0] for field in example.fields)}
+    read = {"tools", *also, *example.fields, *(field.partition(".")[0] for field in example.fields)}
     unread = [repr(name) for name in example.row if name not in {*read, "prompt", "answer"}]
     return visible(f"{example.place}: {parts}" + (f"; not read: {', '.join(unread)}" if unread else ""))
 

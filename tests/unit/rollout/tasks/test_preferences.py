@@ -198,6 +198,14 @@ def test_pairs_that_teach_nothing_are_left_out_and_told(tmp_path: Path) -> None:
     assert "1 of 2 pairs have two equal answers and are left out: they teach nothing" in heard
 
 
+def test_a_prompt_column_that_is_not_there_is_answered_by_the_nearest(tmp_path: Path) -> None:
+    message = (
+        r"line 1: no column 'promt' for the prompt; the columns are .*nearest: 'prompt'.*; set data\.prompt_column"
+    )
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, [GOOD], prompt_column="promt")
+
+
 def test_what_is_counted_by_answer_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 2, column 'rejected': .*\(2 of the first 6 answers cannot be used"):
         load(tmp_path, [GOOD, {**GOOD, "rejected": None}, {**GOOD, "chosen": None}])
