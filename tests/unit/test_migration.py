@@ -17,6 +17,7 @@ from podium.cli import main
 from podium.config import build_config, keys_of, load_config
 from podium.errors import ConfigError
 from podium.migration import Equivalent, find_equivalent, find_translation, read_tables, read_values
+from podium.rewards.resolve import resolve_reward
 from podium.rollout.engines.config import EngineConfig, VllmOptions
 from podium.runs.config import RECIPES
 from podium.trainer import GRPOConfig, InferenceConfig, SFTConfig
@@ -175,6 +176,7 @@ def test_a_name_with_several_meanings_lists_them() -> None:
         ("save.every", -1, "0"),
         ("parallel.precision", "bf16", "bfloat16"),
         ("engine.name", "hf", "transformers"),
+        ("run.schedule", "separate_async", "asynchronous"),
     ],
 )
 def test_a_value_of_another_project_is_answered_with_ours(key: str, theirs: object, ours: str) -> None:
@@ -183,6 +185,13 @@ def test_a_value_of_another_project_is_answered_with_ours(key: str, theirs: obje
     (line,) = collect_mistakes(nest(key, theirs))
     assert re.search(rf"; did you mean '?{re.escape(ours)}'?\?", line)
     assert translation.remark in line
+
+
+def test_a_reward_of_another_project_is_answered() -> None:
+    with pytest.raises(ConfigError, match="did you mean math\\? it needs pip install"):
+        resolve_reward("accuracy_reward")
+    with pytest.raises(ConfigError, match="there are no managers of rewards"):
+        resolve_reward("naive")
 
 
 def test_a_value_that_podium_lacks_says_what_is_nearest() -> None:

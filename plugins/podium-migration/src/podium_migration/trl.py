@@ -290,6 +290,8 @@ def _convert_names(c: Conversion) -> None:
             c.set("run.dir", directory)
     if c.is_set("seed"):
         c.set("run.seed", c.get("seed"))
+    if name := c.settings.values.get("dataset_config"):
+        c.set("data.options", {"name": name})
     split = c.settings.values.get("dataset_train_split")
     if isinstance(split, str) and "[" not in split:
         c.set("data.train_split", split)
