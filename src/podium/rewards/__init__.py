@@ -7,6 +7,7 @@ from podium.lazy import lazy_exports
 if TYPE_CHECKING:
     from podium.rewards.config import Grade as Grade, RewardConfig as RewardConfig
     from podium.rewards.grader import Grader as Grader
+    from podium.rewards.judge import Judge as Judge, judge as judge
     from podium.rewards.resolve import (
         NAMED_REWARDS as NAMED_REWARDS,
         READS_ANSWER as READS_ANSWER,

@@ -76,7 +76,14 @@ def _load(settings: Settings) -> tuple[Panel | None, Result]:
     """The reward functions, and the result of item 0, which tells the grader what they ask for."""
     try:
         rewards = [pickle.loads(reward) if isinstance(reward, bytes) else reward for reward in settings.rewards]
-        panel = Panel(rewards, settings.weights, settings.columns, settings.steps, optional=settings.optional)
+        panel = Panel(
+            rewards,
+            settings.weights,
+            settings.columns,
+            settings.steps,
+            optional=settings.optional,
+            time_limit_s=settings.time_limit_s,
+        )
         return panel, Result(0.0, extra={"notes": "\n".join(panel.notes), "extras": " ".join(sorted(panel.extras))})
     except ConfigError as error:
         return None, Result(problem=str(error), limit="configuration")
@@ -132,6 +139,7 @@ class _Dispatcher:
         self._grader = _Stream(connection, supervisor.poller, trusted=True)
         self._panel = panel
         self._settings = settings
+        self._most_items = max([_MOST_ITEMS, *(form.most_items for form in panel.forms)])
         self._patience_s = settings.time_limit_s + (_GRACE_S if panel.is_async else 0.0)
         awaits_all = settings.is_auto and all(form.is_async for form in panel.forms)
         self._most_children = 1 if awaits_all else settings.processes  # what is awaited is computed elsewhere
@@ -190,7 +198,9 @@ class _Dispatcher:
             child = self._find_child(alone) if self._waiting else None
             if child is None:
                 return
-            size = min(_MOST_ITEMS - len(child.pending), max(1, len(self._waiting) // (2 * self._settings.processes)))
+            size = min(
+                self._most_items - len(child.pending), max(1, len(self._waiting) // (2 * self._settings.processes))
+            )
             taken = [self._waiting.popleft()]
             while not alone and len(taken) < size and self._waiting[0] not in self._alone:
                 taken.append(self._waiting.popleft())
@@ -211,7 +221,7 @@ class _Dispatcher:
             return None
         open_children = [child for child in self._children.values() if self._alone.isdisjoint(child.pending)]
         child = min(open_children, key=lambda child: len(child.pending), default=None)
-        return child if child is not None and len(child.pending) < _MOST_ITEMS else None
+        return child if child is not None and len(child.pending) < self._most_items else None
 
     def _start_child(self) -> _Child:
         ours, theirs = socket.socketpair()

@@ -119,6 +119,8 @@ class Form:
     Attributes:
         extras: Those of ``EXTRAS`` that it asks for.
         is_async: Whether it is a coroutine function.
+        most_items: How many completions it must have at the same time, if it waits for several of them.
+        least_limit_s: The seconds that it may take by limits of its own.
         takes_lists: Whether it has TRL's form.
         where: The function with its file and line, as errors call it.
 
@@ -132,6 +134,7 @@ class Form:
         self.reward, self.name, self.steps = reward, name, steps
         self.where = f"the reward {name}{_place(reward)}"
         self.is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+        self.most_items, self.least_limit_s = getattr(reward, "most_items", 0), getattr(reward, "least_limit_s", 0.0)
         self.signature = _read_signature(reward)
         every = self.signature.parameters.values()
         self.parameters = {parameter.name: parameter for parameter in every if parameter.kind in _NAMED}

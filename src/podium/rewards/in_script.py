@@ -36,7 +36,14 @@ class GradingInScript:
     """
 
     def __init__(self, source: Source, label: str, config: RewardConfig) -> None:
-        self._panel = Panel(source.rewards, config.weights, source.columns, source.steps, optional=source.optional)
+        self._panel = Panel(
+            source.rewards,
+            config.weights,
+            source.columns,
+            source.steps,
+            optional=source.optional,
+            time_limit_s=config.time_limit_s,
+        )
         self.extras, self.notes = self._panel.extras, self._panel.notes
         self._label, self._config = label, config
         self._calling = threading.RLock()  # threads take turns, as calls of workers in this process do

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ class Panel:
         columns: The columns that every row of the data has; None where nobody knows them yet.
         steps: The number of steps of the run, which a function may ask for.
         optional: Whether it may be that nobody calls the functions, so that one that cannot be called is only noted.
+        time_limit_s: The limit of grading a completion, in seconds.
 
     Attributes:
         forms: The functions with the ways in which they are called.
@@ -81,6 +83,7 @@ class Panel:
         steps: int = 0,
         *,
         optional: bool = False,
+        time_limit_s: float = math.inf,
     ) -> None:
         loaded = [resolve_reward(reward) if isinstance(reward, str) else reward for reward in rewards]
         self.notes: list[str] = []
@@ -89,6 +92,12 @@ class Panel:
         self.weights = tuple(weights) or (1.0,) * len(self.forms)
         self.extras = frozenset[str]().union(*(form.extras for form in self.forms))
         self.is_async = any(form.is_async for form in self.forms)
+        for form in self.forms:
+            if (least_s := math.ceil(form.least_limit_s)) > time_limit_s:
+                raise ConfigError(
+                    f"reward.time_limit_s = {time_limit_s:g}, and the reward {form.name} may take up to {least_s} s by "
+                    f"its own limits: set --reward.time_limit_s {least_s}"
+                )
         for form in self.forms if columns is not None else ():
             try:
                 self.notes += form.check(columns or ())

@@ -49,7 +49,7 @@ class _Outside:
 
     async def open(self, request: Request) -> Response:
         body = await _read(request, {"task", "wait_s"})
-        wait_s = _checked(lambda: self._offers.read_number(body.get("wait_s", 0.0), "wait_s"))
+        wait_s = _call_checks(lambda: self._offers.read_number(body.get("wait_s", 0.0), "wait_s"))
         if not 0 <= wait_s <= _MOST_WAIT_S:
             raise Refusal(400, f"wait_s is {wait_s:g}: expected seconds from 0 to {_MOST_WAIT_S:g}", "wait_s")
         try:
@@ -86,9 +86,9 @@ class _Outside:
             turn = body["turn"]
             if not isinstance(turn, int) or isinstance(turn, bool) or "agents" in body:
                 raise Refusal(400, f"turn is {turn!r}: expected the number of an answer, and no agents", "turn")
-            _checked(lambda: offer.reward_turn(self._offers.read_number(body.get("reward"), "reward"), turn))
+            _call_checks(lambda: offer.reward_turn(self._offers.read_number(body.get("reward"), "reward"), turn))
         else:
-            outcome = _checked(lambda: self._offers.read_outcome(body))
+            outcome = _call_checks(lambda: self._offers.read_outcome(body))
             if offer.left_out:
                 raise Refusal(410, f"the session {offer.name!r} is left out: {offer.left_out}", code="session_left_out")
             if offer.outcome not in (None, outcome) or offer.failure:
@@ -115,7 +115,7 @@ async def _read(request: Request, names: set[str], *, required: bool = True) -> 
     return body
 
 
-def _checked(read: Callable[[], Any]) -> Any:
+def _call_checks(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except ValueError as error:
