@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.algorithms.preference_config import PREFERENCE_LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
+from podium.cli.presets import Preset, list_presets, read_preset
 from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
 from podium.functions import nearest
@@ -46,8 +47,14 @@ def run_train(arguments: Sequence[str]) -> int:
     if options.keys:
         _print_keys(RECIPES[options.recipe])
         return 0
+    preset = read_preset(options.preset) if options.preset else None
+    if preset is not None:
+        _check_preset(preset, options)
+        values = read_values(RECIPES[options.recipe], options.config) if options.config else {}
+        overrides = [*preset.overrides(values), *overrides]
     config = _config(options.recipe, options.config, options.resume, overrides)
     if options.dry_run:
+        sys.stdout.write(f"{preset.describe()}\n\n" if preset is not None else "")
         from podium.trainer import describe_plan
 
         sys.stdout.write(describe_plan(config, backend.name, backend.options) + "\n\n")
@@ -77,6 +84,15 @@ def run_train(arguments: Sequence[str]) -> int:
         ]
         sys.stdout.write(f"stopped after step {summary.steps}; to continue: {shlex.join(again)}\n")
     return 0
+
+
+def _check_preset(preset: Preset, options: argparse.Namespace) -> None:
+    if options.recipe != "grpo":
+        raise ConfigError(
+            f"--recipe {preset.name} has settings of podium train grpo, not of podium train {options.recipe}"
+        )
+    if options.resume is not None:
+        raise ConfigError("--resume uses the run's own settings: leave out --recipe; give single settings")
 
 
 def _open_view(
@@ -125,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
             """\
             examples:
               podium train grpo --model.path Qwen/Qwen3-0.6B --data.train train.jsonl --reward.name gsm8k
+              podium train grpo --recipe dapo --config run.yaml
               podium train sft --config run.yaml --optim.lr 1e-5 --dry-run
               podium train dpo --data.train pairs.jsonl --model.path runs/sft/model
               podium train grpo --resume runs/NAME
@@ -139,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_recipe,
         metavar="grpo|ppo|sft|dpo|rm",
         help="GRPO, PPO with a critic, supervised fine-tuning, DPO, or a reward model",
+    )
+    parser.add_argument(
+        "--recipe",
+        dest="preset",
+        metavar="NAME",
+        help=f"start from the settings of a paper, with grpo: {', '.join(list_presets())}",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
     parser.add_argument(
@@ -157,6 +180,8 @@ def _recipe(word: str) -> str:
     name = word.lower()
     if word in RECIPES:
         return word
+    if name in list_presets():
+        raise ArgumentTypeError(f"{name} is a preset of the recipe grpo: podium train grpo --recipe {name}")
     for key, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
         if name in names and name not in RECIPES:
             raise ArgumentTypeError(

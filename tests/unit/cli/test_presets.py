@@ -1,0 +1,84 @@
+"""``podium train grpo --recipe NAME``: the settings of a paper, below those of the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from podium.algorithms import check_functions
+from podium.cli import main
+from podium.cli.presets import list_presets, read_preset
+from podium.cli.train import _config
+from podium.config import load_config
+from podium.errors import ConfigError
+from podium.trainer import GRPOConfig
+
+NAMES = ["cispo", "dapo", "dppo", "dr_grpo", "grpo", "gspo", "reinforce_pp", "rloo"]
+
+
+def test_the_presets_are_files() -> None:
+    assert list_presets() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_a_whole_algorithm_of_a_paper(name: str) -> None:
+    preset = read_preset(name)
+    assert "arXiv:" in preset.source
+    config = load_config(GRPOConfig, None, preset.overrides({}))
+    check_functions(config.algorithm)
+    origins = config.algorithm.explain()
+    assert "recipe" not in origins["aggregation"].origin or name in ("rloo", "reinforce_pp", "dppo")
+    assert all(getattr(config.algorithm, key.partition(".")[2]) == value for key, value in preset.settings.items())
+
+
+def test_figures_of_the_papers() -> None:
+    found = {name: load_config(GRPOConfig, None, read_preset(name).overrides({})).algorithm for name in NAMES}
+    bounds = {name: algorithm.clip_bounds for name, algorithm in found.items() if name != "rloo"}
+    plain = dict.fromkeys(("dr_grpo", "grpo", "reinforce_pp"), (0.2, 0.2))
+    assert bounds == {
+        **plain, "cispo": (1.0, 4.0), "dapo": (0.2, 0.28), "dppo": (0.15, 0.15), "gspo": (3e-4, 4e-4)
+    }  # fmt: skip
+    assert found["dr_grpo"].aggregation_mode == "sequence-sum-constant"
+    assert (found["grpo"].kl_in, found["grpo"].kl_coef) == ("loss", 0.04)
+
+
+def test_settings_of_the_user_come_before_those_of_the_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: {kl_coef: 0.5, clip_high: 0.3}\n")
+    words = read_preset("grpo").overrides({"algorithm": {"kl_coef": 0.5, "clip_high": 0.3}})
+    config = _config("grpo", str(file), None, [*words, "--algorithm.clip_low", "0.1"])
+    assert isinstance(config, GRPOConfig)
+    algorithm = config.algorithm
+    assert (algorithm.kl_coef, algorithm.clip_bounds, algorithm.kl_in) == (0.5, (0.1, 0.3), "loss")
+
+
+def test_a_dry_run_prints_the_paper_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "grpo", "--recipe", "gspo", "--dry-run"]) == 2  # data.train is not set
+    assert "preset       gspo: GSPO: Zheng et al. 2025, arXiv:2507.18071" in (out := capsys.readouterr().out)
+    assert "algorithm.loss = gspo, algorithm.minibatches = 4" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grpo", "--recipe", "dapoo"], "there is no such preset; did you mean 'dapo'?; there are cispo, dapo"),
+        (["sft", "--recipe", "dapo"], "has settings of podium train grpo, not of podium train sft"),
+        (["grpo", "--recipe", "dapo", "--resume", "runs/x"], "leave out --recipe"),
+        (["dapo"], "dapo is a preset of the recipe grpo: podium train grpo --recipe dapo"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main(["train", *words]) == 2
+    except SystemExit as stopped:  # of argparse
+        assert stopped.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_unknown_preset_is_a_mistake_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="there are cispo"):
+        read_preset("nothing")
