@@ -26,7 +26,7 @@ from podium.training.output_layer import (
 )
 from podium.training.varlen import packed_attention
 
-__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "masked_tokens", "output_layer", "run_model", "score_tokens"]
+__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "output_layer", "run_model", "score_tokens", "token_masks"]
 
 
 def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
@@ -54,7 +54,7 @@ def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
     return KeptTokens(ids_S.to(device), token_S.to(device))
 
 
-def masked_tokens(batch: Batch, micro: MicroBatch) -> MaskedTokens | None:
+def token_masks(batch: Batch, micro: MicroBatch) -> MaskedTokens | None:
     """Return the masks of the micro-batch's tokens; None where each token was drawn from all ids.
 
     Raises:
@@ -88,7 +88,7 @@ def score_tokens(
         best: Whether the log-probability of the most probable token is read too. The batch then has no kept sets.
 
     Raises:
-        DataError: see :func:`kept_tokens` and :func:`masked_tokens`.
+        DataError: see :func:`kept_tokens` and :func:`token_masks`.
     """
     temperature = float(batch.meta.get("temperature", 1.0)) or 1.0
     kept = kept_tokens(batch, micro)
@@ -96,7 +96,7 @@ def score_tokens(
     options = {
         "temperature": temperature,
         "kept": kept,
-        "masked": masked_tokens(batch, micro) if kept is None else None,
+        "masked": token_masks(batch, micro) if kept is None else None,
         "text_ids": TextIds(*batch.meta.get("text_ids") or ()),
         "entropy": entropy,
         "entropy_grad": entropy_grad,

@@ -18,7 +18,7 @@ from podium.rollout.sampling import KeptSet
 from podium.training import output_layer
 from podium.training.micro_batches import MicroBatch, cut
 from podium.training.output_layer import KeptTokens, LogitsTail, MaskedTokens, TokenScores, logits_tail
-from podium.training.scoring import kept_tokens, masked_tokens, run_model, score_tokens
+from podium.training.scoring import kept_tokens, run_model, score_tokens, token_masks
 from tests.unit.training.families import make
 from tests.unit.training.test_scoring import with_kept
 from tests.unit.workers.tiny import ADAPTED, recorded
@@ -87,7 +87,7 @@ def compare(model: nn.Module, *, with_sets: bool | str, entropy_grad: bool, **me
         batch = masks_of(batch) if with_sets == "masked" else sets_of(batch)
     (micro,) = cut(batch, 1000, packed=False)
     model = model.eval()
-    kept, masked = kept_tokens(batch, micro), masked_tokens(batch, micro)
+    kept, masked = kept_tokens(batch, micro), token_masks(batch, micro)
     assert (masked is not None) == (with_sets == "masked")
     directions = torch.randn(2, len(micro.targets), generator=torch.Generator().manual_seed(1))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -92,7 +92,7 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         body = as_json(await read_body(request))
         asked_for = self._parse(ChatRequest, body)
-        question = self._ask(request, body, asked_for)
+        question = await self._ask(request, body, asked_for)
         head = _head("chatcmpl", "chat.completion", self.service)
         if asked_for.stream:
             return _events(self._chat_stream(asked_for, question, {**head, "object": "chat.completion.chunk"}))
@@ -115,12 +115,18 @@ class _Api:
         self.service.check_model(str(getattr(asked_for, "model", "")))
         return asked_for
 
-    def _ask(self, request: Request, body: Any, asked_for: ChatRequest) -> Asked:
+    async def _ask(self, request: Request, body: Any, asked_for: ChatRequest) -> Asked:
         if asked_for.top_logprobs and self.service.rules is not None:
             raise Refusal(
                 400, "top_logprobs: a run does not compute these; leave it out", "top_logprobs", "unsupported"
             )
-        return self.service.chat(asked_for, session_of(request, body))
+        question = self.service.chat(asked_for, session_of(request, body))
+        if asked_for.top_logprobs and question.constraint is not None:
+            raise Refusal(
+                400, "top_logprobs: a form or logit_bias leaves out some of these; leave one out", "top_logprobs"
+            )
+        await self.service.prepare(question)
+        return question
 
     async def converse(self, request: Request) -> Response:
         """Answer a conversation in another dialect."""
@@ -128,7 +134,7 @@ class _Api:
         if dialect is None or not isinstance(body, Mapping):
             raise Refusal(400, "the body is not a JSON object")
         asked_for = self._parse(ChatRequest, dialect.chat(body))
-        question = self._ask(request, body, asked_for)
+        question = await self._ask(request, body, asked_for)
         writer = dialect.writer(body, self.service.model)
         if asked_for.stream:
             return stream_events(self._dialect_events(asked_for, question, writer), writer)
@@ -196,6 +202,7 @@ class _Api:
             )
             for ids in self._prompts(asked_for.prompt)
         )
+        await self.service.prepare(*questions)
         draws = [(question, number) for question in questions for number in range(len(question.seeds))]
         head = _head("cmpl", "text_completion", self.service)
         if asked_for.stream:
@@ -239,6 +246,7 @@ class _Api:
             )
         params = asked_for.sampling_params
         question = self.service.ask(asked_for.token_ids, params, params.max_tokens, stop=params.stop_token_ids)
+        await self.service.prepare(question)
         answers = await while_there(
             request, [self.service.draw(question, number) for number in range(len(question.seeds))]
         )

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.errors import ConfigError
+from podium.rollout.service.answer_forms import AnswerForms
 from podium.rollout.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
 from podium.rollout.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
 
@@ -237,7 +238,7 @@ class ChatFormat:
             ids.pop()
         ids = [token_id for token_id in ids if special or token_id not in self._silent]
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if self._opens_reasoning(prompt):
+        if self.opens_reasoning(prompt):
             text = f"<think>{text}"
         return self._reader(text, bool(tools))
 
@@ -254,7 +255,13 @@ class ChatFormat:
                 return reader_of(written)
         return read_hermes
 
-    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
+    @cached_property
+    def forms(self) -> AnswerForms:
+        """The forms in which the template writes answers and calls."""
+        return AnswerForms(self._text, self._tokenizer, self._ends)
+
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with the beginning of the model's reasoning."""
         tail = self._tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False)
         return tail.rstrip().endswith("<think>")
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from podium.rollout.engines.constraints import Constraint
+from podium.rollout.service.structured import AnswerGrammar
 from podium.rollout.service.wire import Refusal
 
 __all__ = ["make_constraint", "read_masks", "write_masks"]
@@ -20,11 +21,14 @@ _BAN: Final = -100.0
 _FORCE: Final = 100.0
 
 
-def make_constraint(bias: Mapping[int, float], *, vocabulary: int, training: bool) -> Constraint | None:
+def make_constraint(
+    bias: Mapping[int, float], grammar: AnswerGrammar | None, *, vocabulary: int, training: bool
+) -> Constraint | None:
     """Return what a request may draw; None for everything.
 
     Args:
         bias: Its ``logit_bias``.
+        grammar: The grammar of its answer; None for any text.
         vocabulary: The number of ids.
         training: Whether what is drawn is trained on.
 
@@ -32,9 +36,9 @@ def make_constraint(bias: Mapping[int, float], *, vocabulary: int, training: boo
         Refusal: An id is none of the vocabulary's, every id is banned, or a bias cannot be trained.
     """
     bias = {token_id: value for token_id, value in bias.items() if value}
-    if not bias:
+    if not bias and grammar is None:
         return None
-    if (largest := max(bias)) >= vocabulary:
+    if bias and (largest := max(bias)) >= vocabulary:
         raise Refusal(400, f"logit_bias.{largest}: the vocabulary has {vocabulary} tokens", "logit_bias")
     forced = [token_id for token_id, value in bias.items() if value >= _FORCE]
     banned = [token_id for token_id, value in bias.items() if value <= _BAN]
@@ -50,8 +54,12 @@ def make_constraint(bias: Mapping[int, float], *, vocabulary: int, training: boo
         )
     if len(banned) == vocabulary:
         raise Refusal(400, "logit_bias bans every token of the vocabulary", "logit_bias")
-    wire = {"logit_bias": {str(token_id): value for token_id, value in bias.items()}}
-    return Constraint(bias=between, only=forced, banned=() if forced else banned, wire=wire)
+    wire: dict[str, Any] = {}
+    if bias:
+        wire["logit_bias"] = {str(token_id): value for token_id, value in bias.items()}
+    if grammar is not None:
+        wire["structured_outputs"] = {"grammar": grammar.text}
+    return Constraint(bias=between, only=forced, banned=() if forced else banned, grammar=grammar, wire=wire)
 
 
 def write_masks(masks: Sequence[bytes]) -> dict[str, Any]:

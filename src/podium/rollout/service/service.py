@@ -19,13 +19,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
+from podium.rollout.engines.grammars import Grammars
 from podium.rollout.sampling import RequestParams, SamplingParams
+from podium.rollout.service.answer_forms import conversation_grammar
 from podium.rollout.service.concurrency import Caller, merge_streams
 from podium.rollout.service.constraints import make_constraint
 from podium.rollout.service.histories import Departure, rename_results, tools_key
 from podium.rollout.service.session_store import SessionStore
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session
 from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
+from podium.rollout.service.structured import AnswerGrammar, compile_grammars, text_grammar
 from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, TokenizeRequest
 from podium.rollout.tasks.examples import message_text
@@ -166,6 +169,7 @@ class Service:
         self._tokenizer = tokenizer
         self.stop_token_ids = tuple(stop_token_ids)
         self.most_tokens = most_tokens
+        self._grammars = Grammars(tokenizer)
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self.sessions = SessionStore(_MOST_BYTES if rules is None else None, form)
         self.overruled: Counter[str] = Counter()
@@ -305,7 +309,8 @@ class Service:
         except RecursionError:
             raise Refusal(400, "the messages or tools are nested too deeply to be written", "messages") from None
         limit = request.max_completion_tokens or request.max_tokens
-        question = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session)
+        grammar = conversation_grammar(request, tools, prompt, self.form, self._grammars)
+        question = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session, grammar=grammar)
         return replace(
             question,
             session=recorded,
@@ -336,8 +341,10 @@ class Service:
         *,
         stop: Sequence[int] | None,
         session: str = "",
+        grammar: AnswerGrammar | None = None,
     ) -> Asked:
-        """Prepare ids. ``sampling`` has temperature, top_p, top_k, n and seed.
+        """Prepare ids. ``sampling`` has temperature, top_p, top_k, n and seed. ``grammar`` is that of a conversation's
+        answer; a text's is in ``sampling``.
 
         Raises:
             Refusal: The prompt leaves no room for an answer, or too many tokens are in flight.
@@ -365,10 +372,17 @@ class Service:
             seeds_drawn = [next(session_seeds if session_seeds is not None else self._seeds) for _ in range(sampling.n)]
             seeds = seeds_drawn if session_seeds is not None else [seed * 1_000_003 for seed in seeds_drawn]
         constraint = make_constraint(
-            sampling.logit_bias or {}, vocabulary=self.vocabulary, training=self.rules is not None
+            sampling.logit_bias or {},
+            grammar or text_grammar(sampling, self._grammars),
+            vocabulary=self.vocabulary,
+            training=self.rules is not None,
         )
         seeds = [seed % _SEEDS for seed in seeds]
         return Asked(prompt, params, seeds, self.caller(), name=session, constraint=constraint)
+
+    async def prepare(self, *asked: Asked) -> None:
+        """Compile the grammars of requests, without which none of them is drawn. Raises Refusal if one is wrong."""
+        await compile_grammars([question.constraint for question in asked])
 
     def _check_length(self, texts: Iterable[str], session: str = "") -> None:
         """Raise Refusal for vast texts, which are not encoded: nothing else would be answered meanwhile."""
@@ -519,6 +533,7 @@ class Service:
     async def _pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[list[int] | Sampled]:
         """Yield the ids so far, again and again, and at last all of the completion."""
         ids, logprobs, versions = list[int](), list[float](), list[int]()
+        await self.prepare(asked)
         drawing = self.source.stream(
             asked.prompt, asked.params, asked.seeds[number], session=asked.name, tokens=tokens, caller=asked.caller,
             **({} if asked.constraint is None else {"constraint": asked.constraint}),

@@ -38,7 +38,6 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1, None),
     "suffix": ("", None),
     "ignore_eos": (False, None),
-    "response_format": ({"type": "text"}, None),
     "modalities": (["text"], None),
     "functions": ([], None),
     "function_call": ("auto", "none", None),
@@ -93,7 +92,15 @@ LogitBias = dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le
 Temperature = Annotated[float, AfterValidator(_check_temperature)]
 
 
-class _Request(BaseModel):
+class _Restricted(BaseModel):
+    """What a request may ask of single tokens and of the form of an answer."""
+
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    logit_bias: LogitBias | None = None
+    structured_outputs: Any = None
+
+
+class _Request(_Restricted):
     model_config = ConfigDict(extra="allow", strict=False)
 
     model: str = ""
@@ -101,8 +108,7 @@ class _Request(BaseModel):
     temperature: Temperature = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    logit_bias: LogitBias | None = None
+    response_format: Any = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -184,21 +190,33 @@ class ChatRequest(_Request):
     reasoning_effort: str | None = None
     thinking: bool | None = None
 
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer must be a call of a tool."""
+        return self.tool_choice not in (None, "auto", "none")
+
     @model_validator(mode="after")
     def _check_choice(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if self.tool_choice in (None, "auto", "none"):
+        if not self.forces_call:
             return self
         names = [tool["function"]["name"] for tool in self.tools or ()]
+        if self.tool_choice == "required":
+            if not names:
+                raise ValueError("tool_choice = 'required': the request has no tools")
+            return self
         wanted = self.tool_choice
         wanted = wanted.get("function") if isinstance(wanted, dict) else None
         wanted = wanted.get("name") if isinstance(wanted, dict) else None
-        if wanted is not None and wanted not in names:
+        if wanted is None:
+            raise ValueError(
+                f"tool_choice = {str(self.tool_choice)[:80]}: this service knows auto, none, required, and an object "
+                "that names a function"
+            )
+        if wanted not in names:
             raise ValueError(f"tool_choice names {str(wanted)[:80]!r}, which is not among the tools {names}")
-        raise ValueError(
-            f"tool_choice = {str(self.tool_choice)[:80]}: this service cannot force a tool call; use auto or none"
-        )
+        return self
 
 
 class CompletionRequest(_Request):
@@ -224,7 +242,7 @@ class CompletionRequest(_Request):
         return self
 
 
-class Sampling(BaseModel):
+class Sampling(_Restricted):
     """``sampling_params`` of ``/inference/v1/generate``."""
 
     model_config = ConfigDict(extra="allow")
@@ -234,8 +252,6 @@ class Sampling(BaseModel):
     temperature: Temperature = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    logit_bias: LogitBias | None = None
     seed: int | None = None
     stop_token_ids: list[int] | None = None
     logprobs: int | None = Field(default=None, ge=0, le=1)

@@ -64,12 +64,21 @@ def said_in_session(service: Service, *requests: dict[str, Any]) -> Row:
     return row
 
 
-def trained_logprobs(service: Service, row: Row, temperature: float = 1.0, *, masked: bool = True) -> list[float]:
+def trained_logprobs(
+    service: Service, row: Row, temperature: float = 1.0, *, masked: bool = True, kept: bool = False
+) -> list[float]:
+    engine: Any = service.source.engine  # type: ignore[attr-defined]
     tokens = Jagged.from_rows([torch.tensor(row.ids)])
     columns: dict[str, Any] = {fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(torch.tensor(row.sampled))}
-    batch = Batch(columns | (mask_columns([row.masks], tokens) if masked else {}), {"temperature": temperature})
-    (micro,) = cut(batch, 1000, packed=False)
-    engine: Any = service.source.engine  # type: ignore[attr-defined]
+    batch = Batch(
+        columns | (mask_columns([row.masks], tokens) if masked else {}),
+        {"temperature": temperature, "text_ids": engine.text_ids},
+    )
+    if kept:
+        sizes = tokens.like(torch.tensor([len(ids) for ids in row.kept], dtype=torch.int64))
+        ids = Jagged.from_rows([torch.tensor([token_id for ids in row.kept for token_id in ids])])
+        batch = batch.with_columns({fields.KEPT_SIZES: sizes, fields.KEPT_IDS: ids})
+    (micro,) = cut(batch, 4000, packed=False)
     with torch.no_grad():
         return score_tokens(engine.model, batch, micro).logprobs.tolist()
 

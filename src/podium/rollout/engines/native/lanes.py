@@ -27,7 +27,7 @@ Legend: A active lanes, B rows of one draw, T most new tokens, S most stop token
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby, islice, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,10 +40,10 @@ from podium.rollout.engines.draw import Draw, draw, uniforms
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.native.cache import KVCache, cache_class, round_up
-from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
+from podium.rollout.engines.native.decoder import Decoder, Past
 from podium.rollout.engines.native.graphs import DecodeGraphs, bucket
-from podium.rollout.engines.native.memory import Match, PagedMemory
-from podium.rollout.engines.native.prompts import Key, cut_texts, drawing_of, find_due, key_of
+from podium.rollout.engines.native.memory import PagedMemory
+from podium.rollout.engines.native.prompts import Beginning, Key, Seen, cut_texts, drawing_of, find_due, key_of
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
@@ -66,26 +66,6 @@ _LANE = np.dtype(
     ]
 )
 _Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]  # rows that are drawn alike
-
-
-class _Seen(NamedTuple):
-    """A prompt that went through the model, in row ``row`` of ``prefill``; ``exact`` of its positions as in a lane.
-
-    ``computed`` of its tokens went through the model; 0 after the first request has them."""
-
-    prefill: Prefill
-    row: int
-    exact: int
-    computed: int
-
-
-class _Beginning(NamedTuple):
-    """The first ``length`` positions of a prompt, the first ``exact`` as in a prefill, in a lane or in pages."""
-
-    length: int = 0
-    exact: int = 0
-    lane: int = -1
-    match: Match | None = None
 
 
 class Lanes:
@@ -144,7 +124,7 @@ class Lanes:
         self._stops = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self._records: Any = np.zeros(0, _LANE)
         self._texts = np.zeros((0, 0), np.int64)
-        self._seen: dict[Key, _Seen] = {}
+        self._seen: dict[Key, Seen] = {}
         self._kinds: dict[SamplingParams, int] = {}
         self._step_number = self._version = self._clock = 0
         self._activate(0)
@@ -563,7 +543,7 @@ class Lanes:
                 if alike:
                     self._prefill_part(decoder, alike)
 
-    def _prefill_part(self, decoder: Decoder, prompts: Sequence[tuple[Key, _Beginning]]) -> None:
+    def _prefill_part(self, decoder: Decoder, prompts: Sequence[tuple[Key, Beginning]]) -> None:
         """One forward pass over prompts, each after so many positions of a lane or of pages that are there already."""
         keys, beginnings = (list(column) for column in zip(*prompts, strict=True))
         past = self._past(beginnings) if any(beginning.length for beginning in beginnings) else None
@@ -572,10 +552,10 @@ class Lanes:
             if length and lane >= 0 and length == self._records["known"][lane]:
                 self._records["used"][lane] = 0  # the new text has all of it
             computed = len(key[0]) - length
-            self._seen[key] = _Seen(prefill, row, len(key[0]) if length <= exact else exact, computed)
+            self._seen[key] = Seen(prefill, row, len(key[0]) if length <= exact else exact, computed)
             self.prefilled_tokens += computed
 
-    def _past(self, beginnings: Sequence[_Beginning]) -> Past:
+    def _past(self, beginnings: Sequence[Beginning]) -> Past:
         assert self.cache is not None
         lengths = [beginning.length for beginning in beginnings]
         lanes = np.array([max(beginning.lane, 0) for beginning in beginnings])
@@ -586,25 +566,25 @@ class Lanes:
                 beginning.match.copy_into(past.keys[:, row], past.values[:, row])
         return past
 
-    def _find_beginning(self, prompt: Sequence[int], reuse_completions: bool) -> _Beginning:
+    def _find_beginning(self, prompt: Sequence[int], reuse_completions: bool) -> Beginning:
         """Return the longest beginning of ``prompt`` that a lane or pages have: all but the last token at most."""
         if len(prompt) <= _SHORTEST_PREFIX:
-            return _Beginning()
+            return Beginning()
         in_lane = self._find_in_lanes(prompt, reuse_completions)
         match = self.memory.find(prompt, reuse_completions)
         if match.length >= _SHORTEST_PREFIX and match.length > in_lane.length:
-            return _Beginning(match.length, match.exact, match=match)
+            return Beginning(match.length, match.exact, match=match)
         return in_lane
 
-    def _find_in_lanes(self, prompt: Sequence[int], reuse_completions: bool) -> _Beginning:
+    def _find_in_lanes(self, prompt: Sequence[int], reuse_completions: bool) -> Beginning:
         records, head = self._records, _SHORTEST_PREFIX
         usable = records["known"] if reuse_completions else np.minimum(records["known"], records["exact"])
         wanted = np.array(prompt[:-1])
         lanes = ((usable >= head) & (self._texts[:, :head] == wanted[:head]).all(1)).nonzero()[0]
         if not len(lanes):
-            return _Beginning()
+            return Beginning()
         width = min(len(wanted), self._texts.shape[1])
         differ = self._texts[lanes, :width] != wanted[:width]
         lengths = np.minimum(np.where(differ.any(1), differ.argmax(1), width), usable[lanes])
         best = int(lengths.argmax())
-        return _Beginning(int(lengths[best]), int(records["exact"][lanes[best]]), int(lanes[best]))
+        return Beginning(int(lengths[best]), int(records["exact"][lanes[best]]), int(lanes[best]))

@@ -4,15 +4,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import dropwhile, groupby, islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from podium.rollout.engines.native.decoder import Prefill
+from podium.rollout.engines.native.memory import Match
 from podium.rollout.engines.requests import Request, RequestQueue
 from podium.rollout.sampling import SamplingParams
 
-__all__ = ["Key", "cut_texts", "drawing_of", "find_due", "key_of"]
+__all__ = ["Beginning", "Key", "Seen", "cut_texts", "drawing_of", "find_due", "key_of"]
 
 Key: TypeAlias = tuple[Sequence[int], bool]
 """A prompt, and whether what decoding computed may serve it."""
+
+
+class Seen(NamedTuple):
+    """A prompt that went through the model, in row ``row`` of ``prefill``; ``exact`` of its positions as in a lane.
+
+    ``computed`` of its tokens went through the model; 0 after the first request has them."""
+
+    prefill: Prefill
+    row: int
+    exact: int
+    computed: int
+
+
+class Beginning(NamedTuple):
+    """The first ``length`` positions of a prompt, the first ``exact`` as in a prefill, in a lane or in pages."""
+
+    length: int = 0
+    exact: int = 0
+    lane: int = -1
+    match: Match | None = None
 
 
 @lru_cache(maxsize=1024)
