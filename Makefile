@@ -45,9 +45,9 @@ smoke: $(RUNTIME)  ## the same path in under a minute: copying digits, from scra
 	@echo "training: under a minute on two cores: GRPO from random weights"
 	@$(BIN)/python examples/quickstart.py --smoke $(ARGS)
 
-real: $(RUNTIME)  ## train a published model of 135 million parameters by GRPO: up to 15 minutes on two cores
+real: $(RUNTIME)  ## train a published model of 135 million parameters by GRPO: three minutes of processor time
 	@$(BIN)/python examples/real/convert.py
-	@echo "training: up to 15 minutes on two cores: GRPO, and a held-out evaluation every ten steps"
+	@echo "training: about three minutes of processor time: twelve steps of GRPO, and held-out prompts every four"
 	@$(BIN)/python examples/real/train.py $(ARGS)
 
 ##@ Develop

@@ -63,7 +63,7 @@ def train(options: argparse.Namespace, out: Path) -> Summary:
     model = ModelConfig(path=str(options.model), lora=lora)
     data = DataConfig(train=write_sums(out / "sums.jsonl"), holdout=0.2)
     reward = RewardConfig(name=f"{HERE / 'reward.py'}:score")
-    evaluation = EvalConfig(every=5, items=64, metric="auto" if options.sft else "reward")
+    evaluation = EvalConfig(every=4, metric="reward")
     optim = OptimConfig(lr=rate)
     placement = PlacementConfig(cpus=options.cpus)
     with podium.connect(options.backend, hints={"log_dir": out / "logs", "preload": PRELOAD}) as cluster:
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="train adapters instead of all weights")
     parser.add_argument("--sft", action="store_true", help="fine-tune on the answers instead of GRPO")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--lr", type=float, help="default: 1e-5, and 2e-4 for adapters")
     parser.add_argument("--cpus", type=int, help="cores of the worker process; default: all; on a busy machine: 1")
     parser.add_argument("--backend", default="local", help="local (default), inline, ray or ray://HOST:PORT")
@@ -115,9 +115,9 @@ def main() -> None:
     processor_s = sum(used.ru_utime + used.ru_stime for used in usage)
     (out / "cost.json").write_text(json.dumps({"wall_s": summary.wall_s, "processor_s": round(processor_s, 1)}) + "\n")
     print(f"\n  time     {summary.wall_s:.0f} s by the clock, {processor_s:.0f} s of processor time")
-    if summary.before and summary.after and "reward" in summary.after:
-        gain = summary.after["reward"] - summary.before["reward"]
-        print(f"  reward   {summary.before['reward']:.3f} before, {summary.after['reward']:.3f} after ({gain:+.3f})")
+    if summary.before and summary.after:
+        before, after = summary.before["reward_mean"], summary.after["reward_mean"]
+        print(f"  gained   {after - before:+.3f} of held-out reward: {before:.3f} before, {after:.3f} after")
     command = "podium" if shutil.which("podium") else os.path.relpath(Path(sys.executable).with_name("podium"))
     print(f"  view     {command} view {out / 'run'}")
 
