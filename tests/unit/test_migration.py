@@ -16,7 +16,7 @@ from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.cli import main
 from podium.config import build_config, keys_of, load_config
 from podium.errors import ConfigError
-from podium.migration import Equivalent, find_equivalent, find_translation, read_tables, read_values
+from podium.migration import Equivalent, Table, find_equivalent, find_translation, read_tables, read_values
 from podium.rewards.resolve import resolve_reward
 from podium.rollout.engines.config import EngineConfig, VllmOptions
 from podium.runs.config import RECIPES
@@ -158,6 +158,16 @@ def test_a_typing_error_is_one_or_two_letters_in_the_same_section() -> None:
         assert f"did you mean {wrong.partition('.')[0]}.{right}?" in collect_mistakes(nest(wrong, 1))[0]
 
 
+@pytest.mark.parametrize("table", read_tables(), ids=lambda table: table.project)
+def test_a_setting_has_the_answer_of_its_own_table(table: Table) -> None:
+    """No other table's answer comes between, unless it has a setting of exactly this name that means something else."""
+    for name, answer in table.answers.items():
+        exact = {(each.answers[name].key, each.answers[name].missing) for each in read_tables() if name in each.answers}
+        found = find_equivalent(name)
+        assert found is not None
+        assert found.several if len(exact) > 1 else (found.key, found.missing) == (answer.key, answer.missing), name
+
+
 def test_a_name_with_several_meanings_lists_them() -> None:
     (line,) = collect_mistakes({"lr": 1e-6})
     assert "actor_rollout_ref.actor.optim.lr is optim.lr" in line
@@ -269,6 +279,9 @@ def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
         ("trainer.balance_batch=True", "there is none, and it needs none: parallel.batching"),
         ("~trainer.critic_warmup", "leave it out: Podium has none: the policy learns from the first step on"),
         ("trainer.logger=['console','wandb']", "write --run.trackers VALUE: a list"),
+        ("critic.optim.lr=1e-5", "write --critic.lr 1e-5"),
+        ("data.train_files=['a.parquet','b.parquet']", "write --data.train VALUE: one source"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "Podium has none: engines are packages"),
         ("run.steps=3", "write --run.steps 3"),
         ("optim.lrr=3", "write --optim.lr 3"),
         ("a.b=3", "write --section.key value, as in --optim.lr 1e-4"),

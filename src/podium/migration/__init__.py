@@ -78,17 +78,16 @@ class Table:
     answers: Mapping[str, Equivalent]
 
     def find(self, path: str) -> Equivalent | None:
-        """Return the answer to exactly ``path``: of patterns that match it, the longest decides.
-
-        Below a setting that takes a mapping, such as ``engine_kwargs.vllm``, its answer counts.
-        """
+        """Return the answer to exactly ``path``: of patterns that match it, the longest decides."""
         if path in self.answers:
             return self.answers[path]
         matching = [pattern for pattern in self.answers if "*" in pattern and _expression(pattern).fullmatch(path)]
-        if matching:
-            return self.answers[max(matching, key=len)]
+        return self.answers[max(matching, key=len)] if matching else None
+
+    def find_above(self, path: str) -> Equivalent | None:
+        """Return the answer to the setting that ``path`` lies below: one that takes a mapping, as ``engine_kwargs``."""
         above = path.rpartition(".")[0]
-        return self.find(above) if "." in above else None
+        return (self.find(above) or self.find_above(above)) if "." in above else None
 
     def find_endings(self, path: str) -> dict[str, Equivalent]:
         """Return the answers to settings whose path ends with ``path``, by their paths."""
@@ -108,12 +107,7 @@ def find_equivalent(path: str, keys: Container[str] | None = None) -> Equivalent
     >>> find_equivalent("rollout.n").key
     'sampling.n'
     """
-    tables = read_tables()
-    named = {table.project: answer for table in tables if (answer := table.find(path))}
-    if not named:
-        named = {
-            f"{table.project}'s {name}": answer for table in tables for name, answer in table.find_endings(path).items()
-        }
+    named = _find_named(path)
     if keys is not None:
         named = {name: chosen for name, answer in named.items() if (chosen := answer.choose(keys))}
     distinct: dict[tuple[str, bool], str] = {}
@@ -124,6 +118,20 @@ def find_equivalent(path: str, keys: Container[str] | None = None) -> Equivalent
     if len(distinct) > _SEVERAL:
         return None
     return Equivalent(remark="; ".join(f"{name} {_in_short(named[name])}" for name in distinct.values()), several=True)
+
+
+def _find_named(path: str) -> dict[str, Equivalent]:
+    """The answers to ``path`` by what has it: settings of this name, or else patterns, ends, or settings above it."""
+    tables = read_tables()
+    if named := {f"in {table.project} it": table.answers[path] for table in tables if path in table.answers}:
+        return named
+    if named := {f"in {table.project} it": answer for table in tables if (answer := table.find(path))}:
+        return named
+    if named := {
+        f"{table.project}'s {name}": answer for table in tables for name, answer in table.find_endings(path).items()
+    }:
+        return named
+    return {f"in {table.project} it": answer for table in tables if (answer := table.find_above(path))}
 
 
 def find_translation(key: str, value: object) -> Translation | None:

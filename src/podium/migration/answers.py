@@ -60,13 +60,15 @@ def show_override(argument: str, keys: Collection[str]) -> str:
         return f"write --{section}.{near[0]} {shlex.quote(value)}" if section and near else _FORM
     if removes:
         return f"leave it out{describe_answer(answer, None)}"
-    translation = answer.translate(_read_value(value)) if answer.key else None
+    read = _read_value(value)
+    translation = answer.translate(read) if answer.key else None
     if not answer.key or (translation is not None and translation.missing):
         return describe_answer(answer, value).removeprefix(": ")
     if translation is not None:
         typed = f"--{translation.key or answer.key} {show_value(translation.value)}"
     else:
-        typed = f"--{answer.key} {'VALUE' if answer.rule else shlex.quote(value)}"
+        several = answer.group == "one_source" and isinstance(read, list)
+        typed = f"--{answer.key} {'VALUE' if answer.rule or several else shlex.quote(value)}"
     remark = _join(translation.remark if translation else "", answer.remark)
     return f"write {typed}" + (f": {remark}" if remark else "")
 

@@ -71,7 +71,7 @@ class Conversion:
             if plain and (self.is_set(name) or not answer.key.startswith(tuple(only_set))):
                 self._convert(name, answer)
         for name in self.settings.values:
-            answer = self.table.find(name)
+            answer = self.table.find(name) or self.table.find_above(name)
             if answer is None:
                 self.lose(name, f"the table of {self.table.project} {self.table.version} has no such setting")
             elif not answer.key and answer.missing and not self._is_off(name):
