@@ -16,9 +16,9 @@ from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.runs.paths import resolve_resume
 from podium.telemetry import metrics
-from podium.trainer import DPOConfig, GRPOConfig, PPOTrainer, PreferenceTrainer, RMConfig
+from podium.trainer import DPOConfig, GRPOConfig, PPOTrainer, PreferenceTrainer, RMConfig, SFTConfig
 from podium.workers import RewardModel
-from tests.integration.training import MODEL, losses, metrics_rows, tiny
+from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
 
 
 def write_pairs(folder: Path, rows: int = 200) -> Path:
@@ -84,7 +84,9 @@ def test_a_policy_learns_to_prefer_and_resumes_to_the_same_steps(
     assert f"is a run of another recipe: podium train dpo --resume {run}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("loss", ["ipo", "kto", "orpo", "simpo"])
+@pytest.mark.parametrize(
+    "loss", ["kto", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ipo", "orpo", "simpo"))]
+)
 def test_each_loss_teaches_the_preference(tmp_path: Path, loss: str) -> None:
     algorithm, batch = {"loss": loss}, {"examples": 16}
     sections = settings(write_judgements(tmp_path), algorithm=algorithm, batch=batch, save={"model": False})
@@ -107,7 +109,7 @@ def test_each_loss_teaches_the_preference(tmp_path: Path, loss: str) -> None:
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
-@pytest.mark.parametrize("template", [None, TEMPLATE])
+@pytest.mark.parametrize("template", [pytest.param(None, marks=pytest.mark.exhaustive), TEMPLATE])
 def test_a_reward_model_learns_and_rewards_at_once(
     tmp_path: Path, template: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,3 +166,25 @@ def test_what_preferences_cannot_have_is_refused_by_its_key(tmp_path: Path) -> N
     ):
         with pytest.raises(ConfigError, match=message):
             tiny(DPOConfig, tmp_path, **sections)
+
+
+@pytest.mark.exhaustive
+def test_the_best_completions_are_rows_to_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = train(tiny(SFTConfig, tmp_path, run={"steps": 20, "name": "warm"}, eval={"items": 0})) / "model"
+    path, data = tmp_path / "best.jsonl", str(tmp_path / "copy.jsonl")
+    words = ["sample", str(model), "--best", str(path), "--backend", "inline", "--data.train", data]
+    words += ["--sampling.max_new_tokens", "3", "--reward.name", "fraction", "--reward.correct_at", "0.5"]
+    assert main(words) == 2
+    assert "sampling.n = 1: the best of one is that one" in capsys.readouterr().err
+    assert not path.exists()
+    assert main([*words, "--sampling.n", "8"]) == 0
+    said = capsys.readouterr().out
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert f"best.jsonl: the best of 8 completions of {len(rows)} prompts" in said
+    assert len(rows) > 5
+    assert all(row["reward"] >= 0.5 for row in rows)
+    assert any(row["answer"] == row["prompt"][:2] for row in rows)
+    assert main([*words, "--sampling.n", "8"]) == 2
+    assert "this file exists" in capsys.readouterr().err
+    sections = {"model": {"path": str(model), "config": {}, "tokenizer": ""}, "eval": {"items": 0}}
+    train(tiny(SFTConfig, tmp_path, data={"train": str(path), "holdout": 0.0}, **sections))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +86,15 @@ def run_sample(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--prompt", metavar="TEXT", help="complete this prompt and exit; without --prompt, prompts are read from stdin"
     )
+    parser.add_argument(
+        "--best",
+        metavar="FILE",
+        help="draw sampling.n completions of each prompt of data.train, and write the one with the highest reward to "
+        "this new .jsonl file, as a row for podium train sft; with reward.correct_at only correct ones",
+    )
     options, overrides, backend = parse_with_backend(parser, arguments, default="inline")
+    if options.best is not None:
+        return _write_best(options, overrides, backend)
     prompts = [options.prompt] if options.prompt is not None else _read_typed_prompts()
     with contextlib.ExitStack() as stack:
         with StatusSink(f"loading {options.model}"):
@@ -96,6 +106,34 @@ def run_sample(arguments: Sequence[str]) -> int:
             for completion in sample(prompt, number):
                 sys.stdout.write(completion + "\n")
             sys.stdout.flush()
+    return 0
+
+
+def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: Backend) -> int:
+    """Write the best completions of the training prompts. Returns the exit status."""
+    if options.prompt is not None:
+        raise ConfigError("--best takes the prompts of data.train: leave out --prompt")
+    if (path := Path(options.best)).exists():
+        raise ConfigError(f"--best {path}: this file exists; give another, or remove it")
+    with (
+        StatusSink(f"loading {options.model}"),
+        open_config(options.model, options.config, overrides, needs=("data.train", *_SCORES)) as config,
+        connect(backend) as cluster,
+    ):
+        from podium.trainer import BestOfN, draw_best
+
+        count = BestOfN()
+        rows = draw_best(config, cluster, count)
+        first = next(rows, None)  # what is refused leaves no file
+        with path.open("x", encoding="utf-8") as file:
+            for row in itertools.chain([] if first is None else [first], rows):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    left_out = {
+        "no completion is correct (reward.correct_at)": count.wrong,
+        "each completion was cut off or left out": count.unfinished,
+    }
+    reasons = "".join(f"; {number:,} prompts have none: {why}" for why, number in left_out.items() if number)
+    sys.stdout.write(f"{path}: the best of {config.sampling.n} completions of {count.kept:,} prompts{reasons}\n")
     return 0
 
 

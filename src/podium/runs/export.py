@@ -17,7 +17,7 @@ from podium.config import build_config, parse_overrides, read_values
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState, files_of
-from podium.runs.config import InferenceConfig
+from podium.runs.config import InferenceConfig, recipe_of
 from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import STATE_FILE, step_of
 from podium.runs.named_code import check_code
@@ -278,12 +278,14 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     settings["data.train"] = name_data(settings)
     base = settings.get("model.path", "")
     judge, first, last, step = _figures(found)
-    head = [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
+    kind = "text-classification" if recipe_of(found.values) == "rm" else "text-generation"
+    head = [f"library_name: {'peft' if adapters else 'transformers'}", f"pipeline_tag: {kind}"]
     stored = Path(found.values.get("model", {}).get("path", "")).expanduser()
     if base and not stored.is_absolute() and not stored.exists():  # the hub knows no directories
         head.append(f"base_model: {json.dumps(base)}")
     origin = f"`{base}`" if base else "random weights"
     what = "Adapters (LoRA) of" if adapters else "A model that began as"
+    what = "A reward model that began as" if kind == "text-classification" else what
     lines = ["---", *head, "tags: [podium]", "---", "", f"# {found.run.absolute().name}", ""]
     lines.append(f"{what} {origin}, trained by Podium for {step} steps.")
     if last is not None:

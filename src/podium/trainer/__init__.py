@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from podium.runs.directory import Summary as Summary
     from podium.runs.evaluation import Evaluation as Evaluation
+    from podium.trainer.best_of_n import BestOfN as BestOfN, draw_best as draw_best
     from podium.trainer.checks.data_plan import describe_data as describe_data
     from podium.trainer.checks.memory import describe_memory as describe_memory
     from podium.trainer.checks.plan import describe_plan as describe_plan

@@ -1,0 +1,63 @@
+"""The choice of the best completion of each prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from podium.data import Batch, Jagged
+from podium.data.sampled_text import text_column
+from podium.models import ModelConfig, char_tokenizer
+from podium.rewards import RewardConfig
+from podium.rollout.tasks import Example
+from podium.runs.config import InferenceConfig
+from podium.trainer.best_of_n import BestOfN, _choose
+from podium.trainer.completions import ScoredBatch
+from podium.trainer.prompts import Prompt
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def scored(scores: list[float], reasons: list[str], texts: list[str]) -> ScoredBatch:
+    """Two completions of each prompt. The second prompt has tools."""
+    tokenizer = char_tokenizer("ab")
+    examples = [Example(text, None, {"prompt": text}) for text in ("p", "q", "r", "s")]
+    examples[1] = replace(examples[1], prompt=[{"role": "user", "content": "q"}], row={"tools": TOOLS})
+    ids = torch.tensor([4])
+    columns: dict[str, Any] = {
+        "tokens": Jagged.from_rows([ids] * len(texts)),
+        "rewards": torch.tensor(scores),
+        "group": torch.arange(len(texts)) // 2,
+        "finish_reason": reasons,
+        "text": text_column(texts),
+    }
+    prompts = [Prompt(ids, example, tokenizer.decode) for example in examples[: len(texts) // 2]]
+    return ScoredBatch(step=0, batch=Batch(columns), prompts=prompts, tokenizer=tokenizer)
+
+
+def config_of(**reward: Any) -> InferenceConfig:
+    return InferenceConfig(model=ModelConfig(path="x"), reward=RewardConfig(**reward))
+
+
+def test_the_first_of_the_best_that_ended_by_itself_is_the_answer() -> None:
+    batch = scored(
+        [0.5, 1.0, 2.0, 2.0, 9.0, 1.0, 7.0, 8.0],
+        ["stop", "stop", "stop", "stop", "length", "stop", "length", "length"],
+        ["a", "b", "c", "d", "e", "f", "g", "h"],
+    )
+    count = BestOfN()
+    assert [*_choose(batch, config_of(), count)] == [
+        {"prompt": "p", "answer": "b", "reward": 1.0},
+        {"prompt": [{"role": "user", "content": "q"}], "answer": "c", "reward": 2.0, "tools": TOOLS},
+        {"prompt": "r", "answer": "f", "reward": 1.0},
+    ]
+    assert count == BestOfN(kept=3, unfinished=1)
+
+
+def test_with_a_lowest_correct_score_a_prompt_without_a_correct_completion_has_no_row() -> None:
+    count = BestOfN()
+    batch = scored([0.5, 0.9, 1.0, 0.0], ["stop"] * 4, ["a", "b", "c", "d"])
+    assert [row["answer"] for row in _choose(batch, config_of(correct_at=1.0), count)] == ["c"]
+    assert count == BestOfN(kept=1, wrong=1)
