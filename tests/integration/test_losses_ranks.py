@@ -20,7 +20,7 @@ from podium.training.config import Strategy
 from podium.training.micro_batches import plan
 from podium.workers import Policy
 from tests.integration.test_workers_ranks import started
-from tests.unit.algorithms import loss_oracles, oracles
+from tests.unit.algorithms import loss_oracles, oracles, test_corrections
 from tests.unit.algorithms.oracles import LossRow
 from tests.unit.workers.tiny import LENGTHS, TINY, recorded
 
@@ -52,6 +52,16 @@ def draw(count: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
 
 
+def m2po(rows: list[LossRow]) -> tuple[list[oracles.Array], list[oracles.Array]]:
+    """``-r A`` but at the tokens that M2PO leaves out of the whole minibatch; the generator is the old policy."""
+    named = [
+        {"logprobs": row.logprobs, "old": row.old, "rollout": row.old, "advantages": row.advantages} for row in rows
+    ]
+    kept = test_corrections.m2po(0.004)(named)
+    losses = [-np.exp(row.logprobs - row.old) * row.advantages * mask for row, mask in zip(rows, kept, strict=True)]
+    return losses, losses
+
+
 CASES: dict[str, tuple[AlgorithmConfig, Oracle, str]] = {
     "clip_cov": (  # the first, because it draws the random numbers of the first optimizer step
         AlgorithmConfig(
@@ -79,6 +89,11 @@ CASES: dict[str, tuple[AlgorithmConfig, Oracle, str]] = {
         AlgorithmConfig(loss="kl_cov", options={"kl_cov_share": 0.2}),
         lambda rows: loss_oracles.kl_cov(rows, 0.2, 1.0),
         "policy/cov_fraction",
+    ),
+    "m2po": (
+        AlgorithmConfig(correction=("bypass", "m2po"), clip_low=1.0, clip_high=1e9, options={"m2_budget": 0.004}),
+        m2po,
+        "mismatch/left_out",
     ),
     "dppo_kl": (
         AlgorithmConfig(loss="dppo_kl", clip_low=1e-4, clip_high=1e-4),

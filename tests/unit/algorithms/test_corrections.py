@@ -21,7 +21,7 @@ from podium.algorithms.declarations import (
 from podium.config import load_config
 from podium.errors import ConfigError, DataError
 from podium.runs.named_code import list_code
-from podium.trainer import GRPOConfig
+from podium.trainer import GRPOConfig, PPOTrainer
 from tests.unit.algorithms.oracles import Array
 
 SEEDS = range(5)
@@ -315,6 +315,18 @@ def test_a_correction_in_a_file_is_code_that_a_configuration_names() -> None:
     assert (("algorithm", "correction"), "mine.py:weights") in named
     assert (("algorithm", "options", "path"), "elsewhere") in named
     assert not any("opsm" in str(value) for _, value in named)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [({}, True), ({"loss": "dppo_tv"}, False), ({"correction": ("bypass", "m2po")}, False)],
+)
+def test_a_ratio_to_the_generator_saves_the_pass_for_the_old_policy(settings: dict[str, Any], needed: bool) -> None:
+    for changes, expected in {("minibatches", 2): needed, ("minibatches", 1): False}.items():
+        algorithm = AlgorithmConfig(**settings, **dict([changes]))
+        trainer = PPOTrainer(GRPOConfig(algorithm=algorithm))
+        assert trainer._needs_old_logprobs == expected
+    assert PPOTrainer(GRPOConfig(algorithm=replace(algorithm, kl_in="reward")))._needs_old_logprobs
 
 
 def test_auto_is_truncate_where_older_weights_draw_completions() -> None:

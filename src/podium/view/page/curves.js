@@ -26,6 +26,8 @@ const KNOWN = {
   "mismatch/max": ["Generator against trainer, largest", "nats"],
   "mismatch/weight_mean": ["Importance weight, mean", "weight"],
   "mismatch/weight_capped": ["Importance weights at their cap", "share of tokens"],
+  "mismatch/left_out": ["Tokens that corrections leave out", "share of tokens"],
+  "mismatch/effective_size": ["Effective sample size under corrections", "share of tokens"],
   "mismatch/kl": ["Generator against trainer, KL", "nats a token"],
   "completion/length_mean": ["Completion length, mean", "tokens"],
   "completion/length_max": ["Completion length, longest", "tokens"],
