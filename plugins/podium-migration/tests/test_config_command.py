@@ -379,3 +379,18 @@ def test_settings_that_cannot_be_trained_with_say_how_to_go_on(
     assert "sampling.n = 1 with algorithm.advantage = 'rloo'" in message
     assert message.endswith("give others behind the file, as NAME=VALUE of verl\n")
     assert main([*words, "actor_rollout_ref.rollout.n=4"]) == 0
+
+
+def test_a_generated_configuration_of_verl_refers_to_other_settings(tmp_path: Path) -> None:
+    text = (
+        "data: {train_batch_size: 64, max_prompt_length: 100, tokenizer: null, train_files: '${oc.env:FILES}'}\n"
+        "actor_rollout_ref:\n"
+        "  actor: {ppo_mini_batch_size: '${data.train_batch_size}', optim: {lr_scheduler_type: constant}}\n"
+        "  rollout: {name: '???', n: '${oc.select:a.b,4}', temperature: '${.top_p}', top_p: 0.9, "
+        "prompt_length: '${oc.select:data.max_prompt_length,512}'}\n"
+        "trainer: {total_training_steps: null}\nalgorithm: {adv_estimator: rloo}\n"
+    )
+    config, _, written = convert(tmp_path, "verl", "verl.yaml", text)
+    assert (config.batch.prompts, config.algorithm.minibatches, config.sampling.n) == (64, 1, 4)
+    assert (config.sampling.temperature, config.sampling.top_p, config.run.epochs) == (0.9, 0.9, 30)
+    assert "# - data.train_files: the file does not decide this" in written

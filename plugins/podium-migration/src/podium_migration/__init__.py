@@ -55,6 +55,6 @@ def run_config(arguments: Sequence[str]) -> int:
     except FileExistsError:
         raise ConfigError(f"{options.output} exists: name another file by --output, or remove it") from None
     sys.stdout.write(f"{options.output}: {len(conversion.values)} settings for podium train {conversion.recipe}\n")
-    sys.stdout.writelines(f"  {line}\n" for line in conversion.list_lost())
+    sys.stdout.writelines(f"  {line}\n" for line in conversion.list_lost(most=4))
     sys.stdout.write(f"to check it: {command} --dry-run\n")
     return 0

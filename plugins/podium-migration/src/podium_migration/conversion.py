@@ -29,7 +29,9 @@ class Conversion:
     def __init__(self, project: str, settings: Settings, recipe: str, theirs: str) -> None:
         self.table: Table = next(table for table in read_tables() if table.project == project)
         self.settings, self.recipe, self.theirs = settings, recipe, theirs
-        self.defaults = {key.path: key.default for key in keys_of(RECIPES[recipe])}
+        keys = keys_of(RECIPES[recipe])
+        self.defaults = {key.path: key.default for key in keys}
+        self.expected = {key.path: key.expects for key in keys}
         self.values: dict[str, Any] = {}
         self.notes: dict[str, str] = {}
         self.lost: list[str] = []
@@ -74,7 +76,7 @@ class Conversion:
             answer = self.table.find(name) or self.table.find_above(name)
             if answer is None:
                 self.lose(name, f"the table of {self.table.project} {self.table.version} has no such setting")
-            elif not answer.key and answer.missing and not self._is_off(name):
+            elif not answer.key and answer.missing and not self._is_off(name) and not name.endswith("._target_"):
                 self.lose(name, answer.remark)
         if names := ", ".join(self.settings.undecided):
             self.lost.append(
@@ -92,6 +94,8 @@ class Conversion:
             self.lose(name, f"{key} has no such value: {translation.remark}")
             return
         value = value if translation is None else translation.value
+        if value is None and key in self.expected and "null" not in self.expected[key]:
+            return
         if self.is_set(name) or not _equal(value, self.defaults.get(key)):
             self.set(key, value, translation.remark if translation and self.is_set(name) else "")
 
@@ -127,13 +131,18 @@ class Conversion:
             ) from None
         return text
 
-    def list_lost(self) -> list[str]:
-        """Return the lines of ``lost``, those with one reason as one."""
+    def list_lost(self, most: int = 1000) -> list[str]:
+        """Return the lines of ``lost``, those with one reason as one, which names at most this many settings."""
         names: dict[str, list[str]] = {}
         for line in self.lost:
             name, _, reason = line.partition(": ")
             names.setdefault(reason, []).append(name)
-        return [f"{', '.join(dict.fromkeys(of_reason))}: {reason}" for reason, of_reason in names.items()]
+        lines = list[str]()
+        for reason, of_reason in names.items():
+            of_reason = list(dict.fromkeys(of_reason))
+            others = f" and {len(of_reason) - most} others" if len(of_reason) > most else ""
+            lines.append(f"{', '.join(of_reason[:most])}{others}: {reason}")
+        return lines
 
     def _write_sections(self, values: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
         for name, value in values.items():

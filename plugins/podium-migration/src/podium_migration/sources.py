@@ -16,6 +16,7 @@ from podium_migration.shell import UNDECIDED, read_script
 __all__ = ["Settings", "read_leaves", "read_trl", "read_verl"]
 
 _NUMBER: Final = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_REFERENCE: Final = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*([^${}]*))?\}")
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
 _TRL_CLASSES: Final = {"GRPOConfig": "grpo", "SFTConfig": "sft", "DPOConfig": "dpo", "RewardConfig": "reward"}
 _TRL_TRAINERS: Final = {"GRPOTrainer": "grpo", "SFTTrainer": "sft", "DPOTrainer": "dpo", "RewardTrainer": "reward"}
@@ -66,11 +67,26 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> Settings:
         elif match:
             values[match[1]] = _read_value(match[2])
             undecided = [name for name in undecided if name != match[1]]
+    values = {name: value for name in values if (value := _resolve(values, name)) != "???"}
+    undecided += [name for name, value in values.items() if "${" in str(value)]
+    values = {name: value for name, value in values.items() if "${" not in str(value)}
     if not any("." in name for name in values):
         raise ConfigError(
             f"{path} gives no setting of verl: expected words such as data.train_batch_size=1024, or YAML"
         )
     return Settings(values, undecided)
+
+
+def _resolve(values: Mapping[str, Any], name: str, depth: int = 10) -> Any:
+    """The value of a setting, with that of another in place of ``${other}`` and ``${oc.select:other,default}``."""
+    value = values[name]
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or depth == 0:
+        return value
+    other = f"{name.rpartition('.')[0]}{match[1]}" if match[1].startswith(".") else match[1]
+    if other in values:
+        return _resolve(values, other, depth - 1)
+    return value if match[2] is None else _read_value(match[2])
 
 
 def read_trl(path: Path, overrides: Sequence[str] = ()) -> Settings:
