@@ -122,6 +122,8 @@ class Client:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        response_format: Mapping[str, Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
     ) -> Reply:
         """Let the model answer.
 
@@ -130,6 +132,9 @@ class Client:
             tools: Tools that the model may call, as the OpenAI API has them.
             max_tokens: The most tokens of the answer, at most ``sampling.max_new_tokens``.
             stop: Texts that end the answer.
+            response_format: The form of the answer, as the OpenAI API has it. It needs the extra ``grammar``.
+            tool_choice: "required", or an object that names a function, to force a call of a tool. It needs the extra
+                ``grammar``.
 
         Raises:
             ContextFull: The conversation leaves no room for an answer, or the session has used up one of its limits.
@@ -145,6 +150,8 @@ class Client:
             tools=[dict(tool) for tool in tools] or None,
             max_tokens=max_tokens,
             stop=stop if isinstance(stop, str) else [*stop],
+            response_format=response_format,
+            tool_choice=tool_choice,
         )
         answering = answer_request(self._service, request, self._session.id)
         if asyncio.get_running_loop() is not self._loop:  # one thread records all that is said in a session

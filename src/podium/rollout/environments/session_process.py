@@ -189,12 +189,18 @@ class DistantClient:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        response_format: Mapping[str, Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
     ) -> Reply:
         """As :meth:`.Client.chat`."""
         conversation = messages if isinstance(messages, str) else [dict(message) for message in messages]
-        reply_future = self._line.ask(
-            "chat", self._path, messages=conversation, tools=[*map(dict, tools)], max_tokens=max_tokens, stop=stop
-        )
+        wishes = {
+            "max_tokens": max_tokens,
+            "stop": stop,
+            "response_format": response_format,
+            "tool_choice": tool_choice,
+        }
+        reply_future = self._line.ask("chat", self._path, messages=conversation, tools=[*map(dict, tools)], **wishes)
         try:
             message, finish_reason, session, call = await asyncio.wrap_future(reply_future)
         except asyncio.CancelledError:

@@ -214,7 +214,7 @@ def _plain(reason: str) -> str:
 
 def _add_spacing(schema: Any) -> str:
     if isinstance(schema, Mapping):
-        return json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACES, **schema.get("x-guidance", {})}})
+        return json.dumps({"x-guidance": {"whitespace_pattern": _SPACES}, **schema})
     return json.dumps(schema)
 
 

@@ -256,8 +256,9 @@ class Lanes:
         self, logits_BV: Tensor, groups: _Groups, uniforms_B: Tensor, lanes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities of one token of each row. Row b belongs to lane ``lanes[b]``."""
-        guided = self._records["guided"][list(lanes)].nonzero()[0].tolist()
-        if guided:
+        guided = list[int]()
+        if self._records["guided"].any():
+            guided = self._records["guided"][list(lanes)].nonzero()[0].tolist()
             self._restrict(logits_BV, guided, lanes)
         ids, logprobs = self._draw_groups(logits_BV, groups, uniforms_B, lanes)
         if guided:
