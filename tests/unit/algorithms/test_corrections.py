@@ -322,11 +322,11 @@ def test_a_correction_in_a_file_is_code_that_a_configuration_names() -> None:
     [({}, True), ({"loss": "dppo_tv"}, False), ({"correction": ("bypass", "m2po")}, False)],
 )
 def test_a_ratio_to_the_generator_saves_the_pass_for_the_old_policy(settings: dict[str, Any], needed: bool) -> None:
-    for changes, expected in {("minibatches", 2): needed, ("minibatches", 1): False}.items():
-        algorithm = AlgorithmConfig(**settings, **dict([changes]))
-        trainer = PPOTrainer(GRPOConfig(algorithm=algorithm))
-        assert trainer._needs_old_logprobs == expected
-    assert PPOTrainer(GRPOConfig(algorithm=replace(algorithm, kl_in="reward")))._needs_old_logprobs
+    for minibatches, expected in {2: needed, 1: False}.items():
+        algorithm = AlgorithmConfig(**settings, minibatches=minibatches)
+        assert PPOTrainer(GRPOConfig(algorithm=algorithm))._needs_old_logprobs == expected
+        penalized = replace(algorithm, kl_in="reward")
+        assert PPOTrainer(GRPOConfig(algorithm=penalized))._needs_old_logprobs
 
 
 def test_auto_is_truncate_where_older_weights_draw_completions() -> None:
