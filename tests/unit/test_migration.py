@@ -269,7 +269,7 @@ def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
     ("typed", "answer"),
     [
         ("actor_rollout_ref.rollout.n=8", "write --sampling.n 8"),
-        ("+data.train_files=a.parquet", "write --data.train a.parquet: one source"),
+        ("+data.train_files=a.parquet", "write --data.train a.parquet"),
         ("++trainer.test_freq=-1", "write --eval.every 0: 0 evaluates before the first and after the last step"),
         (
             "actor.loss_agg_mode=seq-mean-token-mean",
@@ -280,7 +280,7 @@ def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
         ("~trainer.critic_warmup", "leave it out: Podium has none: the policy learns from the first step on"),
         ("trainer.logger=['console','wandb']", "write --run.trackers VALUE: a list"),
         ("critic.optim.lr=1e-5", "write --critic.lr 1e-5"),
-        ("data.train_files=['a.parquet','b.parquet']", "write --data.train VALUE: one source"),
+        ("data.train_files=[a.parquet,b.parquet]", "write --data.train '[a.parquet,b.parquet]'"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "Podium has none: engines are packages"),
         ("run.steps=3", "write --run.steps 3"),
         ("optim.lrr=3", "write --optim.lr 3"),

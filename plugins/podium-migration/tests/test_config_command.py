@@ -160,7 +160,7 @@ def test_dapo_of_verl(tmp_path: Path) -> None:
     assert (config.algorithm.minibatches, config.optim.warmup_steps, config.optim.weight_decay) == (16, 160, 0.1)
     assert (config.data.overlong, config.eval.temperature, config.eval.at_start) == ("cut", 1.0, False)
     assert (
-        "# - algorithm.filter_groups.enable=True, algorithm.filter_groups.max_num_gen_batches=10: a group whose" in text
+        "# - algorithm.filter_groups.enable=True, algorithm.filter_groups.max_num_gen_batches=10: batch.prompts" in text
     )
     assert "# - reward.reward_manager.name=dapo: dapo: a function of yours" in text
 

@@ -87,8 +87,8 @@ def _show(run: RunRecord) -> None:
 
     sys.stdout.write(f"{run.path}: {_describe_run(run)}, took {duration(run.seconds)}\n")
     chosen = ("model.path", "data.train", "environment.name", "reward.name", "run.seed", "run.schedule", "optim.lr")
-    known = {**run.settings, "data.train": name_data(run.settings)}
-    settings = {key: known[key] for key in chosen if known.get(key) not in (None, "", {})} | run.of_script
+    shown = {**run.settings, "data.train": name_data(run.settings)}
+    settings = {key: shown[key] for key in chosen if shown.get(key) not in (None, "", {})} | run.of_script
     sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in settings.items())}\n")
     for name in ("best_checkpoint", "model_path"):
         if path := run.result(name):

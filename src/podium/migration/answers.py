@@ -67,8 +67,7 @@ def show_override(argument: str, keys: Collection[str]) -> str:
     if translation is not None:
         typed = f"--{translation.key or answer.key} {show_value(translation.value)}"
     else:
-        several = answer.group == "one_source" and isinstance(read, list)
-        typed = f"--{answer.key} {'VALUE' if answer.rule or several else shlex.quote(value)}"
+        typed = f"--{answer.key} {'VALUE' if answer.rule else shlex.quote(value)}"
     remark = _join(translation.remark if translation else "", answer.remark)
     return f"write {typed}" + (f": {remark}" if remark else "")
 

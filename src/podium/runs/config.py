@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import Field
 
@@ -42,6 +42,7 @@ __all__ = [
     "PoolConfig",
     "PreferenceRun",
     "PromptBatch",
+    "PromptChoice",
     "RMConfig",
     "RunConfig",
     "SFTConfig",
@@ -147,12 +148,42 @@ class RunConfig:
         return self.max_staleness if declared.side_by_side else declared.staleness
 
 
+@section("batch.prompts")
+class PromptChoice:
+    """Which prompts a step trains on. They are the entries of ``batch.prompts``, where that is a mapping."""
+
+    count: int = Field(default=16, ge=1, le=10**9)
+    """A step trains on this many prompts."""
+    filter: Literal["none", "rewards", "accuracy"] = "rewards"
+    """A prompt is dropped if all of its completions have the same reward (rewards), or all of them are correct or none
+    is (accuracy)."""
+    refills: int = Field(default=3, ge=0, le=1000)
+    """A step draws others in place of dropped prompts at most this many times, and then trains with what it has."""
+
+    @property
+    def reason(self) -> str:
+        """Why the ledger says that the filter has dropped a prompt."""
+        return "all rewards are equal" if self.filter == "rewards" else "all completions are correct, or none is"
+
+
 @section("batch")
 class PromptBatch:
     """The amount of data in a GRPO or PPO step. Each of a prompt's sampling.n completions is a row."""
 
-    prompts: int = Field(default=16, ge=1, le=10**9)
-    """A step takes this many prompts."""
+    prompts: Annotated[int, Field(ge=1, le=10**9)] | Mapping[str, Any] = 16
+    """A step takes this many prompts. {count: 16, filter: rewards, refills: 3} drops prompts whose completions all have
+    the same reward, and draws others in their place, at most three times a step; filter: accuracy compares whether
+    completions are correct."""
+
+    def __post_init__(self) -> None:
+        _ = self.choice  # raises an error if an entry is unknown
+
+    @property
+    def choice(self) -> PromptChoice:
+        """The prompts of a step. Raises ConfigError for an entry that is wrong."""
+        if isinstance(self.prompts, int):
+            return PromptChoice(count=self.prompts, filter="none")
+        return build_config(PromptChoice, self.prompts, key="batch.prompts")
 
 
 @section("batch")
@@ -454,7 +485,7 @@ class PPOConfig(_TrainingConfig):
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
             raise ConfigError(
-                f"batch.prompts x sampling.n = {self.batch.prompts} x {self.sampling.n} = {rows} completions do not "
+                f"batch.prompts x sampling.n = {self.taken} x {self.sampling.n} = {rows} completions do not "
                 f"divide into algorithm.minibatches = {cuts}; a divisor of {rows} does, such as {_divisor(rows, cuts)}"
             )
         if self.sampling.temperature == 0:
@@ -498,12 +529,12 @@ class PPOConfig(_TrainingConfig):
     @property
     def rows(self) -> int:
         """Completions a step."""
-        return self.batch.prompts * self.sampling.n
+        return self.taken * self.sampling.n
 
     @property
     def taken(self) -> int:
-        """Prompts of the data that a step takes."""
-        return self.batch.prompts
+        """Prompts of the data that a step takes at first."""
+        return self.batch.choice.count
 
     @property
     def has_critic(self) -> bool:

@@ -137,11 +137,12 @@ class Ledger:
         for step in list(self.states.by_step):
             self.move(step, "dropped", reason=reason)
 
-    def sync(self) -> int:
-        """Return the length of the file, once all of it is on the disk."""
+    def sync(self) -> tuple[int, int]:
+        """Return the length of the file, once all of it is on the disk, and the prompt with which a run goes on from
+        there."""
         with self._lock:
             os.fsync(self._file.fileno())
-            return self._size
+            return self._size, min([self.states.next, *self.states.in_flight()])
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
@@ -225,6 +226,11 @@ class States:
                 raise PodiumError(f"ledger: prompt {prompt} is {_STATES[own_state]} and cannot become {name}")
         if (step < 0) != (state == _RETURNED) or (state > _TAKEN and not {*prompts} <= {*self.by_step.get(step, ())}):
             raise PodiumError(f"ledger: step {step} has not taken all of {prompts}")
+
+    def is_over(self, prompt: int) -> bool:
+        """Whether a prompt is trained or dropped."""
+        index = prompt - self._first
+        return 0 <= index < len(self._states) and self._states[index] >= _TRAINED
 
     def open_before(self, until: int) -> list[int]:
         """Return the prompts before number ``until`` that are not taken."""

@@ -19,23 +19,24 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
 from podium.data import Batch, fields
-from podium.errors import PodiumError, RewardError
+from podium.errors import NoRowsError, PodiumError, RewardError
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.runs.checkpoints import TrainerState
 from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
-from podium.telemetry.formatting import percent
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
+from podium.trainer.group_filter import explain_flat, fill_step
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, prompt_batch, row_order
 from podium.trainer.run_setup import Run
 from podium.trainer.sessions import Sessions, grade_sessions
@@ -122,33 +123,52 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     # -- the two halves of a step ----------------------------------------------------------------------------------
 
     def collect(self, step: int) -> ScoredBatch:
-        """Take prompts, draw completions and grade them. Only the generator and the grader take part."""
-        stage = partial(self.clock.stage, step=step, half="collect")
-        with stage("prompts"):
-            prompts = self.take(step, self.config.batch.prompts)
-        if self.run.sessions is not None:
-            scored = self.collect_sessions(self.run.sessions, prompts, step)
-        elif self.run.declared.side_by_side and not self._whole_stages:
-            scored = self.collect_parts(prompts, step)
-        else:
-            drawing = [] if self.run.roles.generators_are_apart else ["generator"]
-            with stage("generate"), self.at_work(step, *drawing):
-                batch = self.generate(prompts, step)
-            with stage("score"), self._keep_if_not_graded([batch], prompts, step):
-                scored = self.score(batch, prompts, step)
+        """Take prompts, draw completions and grade them. Only the generator and the grader take part. A filter of
+        ``batch.prompts`` drops prompts without a signal, and others are drawn in their place."""
+        choice, prompts = self.config.batch.choice, list[Prompt]()
+
+        def draw(count: int) -> ScoredBatch | None:
+            self._drawn[step] = len(prompts)  # of earlier draws
+            with self.clock.stage("prompts", step, "collect"):
+                prompts.extend(self.take(step, count))
+            return self.collect_draw(prompts[:], step)
+
+        scored = draw(choice.count)
+        assert scored is not None  # the first draw raises an error instead
         self._check_left_out(scored)
+        if choice.filter != "none":
+            least = self.run.roles.policy.group.world_size
+            scored, dropped = fill_step(scored, draw, choice, least)
+            if dropped:
+                self.ledger.move(step, "dropped", dropped, reason=choice.reason)
+        del self._drawn[step]
         if self.config.run.show_samples:
             emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
         return scored
 
+    def collect_draw(self, prompts: Sequence[Prompt], step: int) -> ScoredBatch | None:
+        """Draw and grade completions of the last of the step's ``prompts``: those that no earlier draw had. None means
+        that all sessions of a further draw failed."""
+        stage, start = partial(self.clock.stage, step=step, half="collect"), self._drawn.get(step, 0)
+        if self.run.sessions is not None:
+            return self.collect_sessions(self.run.sessions, prompts, step)
+        if self.run.declared.side_by_side and not self._whole_stages:
+            return self.collect_parts(prompts, step)
+        drawing = [] if self.run.roles.generators_are_apart else ["generator"]
+        with stage("generate"), self.at_work(step, *drawing):
+            batch = self.generate(prompts[start:], step)
+        with stage("score"), self._keep_if_not_graded([batch], prompts, step):
+            return self.score(batch, prompts, step)
+
     def collect_parts(self, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Draw and grade the completions in parts of a few prompts. A part is graded while others are drawn."""
         stage = partial(self.clock.stage, step=step, half="collect")
-        batches: list[Batch] = []
+        new = prompts[self._drawn.get(step, 0) :]
+        rows, batches = len(new) * self.run.data.sampling.n, list[Batch]()
         graded: list[Future[ScoredBatch]] = []
         with self._keep_if_not_graded(batches, prompts, step):
-            with stage("generate"), Counting("completions", self.config.rows, whole=True) as count:
-                for part in as_completed(self.draw(prompts, step)):
+            with stage("generate"), Counting("completions", rows, whole=True) as count:
+                for part in as_completed(self.draw(new, step)):
                     batches.append(part.result())
                     count.done += len(batches[-1])
                     graded.append(self._graders.submit(self.score, batches[-1], prompts, step))
@@ -161,13 +181,21 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 parts = [part.result() for part in graded]
         return ScoredBatch.join(sorted(parts, key=_first_group))
 
-    def collect_sessions(self, sessions: Sessions, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+    def collect_sessions(self, sessions: Sessions, prompts: Sequence[Prompt], step: int) -> ScoredBatch | None:
         """Run ``sampling.n`` sessions for each prompt's task. A prompt is dropped if all of its sessions failed."""
-        stage = partial(self.clock.stage, step=step, half="collect")
-        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
+        stage, start = partial(self.clock.stage, step=step, half="collect"), self._drawn.get(step, 0)
+        new = prompts[start:]
         with stage("rollout"), self.at_work(step, "rollout"):
-            batch, report = sessions.live(prompts, seeds, self.run.data.sampling, step)
-        if len(batch) < (ranks := self.run.roles.policy.group.world_size):
+            try:
+                batch, report = sessions.live(new, self._seeds(len(new), step), self.run.data.sampling, step)
+            except NoRowsError:
+                if not start:
+                    raise
+                self.ledger.move(step, "dropped", range(start, len(prompts)), reason="every session failed")
+                return None
+        if start:
+            batch = batch.with_columns({fields.GROUP: batch.dense(fields.GROUP) + start})
+        elif len(batch) < (ranks := self.run.roles.policy.group.world_size):
             raise PodiumError(
                 f"step {step}: the sessions gave {len(batch)} rows, and the policy trains on {ranks} ranks"
             )
@@ -179,7 +207,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(scored.batch))}
             scored = replace(scored, figures={**scored.figures, **trained})
             self._enter_graded(scored, places)
-        if gone := sorted({*range(len(prompts))} - {*places}):
+        if gone := sorted({*range(start, len(prompts))} - {*places}):
             self.ledger.move(step, "dropped", gone, reason="every session failed")
         return scored.with_data(self._declared.data)
 
@@ -232,18 +260,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self._flat_steps = self._flat_steps + 1 if flat else 0
         if self._flat_steps not in _FLAT_STEPS:
             return
-        cut = metrics.get(names.TRUNCATED, 0.0)
-        remedy = (
-            f"{percent(cut)} of the completions were cut off at sampling.max_new_tokens = "
-            f"{self.config.sampling.max_new_tokens}: raise it"
-            if cut > 0.5
-            else "look at completions (run.show_samples, or completions/ in the run's directory), and take prompts "
-            "that the model answers now and then, or warm it up with podium train sft"
-        )
-        what = f"all completions of a prompt got the same reward (mean {metrics.get(names.REWARD_MEAN, 0.0):.3g})"
-        if metrics.get(names.LEFT_OUT) == 1.0:
-            what = "all completions were left out (algorithm.cut_off)"
-        emit(Note(f"nothing is learned: for {self._flat_steps} steps, up to step {step}, {what}; {remedy}"))
+        what = explain_flat(metrics, self.config.sampling.max_new_tokens)
+        emit(Note(f"nothing is learned: for {self._flat_steps} steps, up to step {step}, {what}"))
 
     def keep(self, scored: ScoredBatch, batch: Batch) -> None:
         """Start to write the step's completions with the figures of their tokens."""
@@ -268,18 +286,24 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     @in_parts
     def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
-        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
-        return self.drawing.generate(prompt_batch(prompts, seeds), self.run.data.sampling, step)
+        return self.drawing.generate(self._prompt_batch(prompts, step), self.run.data.sampling, step)
 
     def draw(self, prompts: Sequence[Prompt], step: int) -> list[Future[Batch]]:
         """As ``generate``, in parts of a few prompts. A part is returned as soon as its last completion ends."""
-        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
-        joined, (size, _) = (
-            prompt_batch(prompts, seeds),
-            parts_of(self.config.engine.max_sequences, self.run.data.sampling.n),
-        )
+        joined = self._prompt_batch(prompts, step)
+        size, _ = parts_of(self.config.engine.max_sequences, self.run.data.sampling.n)
         parts = [joined.slice(start, min(start + size, len(joined))) for start in range(0, len(joined), size)]
         return self.drawing.draw(step, parts, self.run.data.sampling)
+
+    def _prompt_batch(self, prompts: Sequence[Prompt], step: int) -> Batch:
+        """The batch of a draw for a generator. Groups are numbered through all draws of the step."""
+        batch = prompt_batch(prompts, self._seeds(len(prompts), step))
+        return batch.with_columns({fields.GROUP: batch.dense(fields.GROUP) + self._drawn.get(step, 0)})
+
+    def _seeds(self, prompts: int, step: int) -> Tensor:
+        """The seeds of a draw. Those of further draws go on where the earlier ones ended."""
+        start = self._drawn.get(step, 0)
+        return completion_seeds(self.config.run.seed, step, start + prompts, self.run.data.sampling.n)[start:]
 
     @in_parts
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
@@ -534,7 +558,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                     "are drawn: podium.trainer.ppo.in_parts declares a stage that takes a few prompts at a time"
                 )
             )
-        self._mismatch_noted = False
+        self._mismatch_noted, self._drawn = False, dict[int, int]()
         self._flat_steps = 0
         self._noted_left_out = False
         stack.callback(self._graders.shutdown, wait=False, cancel_futures=True)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from threading import Lock
 from typing import Any, Generic, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -275,6 +276,7 @@ class Trainer(ABC, Generic[C, E, R]):
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
         try:
             first = self.resume() + 1
+            self._taking = Lock()
             self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
             stack.callback(self.ledger.close)
@@ -381,9 +383,15 @@ class Trainer(ABC, Generic[C, E, R]):
         times = self.clock.finish(step, self.stage_tokens(metrics))
         progress = {
             names.TOKENS_TOTAL: self.clock.totals_tokens.get("step", 0.0),
-            names.EPOCH: step * self.config.taken / len(self.run.data.stream),
+            names.EPOCH: self._examples_taken / len(self.run.data.stream),
         }
         emit(StepFinished(step, {**metrics, **times, **progress}))
+
+    @property
+    def _examples_taken(self) -> int:
+        """Number of the examples that the steps have taken which are learned."""
+        state: Mapping[str, Any] = self.steps.place
+        return state["epoch"] * state["items"] + state["position"]
 
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed. Returns the last step that is finished."""
@@ -408,11 +416,12 @@ class Trainer(ABC, Generic[C, E, R]):
         """Return the state that a checkpoint after ``step`` keeps."""
         now = time.monotonic()
         spent, self._began = now - self._began, now
+        ledger, number = self.ledger.sync()
         return replace(
             self.state,
             step=step,
-            prompts=self.steps.place,
-            ledger=self.ledger.sync(),
+            prompts=self.run.data.stream.advance(self.steps.place, number),
+            ledger=ledger,
             wall_s=self.state.wall_s + spent,
             stage_s=dict(self.clock.totals_s),
             stage_tokens=dict(self.clock.totals_tokens),
@@ -420,14 +429,17 @@ class Trainer(ABC, Generic[C, E, R]):
         )
 
     def take(self, step: int, count: int) -> list[E]:
-        """Take the next ``count`` examples of the data for ``step``, and enter them in the ledger. Examples that were
-        in flight in two losses of a worker are passed over."""
+        """Take the next ``count`` examples of the data for ``step``, and enter them in the ledger. A step may do so
+        again. Examples that were in flight in two losses of a worker are passed over, and in a resumed run those that
+        were trained or dropped before others that were taken earlier."""
         taken, stream, suspects = list[E](), self.run.data.stream, self.run.losses.suspects
-        while len(taken) < count:
-            numbers = range(stream.number, stream.number + count - len(taken))
-            pairs = zip(numbers, stream.take(len(numbers)), strict=True)
-            taken += [example for number, example in pairs if number not in suspects]
-        self.steps.took(step)
+        with self._taking:  # a step may take more while the next ones take theirs
+            while len(taken) < count:
+                numbers = range(stream.number, stream.number + count - len(taken))
+                pairs = zip(numbers, stream.take(len(numbers)), strict=True)
+                passed_over = {number for number in numbers if number in suspects or self.ledger.states.is_over(number)}
+                taken += [example for number, example in pairs if number not in passed_over]
+            self.steps.took(step)
         return taken
 
     def evaluate(self, step: int) -> bool:

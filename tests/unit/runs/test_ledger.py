@@ -63,7 +63,7 @@ def test_a_resumed_run_takes_again_what_was_in_flight_at_the_checkpoint(tmp_path
     ledger.move(1, "trained")
     ledger.take(2, 4)
     ledger.move(2, "graded")
-    size = ledger.sync()  # the checkpoint
+    size, _ = ledger.sync()  # the checkpoint
     ledger.move(2, "trained")
     ledger.take(3, 6)
     ledger.close()
@@ -84,7 +84,7 @@ def test_another_runs_file_is_refused(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl", 10)
     ledger.take(1, 14)
     ledger.move(1, "trained")
-    size = ledger.sync()
+    size, _ = ledger.sync()
     ledger.close()
     Ledger(ledger.path, 14, size).close()
     with pytest.raises(

@@ -48,11 +48,8 @@ def _convert_data(c: Conversion) -> None:
         files = [files] if isinstance(files, str) else files or []
         if len(files) == 1:
             c.set(key, str(files[0]))
-        elif files and key == "data.eval":
-            c.set(key, [str(file) for file in files])
         elif files:
-            c.set(key, str(files[0]), "data.train is one source: join the files into one, or name a directory of them.")
-            c.lose(name, f"data.train is one source, and {len(files)} are given; only the first is written above")
+            c.set(key, [str(file) for file in files])
     if c.get("data.filter_overlong_prompts"):
         c.set("data.overlong", "drop")
     elif c.get("data.truncation") == "left":

@@ -97,7 +97,7 @@ class DataConfig:
         """Return these settings with ``source`` alone in ``train`` and with its own options."""
         sources = {*self.train_sources, *self.eval_sets.values()}
         options = self.options
-        if options and sources.issuperset(options) and all(isinstance(own, Mapping) for own in options.values()):
+        if options and sources.issuperset(options) and all(isinstance(entry, Mapping) for entry in options.values()):
             options = options.get(source, {})
         return replace(self, train=source, options=options)
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Final, Generic, Self, TypeVar
 
 from podium.errors import CheckpointError, ConfigError
@@ -82,15 +83,22 @@ class PromptStream(Generic[T]):
 
     def state(self) -> dict[str, Any]:
         """Return the stream's place as values that JSON can hold."""
-        number, size = self.number, len(self)
+        taken = [*self._taken]  # another thread may take meanwhile
+        number, size = sum(taken), len(self)
         epoch, position = (number // size, number % size)
         if number and not position:
             epoch, position = epoch - 1, size
         state = {"epoch": epoch, "position": position}
-        state |= (
-            {f"{_TAKEN}{source}": count for source, count in enumerate(self._taken)} if len(self._taken) > 1 else {}
-        )
+        state |= {f"{_TAKEN}{source}": count for source, count in enumerate(taken)} if len(taken) > 1 else {}
         return {"seed": self._seed, "items": size, "digest": self._digest, **state}
+
+    def advance(self, state: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+        """Return the place at example ``number``, from an earlier place of this stream."""
+        ahead = copy(self)
+        ahead.restore(state)
+        missing = number - ahead.number
+        ahead.take(missing)
+        return ahead.state() if missing > 0 else state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at the place where :meth:`state` was taken, in that stream's order.

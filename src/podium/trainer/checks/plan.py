@@ -69,7 +69,12 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
         yield f"step         {examples} examples, one optimizer step; {_share(examples, ranks)} a rank"
     else:
         algorithm, n = config.algorithm, config.sampling.n
-        yield f"step         {config.batch.prompts} prompts x {n} completions = {config.rows} rows"
+        yield f"step         {config.taken} prompts x {n} completions = {config.rows} rows"
+        if (choice := config.batch.choice).filter != "none":
+            yield (
+                f"filter       a prompt is dropped if {choice.reason}; others are drawn in its place, at most "
+                f"{choice.refills} times a step"
+            )
         rows = config.rows // algorithm.minibatches
         yield (
             f"updates      {algorithm.epochs} epoch(s) x {algorithm.minibatches} minibatch(es) = {algorithm.updates} "

@@ -231,7 +231,8 @@ class Steps:
         try:
             with self._half("collect", step):
                 rollout = self._calls.collect(step)
-                self.took(step)
+                if step > self._took:
+                    self.took(step)
         except BaseException as error:
             with self._changed:
                 self._failure = error
@@ -242,10 +243,12 @@ class Steps:
         return rollout
 
     def took(self, step: int) -> None:
-        """Record that ``step`` has taken its prompts from the stream, so that the next step may take its prompts. A
-        second call does nothing."""
-        if step > self._took:
-            self._calls.take(step)
+        """Record that ``step`` has taken prompts from the stream, so that the next step may take its prompts.
+
+        The step may take more later. If the next one has taken its prompts before, the place of the data stays that
+        before these: a resumed run passes over what was trained out of turn."""
+        self._calls.take(step)
+        if step >= self._took:
             self._places[step] = self._calls.place()
             with self._changed:
                 self._took = step

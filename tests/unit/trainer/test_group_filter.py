@@ -1,0 +1,96 @@
+"""Groups without a signal are dropped, and a step draws others within its bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from podium.config import config_to_dict, load_config
+from podium.data import Batch, Jagged, fields
+from podium.errors import ConfigError
+from podium.models import char_tokenizer
+from podium.rewards import Grade
+from podium.rollout.tasks import Example
+from podium.runs.config import GRPOConfig, PromptBatch, PromptChoice
+from podium.telemetry import metrics
+from podium.trainer.completions import ScoredBatch
+from podium.trainer.group_filter import fill_step, list_flat
+from podium.trainer.prompts import Prompt
+
+
+def scored(rewards: dict[int, list[float]], correct: dict[int, list[bool | None]] | None = None) -> ScoredBatch:
+    """Completions of one token with these rewards, by group."""
+    groups = [group for group, own in rewards.items() for _ in own]
+    scores = [reward for own in rewards.values() for reward in own]
+    verdicts = [verdict for own in (correct or {}).values() for verdict in own] or [None] * len(scores)
+    tokens = Jagged.from_rows([torch.tensor([group]) for group in groups])
+    columns = {
+        fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(torch.ones(len(groups), dtype=torch.bool)),
+        fields.GROUP: torch.tensor(groups), fields.REWARDS: torch.tensor(scores),
+        fields.SESSION: torch.arange(len(groups)), fields.TRAJECTORY: torch.arange(len(groups)),
+    }  # fmt: skip
+    prompts = [Prompt(torch.tensor([0]), Example(str(group), None, {}), str) for group in range(max(groups) + 1)]
+    grades = [Grade(score, correct=verdict) for score, verdict in zip(scores, verdicts, strict=True)]
+    return ScoredBatch(step=1, batch=Batch(columns), prompts=prompts, tokenizer=char_tokenizer("ab"), grades=grades)
+
+
+def test_groups_are_flat_by_reward_or_by_verdict() -> None:
+    batch = scored({0: [0.1, 0.1], 1: [0.1, 0.2], 2: [1.0, 0.9], 3: [0.5]})
+    assert list_flat(batch, "rewards") == {0, 3}
+    assert list_flat(batch, "accuracy") == {0, 1, 3}, "a reward of 1 is correct"
+    verdicts = {0: [True, False], 1: [True, True], 2: [False, False], 3: [None]}
+    judged = scored({0: [0.1, 0.1], 1: [0.1, 0.2], 2: [1.0, 0.9], 3: [0.5]}, {**verdicts})
+    assert list_flat(judged, "accuracy") == {1, 2, 3}
+
+
+def test_a_step_draws_as_many_prompts_as_are_missing() -> None:
+    draws = [scored({3: [1.0, 1.0], 4: [0.0, 1.0]}), scored({5: [0.0, 0.5]})]
+    asked: list[int] = []
+
+    def draw(count: int) -> ScoredBatch:
+        asked.append(count)
+        return draws.pop(0)
+
+    first = scored({0: [0.0, 0.0], 1: [0.0, 1.0], 2: [1.0, 1.0]})
+    whole, dropped = fill_step(first, draw, PromptChoice(count=3, refills=5), 1)
+    assert asked == [2, 1], "it draws no more once the step is full"
+    assert dropped == [0, 2, 3]
+    assert whole.groups == [1, 1, 4, 4, 5, 5]
+    assert [whole.prompts[group].example.prompt for group in whole.groups] == ["1", "1", "4", "4", "5", "5"]
+    assert [grade.score for grade in whole.grades or ()] == whole.rewards_B.tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.5]
+    assert whole.firsts == whole.judged == [*range(6)], "sessions of two draws are told apart"
+    assert whole.figures[metrics.FILTER_DROPPED] == 0.5
+    assert (whole.figures[metrics.FILTER_REFILLS], whole.figures[metrics.FILTER_MISSING]) == (2.0, 0.0)
+    assert whole.figures[metrics.FILTER_REWARD] == pytest.approx((0 + 1 + 2 + 2 + 1 + 0.5) / 12)
+
+
+def test_after_its_last_draw_a_step_trains_with_what_there_is() -> None:
+    first = scored({0: [0.0, 0.0], 1: [0.0, 1.0]})
+    whole, dropped = fill_step(first, lambda count: None, PromptChoice(count=2, refills=2), 1)
+    assert (whole.groups, dropped) == ([1, 1], [0])
+    assert (whole.figures[metrics.FILTER_REFILLS], whole.figures[metrics.FILTER_MISSING]) == (2.0, 1.0)
+    kept, dropped = fill_step(first, lambda count: None, PromptChoice(count=2, refills=0), 3)
+    assert (kept.groups, dropped) == ([0, 0, 1, 1], []), "the policy has three ranks"
+    flat = scored({0: [0.0, 0.0], 1: [1.0, 1.0]})
+    kept, dropped = fill_step(flat, lambda count: None, PromptChoice(count=2, refills=1), 1)
+    assert (kept.groups, dropped) == ([0, 0], [1]), "something is left to train on"
+
+
+def test_batch_prompts_is_a_number_or_a_mapping() -> None:
+    config = load_config(GRPOConfig, None, ["--batch.prompts", "{count: 8, filter: accuracy}"])
+    assert config.batch.choice == PromptChoice(count=8, filter="accuracy", refills=3)
+    assert (config.taken, config.rows) == (8, 8 * config.sampling.n)
+    assert load_config(GRPOConfig, None, ["--batch.prompts", "8"]).batch.choice == PromptChoice(count=8, filter="none")
+    assert PromptBatch().choice == PromptChoice(filter="none")
+    assert config_to_dict(config)["batch"] == {"prompts": {"count": 8, "filter": "accuracy"}}
+    for wrong, message in (
+        ({"counts": 8}, r"unknown key batch\.prompts\.counts"),
+        ({"count": 0}, r"batch\.prompts\.count = 0"),
+        ({"filter": "mixed"}, r"batch\.prompts\.filter = 'mixed': expected one of none, rewards, accuracy"),
+        ({"refills": -1}, r"batch\.prompts\.refills = -1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PromptBatch(prompts=wrong)
+    assert replace(config.batch, prompts=4).choice.count == 4
