@@ -94,6 +94,7 @@ def test_the_tools_of_the_page_answer_as_printed(tmp_path: Path) -> None:
         ("environments.md", "blocking.py:play"),
         ("environments.md", "review.py:play"),
         ("agents.md", "shell_agent.py:play"),
+        pytest.param("agents.md", "claude_agent.py:play", marks=pytest.mark.exhaustive),
         pytest.param("coming-from-trl.md", "world.py:play", marks=pytest.mark.exhaustive),
         pytest.param("coming-from-verifiers.md", "ported.py:play", marks=pytest.mark.exhaustive),
     ],
@@ -105,6 +106,8 @@ def test_an_environment_of_the_pages_is_trained_in(
         done = subprocess.run(["sh", "-c", "command -v jq curl"], capture_output=True, check=False)
         if done.returncode:
             pytest.skip("jq and curl are not both installed")
+    if name.startswith("claude_agent"):
+        pytest.importorskip("anthropic")
     files_of(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     tokenizer_of(FAMILIES[0]).save_pretrained(tmp_path / "tokenizer")

@@ -208,17 +208,36 @@ async def ask(service: Service, name: str, messages: list[Any], tools: Any) -> A
 
 
 def as_a_client_returns(message: dict[str, Any], dice: random.Random) -> dict[str, Any]:
-    """What a client sends back of an answer: some drop the reasoning, some strip the text, some write JSON anew."""
+    """What a client sends back of an answer: some drop the reasoning, some strip the text, some write JSON anew, some
+    add fields, name calls anew, or send the text in parts."""
     said = json.loads(json.dumps(message))
     if dice.random() < 0.5:
         said.pop("reasoning_content", None)
     if dice.random() < 0.3 and said.get("content"):
         said["content"] = said["content"].strip()
-    for call in said.get("tool_calls", ()):
+    if dice.random() < 0.3:
+        said |= dice.choice(ADDED)
+    if thought := message.get("reasoning_content", ""):
+        blocks = [{"type": "thinking", "thinking": thought, "signature": "x"}]
+        said |= dice.choice([{"thinking_blocks": blocks}, {"reasoning_details": [{"text": thought}]}, {}])
+    if dice.random() < 0.2 and said.get("content"):
+        said["content"] = [{"type": "text", "text": said["content"], "cache_control": {"type": "ephemeral"}}]
+        if "reasoning_content" in said:
+            said["content"].insert(0, {"type": "thinking", "thinking": said["reasoning_content"], "signature": ""})
+    renames = dice.random() < 0.2
+    for number, call in enumerate(said.get("tool_calls", ())):
+        if renames:
+            call |= {"id": f"toolu_{number:03}", "index": number}
         if dice.random() < 0.5:
             arguments = json.loads(call["function"]["arguments"])
             call["function"]["arguments"] = json.dumps(arguments, indent=1)
     return said
+
+
+ADDED: list[dict[str, Any]] = [
+    {"id": "msg_1", "status": "completed", "phase": "commentary"},
+    {"refusal": None, "audio": None, "function_call": None, "annotations": [], "name": "clerk"},
+]
 
 
 async def converse(service: Service, family: Family, name: str, dice: random.Random, turns: int) -> None:

@@ -115,12 +115,12 @@ class _Api:
         self.service.check_model(str(getattr(asked_for, "model", "")))
         return asked_for
 
-    async def _ask(self, request: Request, body: Any, asked_for: ChatRequest) -> Asked:
+    async def _ask(self, request: Request, body: Any, asked_for: ChatRequest, *, clips: bool = False) -> Asked:
         if asked_for.top_logprobs and self.service.rules is not None:
             raise Refusal(
                 400, "top_logprobs: a run does not compute these; leave it out", "top_logprobs", "unsupported"
             )
-        question = self.service.chat(asked_for, session_of(request, body))
+        question = self.service.chat(asked_for, session_of(request, body), clips=clips)
         if asked_for.top_logprobs and question.constraint is not None:
             raise Refusal(
                 400, "top_logprobs: a form or logit_bias leaves out some of these; leave one out", "top_logprobs"
@@ -134,7 +134,7 @@ class _Api:
         if dialect is None or not isinstance(body, Mapping):
             raise Refusal(400, "the body is not a JSON object")
         asked_for = self._parse(ChatRequest, dialect.chat(body))
-        question = await self._ask(request, body, asked_for)
+        question = await self._ask(request, body, asked_for, clips=dialect.clips)
         writer = dialect.writer(body, self.service.model)
         if asked_for.stream:
             return stream_events(self._dialect_events(asked_for, question, writer), writer)

@@ -56,7 +56,13 @@ class Writer(Protocol):
 
 
 class Dialect(Protocol):
-    """One API."""
+    """One API.
+
+    Attributes:
+        clips: Whether a limit of tokens that leaves the context is lowered, because clients have to send one.
+    """
+
+    clips: bool
 
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The body of the same request for ``/v1/chat/completions``. Raises Refusal for what that cannot say."""

@@ -65,6 +65,8 @@ _TEXT: Final = ("text",)
 class Messages:
     """The dialect."""
 
+    clips = True
+
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """As :meth:`.Dialect.chat`."""
         fields = check_fields(body, _READ | {*_SAME} | _HARMLESS, _NEUTRAL)

@@ -37,7 +37,7 @@ _SAME: Final = (
 _MORE: Final = (*_SAME, "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
 _HARMLESS: Final = frozenset(
     {"store", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-    | {"stream_options", "max_tool_calls", "prompt_cache_options"}
+    | {"stream_options", "max_tool_calls", "prompt_cache_options", "client_metadata"}
 )
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "background": (False,),
@@ -54,6 +54,8 @@ _INCLUDED: Final = (_LOGPROBS, "reasoning.encrypted_content")  # there is nothin
 
 class Responses:
     """The dialect."""
+
+    clips = False
 
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """As :meth:`.Dialect.chat`."""

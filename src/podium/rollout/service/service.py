@@ -268,8 +268,8 @@ class Service:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def chat(self, request: ChatRequest, session: str = "") -> Asked:
-        """Prepare a conversation.
+    def chat(self, request: ChatRequest, session: str = "", *, clips: bool = False) -> Asked:
+        """Prepare a conversation. With ``clips``, an answer may have fewer tokens than it wants, down to one.
 
         Raises:
             Refusal: The template cannot write the conversation, no room is left for an answer, or the session does not
@@ -309,6 +309,7 @@ class Service:
         except RecursionError:
             raise Refusal(400, "the messages or tools are nested too deeply to be written", "messages") from None
         limit = request.max_completion_tokens or request.max_tokens
+        limit = min(limit, max(1, self.context - len(prompt))) if limit and clips else limit
         grammar = conversation_grammar(request, tools, prompt, self.form, self._grammars)
         question = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session, grammar=grammar)
         return replace(

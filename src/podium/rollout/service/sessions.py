@@ -19,10 +19,10 @@ from typing import Any, Final, NamedTuple
 
 from podium.rollout.service.budgets import Budget
 from podium.rollout.service.histories import Departure, Key, MessageReader, Template, describe_departure, tools_key
+from podium.rollout.tasks.fields import is_speech, list_texts
 
 __all__ = ["Recognized", "RecordedCall", "Row", "Sampled", "Session", "Turn"]
 
-_REASONING: Final = ("reasoning_content", "reasoning")
 _COMPARED: Final = 16  # of the latest rows, in which an answer is looked for that came back as another one
 _EMPTY_BYTES: Final = 1024  # of a session, and of each thing in it
 _MESSAGE_BYTES: Final = 512
@@ -253,15 +253,18 @@ class Session:
         return Departure(at, before, key, messages[at]) if is_edited else None
 
     def without_said(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return messages without the reasoning that the model itself said in this session. Clients send it back also
-        after they have edited the text beside it, and many templates leave it out."""
-        if not any(name in message for message in messages for name in _REASONING):
+        """Return messages without the reasoning that the model itself said in this session, in whatever fields. Clients
+        send it back also after they have edited the text beside it, and many templates leave it out."""
+        if not any(is_speech(name) for message in messages for name in message):
             return messages
-        said = {call.messages[-1].get("reasoning_content") or "" for call in self.calls if call.messages}
-        return [
-            {name: value for name, value in message.items() if name not in _REASONING or str(value) not in said}
-            for message in messages
-        ]
+        said = {(call.messages[-1].get("reasoning_content") or "").strip() for call in self.calls if call.messages}
+
+        def is_said(name: str, value: Any) -> bool:
+            if not is_speech(name) or name == "function_call":
+                return False
+            return value is None or any(text.strip() in said for text in list_texts(value))
+
+        return [{name: value for name, value in one.items() if not is_said(name, value)} for one in messages]
 
     def record(
         self,

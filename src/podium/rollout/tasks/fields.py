@@ -17,7 +17,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.examples import Messages, message_text
 from podium.rollout.tasks.spans import SystemPrompt, number_of
 
-__all__ = ["FieldCheck", "holds_speech", "is_speech", "list_speech", "to_tool_calls"]
+__all__ = ["FieldCheck", "holds_speech", "is_speech", "list_speech", "list_texts", "to_tool_calls"]
 
 Written = Callable[[int], str]
 """What the template writes of so many first messages of a conversation."""
@@ -51,8 +51,8 @@ def holds_speech(name: str, value: Any) -> bool:
     if _names(_METADATA, name):
         return False
     if _names(_SPEECH, name):
-        return any(text.strip() for text in _texts(value))
-    return any(_is_sentence(text) for text in _texts(value))
+        return any(text.strip() for text in list_texts(value))
+    return any(_is_sentence(text) for text in list_texts(value))
 
 
 def is_speech(name: str) -> bool:
@@ -65,17 +65,17 @@ def _names(pattern: re.Pattern[str], name: str) -> bool:
     return pattern.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, without those under a name of meta data."""
+def list_texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of a field, without those under a name of meta data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, entry in cast("Mapping[str, Any]", value).items():
             if not _names(_METADATA, str(name)):
-                yield from _texts(entry)
+                yield from list_texts(entry)
     elif isinstance(value, list | tuple):
         for entry in cast("Sequence[Any]", value):
-            yield from _texts(entry)
+            yield from list_texts(entry)
 
 
 def _is_sentence(text: str) -> bool:

@@ -152,6 +152,16 @@ def test_a_stream_of_messages_says_what_the_whole_says(said: str) -> None:
         assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
+def test_the_tokens_that_a_client_has_to_allow_may_leave_the_context() -> None:
+    """Claude Code always allows 32,000 tokens."""
+    with serve("A." + END) as (url, service, _):
+        service.context = 200
+        talk: list[Any] = [{"role": "user", "content": "Go."}]
+        assert messages(url).create(model="tiny", max_tokens=32_000, messages=talk, timeout=60).content[0].text == "A."
+        with pytest.raises(openai.BadRequestError, match="max_tokens is 32000"):
+            responses(url).create(model="tiny", input="Go.", max_output_tokens=32_000)
+
+
 def test_a_stop_text_is_named() -> None:
     with serve("One. Two.", "One. Two.") as (url, _, _):
         asked: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "Go."}]}
@@ -186,7 +196,7 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "other"}}, "thinking.type"),
     ({"tool_choice": {"type": "other"}}, "tool_choice.type"),
     ({"extra_body": {"temperature": -1}}, "temperature"),
-    ({"max_tokens": 1 << 20, "timeout": 60}, "prompt is too long: .*context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "x" * (1 << 16)}]}, "prompt is too long: .*context_length_exceeded"),
 ]
 
 
