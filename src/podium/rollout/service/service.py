@@ -27,7 +27,7 @@ from podium.rollout.service.constraints import make_constraint
 from podium.rollout.service.histories import Departure, rename_results, tools_key
 from podium.rollout.service.session_store import SessionStore
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session
-from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
+from podium.rollout.service.stops import UNCERTAIN, before_stop, ends_now, hold_back, up_to_stop
 from podium.rollout.service.structured import AnswerGrammar, compile_grammars, text_grammar
 from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, TokenizeRequest
@@ -46,7 +46,6 @@ _SEEDS: Final = 2**62
 _MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
 _MOST_BYTES: Final = 1 << 28  # of sessions that are remembered, where nobody closes them
 _PAUSE_S: Final = 0.02  # between two looks at the text of a stream
-_UNCERTAIN: Final = "\ufffd \n\t"  # a piece of a character, and white space that may be the end of the text
 _OPENERS: Final = "<[{"  # with one of these a tool call may begin
 
 
@@ -585,21 +584,14 @@ class Service:
             content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]
         elif (at := content.rfind("<")) >= 0:
             content = content[:at]
-        return Delta(_hold_back(content, asked.stops), without_begun_end(reasoning).rstrip(_UNCERTAIN))
+        return Delta(hold_back(content, asked.stops), without_begun_end(reasoning).rstrip(UNCERTAIN))
 
     def _text(self, asked: Asked, drawn: Sampled) -> Delta:
         return Delta(before_stop(self.decode(drawn.ids), asked.stops))
 
     def _certain_text(self, asked: Asked, ids: Sequence[int]) -> Delta:
         """The beginning of a plain text that no later token changes."""
-        return Delta(_hold_back(self.decode(ids), asked.stops))
-
-
-def _hold_back(text: str, stops: Sequence[str]) -> str:
-    """``text`` without an end that may be the beginning of one of ``stops``, or a piece of a character."""
-    text = before_stop(text, stops)
-    reach = max(map(len, stops), default=1) - 1
-    return text[: max(0, len(text) - reach)].rstrip(_UNCERTAIN)
+        return Delta(hold_back(self.decode(ids), asked.stops))
 
 
 def _more(sent: str, whole: str) -> str:

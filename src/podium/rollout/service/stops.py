@@ -8,7 +8,10 @@ from typing import Final
 
 from podium.rollout.service.sessions import Sampled
 
-__all__ = ["before_stop", "ends_now", "up_to_stop"]
+__all__ = ["UNCERTAIN", "before_stop", "ends_now", "hold_back", "up_to_stop"]
+
+UNCERTAIN: Final = "\ufffd \n\t"
+"""A piece of a character, and white space that may be the end of the text."""
 
 _MARGIN: Final = 8  # characters at the front of a part that may be others in the whole: pieces of one, or a lost space
 
@@ -18,6 +21,13 @@ Decode = Callable[[Sequence[int]], str]
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """What stands before the first of ``stops``."""
     return text[: min((position for stop in stops if (position := text.find(stop)) >= 0), default=None)]
+
+
+def hold_back(text: str, stops: Sequence[str]) -> str:
+    """``text`` without an end that may be the beginning of one of ``stops``, or a piece of a character."""
+    text = before_stop(text, stops)
+    reach = max(map(len, stops), default=1) - 1
+    return text[: max(0, len(text) - reach)].rstrip(UNCERTAIN)
 
 
 def ends_now(ids: Sequence[int], new: int, stops: Sequence[str], decode: Decode) -> bool:
