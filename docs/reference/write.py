@@ -107,7 +107,12 @@ def keys_page() -> str:
             above, _, name = path.rpartition(".")
             if above == section:
                 known = {recipe: own[path] for recipe, own in defaults.items() if path in own}
-                expects, meaning = (text.replace("|", "\\|") for text in (every[path].expects, every[path].doc))
+                docs = {
+                    key.doc: recipe for recipe, keys in reversed(recipes.items()) for key in keys if key.path == path
+                }
+                first, *others = reversed(docs)  # a key may mean another thing in another recipe
+                doc = " ".join([first, *(f"Of {docs[other]}: {other}" for other in others)])
+                expects, meaning = (text.replace("|", "\\|") for text in (every[path].expects, doc))
                 lines.append(f"| `{name}` | {_shown(known, len(recipes))} | {expects} | {meaning} |")
     return "\n".join(lines) + "\n"
 

@@ -45,6 +45,8 @@ class ScorerConfig:
 class PreferenceConfig(ScorerConfig):
     """The objective of a policy that learns from preferences."""
 
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """These options belong to the loss, which declares them."""
     loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = "dpo"
     """This function is the loss of preferences: dpo, ipo, orpo or simpo of pairs, or kto, of answers with labels
     or of pairs."""

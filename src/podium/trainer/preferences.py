@@ -45,6 +45,7 @@ from podium.trainer.checks.preflight import check_examples, check_tokens, find_f
 from podium.trainer.completion_files import write_preferences
 from podium.trainer.prompts import Pair, pair_batch, split_answer
 from podium.trainer.run_data import HeldOut
+from podium.trainer.run_setup import read_held_out
 from podium.trainer.trainer import Trainer
 
 __all__ = ["Answers", "PreferenceTrainer"]
@@ -198,7 +199,7 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
 
     def load_held_out(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> Mapping[str, HeldOut]:
         if not self.config.scores_answers:
-            return super().load_held_out(tokenizer, sampling)
+            return read_held_out(self.config, tokenizer, sampling, self.options.reward, self._read)
         sets: dict[str, HeldOut] = {}
         for name, source in self.config.eval_sets.items():
             data = replace(self.config.data, eval=source)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.rollout.tasks import DataConfig, EncodedPrompts, Example, encode_prompts, load_examples
-from podium.rollout.tasks.examples import message_text
+from podium.rollout.tasks.examples import RowReader, message_text
 from podium.telemetry import Note, emit
 from podium.telemetry.formatting import percent
 
@@ -112,13 +112,17 @@ def split_answer(pair: Pair) -> tuple[list[int], list[int], list[bool]]:
     return tokens[:first], tokens[first:], mask[first:]
 
 
-def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> list[Prompt]:
-    """Load ``items`` held-out prompts of the first evaluation set, which are the same in every run.
+def load_held_out(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int, read: RowReader | None = None
+) -> list[Prompt]:
+    """Load ``items`` held-out prompts of the first evaluation set, which are the same in every run. ``read`` is that of
+    :func:`.load_examples`.
 
     Raises:
         ConfigError, DataError: No prompt fits the model.
     """
-    return list(encode_rows(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out"))
+    examples = load_examples(config.train, config, "test", limit=items, read=read)
+    return list(encode_rows(examples, tokenizer, config, "held-out"))
 
 
 def encode_rows(

@@ -24,6 +24,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 from podium.errors import ConfigError
 from podium.rewards import Grader, Rewards
 from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks.examples import RowReader
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.directory import RunDirectory
 from podium.runs.files import step_of
@@ -296,11 +297,13 @@ def read_held_out(
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
     reward: Rewards | None,
+    read: RowReader | None = None,
 ) -> dict[str, list[Prompt]]:
     """Read the prompts of each evaluation set by its name, the set that judges the run first, and check that the model
     takes them.
 
-    ``reward`` is what a script gives to grade them in place of ``config.reward.name``.
+    ``reward`` is what a script gives to grade them in place of ``config.reward.name``, and ``read`` is that of
+    :func:`.load_examples`.
     """
     sets: dict[str, list[Prompt]] = {}
     for name, source in config.eval_sets.items():
@@ -308,7 +311,7 @@ def read_held_out(
         if config.environment.name:
             sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
             continue
-        prompts = load_held_out(data, tokenizer, config.eval.items)
+        prompts = load_held_out(data, tokenizer, config.eval.items, read)
         what = f"held-out ({name})" if name else "held-out"
         lengths, examples = [len(prompt.token_ids) for prompt in prompts], [prompt.example for prompt in prompts]
         if (kept := find_fitting(config.model, data, what, lengths, examples, sampling.max_new_tokens)) is not None:
