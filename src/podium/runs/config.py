@@ -675,7 +675,7 @@ def recipe_of(values: Mapping[str, Any], recipe: str = "grpo") -> str:
     """Return the recipe of a run with these settings. It is ``recipe`` if it may be grpo or ppo, which differ in
     defaults alone."""
     algorithm, batch = values.get("algorithm"), values.get("batch") or {}
-    if "examples" in batch or algorithm is None:
+    if "examples" in batch or ("prompts" not in batch and algorithm is None):
         return "sft" if algorithm is None else "dpo" if "loss" in algorithm else "rm"
     return recipe if recipe in ("grpo", "ppo") else "grpo"
 
