@@ -65,6 +65,7 @@ class Echo:
         session: str = "",
         tokens: bool = True,
         caller: object = None,
+        constraint: object = None,
     ) -> AsyncGenerator[Sampled]:
         """The answer."""
         await asyncio.sleep(0)

@@ -26,7 +26,7 @@ def make_project(folder: Path) -> None:
     model = load_model(ModelConfig(**MODEL))
     save_pretrained(model, model.state_dict(), folder / "models" / "base", load_tokenizer(MODEL["tokenizer"]))
     config = tiny(GRPOConfig, folder, save={"every": 1, "keep": 0})
-    data = Path(config.data.train)
+    data = Path(str(config.data.train))
     shutil.copy(data, folder / "held-out.jsonl")
     (folder / "rewards.py").write_text(REWARD)
     (folder / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")

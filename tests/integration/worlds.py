@@ -282,9 +282,9 @@ async def fatal(task: Task, client: Client) -> float:
     return digits(reply.text)
 
 
-def program(task: Task, client: Client, command: Sequence[str], replace: Sequence[str] = ("", "")) -> float:
+def program(task: Task, client: Client, command: Sequence[str], replace: tuple[str, str] = ("", "")) -> float:
     """A program somewhere, which is given an address, a key, a model and a prompt, and prints the last answer."""
-    url = client.base_url.replace(*replace) if replace[0] else client.base_url
+    url = client.base_url.replace(replace[0], replace[1]) if replace[0] else client.base_url
     line = [*command, url, client.api_key, client.model, str(task["prompt"])]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -103,7 +103,7 @@ def test_the_run_of_the_page_on_training_goes_as_printed(
 ) -> None:
     """Its files are written, its scripts and its commands run, one after the other in one directory."""
     monkeypatch.chdir(tmp_path)
-    printed = ""
+    printed = name = ""
     for language, code in re.findall(r"^```(\w*)\n(.*?)^```", TRAINING, re.DOTALL | re.MULTILINE):
         if not language:
             for line in code.splitlines():

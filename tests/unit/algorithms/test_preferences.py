@@ -53,8 +53,8 @@ def columns_of(inputs: PreferenceInputs) -> tuple[Array, Array, Array, Array, Ar
     """Values, values under the reference and lengths of better and of worse answers, and margins."""
     assert inputs.reference_A is not None and inputs.lengths_A is not None and inputs.margins_P is not None
     columns = (inputs.values_A, inputs.reference_A, inputs.lengths_A)
-    split = [part for column in columns for part in (column[::2].numpy(), column[1::2].numpy())]
-    return (*split, inputs.margins_P.numpy())
+    (a, b), (c, d), (e, f) = ((column[::2].numpy(), column[1::2].numpy()) for column in columns)
+    return a, b, c, d, e, f, inputs.margins_P.numpy()
 
 
 # Each returns the loss of each pair, and its derivatives by the values of the better and of the worse answer.
@@ -117,8 +117,8 @@ CASES: list[tuple[str, dict[str, float], Callable[..., tuple[Array, Array, Array
 
 
 def config_of(name: str, options: dict[str, Any]) -> ScorerConfig:
-    settings: dict[str, Any] = {"options": options}
-    return ScorerConfig(**settings) if name == "bradley_terry" else PreferenceConfig(**settings, **{"loss": name})
+    settings: dict[str, Any] = {"options": options, "loss": name}
+    return ScorerConfig(options=options) if name == "bradley_terry" else PreferenceConfig(**settings)
 
 
 @pytest.mark.parametrize("seed", range(3))

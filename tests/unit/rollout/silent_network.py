@@ -38,6 +38,7 @@ class Drawing(Echo):
         session: str = "",
         tokens: bool = True,
         caller: Any = None,
+        constraint: Any = None,
     ) -> AsyncGenerator[Sampled]:
         """Nothing."""
         self.begun.set()

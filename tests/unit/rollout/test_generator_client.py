@@ -47,6 +47,7 @@ class Dying(Echo):
         session: str = "",
         tokens: bool = True,
         caller: object = None,
+        constraint: object = None,
     ) -> AsyncGenerator[Sampled]:
         """Nothing."""
         self.now_s += 10 * LONG_S

@@ -148,6 +148,7 @@ class Dice:
         session: str = "",
         tokens: bool = True,
         caller: Any = None,
+        constraint: Any = None,
     ) -> AsyncGenerator[Sampled]:
         fixed = self.said.pop(0) if self.said else ""
         ids = self._ids(fixed) if fixed else self._drawn()

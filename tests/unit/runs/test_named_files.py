@@ -56,7 +56,7 @@ def begin(config: GRPOConfig | SFTConfig, run: Path) -> None:
 
 
 def paths(config: GRPOConfig | SFTConfig) -> list[str]:
-    return [config.model.path, config.data.train, *config.data.eval_sets.values(), str(config.reward.name)]
+    return [config.model.path, str(config.data.train), *config.data.eval_sets.values(), str(config.reward.name)]
 
 
 def resumed(run: str | Path, *overrides: str) -> GRPOConfig:

@@ -62,7 +62,7 @@ def test_of_rows_without_an_end_as_many_are_read_as_are_trained_on(tmp_path: Pat
         config = write_data(data, settings(tmp_path, train_items=40))
         assert len(load_examples(config.data.train, config.data)) == 40
     config = write_data(endless(), settings(tmp_path, train_items=40, holdout=0.2))
-    assert len(Path(config.data.train).read_text().splitlines()) == 50
+    assert len(Path(str(config.data.train)).read_text().splitlines()) == 50
 
 
 def test_values_of_libraries_become_plain_ones_and_others_are_refused_by_row_and_column(tmp_path: Path) -> None:

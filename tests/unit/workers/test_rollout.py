@@ -68,6 +68,7 @@ class Gated(Echo):
         session: str = "",
         tokens: bool = True,
         caller: Any = None,
+        constraint: Any = None,
     ) -> AsyncGenerator[Sampled]:
         """The answer."""
         self.asked += 1

@@ -453,7 +453,7 @@ def test_several_sources_are_read_one_after_the_other_and_each_row_knows_its_own
         assert config.weights == ({"sums": 3.0, "others": 1.0} if isinstance(train, dict) else {})
         limited = load_examples(config.train, replace(config, train_items=5))
         assert limited == examples[:5] + examples[40:45], "the limit is one of each source"
-    alone = DataConfig(train=[str(sums)], holdout=0.0)
+    alone = DataConfig(train=(str(sums),), holdout=0.0)
     assert [example.source for example in load_examples(alone.train, alone)] == [""] * 40
 
 
@@ -462,10 +462,12 @@ def test_what_is_held_out_of_several_sources_is_what_is_held_out_of_each(tmp_pat
     config = DataConfig(train=tuple(map(str, parts)), holdout=0.2)
     train, test = (load_examples(config.train, config, side) for side in ("train", "test"))
     whole = load(write_jsonl(tmp_path / "whole.jsonl", ROWS), "test", holdout=0.2)
-    assert {example.prompt for example in test} == {example.prompt for example in whole}
+    assert {str(example.prompt) for example in test} == {str(example.prompt) for example in whole}
     assert len(train) + len(test) == len(ROWS)
     few = load_examples(config.train, config, "test", limit=9)
-    assert {e.prompt for e in few} == {e.prompt for e in load(tmp_path / "whole.jsonl", "test", 9, holdout=0.2)}
+    assert {str(e.prompt) for e in few} == {
+        str(e.prompt) for e in load(tmp_path / "whole.jsonl", "test", 9, holdout=0.2)
+    }
 
 
 def test_a_source_without_held_out_rows_is_no_reason_to_refuse_the_others(tmp_path: Path) -> None:
