@@ -56,7 +56,7 @@ def test_a_run_and_its_files_are_moved(
     assert f"model path: {run / 'model'}\n" in said
     assert "model.path models/base, data.train copy.jsonl, reward.name rewards.py:score" in said
     assert main(["eval", f"{run}@1", "--backend", "inline"]) == 0
-    assert capsys.readouterr().err == f"moved from {old} to {new}: data.chat_template, reward.name, data.eval\n"
+    assert f"\nmoved from {old} to {new}: data.chat_template, reward.name, data.eval\n" in capsys.readouterr().err
     assert main(["sample", f"{run}@1", "--prompt", "12="]) == 0
     assert f"moved from {old} to {new}: data.chat_template\n" in capsys.readouterr().err
     assert main(["export", f"{run}@1", "--to", str(tmp_path / "out")]) == 0

@@ -34,7 +34,10 @@ class StatusSink(Sink):
             sys.stderr.flush()
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, Waiting) and event.what != self._what:
+        loads = isinstance(event, Waiting) and event.what.startswith(
+            "loading "
+        )  # by another name: a copy's, or a role's
+        if isinstance(event, Waiting) and not loads and event.what != self._what:
             self._what = event.what
             if self._status is None:
                 sys.stderr.write(f"{event.what}\n")
