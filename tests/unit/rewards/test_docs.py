@@ -15,11 +15,21 @@ PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
 def test_the_examples_run_as_printed(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
-    assert [name for name, _ in blocks] == ["my_rewards.py", "judge.py", "try_it.py", "joined.py"]
+    assert [name for name, _ in blocks] == ["my_rewards.py", "judge.py", "try_it.py", "joined.py", "my_judge.py"]
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     done = run_python("try_it.py", cwd=tmp_path)
     assert f"```\n{done.stdout}```" in PAGE
+
+
+def test_the_command_of_the_judge_leaves_it_the_time_that_it_may_take(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(# my_judge.py\n.*?)```", PAGE, re.DOTALL)
+    limit = re.search(r"--reward.name my_judge.py:score --reward.time_limit_s (\d+)", PAGE)
+    assert code is not None and limit is not None
+    (tmp_path / "my_judge.py").write_text(code[1])
+    config = RewardConfig(name=f"{tmp_path}/my_judge.py:score", time_limit_s=float(limit[1]))
+    with Grader(config, columns=["prompt"], in_script=True):
+        pass
 
 
 def test_every_reward_and_every_setting_is_on_the_page() -> None:
