@@ -8,8 +8,9 @@ Legend: B rows, N tokens over all rows, M masks, W bytes of a mask, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,12 @@ def pack_ids(ids: Iterable[int], vocabulary: int, *, without: bool = False) -> b
 
 def unpack_masks(masks_MW: Tensor, vocabulary: int) -> Tensor:
     """Return packed masks, uint8 ``[M, W]``, as bool ``[M, V]``. Ids beyond a mask's bits are not allowed."""
+    if masks_MW.device.type == "cpu":  # a hundred times faster
+        packed: np.ndarray = masks_MW.numpy()
+        bits = np.unpackbits(packed, axis=1, count=min(vocabulary, 8 * packed.shape[1]), bitorder="little")
+        missing = vocabulary - bits.shape[1]
+        bits_MV: Any = np.pad(bits, ((0, 0), (0, missing))) if missing else bits
+        return torch.as_tensor(bits_MV).bool()
     shifts = torch.arange(_BITS, dtype=torch.uint8, device=masks_MW.device)
     bits = (masks_MW.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, :vocabulary].bool()
     return torch.nn.functional.pad(bits, (0, vocabulary - bits.shape[1])) if bits.shape[1] < vocabulary else bits

@@ -152,7 +152,7 @@ def restrict_logits(logits_BV: Tensor, rows: Sequence[int], guided: Sequence[Gui
             masks.append(mask)
     if masked:
         packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1)
-        allowed = unpack_masks(packed.to(logits_BV.device), logits_BV.shape[1])
-        index = torch.tensor(masked, device=logits_BV.device)
-        logits_BV[index] = logits_BV[index].masked_fill_(~allowed, -torch.inf)
+        outside = unpack_masks(packed.to(logits_BV.device), logits_BV.shape[1]).logical_not_()
+        for index, row in enumerate(masked):
+            logits_BV[row].masked_fill_(outside[index], -torch.inf)
     return errors

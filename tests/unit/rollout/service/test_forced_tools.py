@@ -14,7 +14,7 @@ from podium.rollout.service.service import Service
 from podium.rollout.service.structured import schema_rule
 from podium.rollout.service.wire import ChatRequest, Refusal
 from tests.unit.rollout.service.engine import random_service
-from tests.unit.rollout.service.scripted import CHATML, SPECIAL, USER
+from tests.unit.rollout.service.scripted import CHATML, SPECIAL, TOKEN, USER, posted
 from tests.unit.rollout.service.spelling import KINDS, make_tokenizer
 from tests.unit.rollout.service.test_masked_requests import recorded_logprobs, trained_logprobs
 from tests.unit.rollout.service.test_structured import answers, json_schema, refusal
@@ -172,3 +172,82 @@ def test_a_form_keeps_what_stands_around_a_call() -> None:
     assert r"a\\\"b" in text
     with pytest.raises(Refusal):
         schema_rule(None, "x")
+
+
+@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[4], FAMILIES[5]], ids=lambda family: family.name)
+def test_a_generator_elsewhere_draws_by_the_same_grammar(family: Family) -> None:
+    pytest.importorskip("uvicorn")
+    from podium.rollout.service.app import make_app
+    from podium.rollout.service.generator_client import RemoteTokens
+    from podium.rollout.service.server import Server
+
+    wishes = [{"tools": TOOLS, "tool_choice": NAMED}, {"response_format": json_schema(SHORT)}]
+
+    async def talk(run: Service) -> list[Any]:
+        run.open_session("s", seed=3)
+        asked = [run.chat(ChatRequest(messages=[USER], **wish), "s") for wish in wishes]
+        found = [await run.answer(question) for question in asked]
+        return [(answer.message["content"], answer.sampled.ids, answer.sampled.masks) for answer in found]
+
+    async def talk_remotely(run: Service, source: RemoteTokens) -> list[Any]:
+        async with source.connected():
+            return await talk(run)
+
+    rules = SamplingParams(max_new_tokens=120)
+    here = asyncio.run(talk(family_service(family, rules)))
+    with Server(make_app(family_service(family), TOKEN)) as server:
+        there = family_service(family, rules)
+        there.source = source = RemoteTokens([server.url], TOKEN)  # type: ignore[assignment] - a source as any other
+        assert asyncio.run(talk_remotely(there, source)) == here
+
+
+def test_other_dialects_and_streams_have_forms_too() -> None:
+    pytest.importorskip("uvicorn")
+    from podium.rollout.service.app import make_app
+    from podium.rollout.service.server import Server
+
+    tool_of = {"name": "look", "parameters": TOOLS[0]["function"]["parameters"]}
+    with Server(make_app(random_service(make_tokenizer("bytes")), TOKEN)) as server:
+
+        def post(path: str, **body: Any) -> Any:
+            status, answer = posted(f"{server.url}{path}", body)
+            assert status == 200, answer
+            return answer
+
+        form = {"type": "json_schema", "name": "out", "schema": SHORT}
+        said = json.loads(post("/v1/responses", input="x", text={"format": form}))
+        assert json.loads(said["output"][-1]["content"][0]["text"])["ok"] in (True, False)
+        called = json.loads(
+            post("/v1/responses", input="x", tools=[{"type": "function", **tool_of}], tool_choice="required")
+        )
+        assert [item["name"] for item in called["output"] if item["type"] == "function_call"] == ["look"]
+        used = json.loads(
+            post(
+                "/v1/messages",
+                messages=[USER], max_tokens=300, tool_choice={"type": "any"},
+                tools=[{"name": "look", "input_schema": tool_of["parameters"]}],
+            )
+        )  # fmt: skip
+        assert [part["name"] for part in used["content"] if part["type"] == "tool_use"] == ["look"]
+        streamed = post("/v1/chat/completions", messages=[USER], stream=True, response_format=json_schema(SHORT))
+        chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+        assert json.loads(text)["ok"] in (True, False)
+        status, answer = posted(
+            f"{server.url}/v1/chat/completions",
+            {"messages": [USER], "stream": True, "response_format": json_schema({"type": "foo"})},
+        )
+        assert (status, "Invalid type: foo" in answer) == (400, True), "a stream is refused before it begins"
+        ids = json.loads(
+            post(
+                "/inference/v1/generate",
+                token_ids=[70, 71],
+                sampling_params={"structured_outputs": {"regex": "[0-9]{3}"}},
+            )
+        )
+        assert len(ids["choices"][0]["masks"]["of"]) == len(ids["choices"][0]["token_ids"])
+        status, answer = posted(
+            f"{server.url}/v1/chat/completions",
+            {"messages": [USER], "logprobs": True, "top_logprobs": 2, "response_format": json_schema(SHORT)},
+        )
+        assert (status, "top_logprobs: a form or logit_bias leaves out" in answer) == (400, True)
