@@ -18,7 +18,7 @@ class RewardConfig:
 
     name: str | tuple[str, ...] = "exact"
     """This reward, or the sum of the rewards of this list, scores completions: exact, fraction, gsm8k, math, model,
-    reasoning_gym, module:function, or path/file.py:function."""
+    overlong, reasoning_gym, module:function, or path/file.py:function."""
     weights: tuple[float, ...] = ()
     """The rewards of a list have these weights in the sum. An empty list gives each the weight 1."""
     path: str = ""

@@ -80,7 +80,7 @@ class Grader:
 
     @property
     def extras(self) -> frozenset[str]:
-        """What the functions ask for beside text and row: some of completion_ids, prompt_ids and trainer_state.
+        """What the functions ask for beside text and row: some of ``forms.EXTRAS``.
 
         Raises:
             ConfigError, RewardError: :meth:`start` raises it.

@@ -22,6 +22,7 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
     "exact": "podium.rewards.text:exact",
     "fraction": "podium.rewards.text:fraction",
     "gsm8k": "podium.rewards.text:gsm8k",
+    "overlong": "podium.rewards.text:overlong",
     "model": "podium.rewards.model:model",
     "math": "podium.rewards.symbolic:mathematics",
     "reasoning_gym": "podium.rewards.gym:reasoning_gym",

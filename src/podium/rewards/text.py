@@ -5,7 +5,7 @@ from typing import Any
 
 from podium.rewards.numbers import final_number, is_same_number
 
-__all__ = ["answer_of", "exact", "fraction", "gsm8k"]
+__all__ = ["answer_of", "exact", "fraction", "gsm8k", "overlong"]
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
@@ -62,3 +62,16 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
             "row"
         )
     return float(is_same_number(final_number(completion), wanted))
+
+
+def overlong(completion: str, completion_ids: Sequence[int], max_new_tokens: int) -> float:
+    """Return a penalty from 0 to -1 that grows over the last fifth of the tokens that a completion may have.
+
+    With L tokens of at most M, and c = M / 5, it is 0 up to L = M - c, and then (M - c - L) / c. Yu et al. 2025, DAPO,
+    arXiv:2503.14476, equation 13; c is a fifth of M as in their runs (4,096 of 20,480).
+
+    >>> [overlong("", range(count), 20) for count in (16, 18, 20)]
+    [0.0, -0.5, -1.0]
+    """
+    buffer = max_new_tokens / 5
+    return max(-1.0, min(0.0, (max_new_tokens - buffer - len(completion_ids)) / buffer))

@@ -76,7 +76,8 @@ def draw_best(
             group = prompts[start : start + _TOGETHER]
             seeds = completion_seeds(config.run.seed, number, len(group), sampling.n)
             batch = roles.generator.generate(prompt_batch(group, seeds), sampling).fetch(fields.GROUP)
-            scored = ScoredBatch(step=number, batch=batch, prompts=group, tokenizer=tokenizer)
+            most = sampling.max_new_tokens
+            scored = ScoredBatch(step=number, batch=batch, prompts=group, tokenizer=tokenizer, max_new_tokens=most)
             yield from _choose(scored.graded(grader, reward_model=roles.reward), config, count)
             progress.done += len(group)
 

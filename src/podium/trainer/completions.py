@@ -47,6 +47,7 @@ class ScoredBatch:
         grades: One for each row; None until ``graded``.
         figures: Metrics of the step that are known from its rollout.
         left_out: Rows that every reward function left out by returning None. They are not trained.
+        max_new_tokens: The most tokens that a completion may have, for a reward that asks for it.
     """
 
     step: int
@@ -56,6 +57,7 @@ class ScoredBatch:
     grades: Sequence[Grade] | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     left_out: ScoredBatch | None = None
+    max_new_tokens: int | None = None
 
     def graded(
         self,
@@ -121,6 +123,8 @@ class ScoredBatch:
                 extra["prompt_ids"] = self.prompts[group].token_ids.tolist()
             if "trainer_state" in asked:
                 extra["trainer_state"] = steps_before
+            if "max_new_tokens" in asked and self.max_new_tokens is not None:
+                extra["max_new_tokens"] = self.max_new_tokens
         return extras
 
     def with_data(self, names: Sequence[str]) -> ScoredBatch:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from transformers import PreTrainedTokenizerBase
@@ -76,6 +77,8 @@ def score_held_out(
     sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
     seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
     grades: list[Grade | None] = [Grade(config.reward.failure_score)] * len(prompts)
+    most = sampling.max_new_tokens
+    ungraded = partial(ScoredBatch, step=step, prompts=prompts, tokenizer=tokenizer, max_new_tokens=most)
     if sessions is not None:
         try:
             batch, _ = sessions.live(prompts, seeds, sampling, step, training=False)
@@ -84,11 +87,11 @@ def score_held_out(
                 raise
             emit(Note(f"{error}\nAll items of this evaluation count as not correct, and the run continues"))
             return Evaluation.of(step, len(prompts), scores_of(grades), set_name=set_name)
-        scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
+        scored = ungraded(batch=batch)
         scored = grade_sessions(scored, grader, config.reward, reward_model)
     else:
         batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
-        scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
+        scored = ungraded(batch=batch)
         scored = scored.graded(grader, reward_model=reward_model, steps_before=step)
     if known and not scored.verdicts_known:
         emit(Note(_explain_scores(scored.verdicts, set_name)))

@@ -349,12 +349,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             )
 
     def _select_ungraded(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
-        if (
-            fields.VERSION_RANGE not in batch and fields.VERSIONS in batch
-        ):  # of a generator or a stage of the user's own
+        # of a generator or a stage of the user's own
+        if fields.VERSION_RANGE not in batch and fields.VERSIONS in batch:
             batch = batch.with_columns({fields.VERSION_RANGE: version_range(batch)})
         rows = [name for name in (fields.GROUP, fields.VERSION_RANGE) if name in batch]
-        return ScoredBatch(step=step, batch=batch.fetch(*rows), prompts=prompts, tokenizer=self.run.data.tokenizer)
+        batch, data, most = batch.fetch(*rows), self.run.data, self.run.data.sampling.max_new_tokens
+        return ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=data.tokenizer, max_new_tokens=most)
 
     @contextmanager
     def _keep_if_not_graded(self, drawn: Sequence[Batch], prompts: Sequence[Prompt], step: int) -> Iterator[None]:

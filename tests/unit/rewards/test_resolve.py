@@ -19,7 +19,7 @@ def test_every_named_reward_resolves(name: str) -> None:
     ("spec", "message"),
     [
         ("gsm8", r"did you mean 'gsm8k'\?"),
-        ("zzz", "expected one of exact, fraction, gsm8k, model, math, reasoning_gym, module:function"),
+        ("zzz", "expected one of exact, fraction, gsm8k, overlong, model, math, reasoning_gym, module:function"),
         ("podium.rewards.text:exacd", r"has no 'exacd'; did you mean 'exact'\?"),
         ("podium.rewards.text:__name__", "is not a function"),
     ],

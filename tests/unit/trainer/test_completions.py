@@ -13,7 +13,7 @@ import torch
 import podium
 from podium.data import Batch, Jagged, fields
 from podium.models import char_tokenizer
-from podium.rewards import Grade, Grader
+from podium.rewards import Grade, Grader, RewardConfig
 from podium.rollout.tasks import Example
 from podium.runs.run_files import RunFiles
 from podium.runtime import Worker, endpoint, first
@@ -71,6 +71,16 @@ def test_metrics_of_completions() -> None:
         metrics.TRUNCATED: 0.25,
         metrics.TOKENS: 14.0,
     }
+
+
+def test_the_penalty_for_long_completions_knows_the_limit_of_the_run() -> None:
+    """Completions have 1, 2, 2 and 3 tokens, of which 3 are allowed: the penalty begins at 2.4."""
+    config = RewardConfig(name=("fraction", "overlong"), weights=(0.0, 2.0))
+    prompts = [replace(PROMPTS[0], example=Example("p", "x", {"answer": "x"}))] * 2
+    with Grader(config, in_script=True) as grader:
+        for most, expected in ((3, [0.0, 0.0, 0.0, -2.0]), (2, [0.0, -2.0, -2.0, -2.0])):
+            batch = replace(scored(None), max_new_tokens=most, prompts=prompts)
+            assert batch.graded(grader).rewards_B.tolist() == expected
 
 
 def test_the_mean_reward_of_each_source_of_the_data() -> None:
