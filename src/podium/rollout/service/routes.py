@@ -132,7 +132,7 @@ def _answer_failure(request: Request, error: Exception) -> Response:
 def _answer_refusal(request: Request, error: Refusal | PodiumError) -> Response:
     refusal, dialect = error if isinstance(error, Refusal) else Refusal(500, str(error)), find_dialect(request)
     body = refusal.body if dialect is None else dialect.describe(refusal)
-    headers = {"Retry-After": "1"} if refusal.status == 429 else None
+    headers = {"Retry-After": "1"} if refusal.status in (429, 503) else None
     return _number(request, JSONResponse(body, refusal.status, headers))
 
 

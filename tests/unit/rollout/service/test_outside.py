@@ -119,6 +119,7 @@ def test_sessions_of_one_task_are_one_group_in_whatever_order_they_are_opened() 
         assert groups == {"a": {0}, "b": {1}}
         late = await http.post("/sessions", json={"task": "a"})
         assert (late.status_code, late.json()["error"]["code"]) == (503, "no_session_wanted")
+        assert late.headers["retry-after"] == "1"
 
     assert outcomes(lived(act, (0, 0, 1, 1))) == [("", 1.0), ("", 1.0), ("", 0.0), ("", 0.0)]
 
