@@ -37,7 +37,11 @@ class Guide(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """Go on with a token that was allowed."""
+        """Go on with a token that was allowed.
+
+        Raises:
+            GenerationError: The text has become too complex to be followed.
+        """
         ...
 
 
@@ -118,11 +122,15 @@ class Guided:
         self._mask = self._known.setdefault(mask, mask)
         return self._mask
 
-    def accept(self, token_id: int) -> None:
-        """Record the token that was drawn under the latest mask, and go on with it."""
+    def accept(self, token_id: int) -> GenerationError | None:
+        """Record the token that was drawn under the latest mask, and go on with it. Return why that is impossible."""
         self.masks.append(self._mask)
-        if self._guide is not None:
-            self._guide.accept(token_id)
+        try:
+            if self._guide is not None:
+                self._guide.accept(token_id)
+        except GenerationError as error:
+            return error
+        return None
 
     def _fit(self, mask: bytes) -> bytes:
         return mask[: self._width].ljust(self._width, b"\0") if mask and len(mask) != self._width else mask

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,8 +43,11 @@ _TRIAL: Final = """
 import json, re, resource, sys
 limits, seconds, nbytes, path = json.loads(sys.argv[1])
 sys.path.append(path)
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, nbytes)):
+    try:
+        resource.setrlimit(kind, (most, most))
+    except (OSError, ValueError):  # as for memory on macOS
+        pass
 import llguidance
 texts, errors = json.loads(sys.stdin.buffer.read()), []
 named = re.findall("[0-9]+", " ".join(re.findall(r"<\\[([0-9, -]+)\\]>", " ".join(texts))))
@@ -79,7 +83,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._lock, self._trials = tokenizer, threading.Lock(), threading.Semaphore(_TRIALS)
-        self._compiled: dict[str, _Compiled | ConfigError] = {}
+        self._compiled: dict[str, Future[_Compiled]] = {}
 
     def compile(self, text: str) -> _Compiled:
         """Return the grammar of a text in the library's form of Lark.
@@ -91,23 +95,22 @@ class Grammars:
         if len(text) > _MOST_CHARACTERS:
             raise ConfigError(f"the grammar has {len(text)} characters; {_MOST_CHARACTERS} are the limit")
         with self._lock:
-            result = self._compiled.pop(text, None)
-        if result is None:
-            try:
-                result = self._make(text)
-            except ConfigError as error:
-                result = error
-        with self._lock:
-            self._compiled[text] = result  # as the latest
+            future = self._compiled.pop(text, None)
+            is_new = future is None
+            future = future or Future()
+            self._compiled[text] = future  # as the latest
             while len(self._compiled) > _CACHED:
                 del self._compiled[next(iter(self._compiled))]
-        if isinstance(result, ConfigError):
-            raise ConfigError(str(result))
-        return result
-
-    def is_compiled(self, text: str) -> bool:
-        """Whether :meth:`compile` answers at once."""
-        return text in self._compiled
+        if is_new:  # others that want the same wait for it
+            try:
+                future.set_result(self._make(text))
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+        try:
+            return future.result()
+        except ConfigError as error:
+            raise ConfigError(str(error)) from None
 
     def _make(self, text: str) -> _Compiled:
         if error := self.find_errors([text])[0]:

@@ -178,8 +178,8 @@ class _Drawing(LogitsProcessor):
             self.errors |= {row: error for row, error in zip(rows, errors, strict=True) if error is not None}
         result = draw(logits, self._params, self._uniforms[:, len(self.ids)])
         for row in rows:
-            if row not in self.errors:
-                self.guided[row].accept(int(result.ids_B[row]))
+            if row not in self.errors and (error := self.guided[row].accept(int(result.ids_B[row]))):
+                self.errors[row] = error
         self._count.done += int(self._live_B.sum())
         self._live_B &= ~torch.isin(result.ids_B, self._stops)
         self.ids.append(result.ids_B)

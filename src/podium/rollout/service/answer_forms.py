@@ -19,7 +19,6 @@ from podium.rollout.service.structured import AnswerGrammar, Rule, call_rules, r
 from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.engines.grammars import Grammars
     from podium.rollout.service.chat_format import ChatFormat
 
 __all__ = ["AnswerForms", "conversation_grammar"]
@@ -152,7 +151,6 @@ def conversation_grammar(
     tools: Sequence[Mapping[str, Any]],
     prompt: Sequence[int],
     form: ChatFormat,
-    grammars: Grammars,
 ) -> AnswerGrammar | None:
     """Return the grammar of the answer to a conversation; None for any answer.
 
@@ -168,4 +166,4 @@ def conversation_grammar(
         text = form.forms.grammar(answer, calls, thinks=form.opens_reasoning(prompt))
     except ConfigError as error:
         raise Refusal(400, f"tool_choice: {error}", "tool_choice", "unsupported") from None
-    return AnswerGrammar(grammars, text, (*([answer] if answer else ()), *calls.values()))
+    return AnswerGrammar(form.grammars, text, (*([answer] if answer else ()), *calls.values()))

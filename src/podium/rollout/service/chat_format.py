@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.errors import ConfigError
+from podium.rollout.engines.grammars import Grammars
 from podium.rollout.service.answer_forms import AnswerForms
 from podium.rollout.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
 from podium.rollout.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
@@ -254,6 +255,11 @@ class ChatFormat:
             if "look" in (written := full_text.removeprefix(prefix)):
                 return reader_of(written)
         return read_hermes
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars over the model's tokens."""
+        return Grammars(self._tokenizer)
 
     @cached_property
     def forms(self) -> AnswerForms:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
-from podium.rollout.engines.grammars import Grammars
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.service.answer_forms import conversation_grammar
 from podium.rollout.service.concurrency import Caller, merge_streams
@@ -168,7 +167,6 @@ class Service:
         self._tokenizer = tokenizer
         self.stop_token_ids = tuple(stop_token_ids)
         self.most_tokens = most_tokens
-        self._grammars = Grammars(tokenizer)
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self.sessions = SessionStore(_MOST_BYTES if rules is None else None, form)
         self.overruled: Counter[str] = Counter()
@@ -309,7 +307,7 @@ class Service:
             raise Refusal(400, "the messages or tools are nested too deeply to be written", "messages") from None
         limit = request.max_completion_tokens or request.max_tokens
         limit = min(limit, max(1, self.context - len(prompt))) if limit and clips else limit
-        grammar = conversation_grammar(request, tools, prompt, self.form, self._grammars)
+        grammar = conversation_grammar(request, tools, prompt, self.form)
         question = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session, grammar=grammar)
         return replace(
             question,
@@ -373,7 +371,7 @@ class Service:
             seeds = seeds_drawn if session_seeds is not None else [seed * 1_000_003 for seed in seeds_drawn]
         constraint = make_constraint(
             sampling.logit_bias or {},
-            grammar or text_grammar(sampling, self._grammars),
+            grammar or text_grammar(sampling, self.form.grammars),
             vocabulary=self.vocabulary,
             training=self.rules is not None,
         )

@@ -35,8 +35,8 @@ STOP = 3
 class Residues:
     """A grammar: the ids go through all residues of ``modulus``, one after the other, and may end after ``least``."""
 
-    def __init__(self, modulus: int, least: int = 4, dead: int | None = None) -> None:
-        self.modulus, self.least, self.dead = modulus, least, dead
+    def __init__(self, modulus: int, least: int = 4, dead: int | None = None, stuck: int | None = None) -> None:
+        self.modulus, self.least, self.dead, self.stuck = modulus, least, dead, stuck
 
     def begin(self, stop_token_ids: Sequence[int]) -> _Counting:
         return _Counting(self, stop_token_ids)
@@ -55,6 +55,8 @@ class _Counting:
 
     def accept(self, token_id: int) -> None:
         assert token_id in ids_of(self.allowed()), f"{token_id} was drawn after {self.ids}"
+        if len(self.ids) == self.grammar.stuck:
+            raise GenerationError("nothing goes on here")
         self.ids.append(token_id)
 
 
@@ -201,8 +203,10 @@ def test_seeded_results_do_not_depend_on_what_is_drawn_beside_them(name: str) ->
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_without_a_way_on_fails_its_own_request_alone(name: str, stream: bool) -> None:
     engine = engine_over(name, tiny_model(0))
+    grammars = [Residues(3, dead=0), Residues(3, dead=2), Residues(3, stuck=0), Residues(3, stuck=3)]
     dead = [
-        request(n, prompts_of()[n], constraint=Constraint(grammar=Residues(3, dead=n)), stream=stream) for n in (0, 2)
+        request(number, prompts_of()[number], constraint=Constraint(grammar=grammar), stream=stream)
+        for number, grammar in enumerate(grammars)
     ]
     fine = request(9, prompts_of()[3])
     engine.submit(*dead, fine)

@@ -269,3 +269,20 @@ def test_a_vocabulary_that_ends_amid_the_grammar_is_an_error_and_no_end() -> Non
     guide = Grammars(char_tokenizer("abx")).compile('start: "a" ("bcd" | "x")').begin((2,))
     guide.accept(4)
     assert guide.allowed()[0] >> 5 & 1 or guide.allowed()[0] >> 6 & 1
+
+
+def test_requests_that_want_the_same_grammar_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, trials = random_service(make_tokenizer("bytes")), list[Any]()
+    find_errors = Grammars.find_errors
+
+    def count(grammars: Grammars, texts: Any) -> list[str]:
+        trials.append(texts)
+        return find_errors(grammars, texts)
+
+    monkeypatch.setattr(Grammars, "find_errors", count)
+    wish = {"response_format": json_schema(PERSON), "max_tokens": 5}
+    answers(service, *[wish] * 6)
+    answers(service, wish)
+    assert len(trials) == 1
+    with pytest.raises(Refusal):
+        answers(service, *[{"structured_outputs": {"regex": "("}}] * 3)

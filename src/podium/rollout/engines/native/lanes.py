@@ -263,8 +263,8 @@ class Lanes:
         ids, logprobs = self._draw_groups(logits_BV, groups, uniforms_B, lanes)
         if guided:
             for row, token_id in zip(guided, ids[guided].tolist(), strict=True):
-                if lanes[row] not in self._broken:
-                    self._records["guide"][lanes[row]].accept(token_id)
+                if lanes[row] not in self._broken and (error := self._records["guide"][lanes[row]].accept(token_id)):
+                    self._broken[lanes[row]] = error
         return ids, logprobs
 
     def _draw_groups(
