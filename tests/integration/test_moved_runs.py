@@ -74,10 +74,10 @@ def test_a_run_and_its_files_are_moved(
     reward = ["--reward.name", f"{new}/graders.py:score"]
     assert main(["train", "grpo", "--resume", str(run), "--dry-run", *reward, *STEPS]) == 0
     assert f"train: {new / 'copy.jsonl'}" in (plan := capsys.readouterr().out)
-    assert f"note         moved from {old} to {new}: model.path, data.train, " in plan
+    assert f"note         moved from {old} to {new}: model.path, data.chat_template, data.train, data.eval\n" in plan
     assert main(["train", "grpo", "--resume", str(run), *reward, *STEPS]) == 0
     log = (run / "logs" / "controller.log").read_text()
-    assert f"moved from {old} to {new}: model.path, data.train, data.chat_template, data.eval\n" in log
+    assert f"moved from {old} to {new}: model.path, data.chat_template, data.train, data.eval\n" in log
     assert f"data.train: {new / 'copy.jsonl'} has changed since the run began: it had " in log
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["path"] == str(new / "models" / "base")
     assert yaml.safe_load((run / "config.1.yaml").read_text())["model"]["path"] == str(old / "models" / "base")

@@ -34,10 +34,8 @@ class StatusSink(Sink):
             sys.stderr.flush()
 
     def handle(self, event: Event) -> None:
-        loads = isinstance(event, Waiting) and event.what.startswith(
-            "loading "
-        )  # by another name: a copy's, or a role's
-        if isinstance(event, Waiting) and not loads and event.what != self._what:
+        # What is loaded is said already, and workers have another name for it: that of a copy.
+        if isinstance(event, Waiting) and not event.what.startswith("loading ") and event.what != self._what:
             self._what = event.what
             if self._status is None:
                 sys.stderr.write(f"{event.what}\n")

@@ -180,7 +180,7 @@ def _recipe(word: str) -> str:
     name = word.lower()
     if word in RECIPES:
         return word
-    if name in list_presets():
+    if name in list_presets() and name not in RECIPES:
         raise ArgumentTypeError(f"{name} is a preset of the recipe grpo: podium train grpo --recipe {name}")
     for key, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
         if name in names and name not in RECIPES:

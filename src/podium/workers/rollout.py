@@ -155,7 +155,7 @@ class Rollout(Worker):
                 address=address,
                 key_of=self._gateway.keys.key_of,
                 room=self._room,
-                offers=self._offers,
+                live_outside=self._offers and self._offers.live,
             )
             self._reports[key] = {**_report(episodes, service), "unknown": self._unknown(episodes)}
         batch = _as_batch(

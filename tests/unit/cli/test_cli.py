@@ -85,8 +85,9 @@ def test_mistakes_and_help_wait_for_no_heavy_import(words: str, said: str, neede
         (["train", "GRPO"], "there is no recipe 'GRPO'; did you mean 'grpo'?"),
         (["train", "fsdp"], "there is no recipe 'fsdp'; grpo and ppo learn from rewards, sft learns from answers, and"),
         (["train", "IPO"], "ipo is a setting of the recipe dpo: podium train dpo --algorithm.loss ipo"),
-        (["train", "rloo"], "rloo is a setting of the recipe grpo: podium train grpo --algorithm.advantage rloo"),
-        (["train", "gspo", "--optim.lr", "1e-6"], "podium train grpo --algorithm.loss gspo"),
+        (["train", "opo"], "opo is a setting of the recipe grpo: podium train grpo --algorithm.advantage opo"),
+        (["train", "rloo"], "rloo is a preset of the recipe grpo: podium train grpo --recipe rloo"),
+        (["train", "gspo", "--optim.lr", "1e-6"], "podium train grpo --recipe gspo"),
         (["train"], "the following arguments are required: grpo|ppo|sft|dpo|rm"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,6 @@ from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.environments.contract import Messages
-    from podium.rollout.environments.offers import Offers
     from podium.rollout.service.sessions import Session
 
 __all__ = ["MOST_AGENTS", "Client", "Reply", "agent_name"]
@@ -69,7 +68,7 @@ class Client:
         api_key: The API key that such an agent sends.
         seed: A seed for this session, the same when a run is repeated or resumed. Use it for everything random.
         counts: The numbers of "tool_calls" and "tool_errors" so far, which metrics report.
-        offers: Where sessions are offered to services elsewhere; None if none may live them.
+        live_outside: Offers the session to services elsewhere, and returns how it ended; None if none may live it.
     """
 
     def __init__(
@@ -81,10 +80,10 @@ class Client:
         seed: int,
         *,
         loop: asyncio.AbstractEventLoop,
-        offers: Offers | None = None,
+        live_outside: Callable[[Client], Awaitable[Any]] | None = None,
     ) -> None:
         self._service, self._session, self._address, self._loop = service, session, address, loop
-        self.api_key, self.seed, self.offers = api_key, seed, offers
+        self.api_key, self.seed, self.live_outside = api_key, seed, live_outside
         self.counts: Counter[str] = Counter()
         self._rewards: dict[int, float] = {}
         self._agents: dict[str, Client] = {}

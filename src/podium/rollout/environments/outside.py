@@ -63,6 +63,6 @@ class Outside:
 
     async def play(self, task: Task, client: Client) -> Ending:
         """Offer the session, and wait for its end and its reward."""
-        if client.offers is None:
+        if client.live_outside is None:
             raise ConfigError("environment.name = 'service' lives in a rollout worker alone")
-        return await client.offers.live(client)
+        return await client.live_outside(client)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from podium.rollout.environments.config import SessionLimits
     from podium.rollout.environments.contract import Task
-    from podium.rollout.environments.offers import Offers
     from podium.rollout.service.service import Service
     from podium.rollout.service.sessions import Session
 
@@ -121,7 +120,7 @@ async def live(
     address: Callable[[], str],
     key_of: Callable[[str], str] = str,
     room: asyncio.Semaphore | None = None,
-    offers: Offers | None = None,
+    live_outside: Callable[[Client], Awaitable[Any]] | None = None,
 ) -> list[Episode]:
     """Live a session for each task, and return what became of each, in their order.
 
@@ -135,7 +134,7 @@ async def live(
         address: The base of the address of the OpenAI API, which a session may ask for.
         key_of: Returns the key that the agents of a session send there, by the session's name.
         room: What each session holds while it lives, where calls that overlap share their limit of sessions at once.
-        offers: Where the sessions are offered to services elsewhere.
+        live_outside: Offers a session to services elsewhere, and returns how it ended.
     """
     loop = asyncio.get_running_loop()
     slots = room or asyncio.Semaphore(limits.side_by_side)
@@ -143,7 +142,7 @@ async def live(
     async def one(task: Task, seed: int, name: str) -> Episode:
         async with slots:
             session = service.open_session(name, seed, Budget(limits.budget))
-            client = Client(service, session, address, key_of(name), seed, loop=loop, offers=offers)
+            client = Client(service, session, address, key_of(name), seed, loop=loop, live_outside=live_outside)
             began_s = time.monotonic()
             ending = await ending_of(play, task, client, limits.time_limit_s)
             limit = session.budget.reached if ending.truncated else ""

@@ -19,7 +19,7 @@ from podium.rollout.service.structured import AnswerGrammar, Rule, call_rules, r
 from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.service.chat_format import ChatFormat
+    from podium.rollout.engines.grammars import Grammars
 
 __all__ = ["AnswerForms", "conversation_grammar"]
 
@@ -149,10 +149,12 @@ class AnswerForms:
 def conversation_grammar(
     request: ChatRequest,
     tools: Sequence[Mapping[str, Any]],
-    prompt: Sequence[int],
-    form: ChatFormat,
+    forms: AnswerForms,
+    thinks: Callable[[], bool],
+    grammars: Grammars,
 ) -> AnswerGrammar | None:
-    """Return the grammar of the answer to a conversation; None for any answer.
+    """Return the grammar of the answer to a conversation; None for any answer. ``thinks`` says whether the prompt has
+    begun the model's reasoning.
 
     Raises:
         Refusal: The request's schema is none, or the form in which the model writes calls is not known.
@@ -163,7 +165,7 @@ def conversation_grammar(
         return None
     answer = None if request.forces_call else rule
     try:
-        text = form.forms.grammar(answer, calls, thinks=form.opens_reasoning(prompt))
+        text = forms.grammar(answer, calls, thinks=thinks())
     except ConfigError as error:
         raise Refusal(400, f"tool_choice: {error}", "tool_choice", "unsupported") from None
-    return AnswerGrammar(form.grammars, text, (*([answer] if answer else ()), *calls.values()))
+    return AnswerGrammar(grammars, text, (*([answer] if answer else ()), *calls.values()))

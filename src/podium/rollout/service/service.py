@@ -307,7 +307,8 @@ class Service:
             raise Refusal(400, "the messages or tools are nested too deeply to be written", "messages") from None
         limit = request.max_completion_tokens or request.max_tokens
         limit = min(limit, max(1, self.context - len(prompt))) if limit and clips else limit
-        grammar = conversation_grammar(request, tools, prompt, self.form)
+        form = self.form
+        grammar = conversation_grammar(request, tools, form.forms, lambda: form.opens_reasoning(prompt), form.grammars)
         question = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session, grammar=grammar)
         return replace(
             question,

@@ -52,7 +52,7 @@ def lived(
         rows = [{"prompt": f"row {group}", "answer": "x"} for group in groups]
         async with gateway.open(service, "1-1") as address:
             offers.plan(names, groups, rows)
-            how: Any = {"address": address, "key_of": gateway.keys.key_of, "offers": offers}
+            how: Any = {"address": address, "key_of": gateway.keys.key_of, "live_outside": offers.live}
             limits = SessionLimits(time_limit_s=600.0, at_once=at_once)
             living = asyncio.create_task(live(Outside().play, rows, range(len(groups)), names, service, limits, **how))
             head = {"Authorization": f"Bearer {TOKEN}"}
