@@ -183,6 +183,8 @@ class PromptBatch:
         """The prompts of a step. Raises ConfigError for an entry that is wrong."""
         if isinstance(self.prompts, int):
             return PromptChoice(count=self.prompts, filter="none")
+        if not self.prompts:
+            raise ConfigError("batch.prompts = {}: expected a number, or some of the entries count, filter and refills")
         return build_config(PromptChoice, self.prompts, key="batch.prompts")
 
 
