@@ -23,7 +23,7 @@ def read_extras() -> Iterator[tuple[str, str]]:
     """Each package with each of its extras, but for that of its developers, which no error proposes."""
     for path in PROJECTS:
         project = tomllib.loads(path.read_text())["project"]
-        yield from ((project["name"], extra) for extra in project["optional-dependencies"] if extra != "dev")
+        yield from ((project["name"], extra) for extra in project.get("optional-dependencies", ()) if extra != "dev")
 
 
 def read_texts(path: Path) -> Iterator[str]:

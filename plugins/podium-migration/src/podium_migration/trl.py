@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.extras import install_command
 from podium.runs.config import RECIPES
 from podium_migration.conversion import Conversion, is_installed
 from podium_migration.sources import Settings
@@ -258,7 +259,7 @@ def _convert_model(c: Conversion) -> None:
             c.set("engine.name", "vllm")
         else:
             c.values.pop("engine.name", None)
-            c.lose("use_vllm", "vllm is not installed here; engine.name vllm needs pip install 'podium[vllm]'")
+            c.lose("use_vllm", f"vllm is not installed here; engine.name vllm needs {install_command('vllm')}")
     if c.recipe != "grpo" and c.is_set("max_length"):
         c.set(
             "data.max_prompt_tokens",

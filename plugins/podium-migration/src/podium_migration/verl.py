@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+from podium.extras import install_command
 from podium_migration.conversion import Conversion, is_installed
 from podium_migration.sources import Settings
 
@@ -193,7 +194,7 @@ def _convert_sampling(c: Conversion) -> None:
             if c.settings.values.get(f"{ROLLOUT}.{name}"):
                 c.set(f"engine.options.{option}", c.get(f"{ROLLOUT}.{name}"))
     elif engine == "vllm":
-        c.lose(f"{ROLLOUT}.name", "vllm is not installed here; engine.name vllm needs pip install 'podium[vllm]'")
+        c.lose(f"{ROLLOUT}.name", f"vllm is not installed here; engine.name vllm needs {install_command('vllm')}")
     if c.is_set(f"{ROLLOUT}.gpu_memory_utilization"):
         c.lose(
             f"{ROLLOUT}.gpu_memory_utilization",
