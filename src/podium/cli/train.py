@@ -51,7 +51,7 @@ def run_train(arguments: Sequence[str]) -> int:
     if preset is not None:
         _check_preset(preset, options)
         values = read_values(RECIPES[options.recipe], options.config) if options.config else {}
-        overrides = [*preset.overrides(values), *overrides]
+        overrides = preset.overrides(values, overrides)
     config = _config(options.recipe, options.config, options.resume, overrides)
     if options.dry_run:
         sys.stdout.write(f"{preset.describe()}\n\n" if preset is not None else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from podium.algorithms import check_functions
 from podium.cli import main
 from podium.cli.presets import list_presets, read_preset
 from podium.cli.train import _config
-from podium.config import load_config
+from podium.config import load_config, read_values
 from podium.errors import ConfigError
 from podium.trainer import GRPOConfig
 
@@ -86,3 +87,30 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 def test_an_unknown_preset_is_a_mistake_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="there are cispo"):
         read_preset("nothing")
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "count"),
+    [
+        ("", ["--batch.prompts", "8"], 8),
+        ("", ["--batch.prompts=8"], 8),
+        ("batch: {prompts: 8}\n", [], 8),
+        ("batch: {prompts: {count: 8}}\n", [], 8),
+        ("batch: {prompts: 4}\n", ["--batch.prompts", "8"], 8),
+        ("run: {steps: 3}\n", [], 16),
+    ],
+)
+def test_a_number_of_prompts_leaves_the_filter_of_the_preset(
+    values: str, words: list[str], count: int, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(values)
+    own = read_values(GRPOConfig, tmp_path / "run.yaml")
+    config = load_config(GRPOConfig, tmp_path / "run.yaml", read_preset("dapo").overrides(own, words))
+    prompts: Any = config.batch.prompts
+    assert prompts == {"count": count, "filter": "rewards", "refills": 9}
+
+
+def test_a_mapping_of_the_user_replaces_that_of_the_preset() -> None:
+    words = ["--batch.prompts", "{count: 8, filter: none}"]
+    prompts: Any = load_config(GRPOConfig, None, read_preset("dapo").overrides({}, words)).batch.prompts
+    assert prompts == {"count": 8, "filter": "none"}

@@ -300,7 +300,8 @@ def test_every_metric_of_the_documentation_exists_and_the_other_way_round() -> N
     table = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
     cells = [row.split("|")[1] for row in table.strip().splitlines()]
     documented = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    named = {value for name, value in vars(metrics).items() if name.isupper()}
+    values = [value for name, value in vars(metrics).items() if name.isupper()]
+    named = {name for value in values for name in (value.values() if isinstance(value, dict) else (value,))}
     prefixes = {metrics.TIME_PREFIX: "STAGE", metrics.TOKENS_PER_S_PREFIX: "STAGE"}
     prefixes |= {metrics.REWARD_PART_PREFIX: "NAME", metrics.AGENT_REWARD_PREFIX: "NAME"}
     prefixes |= {metrics.SOURCE_REWARD_PREFIX: "NAME"}

@@ -63,6 +63,8 @@ PACKAGES = ("cli", "models", "processes", "rewards", "runs", "runtime", "telemet
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "cli/__init__.py": ("os.open", PRIVATE),
     "cli/export.py": ("tempfile.TemporaryDirectory", PRIVATE),
+    "cli/inference.py": ("open", PERSON),
+    "cli/presets/__init__.py": ("glob read_text", "files of the package"),
     "cli/view.py": ("iterdir", PERSON),
     "models/loading.py": ("read_text save_pretrained", LOOKED_AT),
     "models/manifest.py": ("iterdir open read_bytes write_text", LOOKED_AT),
@@ -81,6 +83,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "processes/limits.py": ("read_text", PRIVATE),
     "processes/supervisor.py": ("os.open", PRIVATE),
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
+    "rewards/judge.py": ("open read_text", PERSON),
     "rewards/processes.py": ("os.open", LOGS),
     "runs/changes.py": ("ParquetFile", OPENED),
     "runs/comparison.py": ("mkdir savefig", PERSON),

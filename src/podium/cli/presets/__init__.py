@@ -4,8 +4,9 @@ The comment at the top of a file names the paper. A setting of the user's file o
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,28 @@ class Preset:
     source: str
     settings: Mapping[str, Any]
 
-    def overrides(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the settings as words of a command line, but for those that nested ``values`` have."""
-        own = dict(_flatten(values))
-        pairs = [(key, value) for key, value in self.settings.items() if key not in own]
-        return [
-            word
-            for key, value in pairs
-            for word in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
+    def overrides(self, values: Mapping[str, Any], words: Sequence[str] = ()) -> list[str]:
+        """Return the settings as words of a command line, but for those that ``values`` have, and then ``words``.
+
+        Where the preset has a mapping with ``count``, the user's number in its place is this count.
+        """
+        own, user_words = dict(_flatten(values)), list(words)
+        settings = {key: value for key, value in self.settings.items() if key not in own}
+        for key in [key.removesuffix(".count") for key in self.settings if key.endswith(".count")]:
+            whole = {**self.settings, **own, **({f"{key}.count": own[key]} if isinstance(own.get(key), int) else {})}
+            settings = {name: value for name, value in settings.items() if not name.startswith(f"{key}.")}
+            settings[key] = {
+                name.removeprefix(f"{key}."): value for name, value in whole.items() if name.startswith(f"{key}.")
+            }
+            for at, word in enumerate(user_words):
+                name, equals, value = word.partition("=")
+                number = value if equals else "".join(user_words[at + 1 : at + 2])
+                if name == f"--{key}" and number.isdecimal():
+                    user_words[at] = f"{name}.count{equals}{value}"
+        pairs = [
+            (f"--{key}", value if isinstance(value, str) else json.dumps(value)) for key, value in settings.items()
         ]
+        return [*chain.from_iterable(pairs), *user_words]
 
     def describe(self) -> str:
         """Return the name, the source and the settings, as text of two lines."""
