@@ -73,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests with Ray come last: Ray leaves threads, children and unclosed files in its process, which others count.
     """
+    if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"names of tests that differ in each process: give ids of their own to {addresses[:3]}")
     if not config.getoption("--all"):
         exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
         if exhaustive:

@@ -122,7 +122,9 @@ def config_of(name: str, options: dict[str, Any]) -> ScorerConfig:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("name", "options", "oracle"), CASES, ids=lambda case: str(case)[:30])
+@pytest.mark.parametrize(
+    ("name", "options", "oracle"), CASES, ids=lambda case: getattr(case, "__name__", str(case)[:30])
+)
 def test_a_loss_of_pairs_and_its_derivatives_are_the_papers(
     name: str, options: dict[str, float], oracle: Callable[..., tuple[Array, Array, Array]], seed: int
 ) -> None:
