@@ -129,7 +129,7 @@ def test_the_runs_of_the_page_on_preferences_go_as_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "preferences.md").read_text()
-    printed = ""
+    printed = name = ""
     for language, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         for line in code.splitlines() if not language else ():
             assert main([*shlex.split(line)[1:], "--backend", "inline"]) == 0, line
