@@ -198,7 +198,7 @@ def test_a_value_of_another_project_is_answered_with_ours(key: str, theirs: obje
 
 
 def test_a_reward_of_another_project_is_answered() -> None:
-    with pytest.raises(ConfigError, match="did you mean math\\? it needs pip install"):
+    with pytest.raises(ConfigError, match="did you mean math\\? it needs math-verify"):
         resolve_reward("accuracy_reward")
     with pytest.raises(ConfigError, match="there are no managers of rewards"):
         resolve_reward("naive")

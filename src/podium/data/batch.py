@@ -277,7 +277,7 @@ def _is_same(value: Any, other: Any) -> bool:
     if type(value) is not type(other) or isinstance(value, TensorRef):
         return False
     if isinstance(value, Jagged):
-        return _is_same(value.offsets, other.offsets) and _is_same(value.values, other.values)
+        return _is_same(value.offsets, other.offsets) and _is_same(value.data, other.data)
     if isinstance(value, Tensor):
         if value.dtype != other.dtype or value.shape != other.shape or value.device != other.device:
             return False

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from podium.rewards.chat_judge import Judge as Judge, judge as judge
     from podium.rewards.config import Grade as Grade, RewardConfig as RewardConfig
     from podium.rewards.grader import Grader as Grader
-    from podium.rewards.judge import Judge as Judge, judge as judge
     from podium.rewards.resolve import (
         NAMED_REWARDS as NAMED_REWARDS,
         READS_ANSWER as READS_ANSWER,

@@ -82,7 +82,13 @@ class RunRecord:
         """
         with suppress(FileNotFoundError), _warning():
             text = self.files.read_small(CONFIG)
-            settings = flatten(mask(as_given(read_values(object, self.path / CONFIG, content=text), self.path)))
+            values = read_values(object, self.path / CONFIG, content=text)
+            for name, settings in values.items():
+                if not isinstance(settings, Mapping | None):
+                    raise DataError(
+                        f"{self.path / CONFIG}: {name} is {type(settings).__name__}, and no section of keys"
+                    )
+            settings = flatten(mask(as_given(values, self.path)))
             objects = read_objects(text.decode(errors="replace"))
             return dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
         return {}

@@ -95,7 +95,7 @@ class ReferenceContract:
             Batch.concat([far.slice(30, 40), all_rows.slice(0, 8), far.take([1])]),
             all_rows.take([*range(30, 40), *range(8), 1]),
         )
-        mixed = all_rows.merge(far.select("tokens"))
+        mixed = all_rows.merge(far.select("tokens"), keep="other")
         assert same_batch(stash.values(mixed.take([9, 3, 3])), all_rows.take([9, 3, 3]))
         assert same_batch(far.slice(4, 4), all_rows.slice(4, 4))
 

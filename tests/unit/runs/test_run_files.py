@@ -83,7 +83,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "processes/limits.py": ("read_text", PRIVATE),
     "processes/supervisor.py": ("os.open", PRIVATE),
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
-    "rewards/judge.py": ("open read_text", PERSON),
+    "rewards/chat_judge.py": ("open read_text", PERSON),
     "rewards/processes.py": ("os.open", LOGS),
     "runs/changes.py": ("ParquetFile", OPENED),
     "runs/comparison.py": ("mkdir savefig", PERSON),
