@@ -25,13 +25,14 @@ _NO_KEY: Final = re.compile(
     r"(^|_)(STOP|PAD|PADDING|EOS|BOS|UNK|MASK|SEP|CLS|SPECIAL|END|START|BEGIN|FIRST|LAST|THINK\w*|IMAGE|VIDEO|AUDIO)_TOKEN$"
 )
 _WORD: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # between the words of apiKey
+# What may stand at each place of a long text is bounded, so that the search takes a time proportional to its length.
 _SIGN: Final = re.compile(
-    r"(?P<head>[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@'\"]*:)[^/\s@'\"]+(?=@)"  # the password of a URL
+    r"(?P<head>[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@'\"]*:)[^/\s@'\"]+(?=@)"  # the password of a URL
     r"|(?P<scheme>\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{12,}"
     r"|\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|sk_(?:live|test)_[A-Za-z0-9]{16,}"
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_[A-Za-z0-9_]{16,}|glpat-[A-Za-z0-9_-]{16,}|wandb_v1_[A-Za-z0-9_]{16,}"
     r"|xox[abeprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{35}|npm_[A-Za-z0-9]{30,}"
-    r"|pypi-[A-Za-z0-9_-]{30,}|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+)"
+    r"|pypi-[A-Za-z0-9_-]{30,}|eyJ[A-Za-z0-9_-]{10,1000}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+)"
     r"|(?P<hook>https://(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[^\s'\"]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
 )
