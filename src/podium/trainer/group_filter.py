@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 
@@ -33,7 +34,7 @@ def list_flat(scored: ScoredBatch, by: str) -> set[int]:
             if its reward is at least 1.
     """
     values: dict[int, set[float]] = {}
-    rewards = scored.rewards_B.tolist()
+    rewards = _rewards(scored)
     for row, group in enumerate(scored.groups):
         correct = None if by == "rewards" or scored.grades is None else scored.grades[row].correct
         value = rewards[row] if by == "rewards" else float(rewards[row] >= 1 if correct is None else correct)
@@ -80,7 +81,7 @@ def fill_step(
     dropped = sorted(groups - kept)
     figures = {
         names.FILTER_DROPPED: len(flat) / len(groups),
-        names.FILTER_REWARD: float(step_rows.rewards_B.mean()),
+        names.FILTER_REWARD: fmean(map(_rewards(step_rows).__getitem__, step_rows.firsts)),
         names.FILTER_REFILLS: float(draws),
         names.FILTER_MISSING: float(max(0, choice.count - mixed)),
     }
@@ -90,6 +91,14 @@ def fill_step(
         figures[names.SESSIONS_TRAINED] = float(len(trained.firsts))
         figures[names.SESSIONS_ROWS] = float(len(trained.batch))
     return replace(trained, figures={**trained.figures, **figures}), dropped
+
+
+def _rewards(scored: ScoredBatch) -> list[float]:
+    """The whole reward of each row: in a session, with the rewards of its turns."""
+    rewards = scored.rewards_B.tolist()
+    if fields.GRADE not in scored.batch:
+        return rewards
+    return [reward + earned.of_turns for reward, earned in zip(rewards, scored.batch.python(fields.GRADE), strict=True)]
 
 
 def explain_flat(metrics: Mapping[str, float], max_new_tokens: int) -> str:

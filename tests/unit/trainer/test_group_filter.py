@@ -12,6 +12,7 @@ from podium.data import Batch, Jagged, fields
 from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.rewards import Grade
+from podium.rollout.environments.contract import Earned
 from podium.rollout.tasks import Example
 from podium.runs.config import GRPOConfig, PromptBatch, PromptChoice
 from podium.telemetry import metrics
@@ -43,6 +44,19 @@ def test_groups_are_flat_by_reward_or_by_verdict() -> None:
     verdicts = {0: [True, False], 1: [True, True], 2: [False, False], 3: [None]}
     judged = scored({0: [0.1, 0.1], 1: [0.1, 0.2], 2: [1.0, 0.9], 3: [0.5]}, {**verdicts})
     assert list_flat(judged, "accuracy") == {1, 2, 3}
+
+
+def test_the_rewards_of_turns_count() -> None:
+    """An environment that rewards its turns alone has a score of 0 for each session."""
+    batch = scored({0: [0.0, 0.0], 1: [0.0, 0.0], 2: [1.0, 0.5]})
+    turns = [0.25, 0.75, 0.5, 0.5, 0.0, 0.5]
+    batch = replace(
+        batch, batch=batch.batch.with_columns({fields.GRADE: [Earned(0.0, {}, reward, False) for reward in turns]})
+    )
+    assert list_flat(batch, "rewards") == {1, 2}
+    trained, dropped = fill_step(batch, lambda count: None, PromptChoice(count=3, refills=1), 1)
+    assert dropped == [1, 2]
+    assert trained.figures[metrics.FILTER_REWARD] == pytest.approx(4.0 / 6)
 
 
 def test_a_step_draws_as_many_prompts_as_are_missing() -> None:
