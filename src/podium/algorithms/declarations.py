@@ -70,6 +70,8 @@ class Declaration:
         ``inputs.old_logprobs_N``: the policy before the
             update (old), or the generator (rollout). With rollout, no pass over the batch computes those of the old
             policy, and no importance weights apply, since the loss itself corrects for the difference.
+        weighs_parts: The estimator weighs the parts of the reward by ``algorithm.options.part_weights``, so that
+            ``reward.weights`` alone would have no effect, and is refused.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
         defaults: Values of the keys of :data:`DECLARED_DEFAULTS` with which the paper of the function runs it. They
             hold where the user sets no value; those of the loss before those of the estimator.
@@ -83,6 +85,7 @@ class Declaration:
     data: tuple[str, ...] = ()
     minibatch: Callable[..., Mapping[str, Tensor]] | None = None
     ratio_to: Literal["old", "rollout"] = "old"
+    weighs_parts: bool = False
     imitates: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""
@@ -153,6 +156,7 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "gdpo": Declaration(
         options=PartOptions,
         needs_groups=True,
+        weighs_parts=True,
         defaults={"normalize_advantage": True},
         source="Liu et al. 2026, GDPO, arXiv:2601.05242",
     ),

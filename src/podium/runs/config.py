@@ -522,7 +522,14 @@ class PPOConfig(_TrainingConfig):
                     f"a minibatch has {rows} completions (batch.prompts x sampling.n / algorithm.minibatches) for "
                     f"{self.placement.key_of(role)} = {ranks}: each rank needs at least one"
                 )
-        if self.sampling.n < 2 and advantage_declaration(self.algorithm.advantage).needs_groups:
+        estimator = advantage_declaration(self.algorithm.advantage)
+        if estimator.weighs_parts and self.reward.weights and not self.algorithm.options.get("part_weights"):
+            raise ConfigError(
+                f"reward.weights = {list(self.reward.weights)} with algorithm.advantage = "
+                f"{self.algorithm.advantage!r}, which weighs the parts of the reward itself: set algorithm.options.part_weights too, a mapping of "
+                "the names of the parts to their weights"
+            )
+        if self.sampling.n < 2 and estimator.needs_groups:
             raise ConfigError(
                 f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
                 "compares the completions of a prompt: expected at least 2"

@@ -280,3 +280,14 @@ def test_evaluation_sets_are_one_place_a_list_or_a_mapping(text: str, sets: dict
 def test_an_evaluation_set_without_a_place_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval"):
         build_config(GRPOConfig, {"data": {"eval": wrong}})
+
+
+def test_weights_that_an_estimator_does_not_read_are_refused() -> None:
+    words = ["--reward.name", "[exact, fraction]", "--reward.weights", "[1, 0.2]", "--algorithm.advantage"]
+    with pytest.raises(
+        ConfigError, match=r"reward\.weights = \[1\.0, 0\.2\] with .*'gdpo'.*set algorithm\.options\.part_w"
+    ):
+        load_config(GRPOConfig, None, [*words, "gdpo"]).check_roles()
+    parts = ["--algorithm.options", "{part_weights: {exact: 1, fraction: 0.2}}"]
+    load_config(GRPOConfig, None, [*words, "gdpo", *parts]).check_roles()
+    load_config(GRPOConfig, None, [*words, "grpo"]).check_roles()
