@@ -62,12 +62,13 @@ class Declaration:
     Attributes:
         options: A class under ``@section("algorithm.options")`` with the options that the function reads by
             ``config.read_options``.
-        needs_values: The estimator reads a critic's values, so that the trainer starts a critic. needs_groups: The
-        estimator compares the completions of a prompt, so that each prompt needs two or more. columns: The token
-        columns of :data:`COLUMNS` that the estimator reads. data: The columns of the data that the estimator reads in
-        ``inputs.data``. minibatch: The loss or the correction reads ``inputs.figures``, which this function computes
-        from the tokens of a whole minibatch. ratio_to: The policy whose log-probabilities the loss reads as
-        ``inputs.old_logprobs_N``: the policy before the
+        needs_values: The estimator reads a critic's values, so that the trainer starts a critic.
+        needs_groups: The estimator compares the completions of a prompt, so that each prompt needs two or more.
+        columns: The token columns of :data:`COLUMNS` that the estimator reads.
+        data: The columns of the data that the estimator reads in ``inputs.data``.
+        minibatch: The loss or the correction reads ``inputs.figures``, which this function computes from the tokens of
+            a whole minibatch.
+        ratio_to: The policy whose log-probabilities the loss reads as ``inputs.old_logprobs_N``: the policy before the
             update (old), or the generator (rollout). With rollout, no pass over the batch computes those of the old
             policy, and no importance weights apply, since the loss itself corrects for the difference.
         weighs_parts: The estimator weighs the parts of the reward by ``algorithm.options.part_weights``, so that

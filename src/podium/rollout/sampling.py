@@ -99,8 +99,9 @@ class Completion:
         finish_reason: ``"stop"`` (ended by a stop token) or ``"length"`` (``max_new_tokens`` reached).
         versions: int64 ``[L]``, the version of the weights that each token was drawn from.
         kept: the kept sets where top-k, top-p or min-p were used, else None.
-        masks: where a constraint restricted the ids, the packed mask of the ids that each token was drawn from, as in
-            :mod:`podium.rollout.engines.constraints`; else None. A kept set lies within its token's mask.
+        masks: The packed mask of the ids that each token was drawn from, in the form of
+            :mod:`podium.rollout.engines.constraints`. It is None if no constraint restricted the ids. A kept set lies
+            within its token's mask.
         reused: Number of the prompt's tokens whose keys and values the engine had already, where it counts them.
     """
 
