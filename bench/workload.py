@@ -45,13 +45,15 @@ class Shape:
         }
 
 
-# Parameters: 0.85 million, 9.8 million, 95 million. The smallest knows the alphabet and the special ids.
+# Parameters: 0.85, 9.8, 95 and 134.5 million. The smallest knows the alphabet and the special ids; the last has the
+# sizes of SmolLM2-135M.
 SHAPES = {
     "1m": Shape(
         hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=416, vocabulary=SPECIALS + len(ALPHABET)
     ),
     "10m": Shape(hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, intermediate=1024, vocabulary=1024),
     "100m": Shape(hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, intermediate=2304, vocabulary=16384),
+    "135m": Shape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocabulary=49152),
 }
 
 

@@ -60,6 +60,33 @@ STAGES = (
         ),
     ),
     Planned(
+        name="marked",
+        what="the tests that are marked gpu: algorithms, devices and the native engine, compared with the CPU",
+        budget_s=40,
+        function="bench.gpu.paths:marked",
+    ),
+    Planned(
+        name="paths",
+        what="short trainings on the ways through all trainers, each in processes of its own",
+        budget_s=90,
+        function="bench.gpu.paths:paths",
+        predictions=(
+            Prediction(figure="trainings", low=0.2, high=1.0, unit="trainings/s", why="imports, six at a time"),
+        ),
+    ),
+    Planned(
+        name="learns",
+        what="the quickstart's short form learns on the GPU",
+        budget_s=60,
+        function="bench.gpu.paths:learns",
+        predictions=(
+            Prediction(figure="accuracy_after", low=0.95, high=1.0, unit="", why="it stops at 0.97, as on CPUs"),
+            Prediction(
+                figure="seconds", low=15, high=50, unit="s", why="180 steps of some 300 small operations a token"
+            ),
+        ),
+    ),
+    Planned(
         name="checkpoint",
         what="a new process that reads a checkpoint continues like the process that wrote it",
         budget_s=25,
@@ -189,6 +216,17 @@ STAGES = (
                 high=3.0,
                 unit="times",
                 why="both are bound by the start of operations in generation, where Podium starts fewer",
+            ),
+        ),
+    ),
+    Planned(
+        name="trl_135m",
+        what="the same at SmolLM2-135M's sizes: 30 layers of 576, 49,152 words",
+        budget_s=55,
+        function="bench.gpu.training:beside_trl_135m",
+        predictions=(
+            Prediction(
+                figure="times_trl", low=1.0, high=3.0, unit="times", why="more layers, so that starts count more"
             ),
         ),
     ),

@@ -13,14 +13,14 @@ INTRO = """# On one GPU
 
 <!-- `python -m bench.gpu --report` writes this page. Change bench/gpu/report.py, not the page. -->
 
-`make gpu` tests and measures Podium on a machine with one NVIDIA GPU, in at most nine minutes. Each stage runs in a
+`make gpu` tests and measures Podium on a machine with one NVIDIA GPU, in at most 14 minutes. Each stage runs in a
 process of its own and has a budget of time. A stage is skipped if less time is left than its budget, and the results
 say so. Predictions are written before the first stage begins, and results after each stage.
 
 ```
 make gpu                                   # in .venv, on the machine with the GPU
 make gpu ARGS="--only preflight rates"     # some stages
-make gpu ARGS=--dry                        # all stages on a CPU with tiny shapes, in at most three minutes
+make gpu ARGS=--dry                        # all stages on a CPU with tiny shapes, in at most four minutes
 python -m bench.gpu --report               # write this page from bench/gpu/results.json
 ```
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,16 @@ def split(stage: Stage) -> None:
         stage.figure("publication", statistics.median(published) * 1e3, "ms of all weights to the generator")
 
 
-def beside_trl(stage: Stage) -> None:
+def beside_trl_135m(stage: Stage) -> None:
+    """:func:`beside_trl` at the sizes of SmolLM2-135M."""
+    beside_trl(stage, "135m")
+
+
+def beside_trl(stage: Stage, size: str = "100m") -> None:
     """The same model, prompts, lengths and sampling in Podium and in TRL, each in bf16, one after the other."""
-    load = load_of(stage)
+    load = load_of(stage) if stage.dry else replace(load_of(stage), shape=size)
     shape = {"model_type": "qwen3", **SHAPES[load.shape].config()}
-    watch = _steps(stage, PlacementConfig(), shape, prefix="podium_")
+    watch = _steps(stage, PlacementConfig(), shape, prefix="podium_", load=load)
     python = Path(sys.executable) if importlib.util.find_spec("trl") else python_of("trl")
     if python is None:
         stage.leave_out("trl", "TRL is not installed; make gpu-wheels packs it, make bench-peers installs it")
@@ -95,9 +101,11 @@ def _trl(stage: Stage, load: StepLoad, python: Path, podium_s: float) -> None:
     stage.figure("times_trl", seconds / podium_s, "times TRL's speed")
 
 
-def _steps(stage: Stage, placement: PlacementConfig, shape: Mapping[str, Any], prefix: str = "") -> Watch:
+def _steps(
+    stage: Stage, placement: PlacementConfig, shape: Mapping[str, Any], prefix: str = "", load: StepLoad | None = None
+) -> Watch:
     """Run a few steps and keep the figures of a step."""
-    load, watch = load_of(stage), Watch()
+    load, watch = load or load_of(stage), Watch()
     with tempfile.TemporaryDirectory(prefix="podium-gpu-") as folder:
         config = config_of(load, shape, placement, Path(folder), DRY_STEPS if stage.dry else STEPS)
         stop = subscribe(watch.take)

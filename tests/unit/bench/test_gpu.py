@@ -123,8 +123,8 @@ def test_whoever_reads_results_while_they_are_written_finds_them_whole(tmp_path:
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_the_budgets_fit_into_nine_minutes_and_every_stage_has_its_function() -> None:
-    assert sum(stage.budget_s for stage in STAGES) <= LIMIT_S <= 9 * 60
+def test_the_budgets_fit_into_fourteen_minutes_and_every_stage_has_its_function() -> None:
+    assert sum(stage.budget_s for stage in STAGES) <= LIMIT_S <= 14 * 60
     assert len({stage.name for stage in STAGES}) == len(STAGES)
     for stage in STAGES:
         module, _, name = stage.function.partition(":")
