@@ -64,8 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     warm_python.start_fork_servers_warm()
     config.pluginmanager.register(RaySelection(config))
-    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(scheduling.SecondsRecorder())
+    if not hasattr(config, "workerinput"):
+        recording = bool(config.getoption("--record-seconds"))
+        config.pluginmanager.register(scheduling.LongTests(strict=recording))
+        if recording:
+            config.pluginmanager.register(scheduling.SecondsRecorder())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

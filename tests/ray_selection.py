@@ -2,9 +2,9 @@
 
 A test with the mark ``ray`` starts a cluster, and most of them prove nothing but the backend ``ray`` and the runtime
 above it. ``make test-ray`` runs all of them and, if they pass, writes digests of that code, of the tests and of Ray's
-version into tests/ray_proof.json. While the digests still match, pytest leaves these tests out, except SMOKE_TESTS. The
-contract suite of the backends is not concerned: tests/contract decides for itself. ``--all`` runs every test, and so
-does naming a test's file on the command line.
+version into tests/ray_proof.json. While the digests still match, pytest leaves these tests out, except SMOKE_TESTS.
+That holds for the contract suite on the backend ``ray``, too. After a change, tests/contract/everyday.py decides which
+tests of the suite run. ``--all`` runs every test, and so does naming a test's file on the command line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ PROOF: Final = ROOT / "tests" / "ray_proof.json"
 SMOKE_TESTS: Final = (
     "tests/integration/test_train_backends.py::test_one_rank_gives_the_same_bits_as_inline[ray]",
     "tests/integration/test_train_examples.py::test_custom_worker[ray-4]",
+    "tests/contract/test_backends.py::TestBackends::test_a_death_is_named_now_and_later_until_restart[ray]",
 )
-"""A training on a cluster of two nodes, and a user's own script that starts a cluster."""
-FOLDERS: Final = ("src/podium/backends/ray", "src/podium/runtime", "src/podium/data")
+"""A training on a cluster of two nodes, a user's own script that starts a cluster, and a process that is killed."""
+FOLDERS: Final = ("src/podium/backends/ray", "src/podium/runtime", "src/podium/data", "src/podium/testing")
 
 
 def compute_digests(root: Path = ROOT) -> dict[str, str]:
     """Return what the tests with Ray prove and what they are made of: a digest of each part, by the part's name."""
-    tests = (path for kind in ("unit", "integration") for path in (root / "tests" / kind).rglob("*.py"))
+    tests = (path for kind in ("unit", "contract", "integration") for path in (root / "tests" / kind).rglob("*.py"))
     return {
         **{folder: _digest(root, (root / folder).rglob("*.py")) for folder in FOLDERS},
         "src/podium/backends/*.py": _digest(root, (root / "src/podium/backends").glob("*.py")),
@@ -91,9 +92,8 @@ class RaySelection:
 
     def _is_left_out(self, item: pytest.Item) -> bool:
         named = any(argument.partition("::")[0].endswith(item.path.name) for argument in self.config.args)
-        in_contract = item.nodeid.startswith("tests/contract/")
         with_ray = item.get_closest_marker("ray") is not None
-        return with_ray and not in_contract and not named and item.nodeid not in SMOKE_TESTS
+        return with_ray and not named and item.nodeid not in SMOKE_TESTS
 
 
 def main() -> None:

@@ -16,9 +16,11 @@ from typing import Any, Final
 
 import pytest
 
-__all__ = ["RECORD", "SecondsRecorder", "Unit", "cut_units", "make_scheduler", "read_seconds"]
+__all__ = ["RECORD", "LongTests", "SecondsRecorder", "Unit", "cut_units", "make_scheduler", "read_seconds"]
 
 RECORD: Final = Path(__file__).with_name("seconds.json")
+LONG_S: Final = 20.0
+"""What an everyday test may take on a quiet machine; a longer one is marked ``slow`` or ``exhaustive``."""
 
 
 def read_seconds() -> dict[str, float]:
@@ -42,6 +44,39 @@ class SecondsRecorder:
         seconds = {file: total for file, total in read_seconds().items() if (RECORD.parent.parent / file).exists()}
         seconds |= {file: round(total, 1) for file, total in self.seconds.items()}
         RECORD.write_text(json.dumps(dict(sorted(seconds.items())), indent=1) + "\n", encoding="utf-8")
+
+
+class LongTests:
+    """Names each test without a mark that takes more than LONG_S. With ``--record-seconds`` it is an error.
+
+    On a busy machine a test takes several times as long, so a run that records nothing only names them.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self.strict = strict
+        self.seconds = defaultdict[str, float](float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not {"slow", "exhaustive"} & report.keywords.keys():
+            self.seconds[report.nodeid] += report.duration
+
+    def list_tests(self) -> list[str]:
+        """Return a line for each of the tests, the longest first."""
+        longest = sorted(self.seconds.items(), key=lambda entry: -entry[1])
+        return [f"{test} ({seconds:.0f} s)" for test, seconds in longest if seconds > LONG_S]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.strict and self.list_tests():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if tests := self.list_tests():
+            terminalreporter.write_line(
+                f"These tests took longer than {LONG_S:.0f} s and are not marked. Make them shorter, or mark them "
+                "exhaustive (or slow, where they prove what has to be proven every day):"
+            )
+            for test in tests:
+                terminalreporter.write_line(f"  {test}")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def test_other(): pass
 
 
 def run(directory: Path, *arguments: str, changes: str = "[]", smoke: str = "smoke") -> str:
-    """Run six tests with Ray, of which two are of the contract and one is a smoke test, and three without."""
+    """Run six tests with Ray, of which one is a smoke test, and three without."""
     for folder, name in (("integration", "a"), ("integration", "b"), ("contract", "c")):
         (directory / "tests" / folder).mkdir(parents=True, exist_ok=True)
         (directory / "tests" / folder / f"test_{name}.py").write_text(TESTS)
@@ -50,9 +50,9 @@ def run(directory: Path, *arguments: str, changes: str = "[]", smoke: str = "smo
 @pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadscope")])
 def test_all_but_the_smoke_test_are_left_out_aloud(tmp_path: Path, processes: tuple[str, ...]) -> None:
     said = run(tmp_path, *processes)
-    assert "6 passed" in said
-    assert "3 tests with Ray were left out" in said
-    assert "src/podium/backends/ray, src/podium/runtime, src/podium/data" in said
+    assert "4 passed" in said
+    assert "5 tests with Ray were left out" in said
+    assert "src/podium/backends/ray, src/podium/runtime, src/podium/data, src/podium/testing" in said
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,8 @@ def test_a_smoke_test_that_is_gone_is_an_error(tmp_path: Path) -> None:
         ("src/podium/backends/process.py", "src/podium/backends/*.py"),
         ("src/podium/runtime/calls/call.py", "src/podium/runtime"),
         ("src/podium/data/new.py", "src/podium/data"),
+        ("src/podium/testing/ends.py", "src/podium/testing"),
+        ("tests/contract/test_x.py", "tests with Ray"),
         ("tests/integration/ray_workers.py", "tests with Ray"),
         ("tests/integration/test_x.py", "tests with Ray"),
         ("docs/ray.md", "tests with Ray"),
@@ -95,6 +97,7 @@ def test_a_change_is_named(tmp_path: Path, file: str, part: str | None) -> None:
         ("docs/ray.md", ""),
         ("src/podium/backends/process.py", ""),
         ("src/podium/runtime/calls/call.py", ""),
+        ("tests/contract/test_x.py", "mark.ray"),
         ("tests/integration/test_x.py", "mark.ray"),
         ("tests/integration/test_y.py", ""),
     ):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.scheduling import cut_units
 
 CONFTEST = """
@@ -22,6 +24,36 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return scheduling.make_scheduler(config, log)
+"""
+LONG_CONFTEST = """
+import pytest
+from tests import scheduling
+
+def pytest_addoption(parser):
+    parser.addoption("--record", action="store_true")
+
+def pytest_configure(config):
+    for mark in ("slow", "exhaustive"):
+        config.addinivalue_line("markers", mark)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(scheduling.LongTests(strict=config.getoption("--record")))
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    report.duration = 15.0 if "long" in report.nodeid and report.when != "teardown" else 0.1
+"""
+LONG_TESTS = """
+import pytest
+
+def test_short(): pass
+def test_long(): pass
+
+@pytest.mark.slow
+def test_long_and_slow(): pass
+
+@pytest.mark.exhaustive
+class TestAll:
+    def test_long(self): pass
 """
 TESTS = """
 import os, pathlib
@@ -71,3 +103,17 @@ def test_the_record_is_of_files_that_exist() -> None:
 
     assert all((RECORD.parent.parent / file).exists() for file in read_seconds())
     assert not RECORD.exists() or json.loads(RECORD.read_text()) == read_seconds()
+
+
+@pytest.mark.parametrize(("record", "processes"), [(False, ("-n", "2")), (True, ())])
+def test_a_long_test_without_a_mark_is_named(tmp_path: Path, record: bool, processes: tuple[str, ...]) -> None:
+    (tmp_path / "conftest.py").write_text(LONG_CONFTEST)
+    (tmp_path / "test_times.py").write_text(LONG_TESTS)
+    options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", *processes, *(["--record"] if record else [])]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *options], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert "4 passed" in result.stdout
+    assert [line for line in result.stdout.splitlines() if " s)" in line] == ["  test_times.py::test_long (30 s)"]
+    assert result.returncode == record
