@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import Field
 
@@ -11,11 +11,14 @@ from podium.algorithms.declarations import (
     CORRECTIONS,
     DECLARED_DEFAULTS,
     LOSSES,
+    Declaration,
+    TeacherOptions,
     advantage_declaration,
     correction_declaration,
     correction_ratio_to,
     loss_declaration,
     loss_imitates,
+    loss_needs_teacher,
     loss_ratio_to,
 )
 from podium.config import build_config, section
@@ -76,9 +79,10 @@ class AlgorithmConfig:
     k2."""
     kl_target: float | None = Field(default=None, gt=0, le=1e6)
     """kl_coef adapts so that the KL divergence stays at this many nats a token. It needs kl_in = reward."""
-    loss: str = "ppo_clip"
+    loss: str | Mapping[str, Annotated[float, Field(ge=0, le=1e6)]] = "ppo_clip"
     """This function is the policy's loss: ppo_clip, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov, dro,
-    reinforce, cross_entropy, module:function, or path/file.py:function."""
+    reinforce, teacher_kl, cross_entropy, module:function, or path/file.py:function. A mapping of names to weights, such
+    as {ppo_clip: 1, teacher_kl: 0.5}, is their sum."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """These options belong to the advantage, the loss or the correction, which declares them."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
@@ -115,7 +119,10 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         check_function_name(self.advantage, key="algorithm.advantage", known=ADVANTAGES)
-        check_function_name(self.loss, key="algorithm.loss", known=LOSSES)
+        if not self.losses:
+            raise ConfigError("algorithm.loss = {}: expected the name of a loss, or some names with their weights")
+        for name in self.losses:
+            check_function_name(name, key="algorithm.loss", known=LOSSES)
         if isinstance(self.correction, tuple) and not {"auto", "none"}.isdisjoint(self.correction):
             raise ConfigError(f"algorithm.correction = {list(self.correction)}: expected auto or none alone, or names")
         for name in self.corrections:
@@ -147,7 +154,12 @@ class AlgorithmConfig:
         """The policy that the ratio of the loss is to: see :class:`Declaration`. Functions of the user's own are
         loaded."""
         by_correction = "rollout" in map(correction_ratio_to, self.corrections)
-        return "rollout" if by_correction else loss_ratio_to(self.loss)
+        return "rollout" if by_correction or {*map(loss_ratio_to, self.losses)} == {"rollout"} else "old"
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """The weight of each loss by its name, in the order of the configuration."""
+        return {self.loss: 1.0} if isinstance(self.loss, str) else self.loss
 
     @property
     def needs_reference(self) -> bool:
@@ -155,9 +167,19 @@ class AlgorithmConfig:
         return self.kl_in != "none"
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether a teacher takes part. A loss of the user's own is loaded."""
+        return any(map(loss_needs_teacher, self.losses))
+
+    @property
+    def teacher(self) -> TeacherOptions:
+        """The options of the teacher."""
+        return self.read_options(TeacherOptions)
+
+    @property
     def reinforces(self) -> bool:
-        """Whether rewards train the policy, and not examples. A loss of the user's own is loaded."""
-        return not loss_imitates(self.loss)
+        """Whether rewards or a teacher train the policy, and not examples alone. A loss of the user's own is loaded."""
+        return not all(map(loss_imitates, self.losses))
 
     @property
     def updates(self) -> int:
@@ -206,8 +228,8 @@ class AlgorithmConfig:
         estimator, settings = advantage_declaration(self.advantage), dict(_RECIPE)
         if estimator.needs_values:
             settings["clip_high"] = Setting(0.2, _PPO)
-        named = (f"advantage {self.advantage}", estimator), (f"loss {self.loss}", loss_declaration(self.loss))
-        for name, declared in named:
+        losses = [(f"loss {name}", loss_declaration(name)) for name in self.losses]
+        for name, declared in ((f"advantage {self.advantage}", estimator), *reversed(losses)):
             origin = " ".join(f"default of the {name}: {declared.source}".rstrip(": ").split())
             settings |= {key: Setting(value, origin) for key, value in declared.defaults.items()}
         values = {key: getattr(self, key) for key in DECLARED_DEFAULTS}
@@ -221,8 +243,9 @@ class AlgorithmConfig:
         """
         named = [
             (f"advantage {self.advantage}", advantage_declaration(self.advantage)),
-            (f"loss {self.loss}", loss_declaration(self.loss)),
+            *((f"loss {name}", loss_declaration(name)) for name in self.losses),
             *((f"correction {name}", correction_declaration(name)) for name in self.corrections),
+            *([("teacher", Declaration(options=TeacherOptions))] if self.needs_teacher else []),
         ]
         settings: dict[str, Setting] = {}
         for name, declared in named:

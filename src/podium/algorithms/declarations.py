@@ -32,12 +32,14 @@ __all__ = [
     "Declaration",
     "PartOptions",
     "PassOptions",
+    "TeacherOptions",
     "advantage_declaration",
     "correction_declaration",
     "correction_ratio_to",
     "declaration_of",
     "loss_declaration",
     "loss_imitates",
+    "loss_needs_teacher",
     "loss_ratio_to",
 ]
 
@@ -73,6 +75,8 @@ class Declaration:
             policy, and no importance weights apply, since the loss itself corrects for the difference.
         weighs_parts: The estimator weighs the parts of the reward by ``algorithm.options.part_weights``, so that
             ``reward.weights`` alone would have no effect, and is refused.
+        needs_teacher: The loss reads ``inputs.teacher_logprobs_N``, so that the trainer starts a teacher, whose options
+            are those of :class:`TeacherOptions`.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
         defaults: Values of the keys of :data:`DECLARED_DEFAULTS` with which the paper of the function runs it. They
             hold where the user sets no value; those of the loss before those of the estimator.
@@ -87,6 +91,7 @@ class Declaration:
     minibatch: Callable[..., Mapping[str, Tensor]] | None = None
     ratio_to: Literal["old", "rollout"] = "old"
     weighs_parts: bool = False
+    needs_teacher: bool = False
     imitates: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""
@@ -129,6 +134,14 @@ class PartOptions:
 
     part_weights: Mapping[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field(default_factory=dict[str, float])
     """The parts of the reward with these names count, with these weights. Without a name each part has the weight 1."""
+
+
+@section("algorithm.options")
+class TeacherOptions:
+    """The teacher, for losses that learn from its log-probabilities."""
+
+    teacher: str = ""
+    """The teacher's model is loaded from this directory, run or hub name. It has the vocabulary of model.path."""
 
 
 _GRPO: Final = "Shao et al. 2024, arXiv:2402.03300, section 4.1.2"
@@ -190,13 +203,15 @@ _OWN_LOSSES: Final[Mapping[str, bool]] = {  # whether it imitates
     "kl_cov": False,
     "dro": False,
     "reinforce": False,
+    "teacher_kl": False,
     "cross_entropy": True,
 }
+_TEACHER_LOSSES: Final = frozenset({"teacher_kl"})
 
 ADVANTAGES: Final[Mapping[str, str]] = {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
 """Podium's own advantage estimators by name, and where each is."""
 
-ADVANTAGE_LOSSES: Final = frozenset(_OWN_LOSSES) - {"kl_cov", "dro", "cross_entropy"}
+ADVANTAGE_LOSSES: Final = frozenset(_OWN_LOSSES) - {"kl_cov", "dro", "cross_entropy", "teacher_kl"}
 """Podium's losses in which the advantage is a factor: where it is 0, so are the loss and its gradient."""
 
 CLIPPING_LOSSES: Final = ("ppo_clip", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
@@ -259,3 +274,8 @@ def loss_ratio_to(spec: str) -> Literal["old", "rollout"]:
     if spec in _OWN_LOSSES:
         return "rollout" if spec in _GENERATOR_LOSSES else "old"
     return loss_declaration(spec).ratio_to
+
+
+def loss_needs_teacher(spec: str) -> bool:
+    """Whether the loss reads a teacher's log-probabilities. Raises ConfigError as :func:`loss_declaration` does."""
+    return spec in _TEACHER_LOSSES if spec in _OWN_LOSSES else loss_declaration(spec).needs_teacher

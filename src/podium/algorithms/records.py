@@ -151,11 +151,11 @@ class _Column:
             return inputs.columns[self.name]
         if self.name == "old_logprobs":
             return inputs.logprobs_N.detach()
-        remedy = (
-            "; set algorithm.kl_in to 'loss' (with kl_coef 0 the KL is only measured)"
-            if self.name == "ref_logprobs"
-            else ""
-        )
+        remedies = {
+            "ref_logprobs": "; set algorithm.kl_in to 'loss' (with kl_coef 0 the KL is only measured)",
+            "teacher_logprobs": "; declare it by @Declaration(needs_teacher=True)",
+        }
+        remedy = remedies.get(self.name, "")
         raise DataError(f"the loss reads {self.name}_N, but this batch has no column {self.name!r}{remedy}")
 
 
@@ -195,6 +195,8 @@ class LossInputs:
     """Log-probabilities under the distribution that the generator sampled from."""
     ref_logprobs_N = _Column()
     """Log-probabilities under the reference policy, which exists unless ``algorithm.kl_in = "none"``."""
+    teacher_logprobs_N = _Column()
+    """Log-probabilities under the teacher, for a loss that declares ``needs_teacher``."""
     entropy_N = _Column()
     """Entropy of the trained policy. It has a gradient where ``algorithm.entropy_coef`` is set."""
     tokens_N = _Column()

@@ -13,9 +13,11 @@ from podium.algorithms.declarations import (
     LOSSES,
     WEIGHING_CORRECTIONS,
     Declaration,
+    TeacherOptions,
     advantage_declaration,
     correction_declaration,
     loss_declaration,
+    loss_ratio_to,
 )
 from podium.annotations import signature_of
 from podium.config import build_config
@@ -77,10 +79,18 @@ def check_functions(config: AlgorithmConfig) -> None:
         )
     if config.advantage not in ADVANTAGES:
         _check_arguments(resolve_advantage(config.advantage), f"algorithm.advantage = {config.advantage!r}")
-    if config.loss not in LOSSES:
-        _check_arguments(resolve_loss(config.loss), f"algorithm.loss = {config.loss!r}")
-    if config.options or config.loss not in LOSSES:
-        declared.append(loss_declaration(config.loss))
+    for name in config.losses:
+        if name not in LOSSES:
+            _check_arguments(resolve_loss(name), f"algorithm.loss = {name!r}")
+        if config.options or name not in LOSSES:
+            declared.append(loss_declaration(name))
+    if config.needs_teacher:
+        declared.append(Declaration(options=TeacherOptions))
+        if not config.teacher.teacher:
+            raise ConfigError(
+                f"algorithm.loss = {config.loss!r} learns from a teacher, and there is none: set "
+                "algorithm.options.teacher to the directory, the run or the hub name of its model"
+            )
     declared += _check_corrections(config)
     for declaration in declared:
         build_config(type(config), declaration.defaults, key="Declaration.defaults")
@@ -93,7 +103,7 @@ def _check_corrections(config: AlgorithmConfig) -> Sequence[Declaration]:
         if name not in CORRECTIONS:
             _check_arguments(resolve_correction(name), f"algorithm.correction = {name!r}")
     weighing = sorted(WEIGHING_CORRECTIONS & {*config.corrections})
-    if weighing and config.ratio_to == "rollout":
+    if weighing and "rollout" in (config.ratio_to, *map(loss_ratio_to, config.losses)):
         which = "the correction bypass" if "bypass" in config.corrections else f"algorithm.loss = {config.loss!r}"
         raise ConfigError(
             f"algorithm.correction = {config.correction!r} with {which}, whose ratio is to the generator already: the "

@@ -11,6 +11,7 @@ LOSS_MASK: Final = "loss_mask"  # token column, bool: True where the token was s
 ROLLOUT_LOGPROBS: Final = "rollout_logprobs"  # token column, float32: of the distribution that was sampled from
 OLD_LOGPROBS: Final = "old_logprobs"  # token column, float32: of the policy before its update
 REF_LOGPROBS: Final = "ref_logprobs"  # token column, float32: of the reference policy
+TEACHER_LOGPROBS: Final = "teacher_logprobs"  # token column, float32: of the teacher
 ANSWER_VALUES: Final = "answer_values"  # float64 [B]: summed log-probabilities of the row, or its score
 ENTROPY: Final = "entropy"  # token column, float32, nats
 VALUES: Final = "values"  # token column, float32: the critic's value before the token is seen

@@ -209,7 +209,9 @@ class PPOConfig(_TrainingConfig):
                 f"eval.metric = {self.eval.metric!r} is measured by podium train {by} and podium eval alone: expected "
                 "auto, reward, accuracy or reward_parts/NAME"
             )
-        if self.algorithm.loss in LOSSES:  # a user's own function is not loaded here, because each learner checks it
+        if (
+            self.algorithm.losses.keys() <= LOSSES.keys()
+        ):  # a user's own function is not loaded here, because each learner checks it
             check_dropout(self.model, self.algorithm)
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
@@ -236,10 +238,10 @@ class PPOConfig(_TrainingConfig):
     def check_roles(self, *, load: bool = False) -> None:
         """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.
 
-        Raises ConfigError. A user's own advantage is loaded, and its demands are checked, only if ``load`` is True.
+        Raises ConfigError. A user's own advantage or loss is loaded, and its demands are checked, only with ``load``.
         Building a configuration runs no code, because the configuration may come from somebody else.
         """
-        if not load and self.algorithm.advantage not in ADVANTAGES:
+        if not load and (self.algorithm.advantage not in ADVANTAGES or self.algorithm.losses.keys() - LOSSES.keys()):
             return
         super().check_roles()
         rows = self.rows // self.algorithm.minibatches
@@ -278,8 +280,15 @@ class PPOConfig(_TrainingConfig):
         return advantage_declaration(self.algorithm.advantage).needs_values
 
     @property
+    def teacher_model(self) -> ModelConfig:
+        """The teacher's model, with the policy's data type and without adapters."""
+        path = self.algorithm.teacher.teacher
+        return replace(self.model, path=path, tokenizer="", config={}, lora=None)
+
+    @property
     def roles(self) -> tuple[str, ...]:
-        optional = {"reference": self.algorithm.needs_reference, "critic": self.has_critic, "reward": self.reward.path}
+        optional = {"reference": self.algorithm.needs_reference, "teacher": self.algorithm.needs_teacher}
+        optional |= {"critic": self.has_critic, "reward": bool(self.reward.path)}
         last = ("estimator", "generator", "rollout") if self.environment.name else ("estimator", "generator")
         return ("policy", *(role for role, used in optional.items() if used), *last)
 

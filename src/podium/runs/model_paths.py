@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,7 +16,10 @@ __all__ = ["resolve_models"]
 
 C = TypeVar("C", bound=InferenceConfig)
 
-_KEYS: Final = (("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path"))
+_KEYS: Final = (
+    *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
+    ("algorithm", "options", "teacher"),
+)
 
 
 def resolve_models(config: C) -> C:
@@ -25,16 +29,20 @@ def resolve_models(config: C) -> C:
         ConfigError: The run has no such model, or the checkpoint holds adapters alone. The message names the key.
         CheckpointError: The checkpoint is damaged.
     """
-    for section, key in _KEYS:
+    for section, key, *option in _KEYS:
         values: Any = getattr(config, section, None)
-        if values is None or not (name := getattr(values, key)):
+        name = getattr(values, key, None)
+        for inner in option:
+            name = name.get(inner) if isinstance(name, Mapping) else None
+        if not name or not isinstance(name, str):
             continue
         try:
             folder = _find_folder(name)
         except ConfigError as error:
-            raise ConfigError(f"{section}.{key} = {name!r}: {error}") from None
+            raise ConfigError(f"{'.'.join((section, key, *option))} = {name!r}: {error}") from None
         if folder is not None:
-            config = replace(config, **{section: replace(values, **{key: str(folder)})})
+            entry = {**getattr(values, key), option[0]: str(folder)} if option else str(folder)
+            config = replace(config, **{section: replace(values, **{key: entry})})
     return config
 
 

@@ -119,12 +119,13 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
         yield ("run", "schedule"), config.run.schedule
     algorithm = getattr(config, "algorithm", None)
     if isinstance(algorithm, AlgorithmConfig):
-        for field, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
-            if (name := getattr(algorithm, field)) not in names:
-                yield ("algorithm", field), name
+        losses = [name for name in algorithm.losses if name not in LOSSES]
+        if algorithm.advantage not in ADVANTAGES:
+            yield ("algorithm", "advantage"), algorithm.advantage
+        yield from ((("algorithm", "loss"), name) for name in losses)
         corrections = [name for name in algorithm.corrections if name not in CORRECTIONS]
         yield from ((("algorithm", "correction"), name) for name in corrections)
-        if algorithm.advantage not in ADVANTAGES or algorithm.loss not in LOSSES or corrections:
+        if algorithm.advantage not in ADVANTAGES or losses or corrections:
             yield from _list_options(("algorithm", "options"), algorithm.options)
     engine = config.engine
     is_own = engine.name in OWN_OPTIONS and (

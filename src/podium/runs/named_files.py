@@ -44,7 +44,7 @@ _HEAD: Final = f"# Paths are absolute. If the run is moved, {PLACES} says where 
 _OBJECT: Final = "# The script also passed "
 _FILES: Final = (
     *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
-    ("data", "chat_template"),
+    *(("data", "chat_template"), ("algorithm", "options", "teacher")),
 )
 _FUNCTIONS: Final = (
     *(("environment", "name"), ("reward", "name")),
@@ -240,7 +240,9 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
     for keys in _FUNCTIONS:
         entries = _read_value(values, keys)
         functions += (
-            [(*keys, number) for number in range(len(entries))] if isinstance(entries, list | tuple) else [keys]
+            [(*keys, number) for number in range(len(entries))]
+            if isinstance(entries, Mapping | list | tuple)
+            else [keys]
         )
     for keys in (*_FILES, *sources, *functions, *sets):
         value = _read_value(values, keys)

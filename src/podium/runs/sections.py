@@ -23,7 +23,7 @@ __all__ = [
     "TrackerOptions",
 ]
 
-Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator", "rollout"]
+Role = Literal["policy", "reference", "teacher", "critic", "reward", "estimator", "generator", "rollout"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
 
 

@@ -2,8 +2,8 @@
 
     collect   take prompts ─▶ generate, or live in an environment ─▶ grade                   generator or rollout,
                                                                                              grader
-    learn     log-probabilities ─▶ values ─▶ advantages ─▶ update ─▶ sync weights            policy, reference, critic,
-                                                                                             estimator
+    learn     log-probabilities ─▶ values ─▶ advantages ─▶ update ─▶ sync weights            policy, reference, teacher,
+                                                                                             critic, estimator
 Each stage is a call to workers, and a method that a subclass may replace. A schedule says when each half runs
 (podium.trainer.schedules).
 
@@ -33,6 +33,7 @@ from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
+from podium.trainer.checks.teacher import check_teacher
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
@@ -42,7 +43,7 @@ from podium.trainer.run_setup import Run
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer
-from podium.workers import Estimator
+from podium.workers import Estimator, Reference, Teacher
 from podium.workers.learner import LEFT_OUT
 
 __all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
@@ -77,7 +78,7 @@ _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
 _ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
 _KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
 _UPDATE_INPUTS = (
-    *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS),
+    *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS),
     *(fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
 )
 
@@ -106,7 +107,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         config: A :class:`GRPOConfig` or :class:`PPOConfig`.
         cluster: The name of a backend to connect to for this run, or a connected cluster, which stays open.
         backend_options: Options of :func:`podium.connect` if ``cluster`` is a name, such as ``{"address": "auto"}``.
-        workers: Classes that replace those of roles ("policy", "reference", "critic", "reward", "estimator",
+        workers: Classes that replace those of roles ("policy", "reference", "teacher", "critic", "reward", "estimator",
             "generator"). A class gets the arguments of the class that it replaces. ``Mine.bind(...)`` gets only its own
             arguments.
         reward: A function, or a list of functions and of names, to use in place of ``config.reward.name``.
@@ -228,7 +229,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             self.rest(*self.run.roles.generators)
         with stage("logprobs"):
             batch = self.logprobs(batch)
-        self.rest(self.run.roles.reference)
+        self.rest(self.run.roles.reference, self.run.roles.teacher)
         with stage("values"):
             batch = self.values(batch)
         with stage("advantages"):
@@ -368,12 +369,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     # -- the stages of learn ---------------------------------------------------------------------------------------
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Add log-probabilities under the policy before its update, and under the reference."""
+        """Add log-probabilities under the policy before its update, under the reference and under the teacher."""
         inputs = _select(batch, _MODEL_INPUTS)
         reads_entropy = {"entropy": True} if fields.ENTROPY in self._declared.columns else {}
         pending = [self.run.roles.policy.logprobs.submit(inputs, **reads_entropy)] if self._needs_old_logprobs else []
-        if self.run.roles.reference is not None:
-            pending.append(self.run.roles.reference.logprobs.submit(inputs))
+        pending += [model.logprobs.submit(inputs) for model in self._frozen]
         for call in pending:
             batch = batch.merge(call.result())
         return batch
@@ -491,6 +491,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return self.run.roles.estimator
 
     @property
+    def _frozen(self) -> list[Handle[Reference] | Handle[Teacher]]:
+        """The reference and the teacher, where they take part."""
+        return [model for model in (self.run.roles.reference, self.run.roles.teacher) if model is not None]
+
+    @property
     def keeps_apart(self) -> str:
         if not self.config.placement.reads_policy:
             return ""
@@ -519,7 +524,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the number of tokens that each stage processed; "generate" and "rollout" count the sampled ones."""
         stages = ["update", "step"]
-        stages += ["logprobs"] if self._needs_old_logprobs or self.run.roles.reference is not None else []
+        stages += ["logprobs"] if self._needs_old_logprobs or self._frozen else []
         stages += ["values"] if self.run.roles.critic is not None else []
         drawing = "generate" if self.run.sessions is None else "rollout"
         return {
@@ -533,6 +538,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             check_conversations(tokenizer, data)
             tasks = load_tasks(data, config.environment, "train", seed)
             check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
+            check_teacher(config, tokenizer, None)
             return PromptStream[Prompt].of(tasks, data, seed)
         prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
         lengths, most = prompts.token_ids.lengths, sampling.max_new_tokens
@@ -542,6 +548,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
         check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
         check_lengths(config.model, most, "training", prompts.token_ids.lengths, prompts.examples)
+        check_teacher(config, tokenizer, max(prompts.token_ids.lengths) + most)
         return PromptStream[Prompt].of(prompts, data, seed)
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:

@@ -1,8 +1,8 @@
 """The roles of a run in their worker processes, and how new weights reach the generator.
 
-colocated   processes 0..R-1  policy [reference] [critic] estimator generator   the generator reads the policy's weights
-                              [rollout]
-split       processes 0..R-1  policy [reference] [critic] estimator
+colocated   processes 0..R-1  policy [reference] [teacher] [critic]             the generator reads the policy's weights
+                              estimator generator [rollout]
+split       processes 0..R-1  policy [reference] [teacher] [critic] estimator
             processes R..     generator, each a group of its own                weights are streamed after each step
             one more          [rollout]                                         it asks the generators by HTTP
 pools       what placement.pools says: each pool is a set of processes, and the generator is as in one of the two above
@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
+from podium.models.loading import vocabulary_size
 from podium.rollout.environments.outside import read_token
 from podium.runs.config import InferenceConfig, PPOConfig, PreferenceRun, RMConfig, SFTConfig
 from podium.runs.schedules import declaration_of, find_schedule
@@ -38,6 +39,7 @@ from podium.workers import (
     Rollout,
     Scorer,
     StreamedSync,
+    Teacher,
     WeightSync,
 )
 from podium.workers.learner import Progress
@@ -50,6 +52,7 @@ _logger = logging.getLogger(__name__)
 _ROLES: Final[Mapping[str, type[Worker]]] = {
     "policy": Policy,
     "reference": Reference,
+    "teacher": Teacher,
     "critic": Critic,
     "reward": RewardModel,
     "estimator": Estimator,
@@ -76,6 +79,7 @@ class Roles:
     policy: Handle[Policy]
     generators: tuple[Handle[Generator], ...] = ()
     reference: Handle[Reference] | None = None
+    teacher: Handle[Teacher] | None = None
     critic: Handle[Critic] | None = None
     reward: Handle[RewardModel] | None = None
     estimator: Handle[Estimator] | None = None
@@ -203,7 +207,7 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
     if role == "generator" and declaration_of(find_schedule(config.run.schedule)).side_by_side:
         needed["generate_beside"] = f"with which run.schedule = {config.run.schedule} samples several parts at a time"
-    resting = ("policy", "critic", "reference", *(("generator",) if config.run.staleness == 0 else ()))
+    resting = ("policy", "critic", "reference", "teacher", *(("generator",) if config.run.staleness == 0 else ()))
     if role in resting and isinstance(config, PPOConfig) and config.parallel.offload != "none":
         needed["rest"] = (
             f"with which parallel.offload = {config.parallel.offload} moves it off its device while it is idle"
@@ -347,6 +351,13 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
             return _inference_arguments(role, config)
         case "reference":
             return {"model": config.model, "parallel": config.parallel}
+        case "teacher":
+            assert not sft  # supervised fine-tuning has none
+            return {
+                "model": config.teacher_model,
+                "parallel": config.parallel,
+                "vocabulary": vocabulary_size(config.model),
+            }
         case "estimator":
             return {"algorithm": algorithm}
     model, optim = config.model, config.ending_optim

@@ -351,7 +351,7 @@ class Trainer(ABC, Generic[C, E, R]):
         return self.run.losses.suspect(worker, [prompts[place] for place in places if place < len(prompts)])
 
     def _learn(self, rollout: R) -> Mapping[str, float]:
-        with self.at_work(rollout.step, "policy", "critic", "reference"):
+        with self.at_work(rollout.step, "policy", "critic", "reference", "teacher"):
             return self.learn(rollout)
 
     def _check_output(self, what: str) -> None:

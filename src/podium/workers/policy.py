@@ -33,7 +33,10 @@ from podium.workers.weight_sync.receiver import WeightReceiver
 __all__ = ["Policy"]
 
 _COMPARED_ROWS = 4  # of each rank
-_LOSS_COLUMNS = (fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS)
+_LOSS_COLUMNS = (
+    *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS),
+    *(fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS),
+)
 
 
 class Policy(Learner):
@@ -146,8 +149,8 @@ class Policy(Learner):
         Args:
             batch: ``tokens``, ``loss_mask`` and ``loss_weights`` (computed over the minibatch if absent); ``left_out``,
                 if rows are left out; for a policy loss also ``advantages``, and ``old_logprobs``,
-                ``rollout_logprobs``, ``ref_logprobs`` as it asks for them. Without ``old_logprobs`` the policy counts
-                as unchanged since sampling.
+                ``rollout_logprobs``, ``ref_logprobs``, ``teacher_logprobs`` as it asks for them. Without
+                ``old_logprobs`` the policy counts as unchanged since sampling.
             loss: The loss of this minibatch and its constants; by default the worker's own.
             weight: A factor of this minibatch's loss.
 
@@ -339,7 +342,7 @@ class Policy(Learner):
         A first pass without gradients gives the log-probabilities. Each rank gathers the tokens of all, computes the
         figures of the whole minibatch, and keeps those of its own tokens.
         """
-        declared = [(f"loss {algorithm.loss!r}", loss_declaration(algorithm.loss))]
+        declared = [(f"loss {name!r}", loss_declaration(name)) for name in algorithm.losses]
         declared += [(f"correction {name!r}", correction_declaration(name)) for name in algorithm.corrections]
         functions = [(who, entry.minibatch) for who, entry in declared if entry.minibatch is not None]
         if not functions:
@@ -373,7 +376,7 @@ class Policy(Learner):
 
 def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
-    return algorithm.loss in ADVANTAGE_LOSSES and not algorithm.entropy_coef and not algorithm.needs_reference
+    return {*algorithm.losses} <= ADVANTAGE_LOSSES and not algorithm.entropy_coef and not algorithm.needs_reference
 
 
 def _check_figures(figures: object, whole: LossInputs, batch: Batch, owner: str) -> Mapping[str, Tensor]:

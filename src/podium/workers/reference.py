@@ -1,4 +1,4 @@
-"""The reference: a frozen model that the policy is kept close to."""
+"""Frozen models: the reference that the policy is kept close to, and the teacher that it learns from."""
 
 import contextlib
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from podium.data import Batch, fields
+from podium.data import Batch, Jagged, fields
 from podium.data.sampled_text import sum_rows
 from podium.devices import choose_device
 from podium.models.config import ModelConfig
@@ -18,14 +18,14 @@ from podium.training.scoring import score_tokens
 from podium.training.shards import load_parallel
 from podium.workers.siblings import find_sibling
 
-__all__ = ["Reference"]
+__all__ = ["FrozenModel", "Reference", "Teacher"]
 
 
-class Reference(Worker):
+class FrozenModel(Worker):
     """Log-probabilities under frozen weights.
 
-    If a colocated policy trains adapters of the same model, the reference is that policy with its adapters switched
-    off, and holds no weights of its own.
+    If a colocated policy trains adapters of the same model, this model is that policy with its adapters switched off,
+    and holds no weights of its own.
 
     Args:
         model: The model, whose adapters are left out.
@@ -50,21 +50,50 @@ class Reference(Worker):
 
     @endpoint(collect=nothing())
     def rest(self) -> None:
-        """As :meth:`.Learner.rest`. A policy that serves as the reference rests by itself."""
+        """As :meth:`.Learner.rest`. A policy that serves as the frozen model rests by itself."""
         if self._policy is None:
             self.engine.rest()
 
-    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
-    def logprobs(self, batch: Batch) -> Batch:
-        """Compute ``ref_logprobs`` of the tokens with loss, 0 elsewhere: see :func:`score_tokens`."""
+    def score(self, batch: Batch, column: str) -> dict[str, Jagged]:
+        """Compute the log-probabilities of the tokens with loss as ``column``, 0 elsewhere: see
+        :func:`score_tokens`."""
 
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            return {fields.REF_LOGPROBS: score_tokens(self.engine.model, batch, micro).logprobs}
+            return {column: score_tokens(self.engine.model, batch, micro).logprobs}
 
         with contextlib.nullcontext() if self._policy is None else cast(Any, self._policy.model).disable_adapter():
-            return Batch(self.engine.evaluate(batch, compute, (fields.REF_LOGPROBS,)), batch.meta)
+            return self.engine.evaluate(batch, compute, (column,))
+
+
+class Reference(FrozenModel):
+    """The model that the policy is kept close to. The arguments are those of :class:`FrozenModel`."""
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
+    def logprobs(self, batch: Batch) -> Batch:
+        """Compute ``ref_logprobs`` of the tokens with loss, 0 elsewhere."""
+        return Batch(self.score(batch, fields.REF_LOGPROBS), batch.meta)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), readonly=True)
     def answer_values(self, batch: Batch) -> Batch:
         """As :meth:`.Policy.answer_values`, under the frozen weights."""
         return Batch({fields.ANSWER_VALUES: sum_rows(self.logprobs(batch).jagged(fields.REF_LOGPROBS))})
+
+
+class Teacher(FrozenModel):
+    """The model that the policy learns from. Each id means the same token to both, whatever their sizes are.
+
+    Args:
+        model: The model.
+        parallel: How model and batches are spread over ranks.
+        vocabulary: The number of the policy's ids, over which distributions are where not all of them stand for text.
+    """
+
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig | None = None, *, vocabulary: int) -> None:
+        super().__init__(model, parallel)
+        self.vocabulary = vocabulary
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
+    def logprobs(self, batch: Batch) -> Batch:
+        """Compute ``teacher_logprobs`` of the tokens with loss, 0 elsewhere."""
+        ids = batch.meta.get("text_ids") or (self.vocabulary, ())
+        return Batch(self.score(batch.with_meta(text_ids=ids), fields.TEACHER_LOGPROBS), batch.meta)

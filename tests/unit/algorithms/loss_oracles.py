@@ -102,6 +102,12 @@ def dro(rows: list[LossRow], beta: float) -> Losses:
     )
 
 
+def teacher_kl(rows: list[LossRow]) -> Losses:
+    """Importance sampling with the advantage log q - log p_old, of the teacher q: its derivative is the loss itself."""
+    losses = [np.exp(row.logprobs - row.old) * (row.old - row.teacher) for row in rows]
+    return losses, losses
+
+
 def reinforce(rows: list[LossRow]) -> Losses:
     """Williams 1992: -A log p."""
     return by_token(rows, lambda logp, _, advantage: (-advantage * logp, -advantage))

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[list[LossRow]], loss_oracles.Lo
     ),
     "dro": ({"options": {"dro_beta": 0.3}}, lambda rows: loss_oracles.dro(rows, 0.3)),
     "reinforce": ({}, loss_oracles.reinforce),
+    "teacher_kl": ({"options": {"teacher": "there"}}, loss_oracles.teacher_kl),
 }
 DEFAULTS: dict[str, Callable[[list[LossRow]], loss_oracles.Losses]] = {  # the figures of the papers, once more
     "gmpo": lambda rows: loss_oracles.gmpo(rows, 0.4, 0.4),
@@ -73,6 +74,7 @@ def to_inputs(rows: list[LossRow], config: AlgorithmConfig, step: int = 0) -> Lo
         "logprobs": torch.from_numpy(np.concatenate([row.logprobs for row in rows])).requires_grad_(),
         "old_logprobs": torch.from_numpy(np.concatenate([row.old for row in rows])),
         "advantages": torch.from_numpy(np.concatenate([row.advantages for row in rows])),
+        "teacher_logprobs": torch.from_numpy(np.concatenate([row.teacher for row in rows])),
     }
     columns["rollout_logprobs"] = columns["old_logprobs"]
     offsets = torch.tensor([0, *np.cumsum([len(row.logprobs) for row in rows]).tolist()])
@@ -114,6 +116,30 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, seed: int) -> 
     np.testing.assert_allclose(gradient_N, np.concatenate(slopes), rtol=1e-9, atol=1e-12)
     share = {"kl_cov": "policy/cov_fraction"}.get(name, "policy/clip_fraction" if name in CLIPPING_LOSSES else "")
     assert not share or 0 < float(loss.metrics[share].mean()) < 1  # both sides of what the loss decides take part
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mapping_of_losses_is_their_sum_with_weights(seed: int) -> None:
+    """Each reads its own policy as the one before the update, and is reported under its name."""
+    rows, weights = random_rows(seed), {"ppo_clip": 0.5, "teacher_kl": 2.0, "dppo_tv": 0.25, "reinforce": 0.0}
+    config = AlgorithmConfig(loss=weights, clip_low=0.1, clip_high=0.2, options={"teacher": "there"})
+    check_functions(config)
+    inputs = to_inputs(rows, AlgorithmConfig())
+    inputs = replace(inputs, columns={**inputs.columns, "rollout_logprobs": inputs.old_logprobs_N - 0.03})
+    losses_N, gradient_N, loss = evaluate(inputs, config)
+    shifted = [replace(row, old=row.old - 0.03) for row in rows]
+    parts = {
+        "ppo_clip": oracles.ppo_clip(rows, 0.1, 0.2),
+        "teacher_kl": loss_oracles.teacher_kl(rows),
+        "dppo_tv": loss_oracles.dppo(shifted, 0.1, 0.2, "tv"),
+        "reinforce": loss_oracles.reinforce(rows),
+    }
+    for at, values_N in ((0, losses_N), (1, gradient_N)):
+        expected = sum(weights[name] * np.concatenate(part[at]) for name, part in parts.items())
+        np.testing.assert_allclose(values_N, expected, rtol=1e-9, atol=1e-12)
+    for name, (part, _) in parts.items():
+        np.testing.assert_allclose(loss.metrics[f"loss/{name}"], np.concatenate(part), rtol=1e-9, atol=1e-12)
+    assert {"policy/clip_fraction", "policy/clip_fraction/dppo_tv"} <= loss.metrics.keys()
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -170,7 +196,7 @@ def test_the_first_update_follows_the_policy_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(LOSSES.keys() - {"cross_entropy", "cispo", "reinforce", "dro", "dppo_tv", "dppo_kl"})
+    "name", sorted(LOSSES.keys() - {"cross_entropy", "cispo", "reinforce", "dro", "dppo_tv", "dppo_kl", "teacher_kl"})
 )
 def test_only_ratios_count(name: str) -> None:
     """The same offset of new and old log-probabilities leaves ratios, and covariances, as they are."""

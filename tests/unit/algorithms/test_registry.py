@@ -96,6 +96,7 @@ def test_names_of_our_own() -> None:
         "kl_cov",
         "dro",
         "reinforce",
+        "teacher_kl",
     ]
     assert list(LOSSES) == [*policy, "cross_entropy"]
     assert [resolve_advantage(name).__name__ for name in ADVANTAGES] == list(ADVANTAGES)

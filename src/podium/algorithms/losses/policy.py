@@ -10,6 +10,7 @@ from torch import Tensor
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.corrections.truncate import TruncateOptions
 from podium.algorithms.corrections.weights import correction_weights
+from podium.algorithms.declarations import loss_ratio_to
 from podium.algorithms.kl import bounded_exp, kl_estimate
 from podium.algorithms.metrics import WEIGHT_MEAN, WEIGHT_SQUARE
 from podium.algorithms.records import LossInputs, TokenLoss
@@ -43,10 +44,10 @@ _RESERVED: Final = frozenset({LOSS, GRAD_NORM, LEARNING_RATE, SKIPPED_STEPS})  #
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``w · loss + kl_coef · KL(policy || reference) - entropy_coef · entropy`` at each token, ``[N]``.
 
-    The loss is the one that ``config.loss`` names. If it declares ``ratio_to="rollout"``, its ``old_logprobs_N`` are
-    those of the generator. w are :func:`.correction_weights`, or 1 without corrections. The KL
-    divergence takes part if ``config.kl_in`` is "loss". Ratios, divergences and the entropy are reported wherever their
-    columns are given.
+    The loss is the one that ``config.loss`` names, or the sum of several with their weights, of which each is reported
+    as ``loss/NAME``. If one declares ``ratio_to="rollout"``, its ``old_logprobs_N`` are those of the generator. w are
+    :func:`.correction_weights`, or 1 without corrections. The KL divergence takes part if ``config.kl_in`` is "loss".
+    Ratios, divergences and the entropy are reported wherever their columns are given.
 
     >>> columns = {"logprobs": torch.tensor([-1.0, -2.0]), "advantages": torch.tensor([1.0, -1.0])}
     >>> out = policy_loss(LossInputs(offsets_B1=torch.tensor([0, 2]), columns=columns), AlgorithmConfig())
@@ -58,13 +59,8 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
         DataError: A column that the configuration asks for is missing; or the loss did not return one number a token
             with a gradient.
     """
-    before = inputs
-    if config.ratio_to == "rollout":
-        _require(inputs, "rollout_logprobs", f"the ratio of the loss {config.loss!r} is to the generator")
-        before = replace(inputs, columns={**inputs.columns, "old_logprobs": inputs.rollout_logprobs_N})
-    loss = resolve_loss(config.loss)(before, config)
-    _check(loss, inputs, f"loss {config.loss!r}")
-    loss_N, metrics, maxima = wide(loss.loss_N), dict(loss.metrics), dict(loss.maxima)
+    loss_N, metrics, maxima = _sum_losses(inputs, config)
+    before = _before(inputs, config, *config.losses) if config.ratio_to == "rollout" else inputs
     logprobs_N, old_N = inputs.logprobs_N, inputs.old_logprobs_N
     if "advantages" in inputs.columns:
         with torch.no_grad():
@@ -96,6 +92,33 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     if "entropy" in inputs.columns:
         metrics[ENTROPY] = wide(inputs.entropy_N.detach())
     return TokenLoss(loss_N, metrics, maxima)
+
+
+def _sum_losses(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weighted sum of the losses, their metrics and their maxima.
+
+    Where two losses report one name, the second one's has its own name behind it."""
+    total_N: Tensor | None = None
+    metrics, maxima = dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in config.losses.items():
+        by_generator = "rollout" in (config.ratio_to, loss_ratio_to(name))
+        loss = resolve_loss(name)(_before(inputs, config, name) if by_generator else inputs, config)
+        _check(loss, inputs, f"loss {name!r}")
+        short = name.rpartition(":")[2]
+        for figures, added in ((metrics, loss.metrics), (maxima, loss.maxima)):
+            figures |= {f"{key}/{short}" if key in figures else key: value for key, value in added.items()}
+        if not isinstance(config.loss, str):
+            metrics[f"loss/{short}"] = wide(loss.loss_N.detach())
+        loss_N = wide(loss.loss_N) if weight == 1.0 else wide(loss.loss_N) * weight
+        total_N = loss_N if total_N is None else total_N + loss_N
+    assert total_N is not None  # a configuration has a loss
+    return total_N, metrics, maxima
+
+
+def _before(inputs: LossInputs, config: AlgorithmConfig, *losses: str) -> LossInputs:
+    """The inputs with the log-probabilities of the generator in the place of those before the update."""
+    _require(inputs, "rollout_logprobs", f"the ratio of the loss {', '.join(losses)!r} is to the generator")
+    return replace(inputs, columns={**inputs.columns, "old_logprobs": inputs.rollout_logprobs_N})
 
 
 def _require(inputs: LossInputs, name: str, reason: str) -> None:

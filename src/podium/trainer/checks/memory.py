@@ -52,8 +52,9 @@ def describe_memory(
         critic_model = replace(config.model, path=config.critic.path, config={}, lora=None)
         critic = model_size(critic_model, spared=find_replaced_heads(critic_model.path))
     scorer = _nbytes(config.reward.path) if "reward" in config.roles else 0
+    teacher = model_size(config.teacher_model) if isinstance(config, PPOConfig) and "teacher" in config.roles else None
     amounts = Amounts.of(config, lengths)
-    return "\n".join(["# memory", *_memory(config, size, critic, scorer, amounts, accelerated)])
+    return "\n".join(["# memory", *_memory(config, size, critic, scorer, amounts, accelerated, teacher)])
 
 
 def _memory(
@@ -63,12 +64,13 @@ def _memory(
     scorer: int,
     amounts: Amounts,
     accelerated: bool,
+    teacher: ModelSize | None,
 ) -> Iterator[str]:
     millions = f"{size.parameters / 1e6:,.2f} M parameters, {size.trained / 1e6:,.2f} M trained"
     yield f"model        {millions}, {config.model.dtype}"
     first, total = 0, 0.0
     for roles, count in config.processes:
-        parts = memory_gib(config, size, roles, critic, scorer, amounts, accelerated=accelerated)
+        parts = memory_gib(config, size, roles, critic, scorer, amounts, accelerated=accelerated, teacher=teacher)
         where = f" each on processes {first}-{first + count - 1}" if count > 1 else f" on process {first}"
         yield f"memory       about {_amount(sum(parts.values()))}{where} (estimate):"
         yield from (f"  {name:<24} {_amount(gib):>11}" for name, gib in parts.items())
@@ -122,11 +124,12 @@ def memory_gib(
     amounts: Amounts | None = None,
     *,
     accelerated: bool = False,
+    teacher: ModelSize | None = None,
 ) -> dict[str, float]:
     """Estimate the memory in GiB of one worker process that holds ``roles``, by its uses.
 
-    ``size`` is that of the policy's model, and of the critic's unless ``critic`` is given; ``scorer`` is the reward
-    model's in bytes; ``amounts`` are the most tokens and sequences, by default those that the settings allow;
+    ``size`` is that of the policy's model, and of the critic's and the teacher's unless they are given; ``scorer`` is
+    the reward model's in bytes; ``amounts`` are the most tokens and sequences, by default those that settings allow;
     ``accelerated`` says that the process has an accelerator. Activations are rough: 16 hidden vectors for each token
     and layer (one with gradient checkpointing), and three copies of the logits that exist at once.
     """
@@ -151,6 +154,8 @@ def memory_gib(
         parts["critic with optimizer"] = (width + 3 * exact + copies) * (critic or size).parameters / shards
     if "reference" in roles and config.model.lora is None:
         parts["reference weights"] = size.parameters * width / shards
+    if "teacher" in roles:
+        parts["teacher weights"] = (teacher or size).parameters * width / shards
     if "reward" in roles:
         parts["reward model"] = scorer
     if "generator" in roles:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 _WITHOUT_COLLECTIVES: Final = frozenset({"generator", "reward", "estimator", "rollout"})
-_TRAINING: Final = frozenset({"policy", "critic", "reference"})
+_TRAINING: Final = frozenset({"policy", "critic", "reference", "teacher"})
 _BFLOAT16: Final = "bfloat16"
 
 

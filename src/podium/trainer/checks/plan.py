@@ -98,7 +98,7 @@ def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
     if isinstance(config, PPOConfig):
         algorithm = config.resolved_algorithm
         settings = {**config.algorithm.explain(), **algorithm.explain_options()}
-        if config.algorithm.loss in set(LOSSES) - set(CLIPPING_LOSSES):
+        if {*algorithm.losses} <= set(LOSSES) - set(CLIPPING_LOSSES):
             settings = {key: setting for key, setting in settings.items() if not key.startswith("clip_")}
         for number, (key, setting) in enumerate(settings.items()):
             value = "null" if setting.value is None else setting.value

@@ -102,6 +102,7 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
         check_functions(config.algorithm)
         config.check_roles(load=True)
         paths["critic.path"] = config.critic.path
+        paths["algorithm.options.teacher"] = config.algorithm.teacher.teacher
     for key, path in paths.items():
         if path.startswith(("/", "./", "../", "~")) and not os.path.exists(path):
             raise ConfigError(f"{key} = {path!r}: this directory does not exist")
@@ -155,12 +156,12 @@ def _list_unread(algorithm: AlgorithmConfig) -> Iterator[str]:
         ("loss", LOSSES, _READING_LOSSES),
         ("advantage", ADVANTAGES, _READING_ADVANTAGES),
     ):
-        function = getattr(algorithm, role)
-        for key, readers in readers_by_key.items() if function in known else ():
-            if (value := getattr(algorithm, key)) != getattr(plain, key) and function not in readers:
+        functions = {*algorithm.losses} if role == "loss" else {algorithm.advantage}
+        for key, readers in readers_by_key.items() if functions <= known.keys() else ():
+            if (value := getattr(algorithm, key)) != getattr(plain, key) and not functions & {*readers}:
                 yield (
-                    f"algorithm.{key} = {value!r} has no effect with algorithm.{role} = {function!r}: of Podium's own, "
-                    f"{', '.join(readers)} read it"
+                    f"algorithm.{key} = {value!r} has no effect with algorithm.{role} = {getattr(algorithm, role)!r}: "
+                    f"of Podium's own, {', '.join(readers)} read it"
                 )
 
 

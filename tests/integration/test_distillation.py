@@ -1,0 +1,87 @@
+"""Distillation on policy: a student that samples learns from the log-probabilities of a larger teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError
+from podium.models import ModelConfig
+from podium.models.loading import load_model
+from podium.models.tokenizers import load_tokenizer
+from podium.trainer import GRPOConfig, SFTConfig, describe_memory
+from tests.integration.training import MODEL, metrics_rows, timeless, tiny, train
+
+SHAPE: dict[str, Any] = MODEL["config"]  # pyright: ignore[reportAssignmentType] - a value of a mixed mapping
+LARGER = {**SHAPE, "hidden_size": 48, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of another size after a few steps on the answers."""
+    model = {**MODEL, "config": LARGER}
+    folder = tmp_path_factory.mktemp("teacher")
+    return train(tiny(SFTConfig, folder, model=model, run={"steps": 3}, eval={"items": 0})) / "model"
+
+
+def settings_of(folder: Path, teacher: Path, loss: Any = "teacher_kl", **sections: Any) -> GRPOConfig:
+    folder.mkdir(exist_ok=True)
+    algorithm = {"loss": loss, "options": {"teacher": str(teacher)}}
+    values: dict[str, Any] = {"eval": {"items": 0}, "algorithm": algorithm}
+    return tiny(GRPOConfig, folder, **{**values, **sections})
+
+
+def test_a_student_learns_from_a_larger_teacher_and_goes_on_bit_by_bit(tmp_path: Path, teacher: Path) -> None:
+    whole = train(settings_of(tmp_path / "whole", teacher, run={"steps": 4}))
+    kls = [row["teacher/kl"] for row in metrics_rows(whole)]
+    assert len(kls) == 4 and all(kl > 0 for kl in kls)
+    run = train(settings_of(tmp_path / "parts", teacher, run={"steps": 2}))
+    train(settings_of(tmp_path / "parts", teacher, run={"steps": 4, "resume": str(run)}))
+    assert timeless(run) == timeless(whole)
+    model = "model/model.safetensors"
+    assert (run / model).read_bytes() == (whole / model).read_bytes()
+
+
+def test_reinforcement_and_a_teacher_are_one_loss_with_weights(tmp_path: Path, teacher: Path) -> None:
+    run = train(settings_of(tmp_path, teacher, {"ppo_clip": 0.5, "teacher_kl": 2.0}, run={"steps": 1}))
+    (row,) = metrics_rows(run)
+    assert row["loss"] == pytest.approx(0.5 * row["loss/ppo_clip"] + 2.0 * row["loss/teacher_kl"], abs=1e-6)
+    assert row["loss/teacher_kl"] == pytest.approx(row["teacher/kl"], abs=1e-6)  # one update: the ratio is 1
+
+
+def test_a_dry_run_knows_the_teacher(tmp_path: Path, teacher: Path) -> None:
+    config = settings_of(tmp_path, teacher)
+    assert "teacher" in config.roles
+    assert "teacher weights" in describe_memory(config, "inline")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "shape", "complaint"),
+    [
+        (
+            "chars:0123456789 =",
+            LARGER,
+            "another vocabulary than model.path: 2 of 16 tokens have other ids, such as",
+        ),
+        (
+            MODEL["tokenizer"],
+            {**LARGER, "max_position_embeddings": 4},
+            "has 4 positions, and a prompt with its comp",
+        ),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused_before_the_start(
+    tmp_path: Path, tokenizer: str, shape: dict[str, Any], complaint: str
+) -> None:
+    load_model(ModelConfig(config=shape, tokenizer=tokenizer)).save_pretrained(tmp_path / "other")
+    load_tokenizer(tokenizer).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=rf"algorithm\.options\.teacher = .*{complaint}"):
+        train(settings_of(tmp_path, tmp_path / "other"))
+    assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
+
+
+def test_a_loss_that_needs_a_teacher_is_refused_without_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learns from a teacher, and there is none: set algorithm\.options\.teacher"):
+        train(tiny(GRPOConfig, tmp_path, algorithm={"loss": {"ppo_clip": 1, "teacher_kl": 1}}))
