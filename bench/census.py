@@ -1,9 +1,10 @@
-"""What a process and all its descendants hold: memory, descriptors, shared memory. Linux."""
+"""What a process and all its descendants hold: memory, descriptors, threads, shared memory, temporary files. Linux."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,14 +20,17 @@ GONE = (FileNotFoundError, ProcessLookupError, PermissionError)  # a process may
 class Census:
     """Sums over the processes; memory in bytes. Shared memory counts once, whoever holds or maps it.
 
-    `object_store_bytes` are in use in the object stores of Ray, if this process is connected to one.
+    `object_store_bytes` are in use in the object stores of Ray, if this process is connected to one. `files` are the
+    files, directories and sockets below the directory for temporary files, which all programs of a machine may share.
     """
 
     processes: int
+    threads: int
     controller_rss: int
     rss: int
     pss: int
     descriptors: int
+    files: int
     segments: int
     segment_bytes: int
     object_store_bytes: int
@@ -42,10 +46,12 @@ def take_census(root: int) -> Census:
     memory = {pid: memory_of(pid) for pid in pids}
     return Census(
         processes=len(pids),
+        threads=sum(threads_of(pid) for pid in pids),
         controller_rss=memory[root][0],
         rss=sum(rss for rss, _ in memory.values()),
         pss=sum(pss for _, pss in memory.values()),
         descriptors=sum(descriptors_of(pid) for pid in pids),
+        files=sum(len(folders) + len(files) for _, folders, files in os.walk(tempfile.gettempdir())),
         segments=len(segments),
         segment_bytes=sum(segments.values()),
         object_store_bytes=object_store_bytes(),
@@ -92,6 +98,12 @@ def memory_of(pid: int) -> tuple[int, int]:
 def descriptors_of(pid: int) -> int:
     with suppress(*GONE):
         return len(os.listdir(PROC / str(pid) / "fd"))
+    return 0
+
+
+def threads_of(pid: int) -> int:
+    with suppress(*GONE):
+        return len(os.listdir(PROC / str(pid) / "task"))
     return 0
 
 

@@ -18,16 +18,20 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import podium
 from bench.census import Census, take_census
+from bench.report import machine
 from podium import Batch, Call, Worker, concat, endpoint, shard
 from podium.errors import CallCancelled, EndpointError, RefLostError, WorkerDied
 
@@ -220,8 +224,10 @@ def expect(means: Sequence[float], value: int) -> None:
         raise AssertionError(f"all elements were {value}; their means are {means}")
 
 
-def soak(cluster: podium.Cluster, steps: int, kills: int, seed: int) -> tuple[list[Census], Counter[str]]:
-    """The samples, in order, and what happened how often."""
+def soak(
+    cluster: podium.Cluster, steps: int, kills: int, seed: int, note: Callable[[int, Census], None] | None = None
+) -> tuple[list[Census], Counter[str]]:
+    """The samples, in order, and what happened how often. `note` gets each sample as it is taken, with its step."""
     chance = random.Random(seed)
     run = Soak(cluster, chance)
     samples: list[Census] = []
@@ -232,6 +238,8 @@ def soak(cluster: podium.Cluster, steps: int, kills: int, seed: int) -> tuple[li
         if step % every == 0:
             run.settle()
             samples.append(take_census(os.getpid()))
+            if note is not None:
+                note(step, samples[-1])
     return samples, run.counts
 
 
@@ -252,16 +260,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20, help="how many ranks are killed")
     parser.add_argument("--backend", default="local")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="append each sample to this file as it is taken")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    started = time.monotonic()
-    with podium.connect(options.backend, hints={"echo": False}) as cluster:
-        samples, counts = soak(cluster, options.steps, options.kills, options.seed)
+    started, load = time.monotonic(), os.getloadavg()[0]
+
+    def note(step: int, sample: Census) -> None:
+        if options.samples is not None:
+            with options.samples.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "seconds": round(time.monotonic() - started, 1)} | asdict(sample)))
+                file.write("\n")
+
+    with temporary_directory(), podium.connect(options.backend, hints={"echo": False}) as cluster:
+        samples, counts = soak(cluster, options.steps, options.kills, options.seed, note)
     lines = report(samples)
     lines.append({"steps": options.steps, "seconds": round(time.monotonic() - started, 1), "happened": dict(counts)})
+    lines[-1] |= {"backend": options.backend, "machine": machine(load)}
     for line in lines:
         sys.stdout.write(json.dumps(line) + "\n")
     return 0
+
+
+@contextmanager
+def temporary_directory() -> Iterator[None]:
+    """Have all temporary files of this process, and of those that it starts, in a directory of their own."""
+    with tempfile.TemporaryDirectory(prefix="podium-soak-") as folder:
+        before, tempfile.tempdir = os.environ.get("TMPDIR"), folder
+        os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            if before is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before
 
 
 if __name__ == "__main__":
