@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -43,6 +44,10 @@ BACKENDS: dict[str, tuple[dict[str, Any], float]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=2, help="faults of each kind, in each schedule")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf,
+        help="begin no fault of a schedule after these; all kinds have had about as many",
+    )  # fmt: skip
     parser.add_argument("--schedules", nargs="+", default=tuple(STALENESS), choices=tuple(STALENESS))
     parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="kinds of faults (default: all that can be)")
     parser.add_argument("--backend", default="local", choices=tuple(BACKENDS))
@@ -70,7 +75,7 @@ def main() -> int:
             victim = partial(_victim, folder, schedule, options.backend, options.sessions, seed)
             campaign = Campaign(folder, schedule, faults, options.kills, options.seed, victim, options.sessions)
             began = time.monotonic()
-            wrong = campaign.run(_say)
+            wrong = campaign.run(_say, began + 60.0 * options.minutes)
             rows = campaign.summary()
             for row in rows:
                 _print({"schedule": schedule, **row})

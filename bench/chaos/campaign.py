@@ -7,6 +7,7 @@ interrupted goes on with the faults that are missing.
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import statistics
@@ -67,8 +68,8 @@ class Campaign:
     ) -> None:
         self.folder, self.schedule, self.sessions = folder, schedule, sessions
         self.path = folder / f"{schedule}.results.jsonl"
-        plan = [fault for fault in faults for _ in range(kills)]
-        random.Random(f"{seed}/{schedule}").shuffle(plan)
+        order = random.Random(f"{seed}/{schedule}")
+        plan = [fault for _ in range(kills) for fault in order.sample(list(faults), len(faults))]
         self.results = [Result(**json.loads(line)) for line in self._lines()]
         done = Counter(result.fault for result in self.results)
         self.plan = [fault for fault, nth in _numbered(plan) if nth >= done[fault]]
@@ -79,13 +80,16 @@ class Campaign:
     def _lines(self) -> list[str]:
         return self.path.read_text().splitlines() if self.path.exists() else []
 
-    def run(self, say: Callable[[Result], None] = lambda result: None) -> list[str]:
-        """Run everything. Returns what is wrong."""
+    def run(self, say: Callable[[Result], None] = lambda result: None, until: float = math.inf) -> list[str]:
+        """Run everything, and begin no fault when the monotonic clock shows more than ``until``. Returns what is
+        wrong."""
         victim = self._victim(f"{self.schedule}-disturbed")
         try:
             if self.plan:
                 victim.start()
             for fault in self.plan:
+                if time.monotonic() > until:
+                    break
                 result = self._disturb(victim, fault)
                 self.results.append(result)
                 with self.path.open("a", encoding="utf-8") as file:
