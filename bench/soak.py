@@ -2,8 +2,11 @@
 
 Each step two producers make a batch that stays with them, and two consumers get parts of it: they read it, write into
 it, keep it for a while, raise, are cancelled, or a rank of either group is killed and the group restarted. Values are
-checked. What all processes hold is sampled between steps, and printed as JSON lines: the median of the first quarter
-of the samples, that of the last, and the difference.
+checked. `--train SCHEDULE` takes the steps of a small GRPO run instead, whose grading processes are killed now and
+then, as the reward never returns for a few completions.
+
+What all processes hold is sampled between steps, and printed as JSON lines: the median of the first quarter of the
+samples, that of the last, and the difference.
 """
 
 from __future__ import annotations
@@ -31,9 +34,12 @@ import torch
 
 import podium
 from bench.census import Census, take_census
+from bench.chaos.training import STALENESS, configuration
 from bench.report import machine
 from podium import Batch, Call, Worker, concat, endpoint, shard
 from podium.errors import CallCancelled, EndpointError, RefLostError, WorkerDied
+from podium.telemetry import CheckpointSaved, EvalFinished, Event, StepFinished, WorkerLost, subscribe
+from podium.trainer import GRPOConfig, PPOTrainer, build_config
 
 RANKS = 2
 KEPT = 8  # batches that a consumer keeps
@@ -43,6 +49,8 @@ FAILURE = "a failure on purpose"
 WIDTHS = (16, 256, 4096)  # float32 a row: from what travels in a message to what a store keeps
 ROWS = (2, 64)
 DEADLINE_S = 60.0
+GRADING_S = 0.5  # for a reward that never returns
+EVERY = 20  # steps of a training from one checkpoint, and from one evaluation, to the next
 
 
 class Producer(Worker):
@@ -243,6 +251,33 @@ def soak(
     return samples, run.counts
 
 
+def train(
+    folder: Path, schedule: str, backend: str, steps: int, note: Callable[[int, Census], None] | None = None
+) -> tuple[list[Census], Counter[str]]:
+    """The samples of a run in `folder`, in order, and how often it trained, saved and evaluated."""
+    config = configuration(folder, "soak", schedule, steps)
+    config["reward"]["time_limit_s"] = GRADING_S
+    config["save"]["every"] = config["eval"]["every"] = EVERY
+    config["eval"]["items"] = 8
+    samples: list[Census] = []
+    counts: Counter[str] = Counter()
+    every = max(1, steps // SAMPLES)
+
+    def count(event: Event) -> None:
+        counts[type(event).__name__] += isinstance(event, StepFinished | CheckpointSaved | EvalFinished | WorkerLost)
+        if isinstance(event, StepFinished) and event.step % every == 0:
+            samples.append(take_census(os.getpid()))
+            if note is not None:
+                note(event.step, samples[-1])
+
+    unsubscribe = subscribe(count)
+    try:
+        PPOTrainer(build_config(GRPOConfig, config), cluster=backend, show=False, report=False).fit()
+    finally:
+        unsubscribe()
+    return samples, +counts
+
+
 def report(samples: Sequence[Census]) -> list[dict[str, object]]:
     """One line a figure: medians of the first and last quarter of the samples."""
     quarter = max(1, len(samples) // 4)
@@ -258,6 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=20, help="how many ranks are killed")
+    parser.add_argument(
+        "--train", default="", metavar="SCHEDULE", choices=tuple(STALENESS), help="train in this schedule"
+    )
     parser.add_argument("--backend", default="local")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=Path, metavar="FILE", help="append each sample to this file as it is taken")
@@ -271,11 +309,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file.write(json.dumps({"step": step, "seconds": round(time.monotonic() - started, 1)} | asdict(sample)))
                 file.write("\n")
 
-    with temporary_directory(), podium.connect(options.backend, hints={"echo": False}) as cluster:
-        samples, counts = soak(cluster, options.steps, options.kills, options.seed, note)
+    with tempfile.TemporaryDirectory(prefix="podium-soak-") as folder, temporary_directory():
+        if options.train:
+            samples, counts = train(Path(folder), options.train, options.backend, options.steps, note)
+        else:
+            with podium.connect(options.backend, hints={"echo": False}) as cluster:
+                samples, counts = soak(cluster, options.steps, options.kills, options.seed, note)
     lines = report(samples)
     lines.append({"steps": options.steps, "seconds": round(time.monotonic() - started, 1), "happened": dict(counts)})
-    lines[-1] |= {"backend": options.backend, "machine": machine(load)}
+    lines[-1] |= {"backend": options.backend, "schedule": options.train, "machine": machine(load)}
     for line in lines:
         sys.stdout.write(json.dumps(line) + "\n")
     return 0
