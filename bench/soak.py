@@ -6,7 +6,8 @@ checked. `--train SCHEDULE` takes the steps of a small GRPO run instead, whose g
 then, as the reward never returns for a few completions.
 
 What all processes hold is sampled between steps, and printed as JSON lines: the median of the first quarter of the
-samples, that of the last, and the difference.
+samples, that of the last, and the difference. `--report FILE...` writes soak.json beside this file, and the section of
+docs/reliability.md, from what `--samples FILE` has kept.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,10 @@ import torch
 
 import podium
 from bench.census import Census, take_census
-from bench.chaos.training import STALENESS, configuration
-from bench.report import machine
+from bench.report import machine, put_section
 from podium import Batch, Call, Worker, concat, endpoint, shard
 from podium.errors import CallCancelled, EndpointError, RefLostError, WorkerDied
 from podium.telemetry import CheckpointSaved, EvalFinished, Event, StepFinished, WorkerLost, subscribe
-from podium.trainer import GRPOConfig, PPOTrainer, build_config
 
 RANKS = 2
 KEPT = 8  # batches that a consumer keeps
@@ -49,6 +48,19 @@ FAILURE = "a failure on purpose"
 WIDTHS = (16, 256, 4096)  # float32 a row: from what travels in a message to what a store keeps
 ROWS = (2, 64)
 DEADLINE_S = 60.0
+RESULTS = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
+MARK = "<!-- begin: python -m bench.soak --report -->"
+TITLES = {
+    "processes": "processes",
+    "threads": "threads",
+    "descriptors": "descriptors",
+    "files": "temporary files",
+    "segments": "segments of shared memory",
+    "segment_bytes": "shared memory, MiB",
+    "controller_rss": "memory of the controller, MiB",
+    "pss": "memory, MiB",
+}
 GRADING_S = 0.5  # for a reward that never returns
 EVERY = 20  # steps of a training from one checkpoint, and from one evaluation, to the next
 
@@ -255,6 +267,10 @@ def train(
     folder: Path, schedule: str, backend: str, steps: int, note: Callable[[int, Census], None] | None = None
 ) -> tuple[list[Census], Counter[str]]:
     """The samples of a run in `folder`, in order, and how often it trained, saved and evaluated."""
+    # The processes of the other soak import this module, too, and need nothing of a training.
+    from bench.chaos.training import configuration
+    from podium.trainer import GRPOConfig, PPOTrainer, build_config
+
     config = configuration(folder, "soak", schedule, steps)
     config["reward"]["time_limit_s"] = GRADING_S
     config["save"]["every"] = config["eval"]["every"] = EVERY
@@ -279,7 +295,9 @@ def train(
 
 
 def report(samples: Sequence[Census]) -> list[dict[str, object]]:
-    """One line a figure: medians of the first and last quarter of the samples."""
+    """One line a figure: medians of the first and last quarter of the samples, without the first tenth of them, in
+    which caches fill."""
+    samples = samples[len(samples) // 10 :]
     quarter = max(1, len(samples) // 4)
     lines: list[dict[str, object]] = []
     for name in asdict(samples[0]):
@@ -289,25 +307,63 @@ def report(samples: Sequence[Census]) -> list[dict[str, object]]:
     return lines
 
 
+def section(soaks: Sequence[Mapping[str, Any]]) -> str:
+    """The section of the page: a column for each soak."""
+    titles = [f"training, `{soak['schedule']}`" if soak["schedule"] else "references" for soak in soaks]
+    lines = ["| held by all processes | " + " | ".join(titles) + " |", "|---|" + "---|" * len(soaks)]
+    lines.append("| steps | " + " | ".join(f"{soak['steps']:,}" for soak in soaks) + " |")
+    for name, title in TITLES.items():
+        cells: list[str] = []
+        for soak in soaks:
+            (line,) = (line for line in soak["figures"] if line["figure"] == name)
+            scale = 1 << 20 if title.endswith("MiB") else 1
+            cells.append(f"{line['first_quarter'] / scale:,.0f} → {line['last_quarter'] / scale:,.0f}")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    about = soaks[0]["machine"]
+    loads = " and ".join(f"{soak['machine']['load_before']:.0f}" for soak in soaks)
+    where = f"{about['cores']} cores ({about['processor']}), {about['when'][:10]}, with a load of {loads} before"
+    return "\n".join([f"Measured on {where}, torch {about['libraries']['torch']}.", "", *lines])
+
+
+def write_report(paths: Sequence[Path]) -> None:
+    """Write the figures of the soaks whose samples are in `paths`, if there are any, and the page from the figures."""
+    soaks: list[dict[str, Any]] = []
+    names = {field.name for field in fields(Census)}
+    for path in paths:
+        *lines, last = map(json.loads, path.read_text().splitlines())
+        samples = [Census(**{name: line[name] for name in names}) for line in lines]
+        soaks.append({**last, "figures": report(samples)})
+    if soaks:
+        RESULTS.write_text("[\n" + ",\n".join(f" {json.dumps(soak)}" for soak in soaks) + "\n]\n")
+    PAGE.write_text(put_section(PAGE.read_text(), section(json.loads(RESULTS.read_text())), MARK))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=20, help="how many ranks are killed")
-    parser.add_argument(
-        "--train", default="", metavar="SCHEDULE", choices=tuple(STALENESS), help="train in this schedule"
-    )
+    parser.add_argument("--train", default="", metavar="SCHEDULE", help="train in this schedule")
     parser.add_argument("--backend", default="local")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=Path, metavar="FILE", help="append each sample to this file as it is taken")
+    parser.add_argument(
+        "--report", nargs="*", type=Path, metavar="FILE",
+        help="run nothing: write docs/reliability.md from the samples of soaks in these files, or from the last ones",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
+    if options.report is not None:
+        write_report(options.report)
+        return 0
     torch.set_num_threads(1)
     started, load = time.monotonic(), os.getloadavg()[0]
 
-    def note(step: int, sample: Census) -> None:
+    def write_line(line: Mapping[str, object]) -> None:
         if options.samples is not None:
             with options.samples.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "seconds": round(time.monotonic() - started, 1)} | asdict(sample)))
-                file.write("\n")
+                file.write(json.dumps(line) + "\n")
+
+    def note(step: int, sample: Census) -> None:
+        write_line({"step": step, "seconds": round(time.monotonic() - started, 1)} | asdict(sample))
 
     with tempfile.TemporaryDirectory(prefix="podium-soak-") as folder, temporary_directory():
         if options.train:
@@ -318,6 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = report(samples)
     lines.append({"steps": options.steps, "seconds": round(time.monotonic() - started, 1), "happened": dict(counts)})
     lines[-1] |= {"backend": options.backend, "schedule": options.train, "machine": machine(load)}
+    write_line(lines[-1])
     for line in lines:
         sys.stdout.write(json.dumps(line) + "\n")
     return 0

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bench import recovery, soak
 from bench.chaos.__main__ import PAGE, RESULTS
 from bench.chaos.books import check_ledger, check_same, same_lengths
 from bench.chaos.campaign import Campaign, Result
@@ -144,9 +145,19 @@ def test_a_campaign_goes_on_with_the_faults_that_are_missing(tmp_path: Path) -> 
     assert Counter(campaign().plan) == {"policy": 3, "save": 1}
 
 
+def test_a_plan_strikes_with_all_kinds_in_turn(tmp_path: Path) -> None:
+    faults = ("policy", "save", "controller")
+    campaign = Campaign(tmp_path, "sync", faults, 4, 0, lambda name: pytest.fail(name))
+    rounds = [campaign.plan[number : number + 3] for number in range(0, 12, 3)]
+    assert all(Counter(kinds) == Counter(faults) for kinds in rounds)
+    assert len({tuple(kinds) for kinds in rounds}) > 1, "every round has the same order"
+
+
 def test_the_page_is_what_the_results_say() -> None:
     page = PAGE.read_text()
     assert put_section(page, section(json.loads(RESULTS.read_text())), MARK) == page
+    assert put_section(page, soak.section(json.loads(soak.RESULTS.read_text())), soak.MARK) == page
+    assert put_section(page, recovery.section(json.loads(recovery.RESULTS.read_text())), recovery.MARK) == page
 
 
 def test_campaigns_become_a_table(tmp_path: Path) -> None:

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import podium
 from bench import soak
 from bench.census import descendants, take_census
+from bench.report import END
 
 MIB = 1 << 20
 
@@ -43,15 +47,49 @@ def test_growth_is_the_last_quarter_against_the_first() -> None:
     assert (line["first_quarter"], line["last_quarter"], line["growth"]) == (1, 7, 6)
 
 
+def test_figures_are_lines_of_json_and_the_page_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples, page = tmp_path / "samples", tmp_path / "page.md"
+    assert soak.main(["--steps", "20", "--kills", "0", "--samples", str(samples)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {"figure", "first_quarter", "last_quarter", "growth"} == set(lines[0])
+    assert lines[-1]["steps"] == 20
+    page.write_text(f"before\n{soak.MARK}\n{END}\nafter\n")
+    monkeypatch.setattr(soak, "RESULTS", tmp_path / "soak.json")
+    monkeypatch.setattr(soak, "PAGE", page)
+    assert soak.main(["--report", str(samples)]) == 0
+    assert samples.read_text().count("threads") == 20
+    assert "| steps | 20 |" in page.read_text()
+    assert "| processes | 6 → 6 |" in page.read_text()
+    written = page.read_text()
+    assert soak.main(["--report"]) == 0
+    assert page.read_text() == written
+
+
+def test_threads_and_temporary_files_that_stay_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before, ended = take_census(os.getpid()), threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "file").touch()
+        after = take_census(os.getpid())
+    finally:
+        ended.set()
+        thread.join()
+    assert (after.threads - before.threads, after.files - before.files) == (1, 2)
+
+
+@pytest.mark.exhaustive
+def test_a_short_training_is_sampled(tmp_path: Path) -> None:
+    samples, counts = soak.train(tmp_path, "sync", "inline", 4)
+    assert len(samples) == counts["StepFinished"] == 4
+
+
 def test_a_short_soak_survives_its_faults() -> None:
     with podium.connect("local", echo=False) as cluster:
         samples, counts = soak.soak(cluster, steps=40, kills=2, seed=1)
     assert len(samples) == 40
     assert (counts["killed_producer"], counts["killed_consumer"]) == (1, 1)
-
-
-def test_figures_are_lines_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak.main(["--steps", "4", "--kills", "0"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {"figure", "first_quarter", "last_quarter", "growth"} == set(lines[0])
-    assert lines[-1]["steps"] == 4
