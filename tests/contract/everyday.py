@@ -6,9 +6,9 @@ order, packs values of every size, and keeps blocks. Each test that finds a faul
 reaches code of a backend.
 
 The rest of the suite tests the runtime above the contract, which is the same code for all backends. KINDS lists these
-tests. A few of each kind run every day on all backends. The others run every day on the backends of WHOLE and are
-``exhaustive`` elsewhere. A new test runs every day until it is listed. A name without parameters stands for the test
-with all of its parameters.
+tests. A few of each kind run every day on all backends, and on the one of examples/backend_plugin, which runs no others
+every day. The others run every day on the backends of WHOLE and are ``exhaustive`` elsewhere. A new test runs every day
+until it is listed. A name without parameters stands for the test with all of its parameters.
 """
 
 from __future__ import annotations

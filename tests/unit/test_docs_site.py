@@ -118,7 +118,7 @@ def test_nothing_is_cut_at_1280_points(site: Path) -> None:
     """On the pages with the longest lines, the widest tables, the longest names and the list of names."""
     handler = partial(QuietHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, Chromium(width=1280) as browser:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         home = f"http://127.0.0.1:{server.server_port}/"
         for page in ("", "configuration", "coming-from-verl", "models", "reference", "reference/workers"):
             browser.call("Page.navigate", url=f"{home}{page}")

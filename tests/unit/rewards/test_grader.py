@@ -77,28 +77,29 @@ def test_numpy_and_torch_scalars_are_numbers() -> None:
     assert judge(panel, Item("", {"value": torch.ones(2)})).problem == "returned tensor([1., 1.]) (Tensor)"
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (math.nan, r"returned nan \(float\)"),
-        (-math.inf, r"returned -inf \(float\)"),
-        (1e39, r"returned 1e\+39 \(float\)"),
-        ("1.0", r"returned '1.0' \(str\)"),
-        ([1.0], r"returned \[1.0\] \(list\)"),
-        ({"format": 1.0}, "returned a mapping without \"score\" \\(it has 'format'\\)"),
-        ({}, r"returned a mapping without \"score\" \(it has nothing\)"),
-        ({"score": 1.0, "format": math.nan}, r"returned nan \(float\) as part 'format'"),
-        (10**400, r"returned 1000"),
-    ],
+NO_SCORES: tuple[tuple[object, str], ...] = (
+    (math.nan, r"returned nan \(float\)"),
+    (-math.inf, r"returned -inf \(float\)"),
+    (1e39, r"returned 1e\+39 \(float\)"),
+    ("1.0", r"returned '1.0' \(str\)"),
+    ([1.0], r"returned \[1.0\] \(list\)"),
+    ({"format": 1.0}, "returned a mapping without \"score\" \\(it has 'format'\\)"),
+    ({}, r"returned a mapping without \"score\" \(it has nothing\)"),
+    ({"score": 1.0, "format": math.nan}, r"returned nan \(float\) as part 'format'"),
+    (10**400, r"returned 1000"),
 )
-def test_what_is_no_score_is_an_error_with_reward_item_completion_and_remedy(value: object, message: str) -> None:
-    with Grader(reward=returns) as grader, pytest.raises(RewardError, match=message) as caught:
-        grader.grade(["fine", "words " * 40], [{"value": 1.0}, {"value": value}])
-    text = str(caught.value)
-    assert "item 1" in text
-    assert "returns" in text, "the reward must be named"
-    assert repr(("words " * 40)[:80]) in text
-    assert "reward.on_error" in text
+
+
+def test_what_is_no_score_is_an_error_with_reward_item_completion_and_remedy() -> None:
+    with Grader(reward=returns) as grader:
+        for value, message in NO_SCORES:
+            with pytest.raises(RewardError, match=message) as caught:
+                grader.grade(["fine", "words " * 40], [{"value": 1.0}, {"value": value}])
+            text = str(caught.value)
+            assert "item 1" in text
+            assert "returns" in text, "the reward must be named"
+            assert repr(("words " * 40)[:80]) in text
+            assert "reward.on_error" in text
 
 
 def test_a_raising_reward_shows_its_own_traceback(strict: Grader) -> None:

@@ -83,16 +83,15 @@ def frames_of(payload: bytes, number: int) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("framing", range(7))
-def test_a_pickle_sent_through_the_channel_of_results_runs_nowhere(
-    grader: Grader, framing: int, tmp_path: Path
-) -> None:
+def test_a_pickle_sent_through_the_channel_of_results_runs_nowhere(grader: Grader, tmp_path: Path) -> None:
+    """Items are counted from 1, and each framing is tried with the number of its item."""
     mark = tmp_path / "ran"
-    data = frames_of(pickle.dumps(Bomb(mark)), 1)[framing]
-    grade, after = grader.grade(["write", "ok"], [{"data": data}, {}])
-    assert (grade.score, after.score) == (-1.0, 1.0)
-    assert grade.error is not None
-    assert not mark.exists(), f"the pickle ran in {mark.read_text()}, and this is {os.getpid()}"
+    for framing in range(7):
+        data = frames_of(pickle.dumps(Bomb(mark)), 1 + 2 * framing)[framing]
+        grade, after = grader.grade(["write", "ok"], [{"data": data}, {}])
+        assert (grade.score, after.score) == (-1.0, 1.0), data
+        assert grade.error is not None
+        assert not mark.exists(), f"the pickle ran in {mark.read_text()}, and this is {os.getpid()}: {data!r}"
 
 
 def test_a_returned_object_is_reduced_to_a_number_and_never_unpickled(tmp_path: Path) -> None:
@@ -193,15 +192,16 @@ def test_a_result_survives_its_way() -> None:
 # -- garbage is the item's failure ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"\n", b"garbage", b"garbage\n" * 3, b"\0" * 100_000, b"begin\n", make_frame(3, b"1.0"), os.urandom(1000)],
-)
-def test_garbage_on_every_descriptor_is_that_items_failure(grader: Grader, data: bytes) -> None:
-    grades = grader.grade(["ok", "write", "ok", "ok"], [{"data": data}] * 4)
-    assert [grade.score for grade in grades] == [1.0, -1.0, 1.0, 1.0]
-    assert grades[1].error is not None
-    assert "to the channel of its results" in grades[1].error
+NEXT_ITEM = make_frame(3, b"1.0")  # the item after the one that writes, where the grader has no items before
+GARBAGE = (NEXT_ITEM, b"\n", b"garbage", b"garbage\n" * 3, b"\0" * 100_000, b"begin\n", os.urandom(1000))
+
+
+def test_garbage_on_every_descriptor_is_that_items_failure(grader: Grader) -> None:
+    for data in GARBAGE:
+        grades = grader.grade(["ok", "write", "ok", "ok"], [{"data": data}] * 4)
+        assert [grade.score for grade in grades] == [1.0, -1.0, 1.0, 1.0], data
+        assert grades[1].error is not None
+        assert "to the channel of its results" in grades[1].error, data
 
 
 def test_a_reward_that_answers_by_itself_harms_no_other_item(grader: Grader) -> None:
@@ -214,7 +214,7 @@ def test_garbage_does_not_move_a_deadline(impatient: Grader) -> None:
     assert [grade.timed_out for grade in grades] == [True, False]
 
 
-def test_a_result_without_an_end_is_cut(grader: Grader) -> None:
+def test_a_result_without_an_end_is_cut() -> None:
     head = HEADER.pack(1, 1 << 60)
 
     def flood(completion: str, row: Row) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, RewardError
-from podium.rewards import Grade, Grader, RewardConfig, judge
+from podium.rewards import Grade, Grader, RewardConfig, chat_judge, judge
 
 Reply = Callable[[str], "str | int"]
 ROW = {"prompt": "2 + 2?", "answer": "4"}
@@ -41,8 +41,9 @@ def judging(reply: Reply) -> Iterator[tuple[str, list[Any]]]:
         def log_message(self, format: str, *_: Any) -> None:
             """Be quiet."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+    with pytest.MonkeyPatch.context() as patch, ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        patch.setattr(chat_judge, "_PAUSE_S", 0.01)  # it is asked again at once
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/v1", asked

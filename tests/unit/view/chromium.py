@@ -143,7 +143,7 @@ if __name__ == "__main__":
 
     file, view, *runs = sys.argv[1:]
     with ViewServer([Run(Path(run), Path(run).name) for run in runs]) as server, Chromium(height=760) as browser:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         browser.open(server.url)
         browser.show(view)
         browser.picture(Path(file))

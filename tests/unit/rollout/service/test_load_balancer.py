@@ -49,7 +49,7 @@ def stranger() -> Iterator[tuple[int, list[str]]]:
             """Say nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Listening) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server.server_port, paths
         server.shutdown()
 
@@ -78,7 +78,7 @@ def holding(count: int) -> Iterator[tuple[list[str], list[list[int]], threading.
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), make(own))) for own in taken]
         for server in servers:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             stack.callback(server.shutdown)
         yield [f"http://127.0.0.1:{server.server_port}" for server in servers], taken, go
 
