@@ -31,6 +31,7 @@ from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config, describe_data
 from podium.trainer.evaluate import evaluate_model
 from podium.workers import Estimator, Generator, Policy
+from tests.everyday import mark_others
 from tests.integration import worlds
 from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
 
@@ -127,7 +128,7 @@ def _turns_are_the_row(table: dict[str, list[Any]]) -> None:
         assert _SPECIAL.sub("", "".join(whole)) == _SPECIAL.sub("", table["conversation"][row])
 
 
-@pytest.mark.parametrize("layout", ["colocated", "split"])
+@pytest.mark.parametrize("layout", [pytest.param("colocated", marks=pytest.mark.exhaustive), "split"])
 def test_backends_and_layouts_train_on_the_same_sessions(
     layout: str, finished_sessions: Path, tmp_path: Path, preloaded: Cluster
 ) -> None:
@@ -141,6 +142,9 @@ WHERE = [
     ("split", "local"),
     pytest.param("colocated", "local", marks=pytest.mark.exhaustive),
 ]
+INLINE_DAILY = mark_others(
+    (("colocated", "inline"), ("split", "local"), ("colocated", "local")), lambda case: case[1] == "inline"
+)
 
 
 @pytest.mark.parametrize(("layout", "backend"), WHERE)
@@ -237,7 +241,7 @@ def test_the_name_of_a_run_that_has_computed_nothing_is_free(finished_sessions: 
         train(config_of("twice", tmp_path))
 
 
-@pytest.mark.parametrize("cluster", ["inline", "local"])
+@pytest.mark.parametrize("cluster", ["inline", pytest.param("local", marks=pytest.mark.exhaustive)])
 def test_a_model_that_is_never_asked_ends_the_run_with_what_to_do(
     cluster: str, tmp_path: Path, preloaded: Cluster
 ) -> None:
@@ -275,7 +279,7 @@ def test_a_call_that_is_answered_after_its_session_is_not_trained(tmp_path: Path
     assert [(row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_TURNS]) for row in rows] == [(16, 1), (16, 1)]
 
 
-@pytest.mark.parametrize(("layout", "backend"), WHERE)
+@pytest.mark.parametrize(("layout", "backend"), INLINE_DAILY)
 def test_a_plain_function_may_talk_from_an_event_loop_of_its_own(
     layout: str, backend: str, tmp_path: Path, preloaded: Cluster
 ) -> None:
@@ -314,7 +318,7 @@ def test_a_full_context_ends_a_session_which_is_trained(endless: Path) -> None:
     assert [row[metrics.SESSIONS_FAILED] for row in metrics_rows(endless)] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("layout", "backend"), WHERE)
+@pytest.mark.parametrize(("layout", "backend"), INLINE_DAILY)
 def test_the_context_of_an_engine_may_be_shorter_than_the_models(
     layout: str, backend: str, endless: Path, tmp_path: Path, preloaded: Cluster
 ) -> None:
@@ -412,7 +416,7 @@ def test_a_tool_that_is_never_called_changes_nothing(tmp_path: Path) -> None:
     assert (row[metrics.SESSIONS_TOOL_CALLS], row[metrics.SESSIONS_TURNS]) == (0, 1)
 
 
-@pytest.mark.parametrize("schedule", ["one_step_off", "asynchronous"])
+@pytest.mark.parametrize("schedule", [pytest.param("one_step_off", marks=pytest.mark.exhaustive), "asynchronous"])
 def test_schedules_that_run_ahead_live_sessions_too(schedule: str, tmp_path: Path, preloaded: Cluster) -> None:
     config = config_of("twice", tmp_path, run={"steps": 3, "schedule": schedule}, placement={"layout": "split"})
     rows = metrics_rows(train(config, preloaded))
@@ -547,7 +551,10 @@ def test_a_wrong_environment_is_refused_before_a_worker_starts(
         PPOTrainer(config_of(name, tmp_path, options=options), cluster="inline", show=False).fit()
 
 
-@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3", "gemma", "mistral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    mark_others(("qwen2_5", "qwen3", "llama3", "gemma", "mistral", "gpt_oss"), {"qwen3", "gpt_oss"}.__contains__),
+)
 def test_the_policy_would_have_drawn_what_was_recorded_under_the_template_of(family: str, tmp_path: Path) -> None:
     from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of
 

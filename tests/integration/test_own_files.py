@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Barrier
@@ -21,6 +21,7 @@ from podium.rollout.engines.config import find_engines
 from podium.runs.schedules import SCHEDULES
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
 from podium.trainer.prompts import Prompt
+from tests.everyday import mark_others
 from tests.integration import worlds
 from tests.integration.training import MODEL, timeless, tiny, train
 from tests.waits import LONG_S
@@ -75,7 +76,7 @@ class Gathering(PPOTrainer):
         return super().draw(prompts, step)
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES])
+@pytest.mark.parametrize("name", mark_others(SCHEDULES, "asynchronous".__eq__))
 def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
     """With weights that stay as they are, time does not decide what is drawn, in whichever order steps are drawn."""
     found = []
@@ -92,18 +93,13 @@ def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
     assert found[1]["drawn in parts"] == ({1, 2, 3, 4} if name == "asynchronous" else set())
 
 
-def everyday(names: Iterable[str], *kinds: str) -> list[Any]:
-    """The names, of which one of each kind is tried every day."""
-    return [name if name in kinds else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
-
-
-@pytest.mark.parametrize("name", everyday(ADVANTAGES, "grpo", "gae", "grpo_turns", "maxrl"))
+@pytest.mark.parametrize("name", mark_others(ADVANTAGES, {"gae", "maxrl"}.__contains__))
 def test_an_advantage_estimator(name: str, tmp_path: Path) -> None:
     cls = PPOConfig if name.startswith("gae") else GRPOConfig
     check_same(tmp_path, cls, "algorithm.advantage", (name, copy_of(ADVANTAGES[name], tmp_path)))
 
 
-@pytest.mark.parametrize("name", everyday(LOSSES, "ppo_clip", "clip_cov", "cross_entropy", "dppo_tv"))
+@pytest.mark.parametrize("name", mark_others(LOSSES, {"clip_cov", "cross_entropy"}.__contains__))
 def test_a_loss(name: str, tmp_path: Path) -> None:
     """With dropout in the model, which is on by itself only where examples are imitated."""
     settings: Any = MODEL["config"]

@@ -21,6 +21,7 @@ from podium.rollout.environments.session_process import DistantClient
 from podium.runtime import Cluster
 from podium.telemetry import metrics
 from podium.trainer import PPOConfig
+from tests.everyday import mark_others
 from tests.integration.test_environments import WORLDS, config_of, told
 from tests.integration.training import losses, metrics_rows, train
 from tests.waits import all_end, wait_until
@@ -28,7 +29,7 @@ from tests.waits import all_end, wait_until
 
 @pytest.mark.parametrize(
     "world",
-    ["twice", "agent", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("debate", "endless", "tools"))],
+    mark_others(("twice", "agent", "debate", "endless", "tools"), "agent".__eq__),
 )
 def test_the_same_is_trained_as_in_the_workers_process(world: str, tmp_path: Path) -> None:
     # Each session of an agent imports its client anew.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import itertools
 import json
 import os
 import threading
@@ -19,6 +20,7 @@ import pytest
 from podium.errors import ConfigError
 from podium.rollout.environments import Toolbox, ToolError, tool
 from podium.rollout.environments.calls import session_counts
+from tests.everyday import mark_others
 from tests.waits import LONG_S, all_end
 
 
@@ -169,10 +171,13 @@ os._exit(0)
     assert answer(box, "run_code", {"code": "x"}) == "error: NameError: name 'x' is not defined"
 
 
+LEFT = ("subprocess.Popen(sleep)", "subprocess.Popen(sleep, start_new_session=True)", "daemon()")
+ENDS = ("pass", "os._exit(3)", "time.sleep(600)")
+
+
 @pytest.mark.parametrize(
-    "left", ["subprocess.Popen(sleep)", "subprocess.Popen(sleep, start_new_session=True)", "daemon()"]
+    ("left", "ends"), mark_others(itertools.product(LEFT, ENDS), lambda case: case in zip(LEFT, ENDS, strict=True))
 )
-@pytest.mark.parametrize("ends", ["pass", "os._exit(3)", "time.sleep(600)"])
 def test_whatever_a_process_has_started_ends_with_its_call(left: str, ends: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = f"""
