@@ -78,8 +78,8 @@ test-ray: $(STAMP)  ## every test with Ray: ten minutes; if all pass, `make test
 test-seconds: $(STAMP)  ## the everyday tests; record the seconds of each file in tests/seconds.json
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --record-seconds $(ARGS)
 
-recipes: $(STAMP)  ## the recipes of agents over three seeds, each with its bar: half an hour
-	@PODIUM_RECIPES=1 $(BIN)/python -m pytest -n 2 tests/integration/test_recipes.py $(ARGS)
+recipes: $(STAMP)  ## train the recipes of agents, each run to its bar, and write their figures: an hour
+	@$(BIN)/python -m bench.recipes $(ARGS)
 
 test-fast: $(STAMP)  ## the unit tests, without the slow ones
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope -m "not slow" tests/unit $(ARGS)

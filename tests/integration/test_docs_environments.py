@@ -54,7 +54,8 @@ def write_model_to_try(folder: Path) -> None:
 
 @contextmanager
 def serve_questions(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Let the service of agents.md answer two questions twice each, once the run listens. Gives the port."""
+    """Let the service of agents.md answer two questions twice each, and two of its own before and after them, once the
+    run listens. Gives the port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     monkeypatch.setenv("PODIUM_TOKEN", "token")
@@ -68,7 +69,7 @@ def serve_questions(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                     break
             time.sleep(0.1)
         questions = [json.loads(row) for row in Path("questions.jsonl").read_text().splitlines()][:2]
-        for question in [*questions, *questions]:
+        for question in questions * 4:
             assert answer(question["prompt"], question["answer"])
 
     with ThreadPoolExecutor(1) as pool:
@@ -141,10 +142,11 @@ def test_the_commands_of_the_pages_run_in_a_directory_with_the_files_of_the_page
         assert lines
         for number, line in enumerate(lines):
             name = f"{page}-{number}"
+            held_out = ["--eval.items", "2"] if "environment.name service" in line else []
             less = ["--run.name", name, "--run.steps", "1", "--batch.prompts", "2", "--sampling.n", "2"]
             with serve_questions(monkeypatch) if "environment.name service" in line else nullcontext("8900") as port:
                 arguments = shlex.split(line.replace("8900", port))
-                assert main([*arguments, *less, "--backend", "inline"]) == 0, line
+                assert main([*arguments, *less, *held_out, "--backend", "inline"]) == 0, line
             (row,) = metrics_rows(tmp_path / "runs" / name)
             assert row[metrics.SESSIONS_FAILED] == 0, line
 

@@ -114,7 +114,8 @@ def test_without_a_host_an_agent_in_another_network_reaches_nothing(namespace: t
 
 
 class Elsewhere(threading.Thread):
-    """A service that has tasks of its own: it opens a session for each, asks the model, and rewards digits."""
+    """A service that has tasks of its own: it opens a session for each, asks the model, and rewards digits. Held-out
+    tasks earn 1 if their number is odd."""
 
     def __init__(self, url: str, tasks: Iterator[str], judge: Callable[[str, str], float]) -> None:
         super().__init__(daemon=True)
@@ -131,11 +132,14 @@ class Elsewhere(threading.Thread):
                 continue
             ask = {"messages": [{"role": "user", "content": task}], "model": session["model"]}
             status, answer = post(f"{session['base_url']}/chat/completions", session["api_key"], ask)
+            item = session["task"]["number"] if session["evaluation"] else None
             if status == 200:
                 said = answer["choices"][0]["message"]["content"]
+                reward = self.judge(task, said) if item is None else float(item % 2)
                 post(f"{self.url}/sessions/{session['id']}/end", TOKEN, {})
-                post(f"{self.url}/sessions/{session['id']}/reward", TOKEN, {"reward": self.judge(task, said)})
-            task = next(self.tasks)
+                post(f"{self.url}/sessions/{session['id']}/reward", TOKEN, {"reward": reward})
+            if item is None:
+                task = next(self.tasks)
 
 
 def post(url: str, token: str, body: Any) -> tuple[int, Any]:
@@ -201,10 +205,17 @@ def test_a_service_elsewhere_is_trained(
     tmp_path: Path, port: int, preloaded: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PODIUM_TOKEN", TOKEN)
-    rows = metrics_rows(train_outside(tmp_path, port, preloaded))
+    run = train_outside(tmp_path, port, preloaded, eval={"items": 5, "every": 1})
+    rows = metrics_rows(run)
     assert [row[metrics.SESSIONS_FAILED] for row in rows] == [0, 0]
     assert [row[metrics.SESSIONS_ROWS] for row in rows] == [16, 16]
     assert all(row[metrics.MISMATCH_MAX] < 1e-5 for row in rows)
+    evaluations = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    assert [(row["step"], row["accuracy"], row["items"]) for row in evaluations] == [
+        (0, 0.4, 5),
+        (1, 0.4, 5),
+        (2, 0.4, 5),
+    ]
 
 
 @pytest.mark.exhaustive

@@ -9,6 +9,7 @@ pools       what placement.pools says: each pool is a set of processes, and the 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
 from podium.telemetry import Note, Waiting, emit
-from podium.trainer.checks.placement import check_placement, reserve_places, standing, warn_of_bfloat16
+from podium.trainer.checks.placement import check_placement, check_ports, reserve_places, standing, warn_of_bfloat16
 from podium.training import ParallelConfig
 from podium.workers import (
     ColocatedSync,
@@ -295,6 +296,8 @@ def _start_workers(
     with ExitStack() as stack:
         pool = stack.enter_context(reserve_places(cluster, sum(ranks), config.placement))
         places = dict(zip([roles for roles, _ in config.processes], pool.split(ranks), strict=True))
+        by_node = Counter(slot.node for roles, pool in places.items() if "rollout" in roles for slot in pool.slots)
+        check_ports(config, max(by_node.values(), default=0))
         emit(Note(standing((roles, pool.slots) for roles, pool in places.items())))
         names = [role for roles in places for role in roles]
         workers = sum(len(roles) * len(pool) for roles, pool in places.items())

@@ -141,8 +141,8 @@ class Sessions:
         Raises:
             NoRowsError: All sessions failed, and the message has the reasons; or no session has asked the model.
         """
-        if self._config.environment.is_outside:
-            self._check_outside(len(prompts), training=training)
+        if self._config.environment.is_outside and training and not self._config.data.train:
+            self._check_outside(len(prompts))
         self._calls += 1
         key, n = f"{step}-{self._calls}", seeds.shape[1]
         tasks = Batch(
@@ -152,7 +152,7 @@ class Sessions:
                 fields.GROUP: torch.arange(len(prompts)).repeat_interleave(n),
                 fields.SESSION: torch.arange(len(prompts) * n),
             },
-            {"key": key},
+            {"key": key, "training": training},
         )
         with self.count_sessions(len(tasks)) as deadline_s:
             living = self._workers.live.within(timeout_s=deadline_s).submit(tasks, sampling)
@@ -175,17 +175,13 @@ class Sessions:
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
         return batch.fetch(*small), report
 
-    def _check_outside(self, groups: int, *, training: bool) -> None:
-        """Check that a service elsewhere can live these sessions. Raises ConfigError if it cannot."""
+    def _check_outside(self, groups: int) -> None:
+        """Check that a service elsewhere can name the tasks of these sessions. Raises ConfigError if it cannot."""
         name, workers = f"environment.name = {self._config.environment.name!r}", self._workers.group.world_size
-        if not training:
-            raise ConfigError(
-                f"{name} cannot be evaluated, because the service has no held-out tasks: set eval.items 0"
-            )
         if groups % workers:
             raise ConfigError(
                 f"{name}: a service opens all sessions of a group at one rollout worker, and batch.prompts = {groups} "
-                f"is not a multiple of the {workers} rollout workers"
+                f"is not a multiple of the {workers} rollout workers: change it, or let rows of data.train be the tasks"
             )
 
     @contextmanager

@@ -80,7 +80,9 @@ class Rollout(Worker):
         self._environment: ResolvedEnvironment = resolve_environment(environment)
         self._processes = SessionProcesses(environment) if environment.limits.processes else None
         self._room = asyncio.Semaphore(environment.limits.side_by_side)  # also of steps that are collected side by side
-        self._gateway = Gateway(environment.limits.host, environment.limits.port_range)
+        ports, number = environment.limits.port_range, self.ctx.local_rank
+        ports = [*ports[number:], *ports[:number]]  # the same worker takes the same port when it is restarted
+        self._gateway = Gateway(environment.limits.host, ports)
         self._offers = _make_offers(self._environment, environment.limits, data)
         if self._offers is not None:
             self._gateway.admit(self._offers, token)
@@ -123,7 +125,8 @@ class Rollout(Worker):
 
         Args:
             tasks: ``task``, a Python column of S rows of the data; ``seed`` int64 ``[S]``; ``group`` int64 ``[S]``; and
-                ``session`` int64 ``[S]``, numbers that differ. ``meta["key"]`` names the call for :meth:`report`.
+                ``session`` int64 ``[S]``, numbers that differ. ``meta["key"]`` names the call for :meth:`report`, and
+                ``meta["training"]`` says whether it is for training, and not for an evaluation.
             sampling: How tokens are drawn; ``max_new_tokens`` is the most of one answer.
 
         Returns:
@@ -142,7 +145,8 @@ class Rollout(Worker):
         limits = self._config.limits
         async with self._service(sampling, key) as (service, address):
             if self._offers is not None:
-                self._offers.plan(names, groups, tasks.python(fields.TASK))
+                is_evaluation = not tasks.meta.get("training", True)
+                self._offers.plan(names, groups, tasks.python(fields.TASK), is_evaluation=is_evaluation)
                 limits = replace(limits, time_limit_s=longest_session_s(self._config))
                 self._say_address(address())
             episodes = await live(
@@ -188,7 +192,12 @@ class Rollout(Worker):
         """Emit once where a service opens sessions."""
         if url != self._url:
             self._url = url
-            emit(Note(f"a service opens sessions by POST {url}/sessions, with the token {TOKEN} as its API key"))
+            emit(
+                Note(
+                    f"a service opens sessions by POST {url}/sessions, with the token {TOKEN} as its API key; those of "
+                    'an evaluation come first, with "evaluation": true in the answer and a task of the run'
+                )
+            )
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Note):

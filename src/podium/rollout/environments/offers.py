@@ -3,8 +3,9 @@
     live() ─▶ offered ──POST /sessions──▶ open ──/end or /reward──▶ over ──/reward──▶ rewarded ─▶ trained
                  └─ open_limit_s            └─ time_limit_s          └─ reward_limit_s      each: left out, and counted
 
-Sessions of one group have one task, which the first request that opens one of them names. All of this happens in the
-event loop of the rollout worker.
+Sessions of one group have one task, which the first request that opens one of them names. Those of an evaluation have
+the tasks that the run holds out, and are opened first, since the run waits for them. All of this happens in the event
+loop of the rollout worker.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class _Group:
     """The sessions of one task, which is "" until a request names it. Nobody has opened those of ``waiting``."""
 
     size: int
+    is_evaluation: bool
     task: str = ""
     waiting: deque[Offer] = field(default_factory=deque)
 
@@ -64,6 +66,11 @@ class Offer:
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     rewarded: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is not trained on."""
+        return self.group.is_evaluation
 
     def end(self, failure: str = "") -> None:
         """Take no more requests to the model. With ``failure`` the session is left out for this reason."""
@@ -109,15 +116,18 @@ class Offers:
         self._changed = asyncio.Event()
         self._is_closed = False
 
-    def plan(self, names: Sequence[str], groups: Sequence[int], rows: Sequence[Task]) -> None:
+    def plan(
+        self, names: Sequence[str], groups: Sequence[int], rows: Sequence[Task], *, is_evaluation: bool = False
+    ) -> None:
         """Announce sessions, in the order in which the worker has room for them.
 
         Args:
             names: S names.
             groups: S numbers of their groups.
             rows: S rows of the data.
+            is_evaluation: Whether they are not for training. Their rows are their tasks then.
         """
-        by_number = {number: _Group(groups.count(number)) for number in dict.fromkeys(groups)}
+        by_number = {number: _Group(groups.count(number), is_evaluation) for number in dict.fromkeys(groups)}
         for name, number, row in zip(names, groups, rows, strict=True):
             offer = self._offers[name] = Offer(name, by_number[number], row)
             by_number[number].waiting.append(offer)
@@ -128,15 +138,21 @@ class Offers:
         offer = self._offers.get(name) or self._done.get(name)
         return offer if offer is not None and offer.opened.is_set() else None
 
-    async def open(self, task: Any, wait_s: float) -> Offer | None:
+    def task_of(self, offer: Offer) -> Task | None:
+        """Return the task that the run gives a session; None where the service has named it."""
+        return None if self.names_tasks and not offer.is_evaluation else offer.row
+
+    async def open(self, task: Any, wait_s: float, evaluation: bool | None = None) -> Offer | None:
         """Return a session of a task for a service to live; None if none is wanted within ``wait_s``.
+
+        With ``evaluation`` it is one of an evaluation, or never one; None is for both, those of an evaluation first.
 
         Raises:
             ValueError: The task is missing, or must not be named.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s
-        while (offer := self._take(task)) is None:
+        while (offer := self._take(task, evaluation)) is None:
             changed, rest_s = self._changed, until_s - loop.time()
             if rest_s <= 0 or self._is_closed:
                 return None
@@ -145,14 +161,17 @@ class Offers:
         offer.opened.set()
         return offer
 
-    def _take(self, task: Any) -> Offer | None:
-        if not self.names_tasks and task is not None:
-            raise ValueError("task is set, and the tasks of this run are the rows of data.train: leave task out")
-        if not self.names_tasks:
-            groups = [group for group in self._groups if group.waiting]
+    def _take(self, task: Any, evaluation: bool | None) -> Offer | None:
+        if (not self.names_tasks or evaluation) and task is not None:
+            raise ValueError("task is set, and the tasks of this session are those of the run: leave task out")
+        held_out = [g for g in self._groups if g.is_evaluation and g.waiting and g.waiting[0].client is not None]
+        waiting = [group for group in self._groups if not group.is_evaluation and group.waiting]
+        if evaluation or (held_out and evaluation is None):
+            groups = held_out
+        elif not self.names_tasks:
+            groups = waiting
         else:
             key = "" if task is None else json.dumps(task, sort_keys=True)
-            waiting = [group for group in self._groups if group.waiting]
             if not key and any(group.size > 1 for group in waiting):
                 raise ValueError(
                     "task is missing: the sessions of one task are compared, and sampling.n of them make a group; send "

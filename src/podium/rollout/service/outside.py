@@ -48,12 +48,14 @@ class _Outside:
         self._offers = offers
 
     async def open(self, request: Request) -> Response:
-        body = await _read(request, {"task", "wait_s"})
+        body = await _read(request, {"task", "wait_s", "evaluation"})
         wait_s = _call_checks(lambda: self._offers.read_number(body.get("wait_s", 0.0), "wait_s"))
         if not 0 <= wait_s <= _MOST_WAIT_S:
             raise Refusal(400, f"wait_s is {wait_s:g}: expected seconds from 0 to {_MOST_WAIT_S:g}", "wait_s")
+        if not isinstance(evaluation := body.get("evaluation"), bool | None):
+            raise Refusal(400, f"evaluation is {evaluation!r}: expected true, false or null", "evaluation")
         try:
-            (offer,) = await while_there(request, [self._offers.open(body.get("task"), wait_s)])
+            (offer,) = await while_there(request, [self._offers.open(body.get("task"), wait_s, evaluation)])
         except ValueError as error:
             raise Refusal(400, str(error), "task") from None
         if offer is None or offer.client is None:
@@ -66,8 +68,10 @@ class _Outside:
             "model": client.model,
             "time_limit_s": self._offers.time_limit_s,
             "reward_limit_s": self._offers.reward_limit_s,
+            "evaluation": offer.is_evaluation,
         }
-        return JSONResponse(session if self._offers.names_tasks else {**session, "task": dict(offer.row)})
+        task = self._offers.task_of(offer)
+        return JSONResponse(session if task is None else {**session, "task": dict(task)})
 
     async def end(self, request: Request) -> Response:
         body = await _read(request, {"failed"}, required=False)

@@ -19,7 +19,16 @@ from podium.runs.config import InferenceConfig, PlacementConfig, PPOConfig, SFTC
 from podium.runtime import Capabilities, Cluster, Node, ResourcePool, Worker
 from podium.runtime.pool import Slot
 
-__all__ = ["Sharing", "bfloat16_keys", "check_placement", "reserve_places", "sharing", "standing", "warn_of_bfloat16"]
+__all__ = [
+    "Sharing",
+    "bfloat16_keys",
+    "check_placement",
+    "check_ports",
+    "reserve_places",
+    "sharing",
+    "standing",
+    "warn_of_bfloat16",
+]
 
 T = TypeVar("T")
 
@@ -34,7 +43,8 @@ def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabiliti
     """Check that a backend called ``backend`` can hold the worker processes, on ``nodes`` if these are known.
 
     Raises:
-        ConfigError: The backend has no collectives over several ranks, or its nodes have too few cores.
+        ConfigError: The backend has no collectives over several ranks, its nodes have too few cores, or sessions have
+            too few ports.
     """
     placement, processes = config.placement, sum(count for _, count in config.processes)
     for roles, ranks in config.processes:
@@ -43,12 +53,27 @@ def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabiliti
                 f"{placement.key_of(roles[0])} = {ranks}: {backend} has no collectives over several ranks; set it to "
                 "1, or use the backend local"
             )
+    if len(nodes) == 1:
+        check_ports(config, max((count for roles, count in config.processes if "rollout" in roles), default=0))
     cores = [int(node.resources.get("cpu", 0)) for node in nodes]
     if nodes and placement.cpus and sum(count // placement.cpus for count in cores) < processes:
         raise ConfigError(
             f"placement.cpus = {placement.cpus}: {processes} worker process(es) of so many cores do not fit "
             f"into {' + '.join(map(str, cores))} cores; lower it, or leave it out for an equal share"
         )
+
+
+def check_ports(config: InferenceConfig, workers: int) -> None:
+    """Check that each of the rollout ``workers`` of a node has a port of its own. Raises ConfigError if not."""
+    ports = config.environment.limits.port_range
+    if 0 in ports or len(ports) >= workers:
+        return
+    first, named = ports[0], config.environment.limits.ports
+    raise ConfigError(
+        f"environment.options.ports = {named!r} has {len(ports)} port{'s' * (len(ports) != 1)}, and {workers} rollout "
+        f"workers on one machine need a port each: set it to a range of {workers}, such as "
+        f"{first}-{first + workers - 1}, or to 0 for any free ports"
+    )
 
 
 # -- shared accelerators ---------------------------------------------------------------------------------------------

@@ -40,25 +40,35 @@ def lived(
     limits_s: tuple[float, float, float] = (60.0, 60.0, 60.0),
     at_once: int = 256,
     names_tasks: bool = True,
+    held_out: Sequence[int] = (),
 ) -> list[Episode]:
-    """Offer sessions of these groups to a service, which acts beside them. Returns what became of each."""
+    """Offer sessions of these groups to a service, which acts beside them. Returns what became of each.
+
+    An evaluation with the groups ``held_out`` begins at the same time. Its sessions are the last.
+    """
     service, _, _ = scripted(*["A.<|im_end|>"] * 20)
     service.rules = SamplingParams(max_new_tokens=64)
-    names = [f"1-1-{number}" for number in range(len(groups))]
+    calls = [[f"{call}-{number}" for number in range(len(of))] for call, of in (("1-1", groups), ("1-2", held_out))]
 
     async def run() -> list[Episode]:
         gateway, offers = Gateway(), Offers(*limits_s, names_tasks=names_tasks)
         gateway.admit(offers, TOKEN)
-        rows = [{"prompt": f"row {group}", "answer": "x"} for group in groups]
-        async with gateway.open(service, "1-1") as address:
-            offers.plan(names, groups, rows)
-            how: Any = {"address": address, "key_of": gateway.keys.key_of, "live_outside": offers.live}
+        async with gateway.open(service, "1-1") as address, gateway.open(service, "1-2"):
             limits = SessionLimits(time_limit_s=600.0, at_once=at_once)
-            living = asyncio.create_task(live(Outside().play, rows, range(len(groups)), names, service, limits, **how))
+            how: Any = {"address": address, "key_of": gateway.keys.key_of, "live_outside": offers.live}
+            how["room"] = asyncio.Semaphore(at_once)
+
+            async def live_call(names: Sequence[str], of: Sequence[int], *, is_evaluation: bool) -> list[Episode]:
+                rows = [{"prompt": f"row {group}", "answer": "x"} for group in of]
+                offers.plan(names, of, rows, is_evaluation=is_evaluation)
+                return await live(Outside().play, rows, range(len(of)), names, service, limits, **how)
+
+            training = live_call(calls[0], groups, is_evaluation=False)
+            living = asyncio.gather(training, live_call(calls[1], held_out, is_evaluation=True))
             head = {"Authorization": f"Bearer {TOKEN}"}
             async with httpx2.AsyncClient(base_url=address(), headers=head, timeout=60, trust_env=False) as http:
                 await act(http)
-                episodes = await living
+                episodes = [episode for call in await living for episode in call]
         await asyncio.to_thread(gateway.close)
         return episodes
 
@@ -247,6 +257,50 @@ def test_a_service_may_live_the_tasks_of_the_data() -> None:
         assert [row["prompt"] for row in rows] == ["row 0", "row 0", "row 1", "row 1"]
 
     assert outcomes(lived(act, (0, 0, 1, 1), names_tasks=False)) == [("", 1.0)] * 4
+
+
+@pytest.mark.parametrize("names_tasks", [True, False])
+def test_an_evaluation_gives_its_tasks_first_and_marks_them(names_tasks: bool) -> None:
+    async def act(http: httpx2.AsyncClient) -> None:
+        task = "t" if names_tasks else None
+        early = await opened(http, task, evaluation=False)
+        assert early["evaluation"] is False
+        held_out = [await opened(http, task), await opened(http, None, evaluation=True)]
+        assert [session["evaluation"] for session in held_out] == [True, True]
+        assert [session["task"]["prompt"] for session in held_out] == ["row 7", "row 8"]
+        for session, reward in zip([early, *held_out], (0.5, 1.0, 0.0), strict=True):
+            for other in [early, *held_out]:  # the key of a session of training is none for one of the evaluation
+                assert await ask(session, other["api_key"]) == (200 if session is other else 401)
+            await http.post(f"/sessions/{session['id']}/reward", json={"reward": reward})
+        none_left = await http.post("/sessions", json={"evaluation": True})
+        assert none_left.status_code == 503
+        late = await opened(http, task)
+        assert late["evaluation"] is False and late.get("task", {"prompt": "row 0"})["prompt"] == "row 0"
+        await ask(late)
+        await http.post(f"/sessions/{late['id']}/reward", json={"reward": 0.25})
+
+    episodes = lived(act, (0, 0), names_tasks=names_tasks, held_out=(7, 8))
+    assert outcomes(episodes) == [("", 0.5), ("", 0.25), ("", 1.0), ("", 0.0)]
+
+
+def test_a_request_for_an_evaluation_that_makes_no_sense_is_refused() -> None:
+    async def act(http: httpx2.AsyncClient) -> None:
+        for body in ({"evaluation": "yes"}, {"evaluation": 1}, {"task": "t", "evaluation": True}):
+            refused = await http.post("/sessions", json=body)
+            assert refused.status_code == 400, body
+        assert (await http.post("/sessions", json={"task": "t", "evaluation": True})).status_code == 400
+
+    assert outcomes(lived(act, (0,), limits_s=(60, 1, 60)))[0][0].startswith("no service opened it")
+
+
+def test_limits_hold_in_an_evaluation() -> None:
+    async def act(http: httpx2.AsyncClient) -> None:
+        session = await opened(http, None, evaluation=True)
+        await ask(session)
+        await http.post(f"/sessions/{session['id']}/end")
+
+    failures = [one.failure for one in lived(act, (), limits_s=(60, 1, 1), held_out=(0, 1))]
+    assert failures[0].startswith("its reward did not come within") and failures[1].startswith("no service opened it")
 
 
 def test_a_service_without_a_token_or_with_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

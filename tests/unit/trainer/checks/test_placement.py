@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 
 import podium
 from podium import Worker, devices
-from podium.errors import PlacementError, WorkerStartError
-from podium.runtime import Node
+from podium.errors import ConfigError, PlacementError, WorkerStartError
+from podium.runtime import Node, backend_class
 from podium.runtime.pool import Inventory, ResourcePool
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PlacementConfig, PPOTrainer, build_config
-from podium.trainer.checks.placement import bfloat16_keys, reserve_places, sharing, standing
-from podium.trainer.roles import start_generator
+from podium.trainer.checks.placement import bfloat16_keys, check_placement, reserve_places, sharing, standing
+from podium.trainer.roles import start_generator, start_roles
 from tests.integration.training import MODEL, tiny
 from tests.unit.runtime.test_pool import Machines
 
@@ -92,6 +93,26 @@ def test_a_worker_that_was_promised_an_accelerator_and_finds_none_does_not_start
     assert line in said
     with podium.connect("inline") as cluster, pytest.raises(WorkerStartError, match="owns device 0"):
         start_generator(cluster, build_config(InferenceConfig, {"model": MODEL})).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("ports", "ranks"), [("8900", 2), (0, 2), ("8900-8901", 2), ("8900-8901", 3), ("8900-8999", 4)]
+)
+def test_each_rollout_worker_of_a_machine_has_a_port_or_nothing_starts(ports: Any, ranks: int, tmp_path: Path) -> None:
+    environment = {"name": "tests.integration.worlds:one_turn", "options": {"ports": ports}}
+    config = tiny(GRPOConfig, tmp_path, environment=environment, placement={"ranks": ranks})
+    nodes = [Node("here", {"cpu": 8.0})]
+    too_few = ports == "8900" or (ports, ranks) == ("8900-8901", 3)
+    with pytest.raises(ConfigError, match=f"such as 8900-{8899 + ranks}") if too_few else nullcontext():
+        check_placement(config, "local", backend_class("local").capabilities, nodes)
+
+
+def test_a_run_with_too_few_ports_starts_nothing(tmp_path: Path) -> None:
+    environment = {"name": "tests.integration.worlds:one_turn", "options": {"ports": 8900}}
+    config = tiny(GRPOConfig, tmp_path, environment=environment, placement={"ranks": 2})
+    refused = pytest.raises(ConfigError, match="2 rollout workers on one machine need a port each")
+    with podium.connect("local") as cluster, refused, start_roles(cluster, config):
+        pass
 
 
 def test_the_line_names_devices_and_nodes() -> None:
