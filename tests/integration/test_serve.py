@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -147,6 +147,11 @@ def test_an_answer_says_how_many_tokens_of_its_prompt_were_not_computed_again(se
     assert details.cached_tokens > first // 2
 
 
+def join_characters(tokens: Iterable[str]) -> str:
+    """The text of tokens of one character; special ones have more."""
+    return "".join(token for token in tokens if len(token) == 1)
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"temperature": 0}, {"temperature": 0.5}, {"temperature": 0.7, "top_p": 0.6}], ids=str
 )
@@ -177,7 +182,32 @@ def test_the_most_probable_tokens_have_the_probabilities_of_sampling(served: Ser
         assert min(len(token.top_logprobs) for token in tokens) < 20, "those that top-p left out are not told"
     chunks = list(served.client.chat.completions.create(**asked, **how, stream=True))
     streamed = [entry for chunk in chunks if (logprobs := chunk.choices[0].logprobs) for entry in logprobs.content]
-    assert [entry.model_dump() for entry in streamed] == [entry.model_dump() for entry in tokens]
+    for entry, token in zip(streamed, tokens, strict=True):
+        assert entry.token == token.token
+        assert entry.logprob == pytest.approx(token.logprob, abs=1e-4)
+        expected = {other.token: pytest.approx(other.logprob, abs=1e-4) for other in token.top_logprobs[:10]}
+        got = {other.token: other.logprob for other in entry.top_logprobs}
+        assert {name: got.get(name) for name in expected} == expected
+    for chunk in chunks:
+        if text := chunk.choices[0].delta.content:
+            assert join_characters(entry.token for entry in chunk.choices[0].logprobs.content) == text
+
+
+def test_the_responses_api_streams_log_probabilities_with_their_text(served: Served) -> None:
+    asked: Any = {"model": "tiny", "input": "ab", "max_output_tokens": 12, "extra_body": {"seed": 3}}
+    asked |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = served.client.responses.create(**asked).output[0].content[0]
+    with served.client.responses.stream(**asked) as stream:
+        events = [*stream]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 1
+    tokens = [entry for event in deltas for entry in event.logprobs]
+    assert [entry.token for entry in tokens] == [entry.token for entry in whole.logprobs]
+    assert [entry.logprob for entry in tokens] == pytest.approx([entry.logprob for entry in whole.logprobs], abs=1e-4)
+    assert [entry.token for entry in done.logprobs] == [entry.token for entry in tokens]
+    assert all(len(entry.top_logprobs) == 2 for entry in (*tokens, *whole.logprobs))
+    assert all(join_characters(entry.token for entry in event.logprobs) == event.delta for event in deltas)
 
 
 def test_a_stream_says_what_the_whole_answer_says(served: Served) -> None:
@@ -198,7 +228,10 @@ def test_completions_stream_their_texts_as_they_are_drawn(served: Served) -> Non
         assert len(own) > 2, "more than one piece of the text, and the end"
         assert "".join(each.text for each in own) == choice.text
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + [choice.finish_reason]
-        assert own[-1].logprobs == choice.logprobs
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            joined = [entry for each in own for entry in getattr(each.logprobs, name)]
+            assert joined == getattr(choice.logprobs, name)
+        assert all(join_characters(each.logprobs.tokens) == each.text for each in own)
     assert chunks[-1].usage == whole.usage
 
 

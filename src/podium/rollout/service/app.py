@@ -18,9 +18,11 @@ import itertools
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
@@ -34,8 +36,8 @@ from podium.rollout.service.dialects import Usage, Writer, stream_events
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium.rollout.service.messages import Messages
 from podium.rollout.service.metrics import App, Metrics
+from podium.rollout.service.pieces import Answer, Delta, Progress
 from podium.rollout.service.routes import PATHS, find_dialect, make_routes
-from podium.rollout.service.service import Delta
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.stops import before_stop
 from podium.rollout.service.wire import (
@@ -51,7 +53,7 @@ from podium.rollout.service.wire import (
 
 if TYPE_CHECKING:
     from podium.rollout.service.keys import Access
-    from podium.rollout.service.service import Answer, Asked, Service
+    from podium.rollout.service.service import Asked, Service
     from podium.rollout.service.token_source import Scored
 
 __all__ = ["make_app"]
@@ -140,8 +142,9 @@ class _Api:
             return stream_events(self._dialect_events(asked_for, question, writer), writer)
         (sample,) = await while_there(request, [self.service.draw(question)])
         (answer,) = self.service.read(question, [sample])
-        events = [*writer.begin(len(question.prompt)), *writer.add(answer.text)]
-        events += await self._end(asked_for, question, answer, writer)
+        events = [*writer.begin(len(question.prompt))]
+        for piece in Progress(partial(self.service.says, question) if asked_for.logprobs else None).end(answer):
+            events += await self._write(asked_for, question, piece, writer)
         return JSONResponse(writer.whole)
 
     async def _dialect_events(
@@ -149,24 +152,19 @@ class _Api:
     ) -> AsyncGenerator[Mapping[str, Any]]:
         for event in writer.begin(len(question.prompt)):
             yield event
-        async with aclosing(self.service.stream(question)) as pieces:
+        async with aclosing(self._stream(asked_for, question)) as pieces:
             async for _, piece in pieces:
-                events = (
-                    writer.add(piece)
-                    if isinstance(piece, Delta)
-                    else await self._end(asked_for, question, piece, writer)
-                )
-                for event in events:
+                for event in await self._write(asked_for, question, piece, writer):
                     yield event
 
-    async def _end(
-        self, asked_for: ChatRequest, question: Asked, answer: Answer, writer: Writer
+    async def _write(
+        self, asked_for: ChatRequest, question: Asked, piece: Delta | Answer, writer: Writer
     ) -> list[Mapping[str, Any]]:
-        counts = self._usage([question], [answer.sampled])
+        if isinstance(piece, Delta):
+            return [*writer.add(piece, await self._logprobs(asked_for, question, piece))]
+        counts = self._usage([question], [piece.sampled])
         cached = counts["prompt_tokens_details"]["cached_tokens"]
-        usage = Usage(counts["prompt_tokens"], cached, counts["completion_tokens"])
-        logprobs = await self._logprobs(asked_for, question, answer.sampled) if asked_for.logprobs else ()
-        return [*writer.end(answer, usage, logprobs)]
+        return [*writer.end(piece, Usage(counts["prompt_tokens"], cached, counts["completion_tokens"]))]
 
     async def count(self, request: Request) -> Response:
         """Answer how many tokens the prompt of a message has."""
@@ -298,13 +296,17 @@ class _Api:
 
     # -- streams ---------------------------------------------------------------------------------------------------
 
+    def _stream(self, asked_for: ChatRequest, asked: Asked) -> AsyncGenerator[tuple[int, Delta | Answer]]:
+        late = bool(asked_for.top_logprobs) and asked.params.filtered  # what top-p and top-k kept is known at the end
+        return self.service.stream(asked, tokens=bool(asked_for.logprobs), late=late)
+
     async def _chat_stream(
         self, asked_for: ChatRequest, asked: Asked, head: Mapping[str, Any]
     ) -> AsyncGenerator[Mapping[str, Any]]:
         begun: set[int] = set()
         sampled: list[Sampled] = []
         prompt = {"prompt_token_ids": list(asked.prompt)} if asked_for.return_token_ids else {}
-        async with aclosing(self.service.stream(asked)) as pieces:
+        async with aclosing(self._stream(asked_for, asked)) as pieces:
             async for index, piece in pieces:
                 delta: dict[str, Any] = {} if index in begun else {"role": "assistant", "content": ""}
                 begun.add(index)
@@ -312,7 +314,10 @@ class _Api:
                 if isinstance(piece, Delta):
                     delta |= {"content": piece.content} if piece.content else {}
                     delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-                    yield {**chunk, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+                    choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": None}
+                    if piece.sampled is not None:
+                        choice["logprobs"] = {"content": await self._logprobs(asked_for, asked, piece)}
+                    yield {**chunk, "choices": [choice]}
                     continue
                 if calls := piece.message.get("tool_calls"):
                     delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
@@ -328,13 +333,19 @@ class _Api:
     ) -> AsyncGenerator[Mapping[str, Any]]:
         """Chunks of the texts as they come. The last one of a completion has no text but whatever else is asked for."""
         answers: list[Sampled] = []
-        async with aclosing(self.service.stream_texts(asked)) as pieces:
+        has_tokens, offsets = asked_for.logprobs is not None, Counter[int]()
+        async with aclosing(self.service.stream_texts(asked, tokens=has_tokens)) as pieces:
             async for index, piece in pieces:
-                if isinstance(piece, str):
-                    choice = {"index": index, "text": piece, "finish_reason": None, "logprobs": None}
+                if isinstance(piece, Delta):
+                    choice: dict[str, Any] = {"index": index, "text": piece.content, "finish_reason": None}
+                    choice["logprobs"] = None
                 else:
-                    answers.append(piece)
-                    choice = {**self._text_choice(asked_for, index, piece), "text": ""}
+                    answers.append(piece.sampled)
+                    choice = {**self._text_choice(asked_for, index, piece.sampled), "text": ""}
+                if has_tokens and piece.sampled is not None:
+                    part = self._text_logprobs(piece.sampled, start=piece.start, offset=offsets[index])
+                    choice["logprobs"] = part
+                    offsets[index] += sum(map(len, part["tokens"]))
                 yield {**head, "choices": [choice]}
         usage = self._usage(asked, answers)
         if (asked_for.stream_options or {}).get("include_usage"):
@@ -346,7 +357,7 @@ class _Api:
         """What a choice has beside its message."""
         fields: dict[str, Any] = {"finish_reason": answer.finish_reason}
         if asked_for.logprobs:
-            fields["logprobs"] = {"content": await self._logprobs(asked_for, asked, answer.sampled)}
+            fields["logprobs"] = {"content": await self._logprobs(asked_for, asked, answer)}
         if asked_for.return_token_ids:
             fields |= {"token_ids": list(answer.sampled.ids), "versions": list(answer.sampled.versions)}
         return fields
@@ -372,9 +383,18 @@ class _Api:
             choice |= {"token_ids": list(sampled.ids), "versions": list(sampled.versions)}
         return choice
 
-    def _text_logprobs(self, sampled: Sampled, prompt: Sequence[int], scored: Scored | None) -> dict[str, Any]:
-        """The log-probabilities of the prompt and of what was drawn; the most probable tokens of the prompt alone."""
-        names = [self.service.decode([token], special=True) for token in (*prompt, *sampled.ids)]
+    def _text_logprobs(
+        self,
+        sampled: Sampled,
+        prompt: Sequence[int] = (),
+        scored: Scored | None = None,
+        *,
+        start: int = 0,
+        offset: int = 0,
+    ) -> dict[str, Any]:
+        """The log-probabilities of the prompt and of what was drawn, from token ``start`` on, whose text begins at
+        ``offset``; the most probable tokens of the prompt alone."""
+        names = [self.service.decode([token], special=True) for token in (*prompt, *sampled.ids[start:])]
         logprobs: list[float | None] = [None] * len(prompt)
         top: list[dict[str, float] | None] = [None] * len(names)
         if scored is not None:
@@ -384,10 +404,10 @@ class _Api:
                     names[index]: scored.logprobs[index - 1],
                     self.service.decode([best], special=True): logprob,
                 }
-        offsets = itertools.accumulate(map(len, names[:-1]), initial=0) if names else ()
+        offsets = itertools.accumulate(map(len, names[:-1]), initial=offset) if names else ()
         return {
             "tokens": names,
-            "token_logprobs": [*logprobs, *sampled.logprobs],
+            "token_logprobs": [*logprobs, *sampled.logprobs[start:]],
             "top_logprobs": top,
             "text_offset": list(offsets),
         }
@@ -400,10 +420,14 @@ class _Api:
         else:
             yield from (self.service.encode(entry) if isinstance(entry, str) else list(entry) for entry in prompt)
 
-    async def _logprobs(self, asked_for: ChatRequest, asked: Asked, sampled: Sampled) -> list[dict[str, Any]]:
-        top: Sequence[Sequence[tuple[int, float]]] = [()] * len(sampled.ids)
-        if asked_for.top_logprobs:
-            top = await self.service.most_probable(asked, sampled, asked_for.top_logprobs)
+    async def _logprobs(self, asked_for: ChatRequest, asked: Asked, piece: Delta | Answer) -> list[dict[str, Any]]:
+        """The log-probabilities of the tokens of a piece; [] where they are not asked for."""
+        if not asked_for.logprobs or piece.sampled is None:
+            return []
+        sampled, start = piece.sampled, piece.start
+        top: Sequence[Sequence[tuple[int, float]]] = [()] * (len(sampled.ids) - start)
+        if asked_for.top_logprobs and top:
+            top = await self.service.most_probable(asked, sampled, asked_for.top_logprobs, start)
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self.service.decode([token], special=True)
@@ -411,7 +435,7 @@ class _Api:
 
         return [
             {**entry(token, logprob), "top_logprobs": [entry(*other) for other in others]}
-            for token, logprob, others in zip(sampled.ids, sampled.logprobs, top, strict=True)
+            for token, logprob, others in zip(sampled.ids[start:], sampled.logprobs[start:], top, strict=True)
         ]
 
     def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, Any]:

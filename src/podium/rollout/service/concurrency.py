@@ -90,7 +90,8 @@ async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Yield the items of several streams as they arrive, each with the number of its stream.
+    """Yield the items of several streams as they arrive, each with the number of its stream. A stream goes on once its
+    item is taken.
 
     Closing the iterator closes all streams. The first error closes them too, and is raised.
     """
@@ -99,12 +100,14 @@ async def merge_streams(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[
             async for piece in stream:
                 yield 0, piece
         return
-    queue: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, T, asyncio.Event] | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(place: int, stream: AsyncGenerator[T]) -> None:
         async with aclosing(stream):
             async for piece in stream:
-                queue.put_nowait((place, piece))
+                taken = asyncio.Event()
+                queue.put_nowait((place, piece, taken))
+                await taken.wait()
 
     pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     for task in pumps:
@@ -117,7 +120,9 @@ async def merge_streams(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[
                 got.result()
                 left -= 1
             else:
-                yield got
+                number, piece, taken = got
+                yield number, piece
+                taken.set()
     finally:
         for task in pumps:
             task.cancel()

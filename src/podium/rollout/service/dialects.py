@@ -17,7 +17,7 @@ from podium.rollout.service.exchange import Streamed
 from podium.rollout.service.wire import Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Answer, Delta
+    from podium.rollout.service.pieces import Answer, Delta
 
 __all__ = ["Dialect", "Event", "Usage", "Writer", "check_fields", "list_parts", "refuse", "stream_events"]
 
@@ -42,12 +42,12 @@ class Writer(Protocol):
         """The events before the answer, whose prompt has so many tokens."""
         ...
 
-    def add(self, delta: Delta) -> Iterator[Event]:
-        """The events of the next piece."""
+    def add(self, delta: Delta, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+        """The events of the next piece. ``logprobs`` are those of its tokens, where they are asked for."""
         ...
 
-    def end(self, answer: Answer, usage: Usage, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        """The events after the last piece. ``logprobs`` are those of the answer's tokens, where they are asked for."""
+    def end(self, answer: Answer, usage: Usage) -> Iterator[Event]:
+        """The events after the last piece."""
         ...
 
     def fail(self, refusal: Refusal) -> Iterator[Event]:

@@ -15,7 +15,7 @@ from podium.rollout.service.dialects import Event, Usage, check_fields, list_par
 from podium.rollout.service.wire import Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Answer, Delta
+    from podium.rollout.service.pieces import Answer, Delta
 
 __all__ = ["Messages"]
 
@@ -224,8 +224,9 @@ class MessageWriter:
         self.whole["usage"] = {"input_tokens": prompt, "output_tokens": 0}
         yield {"type": "message_start", "message": dict(self.whole)}
 
-    def add(self, delta: Delta) -> Iterator[Event]:
+    def add(self, delta: Delta, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
         """As :meth:`.Writer.add`."""
+        del logprobs  # of which the API has none
         for kind, text in (("thinking", delta.reasoning), ("text", delta.content)):
             if not text:
                 continue
@@ -249,9 +250,8 @@ class MessageWriter:
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
         self._kind = ""
 
-    def end(self, answer: Answer, usage: Usage, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+    def end(self, answer: Answer, usage: Usage) -> Iterator[Event]:
         """As :meth:`.Writer.end`."""
-        del logprobs  # of which the API has none
         yield from self._close()
         for call in answer.message.get("tool_calls") or []:
             name, text = call["function"]["name"], call["function"]["arguments"]

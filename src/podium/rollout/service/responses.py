@@ -16,7 +16,7 @@ from podium.rollout.service.dialects import Event, Usage, check_fields, list_par
 from podium.rollout.service.wire import Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Answer, Delta
+    from podium.rollout.service.pieces import Answer, Delta
 
 __all__ = ["Responses"]
 
@@ -216,8 +216,8 @@ class ResponseWriter:
         yield self._event("created", response=dict(self.whole))
         yield self._event("in_progress", response=dict(self.whole))
 
-    def add(self, delta: Delta) -> Iterator[Event]:
-        """As :meth:`.Writer.add`."""
+    def add(self, delta: Delta, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+        """As :meth:`.Writer.add`. Reasoning has no log-probabilities in this API."""
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
             if not text:
                 continue
@@ -226,7 +226,9 @@ class ResponseWriter:
                 yield from self._open(kind)
             part = self._items[-1]["content"][0]
             part["text"] += text
-            extra = {} if kind == "reasoning" else {"logprobs": []}
+            extra = {} if kind == "reasoning" else {"logprobs": [*logprobs]}
+            if kind == "message":
+                part["logprobs"] += logprobs
             yield self._event(f"{part['type']}.delta", **self._place, content_index=0, delta=text, **extra)
 
     @property
@@ -247,14 +249,13 @@ class ResponseWriter:
         yield self._event("output_item.added", output_index=index, item=added)
         yield self._event("content_part.added", **self._place, content_index=0, part=dict(part))
 
-    def _close(self, status: str = "completed", logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+    def _close(self, status: str = "completed") -> Iterator[Event]:
         if not self._kind:
             return
         item = self._items[-1]
         part = item["content"][0]
         extra: dict[str, Any] = {}
         if self._kind == "message":
-            part["logprobs"] = [*logprobs]
             extra = {"logprobs": part["logprobs"]}
         elif self._has_summary:
             item["summary"] = [{"type": "summary_text", "text": part["text"]}]
@@ -265,7 +266,7 @@ class ResponseWriter:
         yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
         self._kind = ""
 
-    def end(self, answer: Answer, usage: Usage, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+    def end(self, answer: Answer, usage: Usage) -> Iterator[Event]:
         """As :meth:`.Writer.end`."""
         is_cut = answer.finish_reason == "length"
         calls = answer.message.get("tool_calls") or []
@@ -273,7 +274,7 @@ class ResponseWriter:
         if not calls and not any(item["type"] == "message" for item in self._items):
             yield from self._close()
             yield from self._open("message")  # an empty answer is one, too
-        yield from self._close(status, logprobs)
+        yield from self._close(status)
         for call in calls:
             yield from self._call(call)
         details = {"reason": "max_output_tokens"} if is_cut else None

@@ -24,9 +24,10 @@ from podium.rollout.service.answer_forms import conversation_grammar
 from podium.rollout.service.concurrency import Caller, merge_streams
 from podium.rollout.service.constraints import make_constraint
 from podium.rollout.service.histories import Departure, rename_results, tools_key
+from podium.rollout.service.pieces import Answer, Delta, Progress
 from podium.rollout.service.session_store import SessionStore
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session
-from podium.rollout.service.stops import UNCERTAIN, before_stop, ends_now, hold_back, up_to_stop
+from podium.rollout.service.stops import BEGUN, UNCERTAIN, before_stop, ends_now, hold_back, up_to_stop
 from podium.rollout.service.structured import AnswerGrammar, compile_grammars, text_grammar
 from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, TokenizeRequest
@@ -45,6 +46,7 @@ _SEEDS: Final = 2**62
 _MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
 _MOST_BYTES: Final = 1 << 28  # of sessions that are remembered, where nobody closes them
 _PAUSE_S: Final = 0.02  # between two looks at the text of a stream
+_SLOW_S: Final = 0.05  # of work on a piece of a stream; the next one then comes later
 _OPENERS: Final = "<[{"  # with one of these a tool call may begin
 
 
@@ -83,46 +85,6 @@ class Asked:
     departure: Departure | None = None
     stops: Sequence[str] = ()
     constraint: Constraint | None = None
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The next piece of an answer that is being drawn."""
-
-    content: str = ""
-    reasoning: str = ""
-
-    def __add__(self, other: Delta) -> Delta:
-        """Both, one after the other."""
-        return Delta(self.content + other.content, self.reasoning + other.reasoning)
-
-    def up_to(self, whole: Delta) -> Delta:
-        """What follows this piece in ``whole``; nothing where it is not the beginning."""
-        return Delta(_more(self.content, whole.content), _more(self.reasoning, whole.reasoning))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a conversation.
-
-    Attributes:
-        message: The assistant's message, as the OpenAI API has it.
-        finish_reason: "stop", "length" or "tool_calls".
-        sampled: The sampled tokens of the answer.
-        call: The call's record in the session; None without a session.
-        stop: The text of the client that ended it; None if none did.
-    """
-
-    message: Mapping[str, Any]
-    finish_reason: str
-    sampled: Sampled
-    call: RecordedCall | None = None
-    stop: str | None = None
-
-    @property
-    def text(self) -> Delta:
-        """All that it says beside calls of tools."""
-        return Delta(self.message.get("content") or "", self.message.get("reasoning_content") or "")
 
 
 Certain: TypeAlias = Callable[[Asked, Sequence[int]], Delta]
@@ -418,17 +380,19 @@ class Service:
         except ConfigError as error:
             raise Refusal(400, str(error)) from None
 
-    async def most_probable(self, asked: Asked, drawn: Sampled, count: int) -> list[list[tuple[int, float]]]:
-        """Return for each drawn token the ``count`` most probable ones with their log-probabilities, among those that
-        top-p and top-k kept. Raises Refusal if the service cannot compute them."""
+    async def most_probable(
+        self, asked: Asked, drawn: Sampled, count: int, first: int = 0
+    ) -> list[list[tuple[int, float]]]:
+        """Return for each drawn token from ``first`` on the ``count`` most probable ones with their log-probabilities,
+        among those that top-p and top-k kept. Raises Refusal if the service cannot compute them."""
         try:
             temperature = asked.params.temperature or 1.0
             scored = await self.source.score([*asked.prompt, *drawn.ids], top=count, temperature=temperature)
         except ConfigError as error:
             raise Refusal(400, str(error), "top_logprobs") from None
-        start = len(asked.prompt) - 1
-        shifts = [one - other for one, other in zip(drawn.logprobs, scored.logprobs[start:], strict=True)]
-        kept = drawn.kept or [None] * len(shifts)
+        start = len(asked.prompt) - 1 + first
+        shifts = [one - other for one, other in zip(drawn.logprobs[first:], scored.logprobs[start:], strict=True)]
+        kept = drawn.kept[first:] if drawn.kept else [None] * len(shifts)
         return [
             [(token, logprob + shift) for token, logprob in top if ids is None or token in ids]
             for top, shift, ids in zip(scored.top[start:], shifts, kept, strict=True)
@@ -445,7 +409,7 @@ class Service:
         """
         async with aclosing(self._pieces(asked, number, tokens=bool(asked.stops))) as pieces:
             async for piece in pieces:
-                if isinstance(piece, Sampled):
+                if piece.finish_reason:
                     return piece
         raise AssertionError("a source ends with all of a completion")
 
@@ -481,56 +445,69 @@ class Service:
         self.sessions.keep(asked.session)
         return [replace(answer, call=call) for answer, call in zip(answers, calls, strict=True)]
 
-    async def stream(self, asked: Asked) -> AsyncGenerator[tuple[int, Delta | Answer]]:
+    async def stream(
+        self, asked: Asked, *, tokens: bool = False, late: bool = False
+    ) -> AsyncGenerator[tuple[int, Delta | Answer]]:
         """Draw all completions of a conversation. Yields pieces of the texts as they come, with the number of their
         completion, and at last the whole answers, which are recorded as :meth:`read` does.
 
         What may be the beginning of a tool call, of a stop text or of a character is held back until it is known.
+
+        Args:
+            asked: The conversation.
+            tokens: Whether pieces have their tokens.
+            late: Whether all pieces come at the end.
         """
         count = len(asked.seeds)
-        sent, samples = [Delta()] * count, dict[int, Sampled]()
+        sent = [Progress(partial(self.says, asked) if tokens else None) for _ in range(count)]
+        samples = dict[int, Sampled]()
         texts = [self._texts(asked, number, self._certain) for number in range(count)]
         async with aclosing(merge_streams(texts)) as pieces:
-            async for number, piece in pieces:
-                if isinstance(piece, Sampled):
-                    samples[number] = piece
-                elif (delta := sent[number].up_to(piece)) != Delta():
-                    yield number, delta
-                    sent[number] += delta
+            async for number, (text, sampled) in pieces:
+                if text is None:
+                    samples[number] = sampled
+                elif not late:
+                    for piece in sent[number].advance(text, sampled):
+                        yield number, piece
         for number, answer in enumerate(self.read(asked, [samples[number] for number in range(count)])):
-            yield number, sent[number].up_to(answer.text)
-            yield number, answer
+            for piece in sent[number].end(answer):
+                yield number, piece
 
-    async def stream_texts(self, asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, str | Sampled]]:
+    async def stream_texts(
+        self, asked: Sequence[Asked], *, tokens: bool = False
+    ) -> AsyncGenerator[tuple[int, Delta | Answer]]:
         """Draw all completions of texts. Yields pieces of them as they come, with the number of their completion, and
         all of a completion after its last piece. What may be the beginning of a stop text or of a character is held
-        back until it is known.
+        back until it is known. With ``tokens``, pieces have their tokens.
         """
         draws = [(question, number) for question in asked for number in range(len(question.seeds))]
-        sent = [Delta()] * len(draws)
+        sent = [Progress(self._says_text if tokens else None) for _ in draws]
         async with aclosing(merge_streams([self._texts(*which, self._certain_text) for which in draws])) as pieces:
-            async for number, piece in pieces:
-                sample = piece if isinstance(piece, Sampled) else None
-                text = piece if isinstance(piece, Delta) else self._text(draws[number][0], piece)
-                if delta := sent[number].up_to(text).content:
-                    yield number, delta
-                    sent[number] += Delta(delta)
-                if sample is not None:
-                    yield number, sample
+            async for number, (text, sampled) in pieces:
+                if text is not None:
+                    following: Iterable[Delta | Answer] = sent[number].advance(text, sampled)
+                else:
+                    content = before_stop(self.decode(sampled.ids), draws[number][0].stops)
+                    following = sent[number].end(Answer({"content": content}, sampled.finish_reason, sampled))
+                for piece in following:
+                    yield number, piece
 
-    async def _texts(self, asked: Asked, number: int, certain: Certain) -> AsyncGenerator[Delta | Sampled]:
-        """Yield the text so far as it is certain, now and then, and at last all of the completion."""
-        looked_s = 0.0
+    async def _texts(self, asked: Asked, number: int, certain: Certain) -> AsyncGenerator[tuple[Delta | None, Sampled]]:
+        """Yield the text so far as it is certain, now and then, and what was sampled so far; at last no text and all of
+        the completion. Whoever takes long over a piece gets the next one later, so that it is a larger one."""
+        looked_s, pause_s = 0.0, _PAUSE_S
         async with aclosing(self._pieces(asked, number)) as pieces:
             async for piece in pieces:
-                if isinstance(piece, Sampled):
-                    yield piece
-                elif time.monotonic() - looked_s >= _PAUSE_S:
+                begun_s = time.monotonic()
+                if piece.finish_reason:
+                    yield None, piece
+                elif begun_s - looked_s >= pause_s:
+                    yield certain(asked, piece.ids), piece
                     looked_s = time.monotonic()
-                    yield certain(asked, piece)
+                    pause_s = max(_PAUSE_S, work_s if (work_s := looked_s - begun_s) > _SLOW_S else 0.0)
 
-    async def _pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[list[int] | Sampled]:
-        """Yield the ids so far, again and again, and at last all of the completion."""
+    async def _pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[Sampled]:
+        """Yield what was sampled so far, again and again, without a reason to finish; at last all of the completion."""
         ids, logprobs, versions = list[int](), list[float](), list[int]()
         await self.prepare(asked)
         drawing = self.source.stream(
@@ -552,7 +529,7 @@ class Service:
                     if asked.stops and not recorded and ends_now(ids, new, asked.stops, self.decode):
                         yield up_to_stop(Sampled(ids, logprobs, versions, "stop"), asked.stops, self.decode)
                         return
-                    yield ids
+                    yield Sampled(ids, logprobs, versions, "")
             except ConfigError as error:
                 raise Refusal(400, str(error)) from None
 
@@ -585,14 +562,14 @@ class Service:
             content = content[:at]
         return Delta(hold_back(content, asked.stops), without_begun_end(reasoning).rstrip(UNCERTAIN))
 
-    def _text(self, asked: Asked, drawn: Sampled) -> Delta:
-        return Delta(before_stop(self.decode(drawn.ids), asked.stops))
+    def says(self, asked: Asked, ids: Sequence[int]) -> Delta:
+        """What ids say so far, without the end that may be the beginning of a character."""
+        reply = self.form.parse(asked.prompt, ids, asked.tools, special=asked.special)
+        return Delta(reply.content.rstrip(BEGUN), (reply.reasoning or "").rstrip(BEGUN))
+
+    def _says_text(self, ids: Sequence[int]) -> Delta:
+        return Delta(self.decode(ids).rstrip(BEGUN))
 
     def _certain_text(self, asked: Asked, ids: Sequence[int]) -> Delta:
         """The beginning of a plain text that no later token changes."""
         return Delta(hold_back(self.decode(ids), asked.stops))
-
-
-def _more(sent: str, whole: str) -> str:
-    """What follows ``sent`` in ``whole``; "" where it is not the beginning."""
-    return whole[len(sent) :] if whole.startswith(sent) else ""

@@ -51,6 +51,13 @@ class Sampled:
     masks: Sequence[bytes] | None = None
     reused: int = 0
 
+    def first(self, count: int) -> Sampled:
+        """The first ``count`` of them."""
+        kept = None if self.kept is None else self.kept[:count]
+        masks = None if self.masks is None else self.masks[:count]
+        ids, logprobs, versions = self.ids[:count], self.logprobs[:count], self.versions[:count]
+        return Sampled(ids, logprobs, versions, self.finish_reason, kept, masks, self.reused)
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

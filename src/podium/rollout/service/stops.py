@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from podium.rollout.service.sessions import Sampled
 
-__all__ = ["UNCERTAIN", "before_stop", "ends_now", "hold_back", "up_to_stop"]
+__all__ = ["BEGUN", "UNCERTAIN", "before_stop", "ends_now", "hold_back", "up_to_stop"]
 
-UNCERTAIN: Final = "\ufffd \n\t"
+BEGUN: Final = "\ufffd"
+"""A piece of a character."""
+
+UNCERTAIN: Final = f"{BEGUN} \n\t"
 """A piece of a character, and white space that may be the end of the text."""
 
 _MARGIN: Final = 8  # characters at the front of a part that may be others in the whole: pieces of one, or a lost space
@@ -49,10 +53,7 @@ def up_to_stop(drawn: Sampled, stops: Sequence[str], decode: Decode) -> Sampled:
         return drawn
     counts = range(1, len(drawn.ids) + 1)
     count = counts[bisect_left(counts, True, key=lambda count: _has(drawn.ids[:count], stops, decode))]
-    kept = None if drawn.kept is None else drawn.kept[:count]
-    masks = None if drawn.masks is None else drawn.masks[:count]
-    logprobs, versions = drawn.logprobs[:count], drawn.versions[:count]
-    return Sampled(drawn.ids[:count], logprobs, versions, "stop", kept, masks, drawn.reused)
+    return replace(drawn.first(count), finish_reason="stop")
 
 
 def _has(ids: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:

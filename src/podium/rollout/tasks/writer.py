@@ -33,6 +33,7 @@ from podium.rollout.tasks.templates import (
     template_options,
 )
 from podium.rollout.tasks.tokens import Encoder, Kept
+from podium.rollout.tasks.tools import ToolCheck
 from podium.rollout.tasks.turns import Texts, TurnFinder
 from podium.telemetry import Note, emit
 
@@ -64,6 +65,7 @@ class Writer:
         self._has_written = False
         self._kept: dict[int, Kept] = {}
         self._fields = FieldCheck()
+        self._tools_check = ToolCheck(lambda messages, tools: self._render(messages, [*tools], opened=True))
         self._encoder = Encoder(tokenizer)
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
@@ -183,8 +185,8 @@ class Writer:
         self.text(messages, tools, opened=True)
         try:
             texts = Texts(self._render, self.messages(messages), tools)
-            if not self._names_tools():  # a template that names them may leave them out on purpose
-                self._check_tools(texts)
+            if tools:
+                self._tools_check.check(texts.messages, tools)
             start += len(texts.messages) - len(messages)
             self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True), start)
         except DataError as error:
@@ -366,7 +368,8 @@ class Writer:
         if self._template is not None:
             texts = Texts(self._render, read_marks(self.messages(prompt))[0], self._tools(example))
             self._check_variables(example, texts)
-            self._check_tools(texts)
+            if texts.tools:
+                self._tools_check.check(texts.messages, texts.tools)
             if not is_checked:
                 self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True))
             return texts(len(texts.messages), opened=True)
@@ -391,21 +394,12 @@ class Writer:
             if isinstance(example.prompt, str):
                 return None
             raise DataError(f"the tools {str(row_tools)[:60]!r} are no list of JSON schemas; repair the row")
-        if not self._names_tools():
-            raise ConfigError("the row has tools, and the chat template writes none: set data.chat_template to another")
         return cast("list[Any]", tools)
-
-    def _names_tools(self) -> bool:
-        return re.search(r"\btools\b", self._tool_template or "") is not None
 
     def mentions(self, word: str) -> bool:
         """Whether the text of the chat template, or of the one for tools, has a word."""
         texts = (self._template or "", self._tool_template or "")
         return any(re.search(rf"\b{re.escape(word)}\b", text) for text in texts)
-
-    def _check_tools(self, texts: Texts) -> None:
-        if texts.tools and texts(len(texts.messages), opened=True) == self._render(texts.messages, None, opened=True):
-            raise ConfigError("there are tools, and the chat template writes none: set data.chat_template to another")
 
     def _check_variables(self, example: Example, texts: Texts) -> None:
         """Check that the row has no column that the template would write if it got it. Raises DataError."""

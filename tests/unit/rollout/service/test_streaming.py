@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ from tests.unit.rollout.service.scripted import LOOK, USER, scripted
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 
 
-async def pieces(service: Service, **request: Any) -> tuple[list[Delta], Answer]:
+async def pieces(
+    service: Service, tokens: bool = False, late: bool = False, **request: Any
+) -> tuple[list[Delta], Answer]:
     deltas: list[Delta] = []
-    async for _, piece in service.stream(service.chat(ChatRequest(messages=[USER], **request))):
+    asked = service.chat(ChatRequest(messages=[USER], **request))
+    async for _, piece in service.stream(asked, tokens=tokens, late=late):
         if isinstance(piece, Answer):
             return deltas, piece
         deltas.append(piece)
@@ -51,24 +55,84 @@ def test_the_pieces_of_any_answer_are_its_whole(
     assert "".join(delta.content for delta in deltas) == (answer.message["content"] or "")
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("stop", "tools"), [([], None), ([], [LOOK]), (["a very long text that ends answers"], None)])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "It is so, and  it stays so.\n\n",
+        "<think>hm, is 1 < 2?</think>It is so.",
+        "<think>so</thi and so</think>It is </think>.",
+        "",
+        'I look.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+        "so <b>bold a very long text that ends answers, and more",
+    ],
+)
+def test_each_token_is_in_the_piece_in_which_its_text_begins(
+    said: str, stop: list[str], tools: Any, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
+    service, _, _ = scripted(f"{said}<|im_end|>")
+    deltas, answer = asyncio.run(pieces(service, tokens=True, late=late, stop=stop, tools=tools))
+    starts = [*(delta.start for delta in deltas), answer.start]
+    for delta, stop_at in pairwise([*deltas, answer]):
+        assert delta.sampled is not None and len(delta.sampled.ids) == len(delta.sampled.logprobs) == stop_at.start
+        assert list(delta.sampled.ids) == list(answer.sampled.ids)[: stop_at.start]
+    assert starts == sorted(starts) and starts[0] == 0
+    assert not late or len(deltas) <= 2
+    for delta in deltas:
+        if delta.content and "<" not in said:
+            text = service.decode(delta.sampled.ids[delta.start :], special=True)
+            assert text == delta.content, "one token is one character here"
+    if not tools and said:
+        rest = service.decode(answer.sampled.ids[answer.start :])
+        assert not rest.strip() or rest in stop[0]
+
+
+def test_a_character_of_several_tokens_comes_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
+    service, source, _ = scripted()
+    tokenizer = byte_tokenizer()
+    service._tokenizer = tokenizer
+    ids = tokenizer.encode("a日🙂 b", add_special_tokens=False)
+    source.answers.append(ids)
+    request = CompletionRequest(prompt="ab", max_tokens=99, logprobs=1)
+
+    async def stream() -> list[Delta | Answer]:
+        asked = service.ask([1], request, 99, stop=None)
+        return [piece async for _, piece in service.stream_texts([asked], tokens=True)]
+
+    *deltas, answer = asyncio.run(stream())
+    texts = {}
+    for delta in deltas:
+        assert isinstance(delta, Delta) and delta.sampled is not None
+        texts[delta.content] = tokenizer.decode(list(delta.sampled.ids[delta.start :]))
+    assert all(text == tokens or text.strip() == tokens.strip() for text, tokens in texts.items()), texts
+    assert {"日", "🙂"} <= set("".join(texts)) and answer.start == len(ids)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("stops", [[], ["END"], ["é"]])
-def test_texts_come_in_pieces_that_are_their_whole(stops: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_come_in_pieces_that_are_their_whole(
+    stops: list[str], tokens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
     said = ["one two  three END four", "a line\n and an EN", " "]
     service, _, tokenizer = scripted(*said)
     request = CompletionRequest(prompt="ab", n=len(said), max_tokens=99, stop=stops)
     asked = replace(service.ask(tokenizer.encode("ab"), request, 99, stop=None), stops=request.stops)
 
-    async def streamed() -> dict[int, list[str | Sampled]]:
-        found: dict[int, list[str | Sampled]] = {}
-        async for number, piece in service.stream_texts([asked]):
+    async def streamed() -> dict[int, list[Delta | Answer]]:
+        found: dict[int, list[Delta | Answer]] = {}
+        async for number, piece in service.stream_texts([asked], tokens=tokens):
             found.setdefault(number, []).append(piece)
         return found
 
     for number, pieces in asyncio.run(streamed()).items():
         *texts, whole = pieces
-        assert isinstance(whole, Sampled)
-        assert "".join(map(str, texts)) == before_stop(service.decode(whole.ids), stops)
+        assert isinstance(whole, Answer)
+        text = "".join(piece.content for piece in texts if isinstance(piece, Delta))
+        assert text == before_stop(service.decode(whole.sampled.ids), stops)
         assert number or len(texts) > 5, "the text comes while it is drawn"
 
 

@@ -45,6 +45,60 @@ def test_what_the_template_cannot_write_is_refused_by_name(messages: list[Any], 
         scripted(template=WRITES_ALL)[0].chat(request, "s")
 
 
+PROPERTIES = {
+    "city": {"type": "string", "description": "Where to look.", "title": "City"},
+    "unit": {"type": "string", "enum": ["celsius", "kelvin"]},
+    "when": {"type": "object", "properties": {"day": {"type": "integer", "description": "From today on."}}},
+}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["city"], "additionalProperties": False}
+WEATHER = {"name": "weather", "description": "Tell the weather.", "parameters": PARAMETERS, "strict": True}
+LISTED = (
+    "{% for t in tools or [] %}{% set f = t.function %}NAME{{ f.name }} SAYS{{ f.description }}\n{% for n, p in "
+    "f.parameters.properties.items() %}PARAM{{ n }} HELP{{ p.description }} ENUM{{ p.enum }} INNER{{ p.properties }}\n"
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("{{ f.name }}", "tool 1 has function.name = 'weather'"),
+        ("{{ f.description }}", "tool 1 has function.description = 'Tell the weather.'"),
+        ("{{ n }}", "tool 1 has function.parameters.properties = 'city'"),
+        ("{{ p.description }}", "tool 1 has function.parameters.properties.city.description = 'Where to look.'"),
+        ("{{ p.enum }}", "tool 1 has function.parameters.properties.unit.enum.0 = 'celsius'"),
+        ("{{ p.properties }}", "tool 1 has function.parameters.properties.when.properties = 'day'"),
+    ],
+)
+def test_each_part_of_a_tool_that_the_template_drops_is_refused_by_name(part: str, named: str) -> None:
+    """The title, the type and what is strict are told to programs, and a template may leave them out."""
+    request = ChatRequest(messages=[USER], tools=[{"type": "function", "function": WEATHER}])
+    service, _, _ = scripted(template=LISTED + PLAIN)
+    service.chat(request)
+    service, _, _ = scripted(template=LISTED.replace(part, "") + PLAIN)
+    with pytest.raises(Refusal, match=f"{named}, which the chat template does not write"):
+        service.chat(request)
+
+
+@pytest.mark.parametrize(
+    ("writes", "passes"),
+    [("loop.last and m.role == 'user'", True), ("loop.first", True), ("messages | length > 9", False)],
+)
+def test_tools_that_are_written_with_the_question_alone_pass(writes: str, passes: bool) -> None:
+    """A template may leave them out once their results have come. One that never writes them is refused."""
+    template = "{% for m in messages %}{% if tools and WRITES %}{{ tools }}{% endif %}<|im_start|>{{ m.role }}\n"
+    template += "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+    talk = [USER, assistant(tool_calls=[CALL]), {"role": "tool", "content": "1"}]
+    service, _, _ = scripted(template=template.replace("WRITES", writes) + END)
+    for messages in ([USER], talk):
+        request = ChatRequest(messages=messages, tools=[TOOL])
+        if passes:
+            service.chat(request)
+        else:
+            with pytest.raises(Refusal, match="there are tools, and the chat template writes none"):
+                service.chat(request)
+
+
 def test_meta_data_of_clients_are_no_matter() -> None:
     service, source, _ = scripted("A.<|im_end|>")
     asyncio.run(say(service, [{**USER, "name": "ann", "id": "m1", "annotations": [], "refusal": None, "audio": None}]))

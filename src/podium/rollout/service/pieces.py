@@ -1,0 +1,113 @@
+"""Answers, and the pieces in which a stream sends them: each has a text and the tokens whose text begins in it.
+
+tokens    <think>  hm  </think>  It  ␣is  <|im_end|>
+pieces    [     reasoning     ]  [  content  ][ end ]     every token is in one piece, in its order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from podium.rollout.service.sessions import RecordedCall, Sampled
+
+__all__ = ["Answer", "Delta", "Progress"]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of an answer that is being drawn.
+
+    Attributes:
+        content: Its text.
+        reasoning: Its reasoning.
+        sampled: What was sampled up to the last token of the piece; None where nobody asked for tokens.
+        start: The number of tokens that earlier pieces have.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    sampled: Sampled | None = None
+    start: int = 0
+
+    def __add__(self, other: Delta) -> Delta:
+        """Both texts, one after the other."""
+        return Delta(self.content + other.content, self.reasoning + other.reasoning)
+
+    def __len__(self) -> int:
+        """The number of characters."""
+        return len(self.content) + len(self.reasoning)
+
+    def up_to(self, whole: Delta) -> Delta:
+        """What follows this piece in ``whole``; nothing where it is not the beginning."""
+        return Delta(_more(self.content, whole.content), _more(self.reasoning, whole.reasoning))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a conversation, or to a text.
+
+    Attributes:
+        message: The assistant's message, as the OpenAI API has it.
+        finish_reason: "stop", "length" or "tool_calls".
+        sampled: The sampled tokens of the answer.
+        call: The call's record in the session; None without a session.
+        stop: The text of the client that ended it; None if none did.
+        start: The number of tokens that the pieces of its text have. The others write no text: calls, and ends.
+    """
+
+    message: Mapping[str, Any]
+    finish_reason: str
+    sampled: Sampled
+    call: RecordedCall | None = None
+    stop: str | None = None
+    start: int = 0
+
+    @property
+    def text(self) -> Delta:
+        """All that it says beside calls of tools."""
+        return Delta(self.message.get("content") or "", self.message.get("reasoning_content") or "")
+
+
+Read: TypeAlias = Callable[[Sequence[int]], Delta]
+"""Gives all that a completion says, by its ids so far."""
+
+
+class Progress:
+    """What a stream has sent of one completion.
+
+    Args:
+        read: Reads the tokens, to find those of each piece. None where nobody asked for tokens.
+    """
+
+    def __init__(self, read: Read | None = None) -> None:
+        self._read = read
+        self._sent = Delta()
+        self._tokens = 0
+
+    def advance(self, whole: Delta, sampled: Sampled) -> Iterator[Delta]:
+        """Yield the pieces that follow in ``whole``, the text so far: reasoning, and then content."""
+        more = self._sent.up_to(whole)
+        for piece in (Delta(reasoning=more.reasoning), Delta(more.content)):
+            if not piece:
+                continue
+            self._sent += piece
+            if self._read is None:
+                yield piece
+                continue
+            start, ids, size = self._tokens, sampled.ids, len(self._sent)
+            while self._tokens < len(ids) and len(self._read(ids[: self._tokens])) < size:
+                self._tokens += 1
+            yield replace(piece, sampled=sampled.first(self._tokens), start=start)
+
+    def end(self, answer: Answer) -> Iterator[Delta | Answer]:
+        """Yield the last pieces of an answer, and the answer."""
+        yield from self.advance(answer.text, answer.sampled)
+        yield replace(answer, start=self._tokens)
+
+
+def _more(sent: str, whole: str) -> str:
+    """What follows ``sent`` in ``whole``; "" where it is not the beginning."""
+    return whole[len(sent) :] if whole.startswith(sent) else ""
