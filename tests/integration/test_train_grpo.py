@@ -21,6 +21,7 @@ from podium.errors import ConfigError, DataError, EndpointError, RewardError, Wo
 from podium.runtime import concat, endpoint, first, only, shard
 from podium.telemetry import Note, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
+from podium.trainer.step_watch import StepWatch
 from podium.workers import Estimator, Policy
 from tests.integration.finished_runs import copy_folder, grpo_config, write_base
 from tests.integration.rewards import longer_is_better, unlucky
@@ -63,11 +64,10 @@ def test_completions_that_were_cut_off_are_left_out(tmp_path: Path, minibatches:
 def test_steps_whose_completions_are_all_left_out_are_noted(tmp_path: Path) -> None:
     notes: list[str] = []
     unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
-    trainer = PPOTrainer(tiny(GRPOConfig, tmp_path), cluster="inline", show=False)
-    trainer._flat_steps = 0
+    watch = StepWatch(tiny(GRPOConfig, tmp_path))
     try:
         for step in range(1, 6):
-            trainer._watch_signal({metrics.LEFT_OUT: 1.0, metrics.TRUNCATED: 1.0, metrics.REWARD_STD: 0.5}, step)
+            watch.check_signal({metrics.LEFT_OUT: 1.0, metrics.TRUNCATED: 1.0, metrics.REWARD_STD: 0.5}, step)
     finally:
         unsubscribe()
     (note,) = notes

@@ -60,10 +60,11 @@ class AlgorithmConfig:
     """
 
     advantage: str = "grpo"
-    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opo, gpg,
-    gdpo, maxrl, pass_at_k, grpo_passk, gae, grpo_turns, gae_turns, module:function, or path/file.py:function."""
+    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opo, otb,
+    gpg, gdpo, maxrl, pass_at_k, grpo_passk, gae, grpo_turns, gae_turns, module:function, or path/file.py:function."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """gae and reinforce_pp discount rewards by this factor for each token, gae_turns and grpo_turns for each turn."""
+    """gae, otb and reinforce_pp discount rewards by this factor for each token, gae_turns and grpo_turns for each
+    turn."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """gae uses this lambda: 0 relies on the critic's values, 1 on the rewards."""
     normalize_advantage: bool | None = None
@@ -106,9 +107,9 @@ class AlgorithmConfig:
     """The policy's entropy, times this coefficient, is subtracted from the loss."""
     correction: str | tuple[str, ...] = "auto"
     """These weights or masks of tokens correct for differences between generator and trainer: truncate,
-    sequence_truncate, icepop, sequence_mask, two_sided, geometric, trust_region, opsm, m2po, high_entropy, bypass,
-    module:function, path/file.py:function, or a list of these. auto means truncate where run.schedule lets older
-    weights generate completions, and none otherwise."""
+    sequence_truncate, icepop, sequence_mask, two_sided, geometric, trust_region, opsm, m2po, kpop, high_entropy,
+    bypass, module:function, path/file.py:function, or a list of these. auto means truncate where run.schedule lets
+    older weights generate completions, and none otherwise."""
     max_mismatch: float | None = Field(default=0.5, gt=0, le=1e9)
     """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
     many nats on average. null never ends the run."""

@@ -45,7 +45,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-COLUMNS: Final = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy")
+COLUMNS: Final = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "squared_probs")
 """Token columns that an advantage estimator may declare."""
 
 DECLARED_DEFAULTS: Final = ("clip_low", "clip_high", "aggregation", "normalize_advantage")
@@ -167,6 +167,12 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "gpg": Declaration(
         needs_groups=True, defaults={"normalize_advantage": False}, source="Chu et al. 2025, GPG, arXiv:2504.02546"
     ),
+    "otb": Declaration(
+        needs_groups=True,
+        columns=("old_logprobs", "squared_probs"),
+        defaults={"normalize_advantage": False},
+        source="Li et al. 2026, OTB, arXiv:2602.07078",
+    ),
     "gdpo": Declaration(
         options=PartOptions,
         needs_groups=True,
@@ -175,7 +181,7 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
         source="Liu et al. 2026, GDPO, arXiv:2601.05242",
     ),
     "maxrl": Declaration(
-        needs_groups=True, defaults={"normalize_advantage": True}, source="MaxRL 2026, arXiv:2602.02710"
+        needs_groups=True, defaults={"normalize_advantage": True}, source="Tajwar et al. 2026, MaxRL, arXiv:2602.02710"
     ),
     "pass_at_k": Declaration(
         options=PassOptions,
@@ -219,7 +225,7 @@ CLIPPING_LOSSES: Final = ("ppo_clip", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_
 
 _OWN_CORRECTIONS: Final = (
     *("truncate", "sequence_truncate", "icepop", "sequence_mask"),
-    *("two_sided", "geometric", "trust_region", "opsm", "m2po", "high_entropy", "bypass"),
+    *("two_sided", "geometric", "trust_region", "opsm", "m2po", "kpop", "high_entropy", "bypass"),
 )
 WEIGHING_CORRECTIONS: Final = frozenset(_OWN_CORRECTIONS[:4])
 """Podium's corrections whose weights lead from the generator to the old policy; the others only leave tokens out."""

@@ -57,9 +57,10 @@ class AdvantageInputs:
             recorded.
         parts_B: float ``[B]`` by name: the parts of the reward; NaN where a completion's reward has no such part.
         data: A list ``[B]`` by name: the columns of the data that the estimator declares.
-        old_logprobs_N, rollout_logprobs_N, ref_logprobs_N, entropy_N: Log-probabilities under the policy, the
-            generator and the reference, and the policy's entropy, all before the update. None unless the estimator
-            declares them as ``columns``.
+        old_logprobs_N, rollout_logprobs_N, ref_logprobs_N, entropy_N, squared_probs_N: Log-probabilities under the
+            policy, the generator and the reference, the policy's entropy, and the sum of the squares of its
+            probabilities over the vocabulary, all before the update. None unless the estimator declares them as
+            ``columns``.
 
     Raises:
         DataError: The shape of a tensor does not fit the others; names the tensor.
@@ -80,6 +81,7 @@ class AdvantageInputs:
     rollout_logprobs_N: Tensor | None = None
     ref_logprobs_N: Tensor | None = None
     entropy_N: Tensor | None = None
+    squared_probs_N: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.offsets_B1) - 1, len(self.mask_N)

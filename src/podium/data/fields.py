@@ -14,6 +14,7 @@ REF_LOGPROBS: Final = "ref_logprobs"  # token column, float32: of the reference 
 TEACHER_LOGPROBS: Final = "teacher_logprobs"  # token column, float32: of the teacher
 ANSWER_VALUES: Final = "answer_values"  # float64 [B]: summed log-probabilities of the row, or its score
 ENTROPY: Final = "entropy"  # token column, float32, nats
+SQUARED_PROBS: Final = "squared_probs"  # token column, float32: the policy's sum of squared probabilities over all ids
 VALUES: Final = "values"  # token column, float32: the critic's value before the token is seen
 BOOTSTRAP: Final = "bootstrap"  # float32 [B]: the critic's value after the last token of a row that was cut off, else 0
 TOKEN_REWARDS: Final = "token_rewards"  # token column, float32: reward given at that token

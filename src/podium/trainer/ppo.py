@@ -37,10 +37,11 @@ from podium.trainer.checks.teacher import check_teacher
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.group_filter import explain_flat, fill_step
+from podium.trainer.group_filter import fill_step
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, prompt_batch, row_order
 from podium.trainer.run_setup import Run
 from podium.trainer.sessions import Sessions, grade_sessions
+from podium.trainer.step_watch import StepWatch
 from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator, Reference, Teacher
@@ -51,14 +52,7 @@ __all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 KL_COEF: Final = "policy/kl_coef"
-NOTED_MISMATCH: Final = 0.05  # nats a token; bfloat16 alone makes 0.007
 _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
-
-_FLAT_STEPS: Final = (5, 50, 500)  # steps in a row, after which a note says that nothing is learned
-_MISMATCH_REMEDY: Final = (
-    "Try engine.name = transformers, parallel.batching = padded, or one data type for both (model.dtype, engine.dtype, "
-    "parallel.precision). With a schedule that runs ahead, the age of the generator's weights adds to the difference"
-)
 
 _MODEL_INPUTS = (
     *(fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS),
@@ -75,6 +69,7 @@ _ADVANTAGE_INPUTS = (
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
 _FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, LEFT_OUT, *_SESSION_INPUTS)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
+_EXTRAS: Final = {"entropy": fields.ENTROPY, "squares": fields.SQUARED_PROBS}  # which the policy computes if asked to
 _ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
 _KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
 _UPDATE_INPUTS = (
@@ -136,7 +131,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
         scored = draw(choice.count)
         assert scored is not None  # the first draw raises an error instead
-        self._check_left_out(scored)
+        self.watch.check_left_out(scored, self.run.grader.name, self.run.roles.policy.group.world_size)
         if choice.filter != "none":
             least = self.run.roles.policy.group.world_size
             scored, dropped = fill_step(scored, draw, choice, least)
@@ -223,7 +218,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if not self.state.metric and self.state.last is not None:  # all scores were 0, and the next evaluation decides
             known = known or False
         scored = scored.with_verdicts(known)
-        self.check_staleness(scored)
+        self.watch.check_staleness(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
         if self.config.run.staleness == 0:  # the generators sample nothing while the policy learns
             self.rest(*self.run.roles.generators)
@@ -250,19 +245,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             self.rest(self.run.roles.policy)
         with stage("record"):
             metrics = self.measure(figures, updates)
-            self.check_mismatch(metrics, step)
-            self._watch_signal(metrics, step)
+            self.watch.check_mismatch(metrics, step)
+            self.watch.check_signal(metrics, step)
             return metrics
-
-    def _watch_signal(self, metrics: Mapping[str, float], step: int) -> None:
-        """Emit a note if, for several steps in a row, all completions of each prompt had the same reward."""
-        flat = metrics.get(names.FLAT_GROUPS) == 1.0 or metrics.get(names.REWARD_STD) == 0.0
-        flat = flat or metrics.get(names.LEFT_OUT) == 1.0
-        self._flat_steps = self._flat_steps + 1 if flat else 0
-        if self._flat_steps not in _FLAT_STEPS:
-            return
-        what = explain_flat(metrics, self.config.sampling.max_new_tokens)
-        emit(Note(f"nothing is learned: for {self._flat_steps} steps, up to step {step}, {what}"))
 
     def keep(self, scored: ScoredBatch, batch: Batch) -> None:
         """Start to write the step's completions with the figures of their tokens."""
@@ -322,33 +307,6 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if gone := sorted({*places} - {*scored.groups}):
             self.ledger.move(scored.step, "dropped", gone, reason="the reward scored no completion")
 
-    def _check_left_out(self, scored: ScoredBatch) -> None:
-        """Say once that the reward leaves completions out.
-
-        Raises:
-            RewardError: It leaves so many out that the policy has nothing to train on.
-        """
-        if scored.left_out is None:
-            return
-        count, rows = len(scored.left_out.batch), len(scored.batch)
-        what = (
-            f"step {scored.step}: the reward {self.run.grader.name} returned None for {count} of {count + rows} "
-            "completions"
-        )
-        if rows < (ranks := self.run.roles.policy.group.world_size):
-            raise RewardError(
-                f"{what}, and the policy trains on {ranks} rank{'s' * (ranks > 1)}: a function that ends without "
-                "`return` returns None; return a number for what is to be trained"
-            )
-        if not self._noted_left_out:
-            self._noted_left_out = True
-            emit(
-                Note(
-                    f"{what}, which are not trained ({names.ABSTAINED}). A function that ends without `return` returns "
-                    "None"
-                )
-            )
-
     def _select_ungraded(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         # of a generator or a stage of the user's own
         if fields.VERSION_RANGE not in batch and fields.VERSIONS in batch:
@@ -371,8 +329,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def logprobs(self, batch: Batch) -> Batch:
         """Add log-probabilities under the policy before its update, under the reference and under the teacher."""
         inputs = _select(batch, _MODEL_INPUTS)
-        reads_entropy = {"entropy": True} if fields.ENTROPY in self._declared.columns else {}
-        pending = [self.run.roles.policy.logprobs.submit(inputs, **reads_entropy)] if self._needs_old_logprobs else []
+        extras = {argument: True for argument, name in _EXTRAS.items() if name in self._declared.columns}
+        pending = [self.run.roles.policy.logprobs.submit(inputs, **extras)] if self._needs_old_logprobs else []
         pending += [model.logprobs.submit(inputs) for model in self._frozen]
         for call in pending:
             batch = batch.merge(call.result())
@@ -440,37 +398,6 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.kl = self.kl.next(metrics.get(names.KL, 0.0))
         return metrics
 
-    def check_staleness(self, scored: ScoredBatch) -> None:
-        """Raise PodiumError if a token was sampled by older weights than the schedule allows."""
-        bound, oldest = self.config.run.staleness, scored.oldest_version()
-        if bound is not None and oldest is not None and scored.step - 1 - oldest > bound:
-            raise PodiumError(
-                f"step {scored.step}: a token was drawn by version {oldest} of the weights, which is more than the "
-                f"{bound} updates behind that run.schedule = {self.config.run.schedule!r} allows: the generator did "
-                "not take newer weights"
-            )
-
-    def check_mismatch(self, metrics: Mapping[str, float], step: int) -> None:
-        """Compare the generator's log-probabilities of the step's tokens with the trainer's. Done at each step, since
-        weights change.
-
-        Raises:
-            PodiumError: They differ by more than ``algorithm.max_mismatch``.
-        """
-        apart, most = metrics.get(names.MISMATCH_MEAN, 0.0), self.config.algorithm.max_mismatch
-        was_noted, self._mismatch_noted = self._mismatch_noted, not apart <= NOTED_MISMATCH
-        what = (
-            f"step {step}: the generator's and the trainer's log-probabilities of the same tokens differ by "
-            f"{apart:.3g} nats on average ({names.MISMATCH_MEAN})"
-        )
-        if most is not None and not apart <= most:
-            raise PodiumError(
-                f"{what}, and algorithm.max_mismatch = {most:g}: the two do not compute the same model. "
-                f"{_MISMATCH_REMEDY}; a larger algorithm.max_mismatch allows more, and null allows everything"
-            )
-        if self._mismatch_noted and not was_noted:
-            emit(Note(f"{what}; usual are 0.01 or less. {_MISMATCH_REMEDY}"))
-
     # -- the run ---------------------------------------------------------------------------------------------------
 
     @property
@@ -512,7 +439,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         forward pass, and so does a loss whose ratio is to the generator. A KL in the reward needs them earlier, and an
         advantage may, too.
         """
-        declared = {fields.OLD_LOGPROBS, fields.ENTROPY} & set(self._declared.columns)
+        declared = {fields.OLD_LOGPROBS, *_EXTRAS.values()} & set(self._declared.columns)
         algorithm = self.config.algorithm
         moves = algorithm.updates > 1 and algorithm.ratio_to == "old"
         return moves or algorithm.kl_in == "reward" or bool(declared)
@@ -565,9 +492,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                     "are drawn: podium.trainer.ppo.in_parts declares a stage that takes a few prompts at a time"
                 )
             )
-        self._mismatch_noted, self._drawn = False, dict[int, int]()
-        self._flat_steps = 0
-        self._noted_left_out = False
+        self.watch, self._drawn = StepWatch(self.config), dict[int, int]()
         stack.callback(self._graders.shutdown, wait=False, cancel_futures=True)
         return run
 

@@ -98,12 +98,13 @@ _EVERY_ID: Final = TextIds()
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities of K tokens and, where asked for, entropies and the log-probabilities of the most probable
-    tokens in their places: float32 ``[K]``, in nats."""
+    """Log-probabilities of K tokens and, where asked for, entropies, the log-probabilities of the most probable tokens
+    in their places, and the sums of squared probabilities: float32 ``[K]``, in nats."""
 
     logprobs: Tensor
     entropy: Tensor | None
     best: Tensor | None = None
+    squares: Tensor | None = None
 
 
 class LogitsTail(NamedTuple):
@@ -136,6 +137,13 @@ class _Asked:
     text_ids: TextIds
     best: bool = False
     masked: MaskedTokens | None = None
+    squares: bool = False
+
+    def read_more(self, log_p: Tensor, kept: KeptTokens | None, count: int) -> Tensor:
+        """What ``best`` or ``squares`` ask for, ``[C]``; empty where neither does."""
+        if self.squares:
+            return _sum_squares(log_p.detach(), kept, count)
+        return log_p.detach().amax(-1) if self.best else log_p.new_empty(0)
 
     @cached_property
     def holes(self) -> Tensor | None:
@@ -263,6 +271,7 @@ def output_scores(
     entropy: bool = False,
     entropy_grad: bool = False,
     best: bool = False,
+    squares: bool = False,
     forward: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenScores:
     """Return log-probabilities of ``targets_K``, and entropies, under the distributions that ``layer`` gives.
@@ -278,6 +287,7 @@ def output_scores(
         text_ids: Distributions are over no other ids. The layer gets no gradient of theirs.
         entropy: Whether entropies are computed, without gradients unless ``entropy_grad``.
         best: Whether the log-probabilities of the most probable tokens are read, without gradients.
+        squares: Whether the sums of squared probabilities are computed, without gradients, in place of ``best``.
         forward: The function that runs the layer, if not its own call.
 
     Raises:
@@ -285,13 +295,18 @@ def output_scores(
     """
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
-    request = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad, text_ids, best, masked)
+    request = _Asked(
+        targets_K, kept, tail, temperature, entropy, entropy and entropy_grad, text_ids, best, masked, squares
+    )
     layer_forward = forward or layer.forward
     if isinstance(layer, nn.Linear) and getattr(layer_forward, "__func__", None) is nn.Linear.forward:
         scores = cast("_Scores", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, request))
     else:
         scores = _by_checkpoints(hidden_KH, forward or layer, request)
-    return TokenScores(scores[0], scores[1] if entropy else None, scores[2] if best else None)
+    more = None if squares else scores[2]
+    return TokenScores(
+        scores[0], scores[1] if entropy else None, more if best else None, scores[2] if squares else None
+    )
 
 
 _Scores = tuple[Tensor, Tensor, Tensor]
@@ -304,9 +319,9 @@ def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], aske
         logits_CV = asked.tail(forward(hidden_CH)[:, : asked.text_ids.limit].float()) / asked.temperature
         asked.leave_out(logits_CV, here, kept)
         logprobs_C, log_p = _read(logits_CV, asked.targets_K[here], kept)
-        best_C = log_p.detach().amax(-1) if asked.best else logprobs_C.detach()
+        more_C = asked.read_more(log_p, kept, len(logprobs_C))
         with torch.set_grad_enabled(asked.entropy_grad and torch.is_grad_enabled()):
-            return logprobs_C, _entropies(log_p, kept, len(logprobs_C)), best_C
+            return logprobs_C, _entropies(log_p, kept, len(logprobs_C)), more_C
 
     with torch.no_grad():
         vocabulary = forward(hidden_KH[:1]).shape[-1]
@@ -314,8 +329,8 @@ def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], aske
         cast("_Scores", checkpoint(score, hidden_KH[chunk], chunk, kept, use_reentrant=False))
         for chunk, kept in asked.chunks(vocabulary)
     ]
-    logprobs, entropies, best = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies), torch.cat(best)
+    logprobs, entropies, more = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(more)
 
 
 class _LinearScores(torch.autograd.Function):
@@ -327,7 +342,8 @@ class _LinearScores(torch.autograd.Function):
         ctx.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_VH.dtype
         ctx.asked = asked
         logprobs_K = torch.empty(len(hidden_KH), device=device)
-        entropy_K, best_K = torch.zeros_like(logprobs_K), torch.zeros_like(logprobs_K if asked.best else logprobs_K[:0])
+        entropy_K, asks_more = torch.zeros_like(logprobs_K), asked.best or asked.squares
+        more_K = torch.zeros_like(logprobs_K if asks_more else logprobs_K[:0])
         limit = asked.text_ids.limit
         hidden, weight = hidden_KH.to(ctx.dtype), weight_VH[:limit].to(ctx.dtype)
         size = len(hidden) * len(weight) if asked.kept is None else len(asked.kept.ids)
@@ -339,13 +355,13 @@ class _LinearScores(torch.autograd.Function):
             logprobs_K[chunk], log_p = _read(logits_CV, asked.targets_K[chunk], kept)
             if asked.entropy:
                 entropy_K[chunk] = _entropies(log_p, kept, len(logits_CV))
-            if asked.best:
-                best_K[chunk] = log_p.amax(-1)
+            if asks_more:
+                more_K[chunk] = asked.read_more(log_p, kept, len(logits_CV))
             if keeps:
                 log_ps.append(log_p)
         ctx.save_for_backward(hidden_KH, weight_VH, bias_V, entropy_K, *log_ps)
-        ctx.mark_non_differentiable(best_K, *(() if asked.entropy_grad else (entropy_K,)))
-        return logprobs_K, entropy_K, best_K
+        ctx.mark_non_differentiable(more_K, *(() if asked.entropy_grad else (entropy_K,)))
+        return logprobs_K, entropy_K, more_K
 
     @staticmethod
     @once_differentiable
@@ -427,6 +443,13 @@ def _entropies(log_p: Tensor, kept: KeptTokens | None, count: int) -> Tensor:
     if kept is None:
         return -torch.linalg.vecdot(log_p.exp(), log_p)
     return torch.zeros(count, device=log_p.device).index_add(0, kept.token, -(log_p.exp() * log_p))
+
+
+def _sum_squares(log_p: Tensor, kept: KeptTokens | None, count: int) -> Tensor:
+    """The sums of squared probabilities ``[C]`` of the distributions of :func:`_entropies`."""
+    if kept is None:
+        return log_p.exp().square_().sum(-1)
+    return torch.zeros(count, device=log_p.device).index_add(0, kept.token, log_p.exp().square_())
 
 
 def _gradient(

@@ -76,6 +76,7 @@ def score_tokens(
     entropy: bool = False,
     entropy_grad: bool = False,
     best: bool = False,
+    squares: bool = False,
 ) -> TokenScores:
     """Make one forward pass over a micro-batch of ``batch``. Logits exist for a few tokens at a time.
 
@@ -86,6 +87,7 @@ def score_tokens(
     Args:
         entropy: Whether the entropy is computed too, without gradients unless ``entropy_grad``.
         best: Whether the log-probability of the most probable token is read too. The batch then has no kept sets.
+        squares: Whether the sum of squared probabilities is computed too, in place of ``best``.
 
     Raises:
         DataError: see :func:`kept_tokens` and :func:`token_masks`.
@@ -101,6 +103,7 @@ def score_tokens(
         "entropy": entropy,
         "entropy_grad": entropy_grad,
         "best": best,
+        "squares": squares,
     }
     if tail is None:  # the model changes the layer's values in a way of its own, so that it has to see them all
         logits = run_model(model, micro).logits[0]
@@ -119,7 +122,7 @@ def score_tokens(
     entropies = scores.entropy
     if entropies is not None and entropies.requires_grad:
         entropies = entropies + nothing
-    return TokenScores(scores.logprobs + nothing, entropies, scores.best)
+    return scores._replace(logprobs=scores.logprobs + nothing, entropy=entropies)
 
 
 def run_model(model: nn.Module, micro: MicroBatch) -> Any:

@@ -33,6 +33,7 @@ from podium.workers.weight_sync.receiver import WeightReceiver
 __all__ = ["Policy"]
 
 _COMPARED_ROWS = 4  # of each rank
+_SCORES = (fields.OLD_LOGPROBS, fields.ENTROPY, fields.SQUARED_PROBS)
 _LOSS_COLUMNS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS),
     *(fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS),
@@ -86,13 +87,14 @@ class Policy(Learner):
         self.engine.rest(weights=weights and not read)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
-    def logprobs(self, batch: Batch, entropy: bool = False) -> Batch:
+    def logprobs(self, batch: Batch, entropy: bool = False, squares: bool = False) -> Batch:
         """Compute ``old_logprobs`` of the tokens with loss, 0 elsewhere: see :func:`score_tokens`.
 
         Args:
             entropy: Whether ``entropy`` is computed too, which reads the distribution over the vocabulary once more.
+            squares: Whether ``squared_probs`` are computed too, likewise.
         """
-        return Batch(self._scores(batch, entropy), batch.meta)
+        return Batch(self._scores(batch, entropy, squares), batch.meta)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), readonly=True)
     def answer_values(self, batch: Batch) -> Batch:
@@ -327,13 +329,13 @@ class Policy(Learner):
             return {}
         return {metrics.MISMATCH_MEAN: total / count, metrics.MISMATCH_MAX: float(table[:, 2].max())}
 
-    def _scores(self, batch: Batch, entropy: bool) -> dict[str, Jagged]:
+    def _scores(self, batch: Batch, entropy: bool, squares: bool = False) -> dict[str, Jagged]:
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            scores = score_tokens(self.model, batch, micro, entropy=entropy)
-            columns = {fields.OLD_LOGPROBS: scores.logprobs}
-            return columns if scores.entropy is None else {**columns, fields.ENTROPY: scores.entropy}
+            scores = score_tokens(self.model, batch, micro, entropy=entropy, squares=squares)
+            named = (scores.logprobs, scores.entropy, scores.squares)
+            return {name: column for name, column in zip(_SCORES, named, strict=True) if column is not None}
 
-        names = (fields.OLD_LOGPROBS, fields.ENTROPY) if entropy else (fields.OLD_LOGPROBS,)
+        names = [name for name, asked in zip(_SCORES, (True, entropy, squares), strict=True) if asked]
         return self.engine.evaluate(batch, compute, names)
 
     def _minibatch_figures(self, batch: Batch, columns: Sequence[str], algorithm: AlgorithmConfig) -> dict[str, Jagged]:

@@ -20,6 +20,7 @@ from podium.algorithms import (
 )
 from podium.errors import DataError
 from tests.unit.algorithms import oracles
+from tests.unit.algorithms.test_invariances import OUTCOMES, advantage_inputs
 
 SEEDS = range(6)
 
@@ -65,9 +66,7 @@ def test_dr_grpo_is_grpo_without_the_deviation_unless_the_user_divides() -> None
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_an_estimator_normalizes_as_it_declares_and_so_where_another_function_calls_it(advantage: str) -> None:
-    inputs = oracles.to_inputs(oracles.random_rows(0))
-    inputs = replace(inputs, values_N=torch.linspace(0.0, 1.0, len(inputs.mask_N)), parts_B={"a": inputs.rewards_B})
-    inputs = replace(inputs, token_rewards_N=None) if advantage == "gdpo" else inputs
+    inputs = advantage_inputs(0, by_token=advantage not in OUTCOMES)
     config = AlgorithmConfig(advantage=advantage)
     expected = compute_advantages(inputs, config).advantages_N
     assert torch.equal(compute_advantages(inputs, config.resolve()).advantages_N, expected)
@@ -98,30 +97,6 @@ def test_rloo_whitens_when_asked() -> None:
 def test_groups_of_one_row_give_no_signal(advantage: str) -> None:
     inputs = make(rewards_B=[1.0, 0.5], group_B=[3, 1], mask_N=[True, True, True], offsets_B1=[0, 1, 3])
     assert compute_advantages(inputs, AlgorithmConfig(advantage=advantage)).advantages_N.tolist() == [0.0] * 3
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp"])
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, 123456.7])
-def test_equal_rewards_give_exact_zeros(advantage: str, reward: float) -> None:
-    """The mean of equal floats may be one rounding off; divided by a tiny deviation that would be a signal."""
-    inputs = make(rewards_B=[reward] * 7, group_B=[5] * 7, mask_N=[True] * 7, offsets_B1=list(range(8)))
-    assert compute_advantages(inputs, AlgorithmConfig(advantage=advantage)).advantages_N.tolist() == [0.0] * 7
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
-def test_scattered_groups_equal_contiguous_ones(advantage: str) -> None:
-    rewards = [0.0, 1.0, 0.25, 0.5, 0.0, 2.0]
-    config = AlgorithmConfig(advantage=advantage)
-    together = make(rewards_B=rewards, group_B=[0, 0, 0, 1, 1, 1], mask_N=[True] * 6, offsets_B1=list(range(7)))
-    order = [3, 0, 4, 1, 5, 2]
-    apart = make(
-        rewards_B=[rewards[i] for i in order],
-        group_B=[900 if i > 2 else -5 for i in order],
-        mask_N=[True] * 6,
-        offsets_B1=list(range(7)),
-    )
-    expected_N = compute_advantages(together, config).advantages_N[order]
-    torch.testing.assert_close(compute_advantages(apart, config).advantages_N, expected_N)
 
 
 def test_a_row_without_masked_tokens_still_counts_in_its_group() -> None:
@@ -206,53 +181,6 @@ def test_gae_without_values_says_what_is_missing() -> None:
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
-def test_garbage_outside_the_mask_changes_nothing(advantage: str) -> None:
-    rows = oracles.random_rows(4)
-    config = AlgorithmConfig(advantage=advantage)
-    expected = compute_advantages(oracles.to_inputs(rows), config)
-    for row in rows:
-        row.token_rewards[~row.mask] = np.nan
-        row.values[~row.mask] = np.inf
-    outputs = compute_advantages(oracles.to_inputs(rows), config)
-    torch.testing.assert_close(outputs.advantages_N, expected.advantages_N, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
-def test_batches_without_rows_or_masked_tokens(advantage: str) -> None:
-    config = AlgorithmConfig(advantage=advantage)
-    empty = make(rewards_B=[], group_B=[], mask_N=[], offsets_B1=[0], values_N=[])
-    assert compute_advantages(empty, config).advantages_N.shape == (0,)
-    unmasked = make(rewards_B=[1.0], group_B=[0], mask_N=[False] * 2, offsets_B1=[0, 2], values_N=[0.0] * 2)
-    assert compute_advantages(unmasked, config).advantages_N.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
-def test_half_precision_inputs_are_computed_in_float32(advantage: str) -> None:
-    rows = oracles.random_rows(5)
-    config = AlgorithmConfig(advantage=advantage)
-    half = oracles.to_inputs(rows, torch.bfloat16)
-    columns = ("rewards_B", "token_rewards_N", "values_N", "bootstrap_B")
-    single = AdvantageInputs(
-        group_B=half.group_B,
-        mask_N=half.mask_N,
-        offsets_B1=half.offsets_B1,
-        **{name: getattr(half, name).float() for name in columns},
-    )
-    outputs = compute_advantages(half, config)
-    assert outputs.advantages_N.dtype == torch.float32
-    torch.testing.assert_close(outputs.advantages_N, compute_advantages(single, config).advantages_N, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
-def test_inputs_are_left_alone(advantage: str) -> None:
-    inputs = oracles.to_inputs(oracles.random_rows(2))
-    names = ("rewards_B", "mask_N", "token_rewards_N", "values_N")
-    before = {name: getattr(inputs, name).clone() for name in names}
-    compute_advantages(inputs, AlgorithmConfig(advantage=advantage, normalize_advantage=True))
-    assert all(torch.equal(getattr(inputs, name), before[name]) for name in names)
 
 
 @pytest.mark.parametrize(

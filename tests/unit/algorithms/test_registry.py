@@ -81,7 +81,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_names_of_our_own() -> None:
-    groups = ["reinforce_pp_baseline", "opo", "gpg", "gdpo", "maxrl", "pass_at_k", "grpo_passk"]
+    groups = ["reinforce_pp_baseline", "opo", "gpg", "otb", "gdpo", "maxrl", "pass_at_k", "grpo_passk"]
     estimators = ["grpo", "dr_grpo", "rloo", "reinforce_pp", *groups, "gae", "grpo_turns", "gae_turns"]
     assert list(ADVANTAGES) == estimators
     policy = [

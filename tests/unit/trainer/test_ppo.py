@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import PodiumError
 from podium.telemetry import metrics
-from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer import GRPOConfig
 from podium.trainer.ppo import join_updates
+from podium.trainer.step_watch import StepWatch
 
 
 def test_updates_are_averaged_and_the_largest_ratio_kept() -> None:
@@ -23,7 +21,7 @@ def test_updates_are_averaged_and_the_largest_ratio_kept() -> None:
 
 def test_a_limit_of_the_mismatch_below_what_is_noted_ends_the_run() -> None:
     config = GRPOConfig(algorithm=AlgorithmConfig(max_mismatch=0.01))
-    trainer: Any = SimpleNamespace(config=config, _mismatch_noted=False)
-    PPOTrainer.check_mismatch(trainer, {metrics.MISMATCH_MEAN: 0.005}, 2)
+    watch = StepWatch(config)
+    watch.check_mismatch({metrics.MISMATCH_MEAN: 0.005}, 2)
     with pytest.raises(PodiumError, match=r"step 3: .* differ by 0\.02 nats .*max_mismatch = 0\.01"):
-        PPOTrainer.check_mismatch(trainer, {metrics.MISMATCH_MEAN: 0.02}, 3)
+        watch.check_mismatch({metrics.MISMATCH_MEAN: 0.02}, 3)

@@ -45,6 +45,22 @@ def plain(
     model: nn.Module, batch: Batch, micro: MicroBatch, kept: KeptTokens | None, masked: MaskedTokens | None
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies from whole logits in float64."""
+    log_p = distributions(model, batch, micro, kept, masked)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    return log_p.gather(1, micro.targets[:, None])[:, 0], entropy
+
+
+def squared(
+    model: nn.Module, batch: Batch, micro: MicroBatch, kept: KeptTokens | None, masked: MaskedTokens | None
+) -> Tensor:
+    """Sums of squared probabilities from whole logits in float64."""
+    return distributions(model, batch, micro, kept, masked).exp().square().sum(-1)
+
+
+def distributions(
+    model: nn.Module, batch: Batch, micro: MicroBatch, kept: KeptTokens | None, masked: MaskedTokens | None
+) -> Tensor:
+    """Log-probabilities of all ids, ``[K, V]``, from whole logits in float64."""
     logits = run_model(model, micro).logits[0].double() / batch.meta["temperature"]
     if (text_ids := batch.meta.get("text_ids")) is not None:
         logits[:, [*text_ids[1], *range(text_ids[0], logits.shape[1])]] = -torch.inf
@@ -55,9 +71,7 @@ def plain(
     for token, number in enumerate([] if masked is None else masked.number.tolist()):
         ids = unpack_masks(masked.masks[number - 1 : number], logits.shape[1])[0] if masked and number else None
         logits[token] = logits[token] if ids is None else logits[token].masked_fill(~ids, -torch.inf)
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
-    return log_p.gather(1, micro.targets[:, None])[:, 0], entropy
+    return logits.log_softmax(-1)
 
 
 def sets_of(batch: Batch) -> Batch:
@@ -105,6 +119,10 @@ def compare(model: nn.Module, *, with_sets: bool | str, entropy_grad: bool, **me
         assert torch.allclose(
             ours.double(), theirs, rtol=1e-5, atol=1e-6 * max(1.0, float(theirs.detach().abs().max()))
         )
+    squares = score_tokens(model, batch, micro, squares=True).squares
+    assert squares is not None
+    assert not squares.requires_grad
+    assert torch.allclose(squares.double(), squared(model, batch, micro, kept, masked), rtol=1e-5, atol=1e-6)
     if not with_sets:
         best = score_tokens(model, batch, micro, best=True).best
         logits = run_model(model, micro).logits[0].double() / batch.meta["temperature"]

@@ -14,9 +14,9 @@ __all__ = ["maxrl"]
 def maxrl(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """``(R_i - mean(R)) / mean(R)`` over the rows of i's group, the same at all tokens of row i.
 
-    Maximum-likelihood reinforcement learning: arXiv:2602.02710, 2026. For rewards of 0 and 1 the mean is the share of
-    solved attempts, and the gradient that of the likelihood of solving the prompt, up to the order of the group's size.
-    Rewards must not be negative: a group whose mean is not above 0 gives 0.
+    Maximum-likelihood reinforcement learning: Tajwar et al. 2026, arXiv:2602.02710. For rewards of 0 and 1 the mean is
+    the share of solved attempts, and the gradient that of the likelihood of solving the prompt, up to the order of the
+    group's size. Rewards must not be negative: a group whose mean is not above 0 gives 0.
     ``config.normalize_advantage = False`` leaves the division out.
     """
     rewards_B = inputs.row_rewards_B

@@ -4,6 +4,7 @@ import torch
 
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import Declaration
+from podium.algorithms.kl import binary_kl
 from podium.algorithms.losses.dppo_tv import masked_surrogate
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
@@ -26,8 +27,7 @@ def dppo_kl(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """
     with torch.no_grad():
         log_p_N, log_q_N = wide(inputs.logprobs_N), wide(inputs.old_logprobs_N)
-        p_N, q_N = log_p_N.exp(), log_q_N.exp()
-        others_N = torch.xlogy(1 - q_N, 1 - q_N) - torch.xlogy(1 - q_N, 1 - p_N)
-        divergence_N = q_N * (log_q_N - log_p_N) + others_N
+        divergence_N = binary_kl(log_q_N, log_p_N)
     low, high = config.clip_bounds
-    return masked_surrogate(inputs, (divergence_N > high) & (p_N > q_N), (divergence_N > low) & (p_N < q_N))
+    up_N, down_N = log_p_N > log_q_N, log_p_N < log_q_N
+    return masked_surrogate(inputs, (divergence_N > high) & up_N, (divergence_N > low) & down_N)

@@ -1,0 +1,98 @@
+"""What is watched in the steps of a run: signs that nothing is learned, or not what was meant."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from podium.errors import PodiumError, RewardError
+from podium.runs.config import PPOConfig
+from podium.telemetry import Note, emit, metrics as names
+from podium.trainer.completions import ScoredBatch
+from podium.trainer.group_filter import explain_flat
+
+__all__ = ["StepWatch"]
+
+NOTED_MISMATCH: Final = 0.05  # nats a token; bfloat16 alone makes 0.007
+_FLAT_STEPS: Final = (5, 50, 500)  # steps in a row, after which a note says that nothing is learned
+_MISMATCH_REMEDY: Final = (
+    "Try engine.name = transformers, parallel.batching = padded, or one data type for both (model.dtype, engine.dtype, "
+    "parallel.precision). With a schedule that runs ahead, the age of the generator's weights adds to the difference"
+)
+
+
+class StepWatch:
+    """Emits notes about the steps of a run, and ends it where going on would mislead.
+
+    Args:
+        config: That of the run.
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self._mismatch_noted = False
+        self._flat_steps = 0
+        self._noted_left_out = False
+
+    def check_left_out(self, scored: ScoredBatch, reward: str, ranks: int) -> None:
+        """Say once that the reward leaves completions out.
+
+        Raises:
+            RewardError: It leaves so many out that the policy has nothing to train on.
+        """
+        if scored.left_out is None:
+            return
+        count, rows = len(scored.left_out.batch), len(scored.batch)
+        what = f"step {scored.step}: the reward {reward} returned None for {count} of {count + rows} completions"
+        if rows < ranks:
+            raise RewardError(
+                f"{what}, and the policy trains on {ranks} rank{'s' * (ranks > 1)}: a function that ends without "
+                "`return` returns None; return a number for what is to be trained"
+            )
+        if not self._noted_left_out:
+            self._noted_left_out = True
+            emit(
+                Note(
+                    f"{what}, which are not trained ({names.ABSTAINED}). A function that ends without `return` returns "
+                    "None"
+                )
+            )
+
+    def check_staleness(self, scored: ScoredBatch) -> None:
+        """Raise PodiumError if a token was sampled by older weights than the schedule allows."""
+        bound, oldest = self.config.run.staleness, scored.oldest_version()
+        if bound is not None and oldest is not None and scored.step - 1 - oldest > bound:
+            raise PodiumError(
+                f"step {scored.step}: a token was drawn by version {oldest} of the weights, which is more than the "
+                f"{bound} updates behind that run.schedule = {self.config.run.schedule!r} allows: the generator did "
+                "not take newer weights"
+            )
+
+    def check_mismatch(self, metrics: Mapping[str, float], step: int) -> None:
+        """Compare the generator's log-probabilities of the step's tokens with the trainer's. Done at each step, since
+        weights change.
+
+        Raises:
+            PodiumError: They differ by more than ``algorithm.max_mismatch``.
+        """
+        apart, most = metrics.get(names.MISMATCH_MEAN, 0.0), self.config.algorithm.max_mismatch
+        was_noted, self._mismatch_noted = self._mismatch_noted, not apart <= NOTED_MISMATCH
+        what = (
+            f"step {step}: the generator's and the trainer's log-probabilities of the same tokens differ by "
+            f"{apart:.3g} nats on average ({names.MISMATCH_MEAN})"
+        )
+        if most is not None and not apart <= most:
+            raise PodiumError(
+                f"{what}, and algorithm.max_mismatch = {most:g}: the two do not compute the same model. "
+                f"{_MISMATCH_REMEDY}; a larger algorithm.max_mismatch allows more, and null allows everything"
+            )
+        if self._mismatch_noted and not was_noted:
+            emit(Note(f"{what}; usual are 0.01 or less. {_MISMATCH_REMEDY}"))
+
+    def check_signal(self, metrics: Mapping[str, float], step: int) -> None:
+        """Emit a note if, for several steps in a row, all completions of each prompt had the same reward."""
+        flat = metrics.get(names.FLAT_GROUPS) == 1.0 or metrics.get(names.REWARD_STD) == 0.0
+        flat = flat or metrics.get(names.LEFT_OUT) == 1.0
+        self._flat_steps = self._flat_steps + 1 if flat else 0
+        if self._flat_steps not in _FLAT_STEPS:
+            return
+        what = explain_flat(metrics, self.config.sampling.max_new_tokens)
+        emit(Note(f"nothing is learned: for {self._flat_steps} steps, up to step {step}, {what}"))
