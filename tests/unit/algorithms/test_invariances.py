@@ -205,12 +205,17 @@ def test_narrow_columns_are_computed_in_float32_and_left_alone(name: str, dtype:
 # -- losses and corrections ----------------------------------------------------------------------------------------
 
 KINDS = [*(("loss", name) for name in LOSSES), *(("correction", name) for name in CORRECTIONS)]
+LOSS_COLUMNS = [
+    name.removesuffix("_N") for name, entry in vars(LossInputs).items() if type(entry).__name__ == "_Column"
+]
 AGGREGATIONS: list[Aggregation] = ["token-mean", "sequence-mean", "sequence-sum-constant"]
 
 
 def settings_of(kind: str, name: str) -> AlgorithmConfig:
     """Under bounds that take part, with all other terms of the loss."""
+    teacher = {"teacher": "model"} if kind == "loss" and loss_declaration(name).needs_teacher else {}
     config = AlgorithmConfig(
+        options=teacher,
         loss=name if kind == "loss" else "ppo_clip",
         correction=name if kind == "correction" else "none",
         clip_low=0.1,
@@ -230,10 +235,8 @@ def loss_inputs(seed: int, config: AlgorithmConfig, rows: int = 12) -> LossInput
     tokens = int(lengths.sum())
     old = -rng.exponential(size=tokens) - 0.05
     columns = {
-        "logprobs": np.minimum(old + rng.normal(size=tokens) / 4, -0.01),
+        **{name: np.minimum(old + rng.normal(size=tokens) / 4, -0.01) for name in LOSS_COLUMNS},
         "old_logprobs": old,
-        "rollout_logprobs": np.minimum(old + rng.normal(size=tokens) / 4, -0.01),
-        "ref_logprobs": np.minimum(old + rng.normal(size=tokens) / 4, -0.01),
         "advantages": np.repeat(rng.choice([-1.5, -0.5, 0.5, 2.0], size=rows), lengths),
         "entropy": rng.exponential(size=tokens),
     }
@@ -244,7 +247,7 @@ def loss_inputs(seed: int, config: AlgorithmConfig, rows: int = 12) -> LossInput
 
 
 def with_figures(inputs: LossInputs, config: AlgorithmConfig) -> LossInputs:
-    declared = [loss_declaration(config.loss), *map(correction_declaration, config.corrections)]
+    declared = [*map(loss_declaration, config.losses), *map(correction_declaration, config.corrections)]
     figures: dict[str, Tensor] = {}
     with torch.no_grad():
         for declaration in declared:
@@ -338,7 +341,8 @@ def test_policies_that_are_far_apart_give_finite_numbers(kind: str, name: str, g
     inputs = loss_inputs(0, config)
     signs = torch.tensor([-1.0, 1.0, 0.0]).repeat(len(inputs.columns["logprobs"]))
     columns = dict(inputs.columns)
-    for number, column in enumerate(("logprobs", "rollout_logprobs", "ref_logprobs")):
+    others = [name for name in LOSS_COLUMNS if name.endswith("logprobs") and name != "old_logprobs"]
+    for number, column in enumerate(others):
         shifts_N = signs.roll(number)[: len(columns["logprobs"])]
         columns[column] = (columns["old_logprobs"] + gap * shifts_N).clamp(max=0.0).float()
     far = with_figures(replace(inputs, columns=columns), config)

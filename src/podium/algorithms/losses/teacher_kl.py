@@ -3,6 +3,7 @@
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import Declaration
 from podium.algorithms.kl import bounded_exp
+from podium.algorithms.losses.ppo_clip import log_ratio
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 
@@ -22,5 +23,5 @@ def teacher_kl(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     part.
     """
     gap_N = (wide(inputs.old_logprobs_N) - wide(inputs.teacher_logprobs_N)).detach()
-    ratio_N = bounded_exp(wide(inputs.logprobs_N) - wide(inputs.old_logprobs_N))
+    ratio_N = bounded_exp(log_ratio(inputs))
     return TokenLoss(ratio_N * gap_N, {TEACHER_KL: wide(inputs.logprobs_N.detach()) - wide(inputs.teacher_logprobs_N)})
