@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from podium.rewards.chat_judge import Judge as Judge, judge as judge
     from podium.rewards.config import Grade as Grade, RewardConfig as RewardConfig
     from podium.rewards.grader import Grader as Grader
+    from podium.rewards.remote import RemoteReward as RemoteReward, ask_service as ask_service
     from podium.rewards.resolve import (
         NAMED_REWARDS as NAMED_REWARDS,
         READS_ANSWER as READS_ANSWER,
@@ -15,5 +16,12 @@ if TYPE_CHECKING:
         Rewards as Rewards,
         resolve_reward as resolve_reward,
     )
+    from podium.rewards.shapes import (
+        check_choice as check_choice,
+        check_format as check_format,
+        limit_length as limit_length,
+        limit_repetition as limit_repetition,
+    )
+    from podium.rewards.unit_tests import CodeReward as CodeReward, check_code as check_code
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -10,21 +10,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError
+from podium.rewards.endpoint import PAUSE_S, Endpoint, pauses_s
 
 __all__ = ["Judge", "judge"]
 
 _RUBRIC: Final = "Judge how well the answer does what the request asks for."
 _MOST_CACHED: Final = 1 << 16
 _MOST_WAITING: Final = 8192  # completions that wait for the others of their groups
-_PAUSE_S: Final = 0.5  # before the second try; twice as long before each further one
 _LEAST_S: Final = 1.0
 _REMEDIES: Final = {
     401: "its key is wrong: set the variable that api_key names, and name it in reward.env",
@@ -83,18 +80,20 @@ class Judge:
         cache: str = "",
         body: Mapping[str, Any] | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"judge(url={url!r}): expected an address such as http://127.0.0.1:8000/v1")
-        if not model or not scale[0] < scale[1] or group < 1 or retries < 0 or at_once < 1 or time_limit_s <= 0:
+        self._url, self._model = url.rstrip("/") + "/chat/completions", model
+        wanted = "of the OpenAI API"
+        self._endpoint = Endpoint(
+            "the judge", "judge", self._url, api_key, time_limit_s, retries + 1, _REMEDIES, wanted
+        )
+        if not model or not scale[0] < scale[1] or group < 1 or at_once < 1:
             raise ConfigError("judge: expected a model, a scale from low to high, and group, at_once and times above 0")
-        self._url, self._model, self._key = url.rstrip("/") + "/chat/completions", model, api_key
         self._rubric, self._scale, self._group, self._gather_s = rubric, scale, group, gather_s
-        self._time_limit_s, self._retries, self._at_once = time_limit_s, retries, at_once
+        self._retries, self._at_once = retries, at_once
         self._cache_file, self._body = cache, dict(body or {})
         self._state: _State | None = None
         self.most_items = 0 if group == 1 else _MOST_WAITING
-        pauses_s = sum(_PAUSE_S * 2**number for number in range(retries))
-        self.least_limit_s = (gather_s if group > 1 else 0.0) + (retries + 1) * time_limit_s + pauses_s + _LEAST_S
+        tries_s = (retries + 1) * time_limit_s + pauses_s(retries + 1)
+        self.least_limit_s = (gather_s if group > 1 else 0.0) + tries_s + _LEAST_S
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_state": None}
@@ -132,9 +131,9 @@ class Judge:
         reason = ""
         for number in range(self._retries + 1):
             if number:
-                await asyncio.sleep(_PAUSE_S * 2 ** (number - 1))
+                await asyncio.sleep(PAUSE_S * 2 ** (number - 1))
             async with state.room:
-                text = await self._send(body, is_last=number == self._retries)
+                text = await self._endpoint.send(body, _read_text, is_last=number == self._retries)
             if text is None:
                 continue
             try:
@@ -145,40 +144,6 @@ class Judge:
             state.remember(key, scores)
             return scores, ""
         return None, reason
-
-    async def _send(self, body: Mapping[str, Any], *, is_last: bool) -> str | None:
-        """Return what the judge says; None if it may be asked again. Raises PodiumError if it does not answer."""
-        try:
-            return await asyncio.to_thread(self._post, json.dumps(body).encode())
-        except urllib.error.HTTPError as error:
-            text = error.read(500).decode(errors="replace")
-            if not is_last and (error.code == 429 or error.code >= 500):
-                return None
-            remedy = _REMEDIES.get(error.code, "its own log may say more")
-            raise PodiumError(f"the judge at {self._url} answers with status {error.code}: {remedy}: {text}") from None
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            if not is_last:
-                return None
-            what = "gives no answer of the OpenAI API" if not isinstance(error, OSError) else "does not answer"
-            raise PodiumError(
-                f"the judge at {self._url} {what} ({type(error).__name__}: {error}), tried {self._retries + 1} times "
-                f"within {self._time_limit_s:g} s each: is the server up, and is url right?"
-            ) from None
-
-    def _post(self, data: bytes) -> str:
-        head = {"Content-Type": "application/json"}
-        if self._key:
-            head["Authorization"] = f"Bearer {self._read_key()}"
-        with urllib.request.urlopen(urllib.request.Request(self._url, data, head), timeout=self._time_limit_s) as reply:
-            return str(json.load(reply)["choices"][0]["message"]["content"] or "")
-
-    def _read_key(self) -> str:
-        if not (key := os.environ.get(self._key, "")):
-            raise PodiumError(
-                f"judge(api_key={self._key!r}): the variable is not set where rewards run: set it, and name it in "
-                f"reward.env, as in --reward.env '[{self._key}]'"
-            )
-        return key
 
     def _write(self, row: Mapping[str, Any], completions: Sequence[str]) -> list[dict[str, str]]:
         low, high = self._scale
@@ -267,6 +232,10 @@ class _State:
         if self._file:
             with open(self._file, "a", encoding="utf-8") as file:
                 file.write(json.dumps([key, scores]) + "\n")
+
+
+def _read_text(reply: Any) -> str:
+    return str(reply["choices"][0]["message"]["content"] or "")
 
 
 def _as_score(scores: Sequence[float] | None, index: int, reason: str) -> Mapping[str, Any]:

@@ -158,6 +158,8 @@ class Form:
             ConfigError: A parameter has no value.
         """
         call = self._bind(columns := frozenset(columns))
+        if (check := getattr(self.reward, "check_columns", None)) is not None:
+            check(columns)
         return [*self._explain_defaults(call, columns), *self._explain_keys(columns)]
 
     def call(self, item: Item, log: Log) -> Any:

@@ -24,6 +24,11 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
     "gsm8k": "podium.rewards.text:gsm8k",
     "overlong": "podium.rewards.text:overlong",
     "model": "podium.rewards.model:model",
+    "code": "podium.rewards.code:code",
+    "format": "podium.rewards.shapes:FORMAT",
+    "length": "podium.rewards.shapes:LENGTH",
+    "choice": "podium.rewards.shapes:CHOICE",
+    "repetition": "podium.rewards.shapes:REPETITION",
     "math": "podium.rewards.symbolic:mathematics",
     "reasoning_gym": "podium.rewards.gym:reasoning_gym",
 }
