@@ -73,7 +73,7 @@ def _describe(evaluation: Evaluation, judge: Metric) -> Iterator[str]:
         bounds = evaluation.interval(name)
         if metric == judge:
             items = f"{evaluation.count(name)} items"
-            if name == ACCURACY:
+            if name == ACCURACY and evaluation.is_binary(name):
                 items = f"{round(value * evaluation.count(name))} of {evaluation.count(name)}"
             interval = "" if bounds is None else f"; 95% interval {' to '.join(map(metric.write, bounds))}"
             line += f"  ({items}{interval})"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import ConfigError
+from podium.rewards.answers import find_reader, reads_answers
 from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.grades import Source
 from podium.rewards.in_script import GradingInScript
@@ -87,6 +88,17 @@ class Grader:
         """
         with self._lock:
             return self._start_once().extras
+
+    def read_answers(self, completions: Sequence[str], grades: Sequence[Grade | None]) -> list[str | None] | None:
+        """Return the answers that the reward reads in completions; None where it does not say what it reads.
+
+        A reward says it by an entry ``answer`` beside its score. Of Podium's own, those that compare numbers, formulas
+        and texts are known.
+        """
+        rewards = self._source.rewards
+        if not reads_answers(rewards, grades):
+            return None
+        return [*map(find_reader(rewards), completions, grades)]
 
     def start(self) -> None:
         """Load the reward now, so that a wrong name or a failing import raises before the run starts.

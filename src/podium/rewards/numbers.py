@@ -10,7 +10,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Final
 
-__all__ = ["MARK", "TOLERANCE", "final_number", "is_same_number"]
+__all__ = ["MARK", "TOLERANCE", "boxed_text", "final_number", "is_same_number"]
 
 MARK: Final = "####"
 TOLERANCE: Final = Decimal("1e-6")  # relative for answers over 1, absolute below
@@ -96,6 +96,12 @@ def final_number(text: str) -> Decimal | None:
         return number
     last = _LAST_DIGIT.search(text)
     return None if last is None else _read_last(_simplify(text[max(0, last.start() - _LONGEST) :]))
+
+
+def boxed_text(text: str) -> str | None:
+    r"""Return what the last ``\boxed{}`` of a text holds; None where there is none."""
+    boxed = _BOXED.findall(text)
+    return boxed[-1] if boxed else None
 
 
 def is_same_number(number: Decimal | None, wanted: Decimal) -> bool:

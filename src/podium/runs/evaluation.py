@@ -14,7 +14,7 @@ from pydantic import AfterValidator
 
 from podium.runs.typed import Amount, Count, Figure
 from podium.telemetry import Sample
-from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, REWARD_MARGIN, TOKEN_ACCURACY, Metric
+from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, REWARD_MARGIN, Metric
 
 __all__ = ["Evaluation", "Gain", "Interval", "Scores", "accuracy_interval", "gain"]
 
@@ -92,15 +92,19 @@ class Evaluation:
         """This evaluation with its figures alone."""
         return replace(self, scores={}, weights=())
 
+    def is_binary(self, name: str) -> bool:
+        """Whether each item has the score 0 or 1, as far as scores were kept."""
+        return all(score in (0, 1, None) for score in self.scores.get(name, ()))
+
     def interval(self, name: str) -> Interval | None:
         """Return the 95 % interval of a figure; None where it is not known.
 
-        For a share of items it is the score interval (Wilson 1927, eq. 3), which is right also near 0 and 1. For a mean
-        it is Student's.
+        For a share of items it is the score interval (Wilson 1927, eq. 3), which is right also near 0 and 1. For a
+        mean, such as that of the shares of each item's completions, it is Student's.
         """
         if name not in self.figures:
             return None
-        if name == ACCURACY:
+        if name == ACCURACY and self.is_binary(name):
             return accuracy_interval(self.figures[name], self.count(name))
         if name == PERPLEXITY:
             bounds = self.interval(LOSS)
@@ -110,8 +114,9 @@ class Evaluation:
         error = _error(*_present(self.scores[name], self.weights))
         if error is None or not math.isfinite(error):
             return None
-        least = 0.0 if name in (LOSS, TOKEN_ACCURACY) else -math.inf  # beyond which no value lies
-        most = 1.0 if name == TOKEN_ACCURACY else math.inf
+        is_share = Metric(name).is_share
+        least = 0.0 if is_share or name == LOSS else -math.inf  # beyond which no value lies
+        most = 1.0 if is_share else math.inf
         return max(least, self.figures[name] - error), min(most, self.figures[name] + error)
 
 
@@ -150,7 +155,7 @@ def gain(before: Evaluation, after: Evaluation, name: str) -> Gain:
     changed = sum(one != other for one, other, _ in pairs) if pairs else None
     if not math.isfinite(value):
         bounds = None
-    elif name == ACCURACY:
+    elif name == ACCURACY and before.is_binary(name) and after.is_binary(name):
         correlation = _correlation([(bool(one), bool(other)) for one, other, _ in pairs])
         bounds = _newcombe(before, after, correlation)
     elif pairs:

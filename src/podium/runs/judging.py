@@ -5,7 +5,7 @@ from __future__ import annotations
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig, check_goal
 from podium.runs.evaluation import Evaluation
-from podium.telemetry.held_out import ACCURACY, REWARD, REWARD_MARGIN, Metric
+from podium.telemetry.held_out import ACCURACY, MAJ, REWARD, REWARD_MARGIN, Metric, drawn_count
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
 __all__ = ["choose_metric", "knows_accuracy"]
@@ -41,13 +41,23 @@ def knows_accuracy(config: InferenceConfig, metric: str, step: int) -> bool:
     ``metric`` is the name of the metric that was chosen; "" before that. An evaluation before the first step must show
     that ``eval.metric: accuracy`` has a meaning. A later one takes 1 as the lowest score of a correct completion.
     """
-    wanted = step > 0 and config.judged_by[0] == ACCURACY
-    return config.reward.correct_at is not None or metric == ACCURACY or wanted
+    wanted = step > 0 and _counts_correct(config.judged_by[0])
+    return config.reward.correct_at is not None or _counts_correct(metric) or wanted
+
+
+def _counts_correct(figure: str) -> bool:
+    """Whether a figure is one of completions that are correct or not."""
+    return figure == ACCURACY or drawn_count(figure) > 0
 
 
 def _explain_missing(config: InferenceConfig, figure: str, evaluation: Evaluation) -> str:
     subject = f"eval.metric = {config.eval.metric!r}"
-    if figure == ACCURACY:
+    if figure.startswith(MAJ) and ACCURACY in evaluation.figures:
+        return (
+            f"{subject}, and nobody says what answer stands in a completion: let the reward return a mapping that has "
+            'the answer that it read beside the score, as in {"score": 1.0, "answer": "42"}'
+        )
+    if _counts_correct(figure):
         scores = [score for score in evaluation.scores.get(REWARD, ()) if score not in (0, 1)]
         return (
             f"{subject}, and {len(scores)} of {evaluation.items} held-out scores are neither 0 nor 1, such as "

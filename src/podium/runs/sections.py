@@ -1,6 +1,7 @@
 """The trainer's own sections of a configuration: run, batch, critic, placement, eval and save. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
@@ -8,11 +9,13 @@ from pydantic import Field
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name
+from podium.rollout.sampling import SamplingParams
 from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
 
 __all__ = [
     "CriticConfig",
     "EvalConfig",
+    "EvalSampling",
     "ExampleBatch",
     "PlacementConfig",
     "PoolConfig",
@@ -262,6 +265,40 @@ class PlacementConfig:
             raise ConfigError(f"placement.pools has the role {twice[0]} more than once: a role has one pool")
 
 
+@section("eval.temperature")
+class EvalSampling:
+    """How evaluations draw completions. These are the entries of ``eval.temperature``, where that is a mapping."""
+
+    temperature: float = Field(default=0.0, ge=0, le=100)
+    """Logits are divided by this value before a token is drawn. 0 always takes the most probable token."""
+    n: int = Field(default=1, ge=1, le=65536)
+    """Each held-out prompt gets this many completions, from which pass@k and maj@k are computed."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Tokens are drawn from the smallest set of the most probable tokens that holds this share of the probability."""
+    top_k: int = Field(default=0, ge=0, le=10**9)
+    """Tokens are drawn from this many most probable tokens. 0 keeps all tokens."""
+    max_new_tokens: int | None = Field(default=None, ge=1, le=10**9)
+    """A completion has at most this many tokens. null means sampling.max_new_tokens."""
+
+    def __post_init__(self) -> None:
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"eval.temperature has n = {self.n} at temperature 0, where all completions of a prompt are equal: set "
+                "its temperature, as in {temperature: 0.6, n: " + f"{self.n}}}"
+            )
+
+    def apply(self, sampling: SamplingParams) -> SamplingParams:
+        """Return ``sampling`` as evaluations draw."""
+        return replace(
+            sampling,
+            n=self.n,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_new_tokens=self.max_new_tokens or sampling.max_new_tokens,
+        )
+
+
 @section("eval")
 class EvalConfig:
     """Evaluation on held-out prompts."""
@@ -270,21 +307,34 @@ class EvalConfig:
     """Evaluations are this many steps apart. 0 evaluates only before the first and after the last step."""
     items: int = Field(default=500, ge=0, le=10**12)
     """An evaluation takes at most this many held-out prompts. 0 turns evaluation off."""
-    temperature: float = Field(default=0.0, ge=0, le=100)
-    """Evaluation samples at this temperature. 0 always takes the most probable token."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | Mapping[str, Any] = 0.0
+    """Evaluation samples at this temperature. 0 always takes the most probable token. {temperature: 0.6, n: 8} draws
+    eight completions of each prompt; its other entries are top_p, top_k and max_new_tokens."""
     at_start: bool = True
     """The run starts with an evaluation of the initial model."""
     metric: str = Field(default="auto", min_length=1)
-    """This figure of held-out evaluations judges the run: reward, accuracy, reward_parts/NAME, loss, token_accuracy or
-    reward_margin, with /SET behind it for another than the first set of data.eval. auto means loss for supervised
-    fine-tuning, and accuracy for preferences. For other recipes auto means accuracy if reward.correct_at is set or all
-    scores of the first evaluation are 0 or 1, and reward if not."""
+    """This figure of held-out evaluations judges the run: reward, accuracy, pass@K, maj@K, reward_parts/NAME, loss,
+    token_accuracy or reward_margin, with /SET behind it for another than the first set of data.eval. auto means loss
+    for supervised fine-tuning, and accuracy for preferences. For other recipes auto means accuracy if reward.correct_at
+    is set or all scores of the first evaluation are 0 or 1, and reward if not."""
     stop_at: float | None = Field(default=None, ge=-1e9, le=1e9)
     """The run ends once an evaluation reaches this value of eval.metric: this accuracy or reward or a higher one, or
     this loss or a lower one. null never ends it early."""
     patience: int = Field(default=0, ge=0, le=10**9)
     """The run ends after this many evaluations in a row without a new best value of eval.metric. 0 never ends it
     early."""
+
+    def __post_init__(self) -> None:
+        _ = self.sampling  # raises an error if an entry is wrong
+
+    @property
+    def sampling(self) -> EvalSampling:
+        """How completions are drawn. Raises ConfigError for an entry of ``temperature`` that is wrong."""
+        if isinstance(self.temperature, Mapping):
+            if not self.temperature:
+                raise ConfigError("eval.temperature = {}: expected a number, or entries such as temperature and n")
+            return build_config(EvalSampling, self.temperature, key="eval.temperature")
+        return EvalSampling(temperature=self.temperature)
 
 
 @section("save")

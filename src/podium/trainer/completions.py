@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, completion_texts, fields, sampled_tokens
+from podium.data.sampled_text import count_sampled
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks.examples import template_messages
 from podium.runtime import Handle
@@ -312,6 +313,10 @@ class ScoredBatch:
     def chunks(self, most: int) -> Iterator[range]:
         """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""
         return _chunks(self.batch.jagged(fields.TOKENS).offsets, most)
+
+    def sampled_lengths(self) -> list[int]:
+        """Return the number of tokens that were sampled in each row."""
+        return count_sampled(self.batch.select(fields.LOSS_MASK).fetch().jagged(fields.LOSS_MASK)).tolist()
 
     def texts(self, rows: range) -> list[str]:
         """Return the texts that the policy wrote in these rows."""

@@ -1,6 +1,5 @@
 """Evaluation on held-out prompts: the generator answers, and the grader judges the answers."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,13 +16,13 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import EncodedPairs, Example, encode_pairs, load_examples
 from podium.runs.config import InferenceConfig
-from podium.runs.evaluation import Evaluation, Scores
+from podium.runs.evaluation import Evaluation
 from podium.runs.judging import knows_accuracy
 from podium.runs.model_paths import resolve_models
 from podium.runs.run_files import RunFiles
 from podium.runtime import Cluster, Handle
-from podium.telemetry import Note, Waiting, emit, metrics
-from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY
+from podium.telemetry import Note, Waiting, emit
+from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import (
     check_answers,
@@ -37,6 +36,7 @@ from podium.trainer.checks.preflight import (
 from podium.trainer.completion_files import write_completions, write_examples
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
+from podium.trainer.held_out_scores import Sampled, scores_of
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, pair_batch, prompt_batch
 from podium.trainer.roles import stand_together, start_generator, start_scorer
 from podium.trainer.sessions import Sessions, grade_sessions
@@ -46,6 +46,7 @@ from podium.workers import Generator, Policy, RewardModel
 __all__ = ["evaluate_model", "load_held_out_pairs", "open_sampler", "score_answers", "score_held_out"]
 
 _SAMPLES: Final = 24  # of which the report shows a few that changed
+_READ_TOKENS: Final = 1 << 19  # tokens of the rows whose texts are fetched at once
 _TOGETHER: Final = 512  # held-out examples that are sent to the policy at once
 
 
@@ -63,22 +64,24 @@ def score_held_out(
     set_name: str = "",
     known: bool | None = None,
 ) -> Evaluation:
-    """Score one completion of each of ``prompts`` with the generator's current weights.
+    """Score completions of each of ``prompts`` with the generator's current weights.
 
-    Completions are drawn at ``config.eval.temperature``, from the whole distribution, with the same seeds every time.
-    The first three are kept for the report, and all of them in a Parquet file in the folder ``keep``. With
-    ``sessions`` each prompt is the task of an environment's session. A session that fails, or ends before the model is
-    asked, is not correct and has the score ``config.reward.failure_score``. ``known`` is that of
-    :meth:`.ScoredBatch.with_verdicts`. The accuracy is left out where it is not known.
+    Completions are drawn as ``config.eval.sampling`` says, with the same seeds every time. Some are kept for the
+    report, and all of them in a Parquet file in the folder ``keep``. With ``sessions`` each prompt is the task of an
+    environment's session. A session that fails, or ends before the model is asked, is not correct and has the score
+    ``config.reward.failure_score``. ``known`` is that of :meth:`.ScoredBatch.with_verdicts`. The accuracy is left out
+    where it is not known.
 
     Raises:
         NoRowsError: All sessions of an evaluation before the first step failed.
     """
-    sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
-    seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
-    grades: list[Grade | None] = [Grade(config.reward.failure_score)] * len(prompts)
+    sampling = config.eval.sampling.apply(sampling)
+    seeds = completion_seeds(config.run.seed, None, len(prompts), sampling.n)
+    items: list[list[Sampled]] = [[] for _ in prompts]
+    reads_answers = False
     most = sampling.max_new_tokens
     ungraded = partial(ScoredBatch, step=step, prompts=prompts, tokenizer=tokenizer, max_new_tokens=most)
+    scored: ScoredBatch | None = None
     if sessions is not None:
         try:
             batch, _ = sessions.live(prompts, seeds, sampling, step, training=False)
@@ -86,41 +89,51 @@ def score_held_out(
             if not step:  # if the first evaluation fails, no later one will work
                 raise
             emit(Note(f"{error}\nAll items of this evaluation count as not correct, and the run continues"))
-            return Evaluation.of(step, len(prompts), scores_of(grades), set_name=set_name)
-        scored = ungraded(batch=batch)
-        scored = grade_sessions(scored, grader, config.reward, reward_model)
+        else:
+            scored = grade_sessions(ungraded(batch=batch), grader, config.reward, reward_model)
     else:
         batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
-        scored = ungraded(batch=batch)
-        scored = scored.graded(grader, reward_model=reward_model, steps_before=step)
-    if known and not scored.verdicts_known:
-        emit(Note(_explain_scores(scored.verdicts, set_name)))
-    scored = scored.with_verdicts(known)
-    if keep is not None:
-        keep.make_folder()
-        write_completions(keep, scored, None)
-    for row, grade in zip(scored.judged, scored.verdicts, strict=True):
-        grades[scored.groups[row]] = grade
-    for group in () if scored.left_out is None else scored.left_out.groups:
-        grades[group] = None
-    samples = scored.samples(_SAMPLES)
-    return Evaluation.of(step, len(prompts), scores_of(grades), set_name=set_name, samples=samples)
+        scored = ungraded(batch=batch).graded(grader, reward_model=reward_model, steps_before=step)
+    if scored is not None:
+        if known and not scored.verdicts_known:
+            emit(Note(_explain_scores(scored.verdicts, set_name)))
+        scored = scored.with_verdicts(known)
+        if keep is not None:
+            keep.make_folder()
+            write_completions(keep, scored, None)
+        reads_answers = _collect(scored, grader, items, answers=sampling.n > 1)
+    for item in items:
+        item += [Sampled(Grade(config.reward.failure_score))] * (sampling.n - len(item))
+    sources = [prompt.example.source for prompt in prompts]
+    scores = scores_of(items, config.judged_by[0], sources, reads_answers=reads_answers)
+    samples = () if scored is None else scored.samples(_SAMPLES)
+    return Evaluation.of(step, len(prompts), scores, set_name=set_name, samples=samples)
 
 
-def scores_of(grades: Sequence[Grade | None]) -> dict[str, Scores]:
-    """The scores of items by the names of their figures. An item that the reward left out has None.
-
-    There is no accuracy where a grade is no verdict.
-    """
-    present = [grade for grade in grades if grade is not None]
-    scores: dict[str, Scores] = {}
-    if all(grade.correct is not None for grade in present):
-        scores[ACCURACY] = [None if grade is None else float(bool(grade.correct)) for grade in grades]
-    scores[REWARD] = [None if grade is None else grade.score for grade in grades]
-    for name in dict.fromkeys(name for grade in present for name in grade.parts if name != "score"):
-        parts = [math.nan if grade is None else grade.parts.get(name, math.nan) for grade in grades]
-        scores[metrics.REWARD_PART_PREFIX + name] = [None if math.isnan(part) else part for part in parts]
-    return scores
+def _collect(scored: ScoredBatch, grader: Grader, items: Sequence[list[Sampled]], *, answers: bool) -> bool:
+    """Put each completion to its item. Returns whether their answers were read."""
+    parts = [scored] if scored.left_out is None else [scored, scored.left_out]
+    texts = [[text for rows in part.chunks(_READ_TOKENS) for text in part.texts(rows)] for part in parts if answers]
+    is_read = False
+    for number, part in enumerate(parts):
+        grades = [None if grade.abstained else grade for grade in part.verdicts]
+        read = None
+        if answers:
+            read = grader.read_answers([texts[number][row] for row in part.judged], grades)
+            is_read = is_read or read is not None
+        lengths, reasons = part.sampled_lengths(), part.batch.python(fields.FINISH_REASON)
+        ends = [*part.judged[1:], len(part.batch)]
+        for place, (row, grade) in enumerate(zip(part.judged, grades, strict=True)):
+            rows = range(row, ends[place])
+            items[part.groups[row]].append(
+                Sampled(
+                    grade,
+                    sum(lengths[row] for row in rows),
+                    reasons[rows[-1]] == "length",
+                    read[place] if read is not None else None,
+                )
+            )
+    return is_read
 
 
 def _explain_scores(grades: Sequence[Grade], set_name: str) -> str:

@@ -306,6 +306,7 @@ def read_held_out(
     :func:`.load_examples`.
     """
     sets: dict[str, list[Prompt]] = {}
+    most = config.eval.sampling.apply(sampling).max_new_tokens
     for name, source in config.eval_sets.items():
         data = replace(config.data, eval=source)
         if config.environment.name:
@@ -314,11 +315,12 @@ def read_held_out(
         prompts = load_held_out(data, tokenizer, config.eval.items, read)
         what = f"held-out ({name})" if name else "held-out"
         lengths, examples = [len(prompt.token_ids) for prompt in prompts], [prompt.example for prompt in prompts]
-        if (kept := find_fitting(config.model, data, what, lengths, examples, sampling.max_new_tokens)) is not None:
+        if (kept := find_fitting(config.model, data, what, lengths, examples, most)) is not None:
             prompts = [prompts[at] for at in kept]
         check_tokens(config.model, what, max(int(prompt.token_ids.max()) for prompt in prompts))
         lengths, examples = [len(prompt.token_ids) for prompt in prompts], [prompt.example for prompt in prompts]
-        check_lengths(config.model, sampling.max_new_tokens, what, lengths, examples)
+        key = "eval.temperature.max_new_tokens" if most != sampling.max_new_tokens else "sampling.max_new_tokens"
+        check_lengths(config.model, most, what, lengths, examples, key)
         check_answers((prompt.example for prompt in prompts), config.reward, reward)
         sets[name] = prompts
     return sets

@@ -37,7 +37,7 @@ from podium.telemetry import events, metrics
 from podium.telemetry.bus import emit
 from podium.telemetry.events import CompletionsSampled, Count, EvalFinished, Event, PhaseStarted, StepFinished, Waiting
 from podium.telemetry.formatting import clock_duration, compact, duration, percent, plain, visible
-from podium.telemetry.held_out import ACCURACY, Metric
+from podium.telemetry.held_out import ACCURACY, CUT_OFF, LENGTH, SOURCES, Metric
 from podium.telemetry.progress import describe_counts
 from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.logs import LogRouter
@@ -55,6 +55,7 @@ _ECHO_WIDTH: Final = 8  # of several ^C
 _FIRST_LINE_S: Final = 30.0
 _ESTIMATED_STEPS: Final = 50
 _FIELD_WIDTH: Final = 10  # of the names beside a sample's texts
+_QUIET: Final = (metrics.REWARD_PART_PREFIX, SOURCES, LENGTH, CUT_OFF)  # figures that metrics.jsonl alone has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,7 +467,7 @@ class ConsoleSink(Sink):
         row.append(visible(event.name) or "held-out", "bold")
         for name in sorted(event.figures, key=lambda name: name != judge.name):
             metric, value = Metric(name), event.figures[name]
-            if name.startswith(metrics.REWARD_PART_PREFIX) and metric != judge:
+            if name.startswith(_QUIET) and metric != judge:
                 continue
             key = self._phase.name, event.name, name
             before = self._held_out.get(key)

@@ -241,12 +241,18 @@ def load_schedule(name: str) -> Schedule:
 
 
 def check_lengths(
-    model: ModelConfig, max_new_tokens: int, what: str, lengths: Sequence[int], examples: Sequence[Example]
+    model: ModelConfig,
+    max_new_tokens: int,
+    what: str,
+    lengths: Sequence[int],
+    examples: Sequence[Example],
+    key: str = "sampling.max_new_tokens",
 ) -> None:
     """Check that a completion and the longest of the ``what`` prompts fit into the model's positions.
 
     Args:
         lengths: The number of tokens of the prompt of each of the ``examples``.
+        key: The setting that ``max_new_tokens`` comes from.
 
     Raises:
         ConfigError: They do not fit. The message names the settings that would make them fit.
@@ -262,8 +268,8 @@ def check_lengths(
         shorter = f", or data.max_prompt_tokens to {room} (data.overlong decides what happens to longer prompts)"
         raise ConfigError(
             f"the longest {what} prompt{_place(examples[index])} has {lengths[index]} tokens, which with "
-            f"sampling.max_new_tokens = {max_new_tokens} is more than the model's {most} positions{why}: lower "
-            "sampling.max_new_tokens" + (shorter if room > 0 else "")
+            f"{key} = {max_new_tokens} is more than the model's {most} positions{why}: lower {key}"
+            + (shorter if room > 0 else "")
         )
 
 
