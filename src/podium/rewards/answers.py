@@ -38,7 +38,7 @@ def find_reader(rewards: Sequence[Any]) -> Callable[[str, Grade | None], str | N
     reader = next((_READERS[name] for name in rewards if isinstance(name, str) and name in _READERS), None)
 
     def read(text: str, grade: Grade | None) -> str | None:
-        logged = [] if grade is None else _logged(grade)
+        logged = [] if grade is None else _list_logged(grade)
         return logged[0] if logged else reader(text) if reader is not None else None
 
     return read
@@ -47,10 +47,10 @@ def find_reader(rewards: Sequence[Any]) -> Callable[[str, Grade | None], str | N
 def reads_answers(rewards: Sequence[Any], grades: Sequence[Grade | None]) -> bool:
     """Whether completions have answers that can be counted."""
     named = any(isinstance(name, str) and name in _READERS for name in rewards)
-    return named or any(_logged(grade) for grade in grades if grade is not None)
+    return named or any(_list_logged(grade) for grade in grades if grade is not None)
 
 
-def _logged(grade: Grade) -> list[str]:
+def _list_logged(grade: Grade) -> list[str]:
     """The answers that rewards logged, a number as text too."""
     values: Mapping[str, float | str] = {**grade.parts, **grade.extra}
     return [str(value).strip() for name, value in values.items() if name.rpartition(".")[2] == _ANSWER]

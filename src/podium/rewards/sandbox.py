@@ -141,7 +141,7 @@ def _start(
         start_new_session=True,
     )
     assert process.stdin is not None
-    whole = {
+    message = {
         **task,
         "fd": fd,
         "paths": [*paths],
@@ -150,7 +150,7 @@ def _start(
         "file_bytes": limits.output_mib << 20,
     }
     try:
-        process.stdin.write(json.dumps(whole).encode())
+        process.stdin.write(json.dumps(message).encode())
         process.stdin.close()
     except BrokenPipeError:  # it has ended, which its status says
         pass
@@ -204,9 +204,9 @@ def _is_over(pid: int, limits: Limits) -> str:
         pids += children_of(pids[at])
         at += 1
     threads, pages = 0, 0
-    for one in pids:
+    for member in pids:
         try:
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         threads, pages = threads + int(fields[17]), pages + int(fields[21])

@@ -171,15 +171,15 @@ def _parse_tests(value: Any, entry: str) -> _Tests:
         name, pairs = None, ((item["input"], item["output"]) for item in value)
     pairs = [*pairs]
     if name:
-        return _Tests(statements=tuple(_write_call(str(name), given, wanted) for given, wanted in pairs))
-    given, wanted = ([_text(pair[side]) for pair in pairs] for side in (0, 1))
-    return _Tests(inputs=tuple(given), outputs=tuple(wanted))
+        return _Tests(statements=tuple(_write_call(str(name), arguments, wanted) for arguments, wanted in pairs))
+    inputs, outputs = ([_text(pair[side]) for pair in pairs] for side in (0, 1))
+    return _Tests(inputs=tuple(inputs), outputs=tuple(outputs))
 
 
-def _write_call(name: str, given: Any, wanted: Any) -> str:
-    """A test that calls a function with the arguments ``given``. JSON has no tuples, which are equal to lists here."""
+def _write_call(name: str, arguments: Any, wanted: Any) -> str:
+    """A test that calls a function with these arguments. JSON has no tuples, which are equal to lists here."""
     return (
-        f"import json\n_result = json.loads(json.dumps(_entry({name!r})(*{given!r})))\n"
+        f"import json\n_result = json.loads(json.dumps(_entry({name!r})(*{arguments!r})))\n"
         f"assert _result == {wanted!r} or [_result] == {wanted!r}, f'{{_result!r}} is wrong'[:200]"
     )
 

@@ -12,7 +12,7 @@ from podium.errors import ConfigError
 from podium.runs.files import SET, step_of
 from podium.runs.records import RunRecord, check_run, is_run
 from podium.runs.run_files import RunFiles
-from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric, drawn_count
+from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
 __all__ = ["Change", "Changes", "compare_evaluations", "find_evaluations", "without_completions"]
@@ -94,7 +94,7 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
         ConfigError: They have no prompt in common, a file cannot be read, or the scores are not in both files.
     """
     judged = RunRecord(find_run(second)).judged
-    metric = Metric(ACCURACY) if judged is None or drawn_count(judged[0].name) else judged[0]
+    metric = Metric(ACCURACY) if judged is None or count_draws(judged[0].name) else judged[0]
     by_token = metric.name in (LOSS, TOKEN_ACCURACY)
     before, after = _rows(first, metric), _rows(second, metric)
     both = [(before[key], after[key]) for key in before if key in after]

@@ -33,7 +33,7 @@ from podium.runs.sections import (
     RunConfig,
     SaveConfig,
 )
-from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, REWARD_MARGIN, TOKEN_ACCURACY, Metric, drawn_count
+from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, REWARD_MARGIN, TOKEN_ACCURACY, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import EndingOptim, check_dropout
@@ -126,7 +126,7 @@ class InferenceConfig:
                     f"eval.{name} = {value:g} with eval.items = 0, which turns evaluation off, so that nothing would "
                     f"end the run: raise eval.items, or leave eval.{name} out"
                 )
-        if (count := drawn_count(figure)) > self.eval.sampling.n:
+        if (count := count_draws(figure)) > self.eval.sampling.n:
             raise ConfigError(
                 f"eval.metric = {self.eval.metric!r} needs {count} completions of each held-out prompt, and "
                 f"eval.temperature has n = {self.eval.sampling.n}: write {{temperature: 0.6, n: {count}}}, for example"
@@ -453,7 +453,7 @@ def _split_metric(name: str, sets: Mapping[str, str]) -> tuple[str, str]:
     for figure, chosen in (*of_sets, (name, next(iter(sets)))):
         if figure in _METRICS:
             return _METRICS[figure], chosen
-        if drawn_count(figure) or (figure.startswith(REWARD_PART_PREFIX) and figure != REWARD_PART_PREFIX):
+        if count_draws(figure) or (figure.startswith(REWARD_PART_PREFIX) and figure != REWARD_PART_PREFIX):
             return figure, chosen
     known = ", ".join(filter(None, sets))
     raise ConfigError(

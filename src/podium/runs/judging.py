@@ -5,7 +5,7 @@ from __future__ import annotations
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig, check_goal
 from podium.runs.evaluation import Evaluation
-from podium.telemetry.held_out import ACCURACY, MAJ, REWARD, REWARD_MARGIN, Metric, drawn_count
+from podium.telemetry.held_out import ACCURACY, MAJ, REWARD, REWARD_MARGIN, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
 __all__ = ["choose_metric", "knows_accuracy"]
@@ -47,7 +47,7 @@ def knows_accuracy(config: InferenceConfig, metric: str, step: int) -> bool:
 
 def _counts_correct(figure: str) -> bool:
     """Whether a figure is one of completions that are correct or not."""
-    return figure == ACCURACY or drawn_count(figure) > 0
+    return figure == ACCURACY or count_draws(figure) > 0
 
 
 def _explain_missing(config: InferenceConfig, figure: str, evaluation: Evaluation) -> str:

@@ -9,7 +9,7 @@ from podium.telemetry import metrics
 from podium.telemetry.formatting import percent, plain
 
 __all__ = ["ACCURACY", "CUT_OFF", "LENGTH", "LOSS", "MAJ", "PASS", "PERPLEXITY", "REWARD", "REWARD_MARGIN", "SOURCES"]
-__all__ += ["TOKEN_ACCURACY", "Metric", "drawn_count"]
+__all__ += ["TOKEN_ACCURACY", "Metric", "count_draws"]
 
 ACCURACY: Final = "accuracy"  # share of the prompts whose completion is correct, or whose better answer is preferred
 REWARD: Final = "reward_mean"
@@ -61,7 +61,7 @@ class Metric:
     @property
     def is_share(self) -> bool:
         """Whether the values are shares of 0..1."""
-        return self._kind in (ACCURACY, TOKEN_ACCURACY, CUT_OFF) or drawn_count(self._kind) > 0
+        return self._kind in (ACCURACY, TOKEN_ACCURACY, CUT_OFF) or count_draws(self._kind) > 0
 
     @property
     def _kind(self) -> str:
@@ -86,7 +86,7 @@ class Metric:
         return f"{100 * change:+.1f} points" if self.is_share else f"{'+' if change >= 0 else ''}{plain(change)}"
 
 
-def drawn_count(figure: str) -> int:
+def count_draws(figure: str) -> int:
     """Return the k of a figure pass@k or maj@k, and 0 for any other figure."""
     match = _DRAWN.fullmatch(figure)
     return int(match[1]) if match else 0

@@ -314,7 +314,7 @@ class ScoredBatch:
         """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""
         return _chunks(self.batch.jagged(fields.TOKENS).offsets, most)
 
-    def sampled_lengths(self) -> list[int]:
+    def token_counts(self) -> list[int]:
         """Return the number of tokens that were sampled in each row."""
         return count_sampled(self.batch.select(fields.LOSS_MASK).fetch().jagged(fields.LOSS_MASK)).tolist()
 

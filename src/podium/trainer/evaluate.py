@@ -121,7 +121,7 @@ def _collect(scored: ScoredBatch, grader: Grader, items: Sequence[list[Sampled]]
         if answers:
             read = grader.read_answers([texts[number][row] for row in part.judged], grades)
             is_read = is_read or read is not None
-        lengths, reasons = part.sampled_lengths(), part.batch.python(fields.FINISH_REASON)
+        lengths, reasons = part.token_counts(), part.batch.python(fields.FINISH_REASON)
         ends = [*part.judged[1:], len(part.batch)]
         for place, (row, grade) in enumerate(zip(part.judged, grades, strict=True)):
             rows = range(row, ends[place])

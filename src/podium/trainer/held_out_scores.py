@@ -12,7 +12,7 @@ from typing import Final
 from podium.rewards import Grade
 from podium.runs.evaluation import Scores
 from podium.telemetry import metrics
-from podium.telemetry.held_out import ACCURACY, CUT_OFF, LENGTH, MAJ, PASS, REWARD, SOURCES, drawn_count
+from podium.telemetry.held_out import ACCURACY, CUT_OFF, LENGTH, MAJ, PASS, REWARD, SOURCES, count_draws
 
 __all__ = ["Sampled", "majority", "pass_at_k", "scores_of"]
 
@@ -104,7 +104,7 @@ def scores_of(
 
 def _count_correct(items: Sequence[Sequence[Sampled]], figure: str, *, reads_answers: bool) -> dict[str, Scores]:
     """pass@k and maj@k for powers of two, the number of completions, and the k of ``figure``."""
-    count, wanted = max(map(len, items), default=1), drawn_count(figure)
+    count, wanted = max(map(len, items), default=1), count_draws(figure)
     if count < 2 and not wanted:
         return {}
     powers = [2**power for power in range(count.bit_length())]
