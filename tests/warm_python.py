@@ -135,12 +135,19 @@ class Server:
         self.owner = os.getpid()
 
     @classmethod
-    def launch(cls) -> Server:
-        """Start a server, which ends with this process."""
+    def launch(cls, path: str = "", *, warnings_end: bool = True) -> Server:
+        """Start a server, which ends with this process.
+
+        Args:
+            path: PYTHONPATH of its imports.
+            warnings_end: Whether an import that warns ends it, as it would end a process under ``-W error``.
+        """
         near, far = pair()
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        command = [sys.executable, "-W", "error", __file__, str(far.fileno())]  # imports may not warn under -W error
+        env |= {"PYTHONPATH": path} if path else {}
+        strict = ["-W", "error"] if warnings_end else []  # imports may not warn under -W error
+        command = [sys.executable, *strict, __file__, str(far.fileno())]
         with far:
             process = NewPopen(command, env={**env, **threads}, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL)
         atexit.register(process.wait)
@@ -271,6 +278,7 @@ def settle(request: Request, fds: list[int], near: socket.socket, paths: list[st
     sys.orig_argv = [sys.executable, *request.arguments]
     importlib.invalidate_caches()
     WarmPopen.server = Server(socket.socket(fileno=kept[0]))
+    sys.modules["tests.warm_python"] = sys.modules[__name__]  # a script that imports this file gets this server
     start_fork_servers_warm()
 
 
@@ -325,7 +333,8 @@ def end() -> None:
 def warn(actions: list[str]) -> None:
     """Have the actions in the place of this server's own: below the filters that the imports have added."""
     sys.warnoptions[:] = actions
-    at = warnings.filters.index(("error", None, Warning, None, 0))
+    strict = ("error", None, Warning, None, 0)
+    at = warnings.filters.index(strict) if strict in warnings.filters else len(warnings.filters)
     above, below = warnings.filters[:at], warnings.filters[at + 1 :]
     warnings.filters[:] = below  # type: ignore[index]  # a list, whatever the stubs say
     for action in actions:

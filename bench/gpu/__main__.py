@@ -23,6 +23,7 @@ from pathlib import Path
 
 from bench.gpu.plan import STAGES
 from bench.gpu.runner import ROOT, run
+from tests.warm_python import Server, WarmPopen
 
 RESULTS = ROOT / "bench" / "gpu" / "results.json"
 DRY_RESULTS = ROOT / "runs" / "gpu" / "dry.json"
@@ -50,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if options.dry:
             environment["OMP_NUM_THREADS"] = "1"  # tiny shapes; threads of several processes would wait for one another
-        results = run(chosen, out, limit_s=limit_s, dry=options.dry, say=say, environment=environment)
+        WarmPopen.server = Server.launch(environment["PYTHONPATH"], warnings_end=False)
+        results = run(
+            chosen, out, limit_s=limit_s, dry=options.dry, say=say, environment=environment, popen=WarmPopen
+        )  # fmt: skip
     for result in results:
         say(f"{result['status']:8} {result['name']:12} {result.get('message', '')}")
     say(f"written to {out}")

@@ -90,6 +90,7 @@ def _family(stage: Stage, family: str, dtype: torch.dtype) -> None:
     model = model.to(stage.device, dtype).eval()
     reference = copy.deepcopy(model)  # the engine rearranges the storage of its own
     engine = make_engine(EngineConfig(name="native"), model)
+    engine.refresh(0)
     worst = 0.0
     for temperature in (0.0, 0.7):
         params = SamplingParams(max_new_tokens=4 if stage.dry else 16, temperature=temperature)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any, Final
 
 from bench.golden import CASES as GOLDEN, COMMON, GROUPS
 from bench.gpu.stage import Stage
+from tests.warm_python import run_python
 
 AT_A_TIME: Final = 6
 MARKED: Final = (
@@ -123,11 +123,9 @@ def train(name: str, folder: Path) -> int:
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, str]:
-    """Run a command of this Python; its status, and the end of what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    return process.returncode, process.stdout + process.stderr
+    """Run a command of this Python in a process whose imports are done; its status, and what it printed."""
+    done = run_python(*arguments, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return done.returncode, done.stdout + done.stderr
 
 
 def _check(stage: Stage, name: str, folder: Path, status: int, output: str) -> None:
@@ -145,7 +143,7 @@ def _check(stage: Stage, name: str, folder: Path, status: int, output: str) -> N
 
 def _expect_status(stage: Stage, name: str, status: int, output: str) -> None:
     if status:
-        sys.stdout.write(f"--- {name}\n{output[-3000:]}\n")
+        sys.stdout.write(f"--- {name}\n{output[-12_000:]}\n")
         last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
         raise RuntimeError(f"ended with status {status}: {last[:200]}")
     stage.fact(name, "ended as it should")

@@ -4,8 +4,9 @@
                       yes: start `bench.gpu.stage`, wait for it at most its budget, end its processes
                       write all results anew, whole, before the next stage begins
 
-A crash, a hang or a CUDA error of a stage ends that stage. A run that is killed keeps the results of what it ran, and
-the predictions of what it did not, because predictions are written before the first stage begins.
+A stage's process is a fork of a server that has imported torch, transformers and Podium, which takes 15 s where a
+disk is slow. A crash, a hang or a CUDA error of a stage ends that stage. A run that is killed keeps the results of what
+it ran, and the predictions of what it did not, because predictions are written before the first stage begins.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench.gpu.stage import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
-TAIL = 4000  # characters of a failed stage's output that the results keep
+TAIL = 20_000  # characters of a failed stage's output that the results keep
+Popen: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
 SETTLE_S = 3.0  # worker processes of a stage that was killed end within two seconds, and give back the GPU's memory
 
 
@@ -78,8 +80,13 @@ def run(
     say: Callable[[str], None],
     environment: Mapping[str, str] | None = None,
     settle_s: float = SETTLE_S,
+    popen: Popen = subprocess.Popen,
 ) -> list[dict[str, Any]]:
-    """Run the stages and return their results, which ``out`` has too, with the predictions, after each stage."""
+    """Run the stages and return their results, which ``out`` has too, with the predictions, after each stage.
+
+    Args:
+        popen: Starts the process of a stage, as :class:`subprocess.Popen` does.
+    """
     until = time.monotonic() + limit_s
     out.parent.mkdir(parents=True, exist_ok=True)
     results = [stage.as_json() for stage in stages]
@@ -97,7 +104,7 @@ def run(
             }
         else:
             time_s = min(stage.budget_s, left)
-            result |= _run_one(stage, time_s, dry=dry, environment={**os.environ, **(environment or {})})
+            result |= _run_one(stage, time_s, popen, dry=dry, environment={**os.environ, **(environment or {})})
             if result["status"] == "timeout" or "by SIG" in result["message"]:
                 time.sleep(settle_s)
         result["verdicts"] = [] if dry else verdicts(stage.predictions, result.get("figures", {}))
@@ -124,7 +131,9 @@ def judge(prediction: Prediction, value: float) -> str:
     return "lower than predicted" if value < prediction.low else "higher than predicted"
 
 
-def _run_one(stage: Planned, time_s: float, *, dry: bool, environment: Mapping[str, str]) -> dict[str, Any]:
+def _run_one(
+    stage: Planned, time_s: float, popen: Popen, *, dry: bool, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """Run one stage in a session of its own; its status, figures, seconds and, where it failed, its last output."""
     with tempfile.TemporaryDirectory(prefix="podium-gpu-") as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
@@ -132,7 +141,7 @@ def _run_one(stage: Planned, time_s: float, *, dry: bool, environment: Mapping[s
         command += ["--dry"] if dry else []
         began = time.monotonic()
         with log.open("w") as file:
-            process = subprocess.Popen(
+            process = popen(
                 command, cwd=ROOT, env=dict(environment), stdin=subprocess.PIPE, stdout=file, stderr=file,
                 start_new_session=True,
             )  # fmt: skip

