@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,10 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="kinds of faults (default: all that can be)")
     parser.add_argument("--backend", default="local", choices=tuple(BACKENDS))
     parser.add_argument("--sessions", action="store_true", help="each prompt is a session of two turns")
+    parser.add_argument(
+        "--warm", action="store_true",
+        help="fork the fork servers of local from the controller, so that no time is spent on imports",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="keep everything here; a campaign that was interrupted here goes on")
     parser.add_argument("--small-disk", action="store_true", help="put the runs on a small disk (as root), to fill it")
@@ -60,6 +65,8 @@ def main() -> int:
         help="run nothing: write docs/reliability.md from the campaigns in these folders, or from the last ones",
     )  # fmt: skip
     options = parser.parse_args()
+    if options.warm and options.backend != "local":
+        parser.error("--warm is of the backend local, whose fork servers it forks")
     if options.report is not None:
         return report(options.report)
     failed = 0
@@ -72,7 +79,7 @@ def main() -> int:
         faults = options.faults or _faults(options)
         for schedule in options.schedules:
             seed = f"{options.seed}/{schedule}"
-            victim = partial(_victim, folder, schedule, options.backend, options.sessions, seed)
+            victim = partial(_victim, folder, schedule, options.backend, options.sessions, options.warm, seed)
             campaign = Campaign(folder, schedule, faults, options.kills, options.seed, victim, options.sessions)
             began = time.monotonic()
             wrong = campaign.run(_say, began + 60.0 * options.minutes)
@@ -80,6 +87,7 @@ def main() -> int:
             for row in rows:
                 _print({"schedule": schedule, **row})
             found = {"backend": options.backend, "schedule": schedule, "sessions": options.sessions}
+            found |= {"warm": options.warm}
             found |= {"prompts": campaign.steps * PROMPTS}
             found |= {"seconds": round(time.monotonic() - began, 1), "wrong": wrong}
             _print(found)
@@ -104,9 +112,10 @@ def _faults(options: argparse.Namespace) -> list[str]:
     return [name for name in every if name not in never and (name != "disk_full" or options.small_disk)]
 
 
-def _victim(folder: Path, schedule: str, backend: str, sessions: bool, seed: str, name: str) -> Victim:
+def _victim(folder: Path, schedule: str, backend: str, sessions: bool, warm: bool, seed: str, name: str) -> Victim:
     options, gone_s = BACKENDS[backend]
-    return Victim(folder, name, schedule, backend=backend, options=options, seed=seed, gone_s=gone_s, sessions=sessions)
+    about: dict[str, Any] = {"backend": backend, "options": options, "gone_s": gone_s}
+    return Victim(folder, name, schedule, seed=seed, sessions=sessions, warm=warm, **about)
 
 
 def _say(result: Result) -> None:
@@ -121,11 +130,16 @@ def _print(row: dict[str, Any]) -> None:
 @contextmanager
 def _small_disk(folder: Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
+    kept = folder.with_name("kept")  # what the disk had, as it goes with its mount
     command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MB}m", "podium-chaos", str(folder)]
     subprocess.run(command, check=True)
     try:
+        if kept.exists():
+            shutil.copytree(kept, folder, symlinks=True, dirs_exist_ok=True)
         yield
     finally:
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(folder, kept, symlinks=True)
         subprocess.run(["umount", str(folder)], check=True)
 
 

@@ -68,6 +68,7 @@ class Campaign:
     ) -> None:
         self.folder, self.schedule, self.sessions = folder, schedule, sessions
         self.path = folder / f"{schedule}.results.jsonl"
+        self._steps = folder / f"{schedule}.steps"  # has the number of the last step, once all faults have struck
         order = random.Random(f"{seed}/{schedule}")
         plan = [fault for _ in range(kills) for fault in order.sample(list(faults), len(faults))]
         self.results = [Result(**json.loads(line)) for line in self._lines()]
@@ -86,6 +87,7 @@ class Campaign:
         victim = self._victim(f"{self.schedule}-disturbed")
         try:
             if self.plan:
+                self._steps.unlink(missing_ok=True)  # of a campaign that struck less often
                 victim.start()
             for fault in self.plan:
                 if time.monotonic() > until:
@@ -163,12 +165,11 @@ class Campaign:
 
     def _settle(self, victim: Victim) -> list[str]:
         """End the run some steps later, run its undisturbed twin for as many steps, and check the books."""
-        steps_path = self.folder / f"{self.schedule}.steps"
-        if not steps_path.exists():
+        if not self._steps.exists():
             victim.look()
             victim.end()
-            steps_path.write_text(str(victim.step() + LAST_STEPS))
-        self.steps = steps = int(steps_path.read_text())
+            self._steps.write_text(str(victim.step() + LAST_STEPS))
+        self.steps = steps = int(self._steps.read_text())
         twin = self._victim(f"{self.schedule}-undisturbed")
         wrong: list[str] = []
         try:

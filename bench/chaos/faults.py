@@ -224,7 +224,7 @@ FAULTS: dict[str, Fault] = {
     "generator_raises": Fault(
         lambda victim: victim.order("generator") and None, "surfaces", f"RuntimeError: the generator {ON_PURPOSE}"
     ),
-    "memory": Fault(_no_memory, "surfaces", _OUT_OF_MEMORY),
+    "memory": Fault(_no_memory, "either", _OUT_OF_MEMORY),  # a process that cannot start a thread ends
     "files_end": Fault(_files_end, "surfaces", _NO_ROOM),
     "disk_full": Fault(_disk_full, "surfaces", _NO_ROOM, heal=_make_room),
     "dispatcher": Fault(_kill_helper(HELPERS["dispatcher"])),

@@ -97,15 +97,21 @@ def _spread(times: Sequence[float]) -> str:
     return f"{middle:.1f}" if f"{middle:.1f}" == f"{slowest:.1f}" else f"{middle:.1f} ({slowest:.1f})"
 
 
+def _kind(campaign: Mapping[str, Any]) -> tuple[str, str]:
+    """The backend of a campaign, and what its faults are faults of."""
+    words = " of runs of sessions" if campaign.get("sessions") else ""
+    return campaign["backend"], words + (", with times that have no imports" if campaign.get("warm") else "")
+
+
 def section(found: Mapping[str, Any]) -> str:
     """The section of the page: who measured what where, a table for each backend, and what the books say."""
     machine, campaigns = found["machine"], found["campaigns"]
     where = f"{machine['cores']} cores ({machine['processor']})"
     lines = [f"Measured on {where}, {machine['when'][:10]}, torch {machine['libraries']['torch']}."]
-    for backend, sessions in dict.fromkeys((one["backend"], one.get("sessions", False)) for one in campaigns):
-        own = [one for one in campaigns if (one["backend"], one.get("sessions", False)) == (backend, sessions)]
+    for kind in dict.fromkeys(map(_kind, campaigns)):
+        own = [one for one in campaigns if _kind(one) == kind]
         faults = sum(row["faults"] for one in own for row in one["rows"])
-        lines += ["", f"On `{backend}`, {faults:,} faults{' of runs of sessions' if sessions else ''}:", ""]
+        lines += ["", f"On `{own[0]['backend']}`, {faults:,} faults{kind[1]}:", ""]
         lines += [f"| fault | {' | '.join(f'`{schedule}`' for schedule in STALENESS)} |"]
         lines += ["|---|" + "---|" * len(STALENESS)]
         for name in FAULTS:

@@ -21,11 +21,12 @@ from typing import Any
 
 from bench.chaos.leftovers import process
 from bench.chaos.pairs import read_pair
+from bench.chaos.spares import make_spares
 from podium.data import Batch
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import Event, WorkerStarted, subscribe
-from podium.trainer import GRPOConfig, PPOTrainer, build_config
+from podium.trainer import PRELOAD, GRPOConfig, PPOTrainer, build_config
 from podium.workers import Generator, Policy
 
 __all__ = ["HOARD", "ON_PURPOSE", "PROMPTS", "STALENESS", "configuration", "train"]
@@ -114,14 +115,17 @@ def _obey(role: str) -> None:
     with suppress(FileNotFoundError):
         told = path.read_text()
         path.unlink()
-        while told == HOARD:
+        while told == HOARD and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             hoard.append(bytearray(1 << 20))
         raise RuntimeError(f"the {role} {ON_PURPOSE}")
 
 
-def train(config: Mapping[str, Any], folder: str, temporary: str, backend: str, options: Mapping[str, Any]) -> None:
+def train(
+    config: Mapping[str, Any], folder: str, temporary: str, backend: str, options: Mapping[str, Any], warm: bool = False
+) -> None:
     """Be the controller of a run, in a process of its own. Its error is written to ``errors.jsonl`` in ``folder``, and
-    number and start of each worker's process to ``pids``. Temporary files of all processes lie in ``temporary``."""
+    number and start of each worker's process to ``pids``. Temporary files of all processes lie in ``temporary``. With
+    ``warm``, fork servers are forks of this process."""
     home = Path(folder)
     output = os.open(home / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
@@ -133,6 +137,8 @@ def train(config: Mapping[str, Any], folder: str, temporary: str, backend: str, 
     os.environ |= {ORDERS: str(home / "orders"), "TMPDIR": temporary, "PYTHONPATH": str(clock.parent), **RAY}
     tempfile.tempdir = None
     exec(_CLOCK, {})
+    if warm:
+        make_spares(PRELOAD)
 
     order = home / "orders" / "second"
 

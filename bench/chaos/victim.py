@@ -16,7 +16,9 @@ from typing import Any
 
 from bench.chaos.leftovers import Process, alive, below, leftovers, process, segments
 from bench.chaos.pairs import find_helper, find_worker
+from bench.chaos.spares import SURROUNDINGS
 from bench.chaos.training import configuration, train
+from podium.trainer.preload import PRELOAD
 
 __all__ = ["ENDLESS", "Failed", "Victim"]
 
@@ -46,6 +48,7 @@ class Victim:
         seed: str = "",
         gone_s: float = GONE_S,
         sessions: bool = False,
+        warm: bool = False,
     ) -> None:
         self.folder, self.name, self.schedule, self.backend = folder, name, schedule, backend
         self.directory = folder / "runs" / name
@@ -58,7 +61,12 @@ class Victim:
         self._options = dict(options or {})
         self._gone_s, self._sessions = gone_s, sessions
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["bench.chaos.training", "podium.backends.local.backend"])
+        modules = ["bench.chaos.training", "podium.backends.local.backend"]
+        if warm:
+            os.environ |= SURROUNDINGS
+            modules += PRELOAD
+        self._warm = warm
+        self._context.set_forkserver_preload(modules)
         self._controller: Any = None
         self._had: set[Process] = set()
         self._segments = segments()
@@ -68,7 +76,7 @@ class Victim:
     def start(self, steps: int = ENDLESS) -> None:
         """Start the run, or go on with it from its latest checkpoint."""
         config = configuration(self.folder, self.name, self.schedule, steps, sessions=self._sessions)
-        given = (config, str(self.home), str(self.temporary), self.backend, self._options)
+        given = (config, str(self.home), str(self.temporary), self.backend, self._options, self._warm)
         self.temporary.mkdir(exist_ok=True)
         self._controller = self._context.Process(target=train, args=given)
         self._controller.start()

@@ -324,11 +324,12 @@ class Trainer(ABC, Generic[C, E, R]):
     def at_work(self, step: int, *roles: str) -> Iterator[None]:
         """Note that the prompts of ``step`` are in the processes of ``roles`` during the block.
 
-        After a loss the processes are asked first whether they live: what a process never got did not end it.
+        What a process never got did not end it: an end that is known is raised first, and after a loss the processes
+        are asked whether they live.
         """
         workers = self.run.roles.workers
-        for role in roles if self.run.losses.any else ():
-            if role in workers:
+        for role in roles:
+            if role in workers and (self.run.losses.any or workers[role].group.lost):
                 workers[role].group.check_alive()
         prompts = self.ledger.states.in_flight([step])
         for role in roles:
