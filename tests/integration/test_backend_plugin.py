@@ -64,7 +64,9 @@ def run(site: Path, directory: Path, *arguments: str) -> str:
 def test_podium_lists_it_with_what_it_can_do(site: Path, tmp_path: Path) -> None:
     out = run(site, tmp_path, "-c", "from podium.cli import main; main(['backends'])")
     (line,) = [line for line in out.splitlines() if line.startswith("streams")]
-    assert line.split(None, 1)[1].startswith("can: processes, collectives, concurrent, exit_status; cannot: detached")
+    assert line.split(None, 1)[1].startswith(
+        "can: processes, collectives, concurrent, exit_status, this_machine; cannot: detached"
+    )
     assert "podium_streams.backend:StreamsBackend" in out
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from podium import Cluster
 from podium.algorithms import ADVANTAGES, LOSSES
 from podium.data import Batch
+from podium.rewards import NAMED_REWARDS
 from podium.rollout.engines.config import find_engines
 from podium.runs.schedules import SCHEDULES
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
@@ -105,6 +106,10 @@ def test_a_loss(name: str, tmp_path: Path) -> None:
     settings: Any = MODEL["config"]
     model = {"config": {**settings, "attention_dropout": 0.3}}
     check_same(tmp_path, GRPOConfig, "algorithm.loss", (name, copy_of(LOSSES[name], tmp_path)), model=model)
+
+
+def test_a_reward(tmp_path: Path) -> None:
+    check_same(tmp_path, GRPOConfig, "reward.name", ("fraction", copy_of(NAMED_REWARDS["fraction"], tmp_path)))
 
 
 @pytest.fixture

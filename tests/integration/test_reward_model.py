@@ -182,7 +182,9 @@ def test_a_score_that_nobody_reads_is_refused(tmp_path: Path) -> None:
     scorer = write_scorer(tmp_path / "scorer")
     with pytest.raises(ConfigError, match=r"reward\.name = 'fraction', which does not read the model's score: set"):
         describe_plan(tiny(GRPOConfig, tmp_path, reward={"path": str(scorer)}), "local")
-    with pytest.raises(ConfigError, match=r"reward\.name = 'model' is the score of a reward model: set reward\.path"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.name = 'model' reads the score of a reward model: set reward\.path"
+    ):
         describe_plan(tiny(GRPOConfig, tmp_path, reward={"name": "model"}), "local")
     config = tiny(GRPOConfig, tmp_path, reward={"name": "model", "path": str(scorer)})
     assert "policy, reward, estimator, generator" in describe_plan(config, "local")

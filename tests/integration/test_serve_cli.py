@@ -229,7 +229,7 @@ def test_what_cannot_be_served_is_said_at_once(
             ([str(tmp_path / "none")], "secret", f"no run and no model at {tmp_path / 'none'}"),
             (["./nothing"], "secret", "no run and no model at ./nothing"),
             ([str(tmp_path)], "secret", "is no run (it has no config.yaml) and no model"),
-            ([str(model), "--backend", "ray"], "secret", "podium serve runs on this machine"),
+            ([str(model), "--backend", "ray"], "secret", "podium serve answers on this machine, where"),
             ([str(model), "--colour", "red"], "secret", "colour"),
         ]:
             monkeypatch.setenv("PODIUM_TOKEN", token)

@@ -28,7 +28,7 @@ if CONTRACT_VERSION != 1:
 class StreamsBackend(Backend):
     """``preload``: modules imported once for all worker processes; one with an environment of its own imports anew."""
 
-    capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
+    capabilities = Capabilities(processes=True, collectives=True, concurrent=True, this_machine=True)
 
     def __init__(self, *, preload: Sequence[str] = ("torch",)) -> None:
         self.files = Files()

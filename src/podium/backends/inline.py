@@ -49,7 +49,7 @@ class InlineBackend(Backend):
         the controller's goes.
     """
 
-    capabilities = Capabilities(processes=False, collectives=False, concurrent=False)
+    capabilities = Capabilities(processes=False, collectives=False, concurrent=False, this_machine=True)
 
     def __init__(
         self,

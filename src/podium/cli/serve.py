@@ -48,8 +48,11 @@ def run_serve(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--port", type=int, default=0, help="the port (default: a free port)")
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
-    if backend.name not in ("local", "inline"):
-        raise ConfigError(f"--backend {backend.name}: podium serve runs on this machine; leave --backend out")
+    if not backend_class(backend.name, backend.options).capabilities.this_machine:
+        raise ConfigError(
+            f"--backend {backend.name}: podium serve answers on this machine, where the workers of this backend need "
+            "not be; leave --backend out"
+        )
     environment_token, name = os.environ.get(_TOKEN), options.name or Path(options.model).name or options.model
     if environment_token is not None and not environment_token.strip():
         raise ConfigError(f"{_TOKEN} is empty: set it to a token, or unset it to get a new token")

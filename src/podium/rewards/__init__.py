@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from podium.rewards.chat_judge import Judge as Judge, judge as judge
     from podium.rewards.config import Grade as Grade, RewardConfig as RewardConfig
     from podium.rewards.grader import Grader as Grader
+    from podium.rewards.keys import reads as reads
     from podium.rewards.remote import RemoteReward as RemoteReward, ask_service as ask_service
     from podium.rewards.resolve import (
         NAMED_REWARDS as NAMED_REWARDS,
-        READS_ANSWER as READS_ANSWER,
         RewardFn as RewardFn,
         Rewards as Rewards,
         resolve_reward as resolve_reward,

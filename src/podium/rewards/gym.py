@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.extras import install_command
+from podium.rewards.keys import reads
 
 try:
     import reasoning_gym as gym
@@ -27,6 +28,7 @@ def _dataset(task: str, options: str) -> Any:
     return gym.create_dataset(task, **json.loads(options))
 
 
+@reads("metadata")
 def reasoning_gym(completion: str, row: Mapping[str, Any]) -> float:
     """Return the task's own score for the last ``<answer>…</answer>``, or for the whole text if it has none.
 

@@ -1,12 +1,44 @@
-"""The keys that a function reads of a mapping, found in its code without running it."""
+"""The columns of a row that a reward reads: those that it declares, and those that its code shows without running."""
 
 import dis
+from collections.abc import Callable
+from functools import partial
 from types import CodeType
-from typing import Final
+from typing import Any, Final, TypeVar
 
-__all__ = ["list_read_keys"]
+__all__ = ["declared_columns", "list_read_keys", "reads"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SKIPPED: Final = frozenset({"CACHE", "PUSH_NULL", "NOP", "EXTENDED_ARG"})
+_ATTRIBUTE: Final = "podium_reads"
+
+
+def reads(*columns: str) -> Callable[[F], F]:
+    """Declare the columns that a reward needs of each row. ``reads()`` declares that it needs none.
+
+    A row without such a column is named before the run starts. "answer" is the answer as text: an answer that is
+    neither text nor messages is named, too, and a note says how many answers are empty. "model_score" is the score of
+    the reward model: ``reward.path`` has to be set. A function of a module (``module:function``) is loaded in the
+    grading processes alone, so its declaration is not checked; one of a file or of the script is.
+
+    >>> @reads("answer")
+    ... def ends_right(completion, row):
+    ...     return float(completion.endswith(row["answer"]))
+    """
+
+    def declare(function: F) -> F:
+        setattr(function, _ATTRIBUTE, frozenset(columns))
+        return function
+
+    return declare
+
+
+def declared_columns(reward: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the columns that a reward declares by :func:`reads`; None if it declares nothing."""
+    while isinstance(reward, partial):
+        reward = reward.func
+    return getattr(reward, _ATTRIBUTE, None)
 
 
 def list_read_keys(code: CodeType | None, variable: str) -> list[str]:

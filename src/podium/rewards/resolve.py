@@ -6,9 +6,10 @@ from typing import Any, Final, cast
 from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.rewards.config import RewardConfig
+from podium.rewards.keys import declared_columns
 
-__all__ = ["NAMED_REWARDS", "READS_ANSWER", "RewardFn", "Rewards"]
-__all__ += ["check_weights", "list_rewards", "name_of", "resolve_reward"]
+__all__ = ["NAMED_REWARDS", "RewardFn", "Rewards"]
+__all__ += ["check_weights", "columns_read", "list_rewards", "load_nearby", "name_of", "resolve_reward"]
 
 Score = float | Mapping[str, float] | Sequence[float | None] | None
 RewardFn = Callable[..., Score | Awaitable[Score]]
@@ -34,8 +35,13 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
 }
 """The rewards that Podium brings, and the module of each."""
 
-READS_ANSWER: Final = frozenset({"exact", "fraction", "gsm8k", "math"})
-"""Those of Podium's rewards that compare with the row's answer as text."""
+# What Podium's own rewards declare by podium.rewards.reads, so that it is known without the libraries that they need.
+_READ_COLUMNS: Final = {
+    **dict.fromkeys(("exact", "fraction", "gsm8k", "math", "choice"), frozenset({"answer"})),
+    **dict.fromkeys(("overlong", "code", "format", "length", "repetition"), frozenset[str]()),
+    "model": frozenset({"model_score"}),
+    "reasoning_gym": frozenset({"metadata"}),
+}
 
 
 def resolve_reward(spec: str) -> RewardFn:
@@ -46,6 +52,26 @@ def resolve_reward(spec: str) -> RewardFn:
             installed, or its module raised an exception.
     """
     return load_function(spec, key="reward.name", known=NAMED_REWARDS)
+
+
+def load_nearby(reward: str | RewardFn) -> RewardFn | None:
+    """Return the function, where it is at hand or in a file; None where it is Podium's own or a module's, which only
+    grading processes load. Raises ConfigError as :func:`resolve_reward` does."""
+    if not isinstance(reward, str):
+        return reward
+    is_of_module = ":" in reward and not reward.rpartition(":")[0].endswith(".py")
+    return None if reward in NAMED_REWARDS or is_of_module else resolve_reward(reward)
+
+
+def columns_read(reward: str | RewardFn) -> frozenset[str] | None:
+    """Return the columns that a reward declares by :func:`podium.rewards.reads`; None if that is not known.
+
+    Raises ConfigError as :func:`resolve_reward` does.
+    """
+    if isinstance(reward, str) and reward in NAMED_REWARDS:
+        return _READ_COLUMNS.get(reward)
+    function = load_nearby(reward)
+    return None if function is None else declared_columns(function)
 
 
 def list_rewards(config: RewardConfig, reward: Rewards | None) -> tuple[str | RewardFn, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.rewards.keys import reads
 from podium.rewards.numbers import boxed_text
 
 __all__ = ["CHOICE", "FORMAT", "LENGTH", "REPETITION"]
@@ -34,6 +35,7 @@ def check_format(pattern: str = _THOUGHTS) -> Score:
     except re.error as error:
         raise ConfigError(f"check_format({pattern!r}): this is no regular expression: {error}") from None
 
+    @reads()
     def match(completion: str) -> float:
         return float(compiled.fullmatch(completion) is not None)
 
@@ -64,11 +66,13 @@ def limit_length(most: int | str | None = None, least: int = 0, over: int | None
 
     if most is None:
 
+        @reads()
         def measure(completion: str, completion_ids: Sequence[int], max_new_tokens: int) -> float:
             return fall(len(completion_ids), 0) if over else -min(1.0, len(completion_ids) / max_new_tokens)
 
         return measure
 
+    @reads(*((most,) if isinstance(most, str) else ()))
     def compare(completion: str, row: Mapping[str, Any], completion_ids: Sequence[int]) -> float:
         limit = row[most] if isinstance(most, str) else most
         return fall(len(completion_ids), int(limit))
@@ -90,6 +94,7 @@ def limit_repetition(words: int = 3, most: float = 1.0) -> Score:
     if words < 1 or most <= 0:
         raise ConfigError(f"limit_repetition(words={words}, most={most}): expected numbers above 0")
 
+    @reads()
     def measure(completion: str) -> float:
         texts = _WORD.findall(completion.lower())
         runs = [tuple(texts[start : start + words]) for start in range(len(texts) - words + 1)]
@@ -111,6 +116,7 @@ def check_choice(letters: str = "ABCDEFGHIJ") -> Score:
     if not letters or not (letters.isascii() and letters.isalpha() and letters.isupper()):
         raise ConfigError(f"check_choice({letters!r}): expected capital letters, such as ABCD")
 
+    @reads("answer")
     def choose(completion: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
         right, choice = _read_answer(row, letters), _read_choice(completion)
         choice = choice if choice is not None and choice in letters else None

@@ -7,6 +7,7 @@ from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.extras import install_command
+from podium.rewards.keys import reads
 from podium.rewards.numbers import MARK
 from podium.rewards.text import answer_of
 
@@ -38,6 +39,7 @@ def _gold(answer: str) -> tuple[Any, ...]:
     return tuple(math_verify.parse(answer, parsing_timeout=_NO_LIMIT))
 
 
+@reads("answer")
 def mathematics(completion: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the completion's last formula equals the answer, else 0. Boxed formulas come before others.
 

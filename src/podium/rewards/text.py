@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from podium.rewards.keys import reads
 from podium.rewards.numbers import final_number, is_same_number
 
 __all__ = ["answer_of", "exact", "fraction", "gsm8k", "overlong"]
@@ -31,11 +32,13 @@ def answer_of(row: Mapping[str, Any]) -> str:
             return str(answer)
 
 
+@reads("answer")
 def exact(completion: str, row: Mapping[str, Any]) -> float:
     """Return 1 if completion and answer are the same except for white space around them, else 0."""
     return float(completion.strip() == answer_of(row).strip())
 
 
+@reads("answer")
 def fraction(completion: str, row: Mapping[str, Any]) -> float:
     """Return the share of positions at which completion and answer have the same character.
 
@@ -50,6 +53,7 @@ def fraction(completion: str, row: Mapping[str, Any]) -> float:
     return sum(a == b for a, b in zip(text, wanted, strict=False)) / longest if longest else 1.0
 
 
+@reads("answer")
 def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the completion's final number equals the answer's (5 and 5.0 are equal), else 0.
 
@@ -64,6 +68,7 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     return float(is_same_number(final_number(completion), wanted))
 
 
+@reads()
 def overlong(completion: str, completion_ids: Sequence[int], max_new_tokens: int) -> float:
     """Return a penalty from 0 to -1 that grows over the last fifth of the tokens that a completion may have.
 

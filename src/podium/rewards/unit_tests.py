@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.rewards.keys import reads
 from podium.rewards.sandbox import Kind, Limits, check_sandbox, run_programs
 
 __all__ = ["CodeReward", "check_code", "find_code"]
@@ -49,6 +50,7 @@ def check_code(**options: Any) -> CodeReward:
     return CodeReward(**options)
 
 
+@reads()  # which column has the tests, it finds in each row
 class CodeReward:
     """Code by unit tests: 1 if all tests of the row pass, else 0.
 

@@ -25,6 +25,7 @@ class Capabilities:
     concurrent: bool  # calls can be in flight while the controller goes on
     exit_status: bool = True  # a death's cause is the exit code or the signal
     detached: bool = False  # a group can outlive its controller and be found by name
+    this_machine: bool = False  # all workers run on the controller's machine, so that its addresses reach them
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
 from podium.errors import ConfigError
 from podium.rewards import NAMED_REWARDS, resolve_reward
+from podium.rewards.keys import declared_columns
+from podium.rewards.resolve import columns_read
 
 
 @pytest.mark.parametrize("name", sorted(NAMED_REWARDS))
@@ -15,11 +19,27 @@ def test_every_named_reward_resolves(name: str) -> None:
     assert callable(resolve_reward(name))
 
 
+@pytest.mark.parametrize("name", sorted(NAMED_REWARDS))
+def test_what_a_named_reward_reads_is_known_without_loading_it_and_is_what_a_copy_of_it_declares(
+    name: str, tmp_path: Path
+) -> None:
+    module, _, function = NAMED_REWARDS[name].partition(":")
+    path = tmp_path / "mine.py"
+    path.write_text(Path(str(importlib.import_module(module).__file__)).read_text())
+    assert columns_read(name) is not None
+    assert columns_read(name) == declared_columns(resolve_reward(name)) == columns_read(f"{path}:{function}")
+
+
+def test_a_reward_that_declares_nothing_or_is_of_a_module_reads_nobody_knows_what() -> None:
+    assert columns_read(lambda completion, row: 1.0) is None
+    assert columns_read("podium.rewards.text:exact") is None
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("gsm8", r"did you mean 'gsm8k'\?"),
-        ("zzz", "expected one of exact, fraction, gsm8k, overlong, model, math, reasoning_gym, module:function"),
+        ("zzz", f"expected one of {', '.join(NAMED_REWARDS)}, module:function"),
         ("podium.rewards.text:exacd", r"has no 'exacd'; did you mean 'exact'\?"),
         ("podium.rewards.text:__name__", "is not a function"),
     ],

@@ -72,7 +72,7 @@ class LocalBackend(Backend):
         error.
     """
 
-    capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
+    capabilities = Capabilities(processes=True, collectives=True, concurrent=True, this_machine=True)
     _prepared: ClassVar[dict[tuple[str, ...], tuple[Path, WorkerServer]]] = {}  # servers that import already
 
     def __init__(

@@ -20,9 +20,9 @@ from podium.extras import install_command
 from podium.functions import OF_SCRIPT, describe_object
 from podium.models import ModelConfig
 from podium.models.weight_files import read_stored_tensors
-from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, Rewards, resolve_reward
+from podium.rewards import RewardConfig, Rewards
 from podium.rewards.forms import read_form
-from podium.rewards.resolve import check_weights, list_rewards, name_of
+from podium.rewards.resolve import check_weights, columns_read, list_rewards, load_nearby, name_of
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
 from podium.rollout.environments.config import EnvironmentConfig
@@ -66,6 +66,7 @@ _NO_SCHEDULES: Final = {
     inspect.isclass: "a class",
 }
 _REWARD, _REWARD_NAME = "reward", "reward.name"
+_ANSWER, _SCORE = "answer", "model_score"
 _READING_LOSSES: Final = {"clip_low": CLIPPING_LOSSES, "clip_high": CLIPPING_LOSSES}
 _DISCOUNTING: Final = ("gae", "otb", "reinforce_pp", "gae_turns", "grpo_turns")
 _READING_ADVANTAGES: Final = {"gamma": _DISCOUNTING, "lam": ("gae", "gae_turns"), "value_clip": ("gae", "gae_turns")}
@@ -176,17 +177,18 @@ def check_reward(config: RewardConfig, reward: Rewards | None) -> None:
             needs it and it is missing.
     """
     rewards = list_rewards(config, reward)
-    for name in rewards:
-        if isinstance(name, str) and name not in NAMED_REWARDS and (":" not in name or _is_in_file(name)):
-            resolve_reward(name)
+    columns = [columns_read(name) for name in rewards]
     check_weights(config, len(rewards))
-    if config.path and "model" not in rewards and all(name in NAMED_REWARDS for name in rewards):
+    if config.path and not any(read is None or _SCORE in read for read in columns):
         raise ConfigError(
             f"reward.path = {config.path!r} with reward.name = {config.name!r}, which does not read the model's score: "
             "set reward.name to model, or to a function of your own that reads row['model_score']"
         )
-    if "model" in rewards and not config.path:
-        raise ConfigError("reward.name = 'model' is the score of a reward model: set reward.path to one")
+    for name, read in zip(rewards, columns, strict=True):
+        if _SCORE in (read or ()) and not config.path:
+            raise ConfigError(
+                f"reward.name = {name_of(name)!r} reads the score of a reward model: set reward.path to one"
+            )
 
 
 def find_columns(examples: Iterable[Example], config: RewardConfig) -> frozenset[str] | None:
@@ -209,13 +211,8 @@ def check_signatures(config: RewardConfig, reward: Rewards | None, columns: froz
         ConfigError: A parameter is neither the completion, the row nor a column. The message says what to write.
     """
     for function in list_rewards(config, reward) if columns is not None else ():
-        if not isinstance(function, str) or _is_in_file(function):
-            loaded = resolve_reward(function) if isinstance(function, str) else function
+        if (loaded := load_nearby(function)) is not None:
             read_form(loaded, name_of(function, short=True)).check(columns or ())
-
-
-def _is_in_file(name: str) -> bool:
-    return name.rpartition(":")[0].endswith(".py")
 
 
 def load_schedule(name: str) -> Schedule:
@@ -385,22 +382,29 @@ def _place(example: Example) -> str:
 
 
 def check_answers(examples: Iterable[Example], config: RewardConfig, reward: Rewards | None = None) -> None:
-    """Check that every example has an answer which the reward can read, if one of Podium's that read it takes part.
+    """Check that every example has the columns that the rewards declare by :func:`podium.rewards.reads`.
 
-    A note says how many answers are empty. ``reward`` is what a script gives in place of ``reward.name``.
+    A note says how many answers are empty, if a reward reads them. ``reward`` is what a script gives in place of
+    ``reward.name``.
 
     Raises:
-        DataError: An example has no answer, or one that is neither text nor messages, and such rewards end the run.
+        DataError: An example lacks a column, or its answer is neither text nor messages, and such rewards end the run.
     """
-    names = ", ".join(str(name) for name in list_rewards(config, reward) if name in READS_ANSWER)
-    if not names or config.on_error == "score":
-        return
+    rewards = list_rewards(config, reward) if config.on_error != "score" else ()
+    columns = {name_of(name): columns_read(name) or frozenset[str]() for name in rewards}
+    names = ", ".join(name for name, read in columns.items() if _ANSWER in read)
+    needed = {column: name for name, read in columns.items() for column in read - {_ANSWER, _SCORE}}
     count = empty = 0
-    for example in examples:
-        try:
-            count, empty = count + 1, empty + (not answer_of(example.row).strip())
-        except ValueError as error:
-            with example.name_in_errors():
+    for example in examples if names or needed else ():
+        with example.name_in_errors():
+            if missing := sorted(needed.keys() - example.row.keys()):
+                raise DataError(
+                    f"reward.name = {needed[missing[0]]!r} reads the column {missing[0]!r}, and the row has "
+                    f"{', '.join(example.row)}"
+                )
+            try:
+                count, empty = count + 1, empty + (bool(names) and not answer_of(example.row).strip())
+            except ValueError as error:
                 raise DataError(f"reward.name = {names!r}: {error}") from None
     if empty:
         emit(

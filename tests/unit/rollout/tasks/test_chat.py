@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig
-from podium.rewards import RewardConfig
+from podium.rewards import RewardConfig, reads, text
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, cache, encode_pairs, encode_prompts, load_examples, templates
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
@@ -248,9 +248,24 @@ def test_an_answer_that_is_neither_text_nor_messages_is_refused_by_name(tmp_path
     for name in ("exact", "fraction", "gsm8k", "math"):
         with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: reward\.name = '{name}': {said}"):
             check_answers(examples, RewardConfig(name=name))
-    check_answers(examples, RewardConfig(name="my_rewards:score"))  # a reward of one's own reads what it likes
+    (tmp_path / "mine.py").write_text(Path(text.__file__).read_text())
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: reward\.name = '.*mine\.py:exact': {said}"):
+        check_answers(examples, RewardConfig(name=f"{tmp_path}/mine.py:exact"))
+    check_answers(examples, RewardConfig(name="my_rewards:score"))  # a reward that declares nothing reads what it likes
     check_answers(examples, RewardConfig(name="exact", on_error="score"))
     assert examples[1].row["answer"] == answer
+
+
+def test_a_column_that_a_reward_declares_and_a_row_lacks_is_named(tmp_path: Path) -> None:
+    @reads("answer", "unit")
+    def score(completion: str, row: dict[str, Any]) -> float:
+        return float(completion == f"{row['answer']} {row['unit']}")
+
+    examples = load(tmp_path, [{"prompt": "a", "answer": "1", "unit": "m"}, {"prompt": "c", "answer": "2"}])
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: reward\.name = '.*score' reads the column 'unit', and"):
+        check_answers(examples, RewardConfig(), reward=score)
+    check_answers(examples[:1], RewardConfig(), reward=["exact", score])
+    check_answers(examples, RewardConfig(on_error="score"), reward=score)
 
 
 def test_an_answer_that_is_not_a_number_is_missing(tmp_path: Path) -> None:
