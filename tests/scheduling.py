@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ class SecondsRecorder:
 class LongTests:
     """Names each test without a mark that takes more than LONG_S. With ``--record-seconds`` it is an error.
 
-    On a busy machine a test takes several times as long, so a run that records nothing only names them.
+    On a busy machine a test takes several times as long. So a run that records nothing only names them, and no test is
+    named at the end of a run beside which others compute.
     """
 
     def __init__(self, *, strict: bool) -> None:
@@ -70,7 +72,8 @@ class LongTests:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if tests := self.list_tests():
+        is_quiet = os.getloadavg()[0] < 2 * (os.cpu_count() or 1)
+        if (tests := self.list_tests()) and (self.strict or is_quiet):
             terminalreporter.write_line(
                 f"These tests took longer than {LONG_S:.0f} s and are not marked. Make them shorter, or mark them "
                 "exhaustive (or slow, where they prove what has to be proven every day):"
