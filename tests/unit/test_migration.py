@@ -205,8 +205,8 @@ def test_a_reward_of_another_project_is_answered() -> None:
 
 
 def test_a_value_that_podium_lacks_says_what_is_nearest() -> None:
-    (line,) = collect_mistakes({"algorithm": {"advantage": "remax"}})
-    assert "; its baseline is a greedy completion; rloo's is the mean of the group's others; your own function" in line
+    (line,) = collect_mistakes({"algorithm": {"advantage": "flash_reinforce"}})
+    assert "; an estimator is a function of the group's rewards: docs/algorithms.md writes one; your own" in line
     (line,) = collect_mistakes(nest("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum"))
     assert "algorithm.aggregation has no such value: nearest is sequence-sum-constant" in line
 

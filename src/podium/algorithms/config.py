@@ -60,11 +60,12 @@ class AlgorithmConfig:
     """
 
     advantage: str = "grpo"
-    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opo, otb,
-    gpg, gdpo, maxrl, pass_at_k, grpo_passk, gae, grpo_turns, gae_turns, module:function, or path/file.py:function."""
+    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax,
+    opo, otb, gpg, gdpo, maxrl, pass_at_k, grpo_passk, gae, grpo_turns, gae_turns, module:function, or
+    path/file.py:function."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """gae, otb and reinforce_pp discount rewards by this factor for each token, gae_turns and grpo_turns for each
-    turn."""
+    """gae, otb, remax and reinforce_pp discount rewards by this factor for each token, gae_turns and grpo_turns for
+    each turn."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """gae uses this lambda: 0 relies on the critic's values, 1 on the rewards."""
     normalize_advantage: bool | None = None

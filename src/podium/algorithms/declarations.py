@@ -66,6 +66,8 @@ class Declaration:
             ``config.read_options``.
         needs_values: The estimator reads a critic's values, so that the trainer starts a critic.
         needs_groups: The estimator compares the completions of a prompt, so that each prompt needs two or more.
+        needs_greedy: The estimator reads ``inputs.baseline_B``: the rewards of greedy completions, which are drawn and
+            graded beside the others, and not trained.
         columns: The token columns of :data:`COLUMNS` that the estimator reads.
         data: The columns of the data that the estimator reads in ``inputs.data``.
         minibatch: The loss or the correction reads ``inputs.figures``, which this function computes from the tokens of
@@ -86,6 +88,7 @@ class Declaration:
     options: type | None = None
     needs_values: bool = False
     needs_groups: bool = False
+    needs_greedy: bool = False
     columns: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     minibatch: Callable[..., Mapping[str, Tensor]] | None = None
@@ -160,6 +163,9 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "reinforce_pp": Declaration(defaults={"normalize_advantage": True}, source=_REINFORCE_PP),
     "reinforce_pp_baseline": Declaration(
         needs_groups=True, defaults={"normalize_advantage": True}, source=_REINFORCE_PP
+    ),
+    "remax": Declaration(
+        needs_greedy=True, defaults={"normalize_advantage": False}, source="Li et al. 2023, ReMax, arXiv:2310.10505"
     ),
     "opo": Declaration(
         needs_groups=True, defaults={"normalize_advantage": False}, source="Hao et al. 2025, OPO, arXiv:2505.23585"

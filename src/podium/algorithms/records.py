@@ -55,6 +55,8 @@ class AdvantageInputs:
             that ended by themselves. None means 0 for all rows.
         truncated_B: bool ``[B]``, True where the completion was cut off at its greatest length. None where this is not
             recorded.
+        baseline_B: float ``[B]``, the reward of a greedy completion of each row's prompt. None unless the estimator
+            declares ``needs_greedy``.
         parts_B: float ``[B]`` by name: the parts of the reward; NaN where a completion's reward has no such part.
         data: A list ``[B]`` by name: the columns of the data that the estimator declares.
         old_logprobs_N, rollout_logprobs_N, ref_logprobs_N, entropy_N, squared_probs_N: Log-probabilities under the
@@ -75,6 +77,7 @@ class AdvantageInputs:
     values_N: Tensor | None = None
     bootstrap_B: Tensor | None = None
     truncated_B: Tensor | None = None
+    baseline_B: Tensor | None = None
     parts_B: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     data: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
     old_logprobs_N: Tensor | None = None
@@ -90,7 +93,7 @@ class AdvantageInputs:
         if self.mask_N.dtype != torch.bool:
             raise DataError(f"AdvantageInputs.mask_N is {self.mask_N.dtype}; expected torch.bool")
         for names, length in (
-            (("rewards_B", "group_B", "bootstrap_B", "truncated_B"), rows),
+            (("rewards_B", "group_B", "bootstrap_B", "truncated_B", "baseline_B"), rows),
             (("mask_N", "token_rewards_N", "turn_N", "values_N", *(f"{name}_N" for name in COLUMNS)), tokens),
         ):
             for name in names:

@@ -24,6 +24,7 @@ LOSS_WEIGHTS: Final = "loss_weights"  # token column, float32: loss = sum(weight
 VERSIONS: Final = "versions"  # token column, int64: version of the weights that sampled the token
 VERSION_RANGE: Final = "version_range"  # int64 [B, 2]: the oldest and the newest version of the row's sampled tokens
 REWARDS: Final = "rewards"  # float32 [B]: score of the completion
+BASELINE: Final = "baseline"  # float32 [B]: reward of the greedy completion of the row's prompt
 GROUP: Final = "group"  # int64 [B]: completions of one prompt share it
 SEED: Final = "seed"  # int64 [B] or [B, n]: the sampler's seed for each completion
 TEXT: Final = "text"  # Jagged uint8: the completion as UTF-8, without special tokens

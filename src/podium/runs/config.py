@@ -263,6 +263,12 @@ class PPOConfig(_TrainingConfig):
                 f"{self.algorithm.advantage!r}, which weighs the parts of the reward itself: set "
                 "algorithm.options.part_weights too, a mapping of the names of the parts to their weights"
             )
+        if estimator.needs_greedy and self.environment.name:
+            raise ConfigError(
+                f"environment.name = {self.environment.name!r} with algorithm.advantage = "
+                f"{self.algorithm.advantage!r}, whose baseline is the reward of a greedy completion: sessions "
+                "have none; choose another estimator, such as rloo"
+            )
         if self.sampling.n < 2 and estimator.needs_groups:
             raise ConfigError(
                 f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "

@@ -9,6 +9,7 @@ from typing import Final
 LOSS: Final = "loss"
 REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
+BASELINE_MEAN: Final = "reward/baseline_mean"  # of greedy completions, for an estimator that needs them
 ACCURACY: Final = "reward/accuracy"  # share of completions, or of sessions, whose grade says correct; of preferences,
 # share of the pairs whose better answer has the higher reward
 REWARD_MARGIN: Final = "reward/margin"  # reward of the better answer of a pair minus that of the worse one

@@ -32,6 +32,7 @@ from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
+from podium.trainer.baselines import add_baselines, be_greedy
 from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
 from podium.trainer.checks.teacher import check_teacher
 from podium.trainer.completion_files import CompletionsLog, write_completions
@@ -62,12 +63,12 @@ _VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP)
 _SESSION_INPUTS = (fields.TRAJECTORY, fields.AGENT, fields.TOKEN_REWARDS)
 _ADVANTAGE_INPUTS = (
     *(fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.BOOTSTRAP),
-    fields.FINISH_REASON,
+    *(fields.FINISH_REASON, fields.BASELINE),
     *_SESSION_INPUTS,
     fields.TURN,
 )
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
-_FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, LEFT_OUT, *_SESSION_INPUTS)
+_FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.BASELINE, LEFT_OUT, *_SESSION_INPUTS)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
 _EXTRAS: Final = {"entropy": fields.ENTROPY, "squares": fields.SQUARED_PROBS}  # which the policy computes if asked to
 _ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
@@ -150,11 +151,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             return self.collect_sessions(self.run.sessions, prompts, step)
         if self.run.declared.side_by_side and not self._whole_stages:
             return self.collect_parts(prompts, step)
-        drawing = [] if self.run.roles.generators_are_apart else ["generator"]
-        with stage("generate"), self.at_work(step, *drawing):
+        with stage("generate"), self.at_work(step, *self._generators_here):
             batch = self.generate(prompts[start:], step)
         with stage("score"), self._keep_if_not_graded([batch], prompts, step):
-            return self.score(batch, prompts, step)
+            return self.add_baselines(self.score(batch, prompts, step), prompts, step)
 
     def collect_parts(self, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Draw and grade the completions in parts of a few prompts. A part is graded while others are drawn."""
@@ -175,7 +175,28 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 for over in as_completed(graded):
                     over.result()  # the first error of any part
                 parts = [part.result() for part in graded]
-        return ScoredBatch.join(sorted(parts, key=_first_group))
+        return self.add_baselines(ScoredBatch.join(sorted(parts, key=_first_group)), prompts, step)
+
+    def add_baselines(self, scored: ScoredBatch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        """Draw a greedy completion of each of a draw's prompts, and add its reward to the prompt's rows, if the
+        advantage estimator needs it. A prompt without one is dropped."""
+        if not self._declared.needs_greedy:
+            return scored
+        with self.clock.stage("baseline", step, "collect"), self.at_work(step, *self._generators_here):
+            asked = self._prompt_batch(prompts[self._drawn.get(step, 0) :], step)
+            asked = asked.with_columns({fields.SEED: asked.dense(fields.SEED)[:, :1]})
+            batch = self.drawing.generate(asked, be_greedy(self.run.data.sampling))
+            greedy = self._select_ungraded(batch, prompts, step)
+            greedy = greedy.graded(self.run.grader, reward_model=self.run.roles.reward)
+        scored, missing = add_baselines(scored, greedy, self.run.roles.policy.group.world_size)
+        if missing:
+            self.ledger.move(step, "dropped", missing, reason="the reward scored no greedy completion")
+        return scored
+
+    @property
+    def _generators_here(self) -> Sequence[str]:
+        """The generator's role, where it shares the policy's processes."""
+        return [] if self.run.roles.generators_are_apart else ["generator"]
 
     def collect_sessions(self, sessions: Sessions, prompts: Sequence[Prompt], step: int) -> ScoredBatch | None:
         """Run ``sampling.n`` sessions for each prompt's task. A prompt is dropped if all of its sessions failed."""

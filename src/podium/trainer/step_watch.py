@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
+from podium.algorithms import advantage_declaration
 from podium.errors import PodiumError, RewardError
 from podium.runs.config import PPOConfig
 from podium.telemetry import Note, emit, metrics as names
@@ -89,7 +90,9 @@ class StepWatch:
 
     def check_signal(self, metrics: Mapping[str, float], step: int) -> None:
         """Emit a note if, for several steps in a row, all completions of each prompt had the same reward."""
-        flat = metrics.get(names.FLAT_GROUPS) == 1.0 or metrics.get(names.REWARD_STD) == 0.0
+        estimator = advantage_declaration(self.config.algorithm.advantage)
+        flat = estimator.needs_groups and metrics.get(names.FLAT_GROUPS) == 1.0
+        flat = flat or (metrics.get(names.REWARD_STD) == 0.0 and not estimator.needs_greedy)
         flat = flat or metrics.get(names.LEFT_OUT) == 1.0
         self._flat_steps = self._flat_steps + 1 if flat else 0
         if self._flat_steps not in _FLAT_STEPS:

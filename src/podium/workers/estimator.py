@@ -67,7 +67,8 @@ class Estimator(Worker):
             batch: ``loss_mask``, ``rewards`` and ``group``; of an environment's sessions ``trajectory``, ``agent``,
                 ``turn`` and ``token_rewards``; ``values`` and ``bootstrap`` where there is a critic;
                 ``old_logprobs`` and ``ref_logprobs`` where the KL counts in the reward; what the advantage estimator
-                declares; and, where recorded, ``finish_reason`` and the columns of reward parts and of data.
+                declares, such as ``baseline``; and, where recorded, ``finish_reason`` and the columns of reward parts
+                and of data.
             kl_coef: The coefficient of the KL in the reward.
 
         Raises:
@@ -94,6 +95,7 @@ class Estimator(Worker):
             turn_N=trajectories.in_time(batch.jagged(fields.TURN).values) if fields.TURN in batch else None,
             values_N=trajectories.in_time(batch.jagged(fields.VALUES).values) if fields.VALUES in batch else None,
             bootstrap_B=batch.dense(fields.BOOTSTRAP)[trajectories.last_R] if fields.BOOTSTRAP in batch else None,
+            baseline_B=batch.dense(fields.BASELINE)[trajectories.first_R] if fields.BASELINE in batch else None,
             truncated_B=None if truncated_B is None else truncated_B[trajectories.last_R],
             parts_B={
                 name.removeprefix(fields.PART): batch.dense(name)[trajectories.first_R]
@@ -125,9 +127,9 @@ class Estimator(Worker):
         from the trainer's.
 
         Args:
-            batch: ``rewards``, ``group`` and ``loss_mask``; ``left_out``, if rows are left out; ``trajectory``,
-                ``agent`` and ``token_rewards`` of an environment's sessions; for the mismatch of log-probabilities, in
-                nats, also ``old_logprobs`` and ``rollout_logprobs``.
+            batch: ``rewards``, ``group`` and ``loss_mask``; ``left_out``, if rows are left out; ``baseline``, of greedy
+                completions; ``trajectory``, ``agent`` and ``token_rewards`` of an environment's sessions; for the
+                mismatch of log-probabilities, in nats, also ``old_logprobs`` and ``rollout_logprobs``.
         """
         mask, trajectories = batch.jagged(fields.LOSS_MASK), Trajectories.of(batch)
         rewards_R = batch.dense(fields.REWARDS)[trajectories.first_R]
@@ -141,6 +143,8 @@ class Estimator(Worker):
             metrics.LENGTH_MEAN: float(lengths_R.mean()),
             metrics.LENGTH_MAX: float(lengths_R.max()),
         }
+        if fields.BASELINE in batch:
+            figures[metrics.BASELINE_MEAN] = float(batch.dense(fields.BASELINE).mean())
         if LEFT_OUT in batch:
             figures[metrics.LEFT_OUT] = float(batch.dense(LEFT_OUT)[trajectories.first_R].float().mean())
         if fields.OLD_LOGPROBS in batch and bool(mask.values.any()):

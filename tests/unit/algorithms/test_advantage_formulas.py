@@ -63,8 +63,8 @@ GROUPS: dict[str, tuple[dict[str, Any], Formula]] = {
     "pass_at_k": ({"options": {"pass_k": 3}}, pass_at(3)),
     "reinforce_pp_baseline": ({"normalize_advantage": False}, centered),
 }
-MINE = {*GROUPS, "gpg", "gdpo", "otb"}
-CENTERED = sorted(MINE - {"maxrl", "pass_at_k", "otb"})  # the same for rewards that are all higher
+MINE = {*GROUPS, "gpg", "gdpo", "otb", "remax"}
+CENTERED = sorted(MINE - {"maxrl", "pass_at_k", "otb", "remax"})  # the same for rewards that are all higher
 
 
 def random_inputs(seed: int, rows: int = 24) -> AdvantageInputs:
@@ -104,6 +104,26 @@ def by_group(inputs: AdvantageInputs, rewards: Array, formula: Formula) -> Array
 
 def spread(inputs: AdvantageInputs, advantages: Array) -> Array:
     return np.where(inputs.mask_N, np.repeat(advantages, inputs.offsets_B1.diff()), 0.0)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_remax(seed: int, gamma: float) -> None:
+    """Li et al. 2023: what is still earned from a token on, where the greedy completion's reward is paid at the end."""
+    rng, inputs = np.random.default_rng(seed), random_inputs(seed)
+    baselines, token_rewards = rng.random(len(inputs.rewards_B)), rng.normal(size=len(inputs.mask_N))
+    inputs = replace(inputs, baseline_B=torch.from_numpy(baselines), token_rewards_N=torch.from_numpy(token_rewards))
+    expected = np.zeros(len(inputs.mask_N))
+    for row, score in enumerate(inputs.rewards_B.tolist()):
+        left = score - baselines[row]
+        for token in np.flatnonzero((inputs.mask_N & (inputs.row_N == row)).numpy())[::-1]:
+            left += token_rewards[token]
+            expected[token] = left
+            left *= gamma
+    found = estimate("remax", inputs, gamma=gamma).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+    outcome = estimate("remax", replace(inputs, token_rewards_N=None)).numpy()
+    np.testing.assert_allclose(outcome, spread(inputs, inputs.rewards_B.numpy() - baselines), atol=1e-9)
 
 
 def otb(rows: list[dict[str, Array]], earned: list[float], groups: list[int]) -> list[Array]:

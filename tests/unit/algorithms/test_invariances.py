@@ -61,6 +61,7 @@ def advantage_inputs(seed: int, *, by_token: bool, rows: int = 40) -> AdvantageI
         turn_N=torch.from_numpy(turns),
         values_N=torch.from_numpy(rng.normal(size=tokens)),
         bootstrap_B=torch.from_numpy(rng.normal(size=rows) * (rng.random(rows) < 0.3)),
+        baseline_B=torch.from_numpy(rng.random(rows)),
         truncated_B=torch.from_numpy(rng.random(rows) < 0.2),
         parts_B={"right": rewards, "short": torch.from_numpy(rng.random(rows))},
         old_logprobs_N=torch.from_numpy(np.log(chances[:, 0])),

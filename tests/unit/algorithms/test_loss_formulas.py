@@ -79,7 +79,8 @@ def to_inputs(rows: list[LossRow], config: AlgorithmConfig, step: int = 0) -> Lo
     columns["rollout_logprobs"] = columns["old_logprobs"]
     offsets = torch.tensor([0, *np.cumsum([len(row.logprobs) for row in rows]).tolist()])
     inputs = LossInputs(offsets_B1=offsets, columns=columns, step=step)
-    minibatch = loss_declaration(config.loss).minibatch
+    (name,) = config.losses
+    minibatch = loss_declaration(name).minibatch
     with torch.no_grad():
         return inputs if minibatch is None else replace(inputs, figures=minibatch(inputs, config.resolve()))
 

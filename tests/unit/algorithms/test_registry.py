@@ -81,7 +81,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_names_of_our_own() -> None:
-    groups = ["reinforce_pp_baseline", "opo", "gpg", "otb", "gdpo", "maxrl", "pass_at_k", "grpo_passk"]
+    groups = ["reinforce_pp_baseline", "remax", "opo", "gpg", "otb", "gdpo", "maxrl", "pass_at_k", "grpo_passk"]
     estimators = ["grpo", "dr_grpo", "rloo", "reinforce_pp", *groups, "gae", "grpo_turns", "gae_turns"]
     assert list(ADVANTAGES) == estimators
     policy = [
@@ -113,7 +113,7 @@ def test_a_users_function(form: str, module: str, tmp_path: Path) -> None:
 def test_what_estimators_and_losses_declare(module: str) -> None:
     declared = {name: advantage_declaration(name) for name in ADVANTAGES}
     assert [name for name in ADVANTAGES if declared[name].needs_values] == ["gae", "gae_turns"]
-    alone = {"reinforce_pp", "gae", "gae_turns"}
+    alone = {"reinforce_pp", "remax", "gae", "gae_turns"}
     assert {name for name in ADVANTAGES if not declared[name].needs_groups} == alone
     assert advantage_declaration(f"{module}:with_critic") == Declaration(needs_values=True)
     assert advantage_declaration(f"{module}:plain") == Declaration()

@@ -6,7 +6,7 @@ import pytest
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import PodiumError
-from podium.telemetry import metrics
+from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig
 from podium.trainer.ppo import join_updates
 from podium.trainer.step_watch import StepWatch
@@ -25,3 +25,16 @@ def test_a_limit_of_the_mismatch_below_what_is_noted_ends_the_run() -> None:
     watch.check_mismatch({metrics.MISMATCH_MEAN: 0.005}, 2)
     with pytest.raises(PodiumError, match=r"step 3: .* differ by 0\.02 nats .*max_mismatch = 0\.01"):
         watch.check_mismatch({metrics.MISMATCH_MEAN: 0.02}, 3)
+
+
+@pytest.mark.parametrize(("advantage", "noted"), [("grpo", True), ("reinforce_pp", False), ("remax", False)])
+def test_groups_without_a_difference_are_noted_where_groups_are_compared(advantage: str, noted: bool) -> None:
+    """With one completion a prompt every group is flat, and an estimator without groups learns all the same."""
+    watch, said = StepWatch(GRPOConfig(algorithm=AlgorithmConfig(advantage=advantage))), list[str]()
+    unsubscribe = subscribe(lambda event: said.append(event.text) if isinstance(event, Note) else None)
+    try:
+        for step in range(1, 6):
+            watch.check_signal({metrics.FLAT_GROUPS: 1.0, metrics.REWARD_STD: 0.5}, step)
+    finally:
+        unsubscribe()
+    assert bool(said) == noted

@@ -68,7 +68,7 @@ _NO_SCHEDULES: Final = {
 _REWARD, _REWARD_NAME = "reward", "reward.name"
 _ANSWER, _SCORE = "answer", "model_score"
 _READING_LOSSES: Final = {"clip_low": CLIPPING_LOSSES, "clip_high": CLIPPING_LOSSES}
-_DISCOUNTING: Final = ("gae", "otb", "reinforce_pp", "gae_turns", "grpo_turns")
+_DISCOUNTING: Final = ("gae", "otb", "remax", "reinforce_pp", "gae_turns", "grpo_turns")
 _READING_ADVANTAGES: Final = {"gamma": _DISCOUNTING, "lam": ("gae", "gae_turns"), "value_clip": ("gae", "gae_turns")}
 
 
