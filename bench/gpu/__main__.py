@@ -29,7 +29,7 @@ RESULTS = ROOT / "bench" / "gpu" / "results.json"
 DRY_RESULTS = ROOT / "runs" / "gpu" / "dry.json"
 SOME_RESULTS = ROOT / "runs" / "gpu" / "some.json"
 PAGE = ROOT / "docs" / "gpu.md"
-LIMIT_S, DRY_LIMIT_S = 785.0, 240.0
+LIMIT_S, DRY_LIMIT_S = 800.0, 240.0
 DRY_BUDGET_S, DRY_LEAST_S = 120.0, 15.0  # of each stage of a dry run: a busy processor is slow, and proves no less
 
 

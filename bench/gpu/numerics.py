@@ -89,7 +89,7 @@ def _family(stage: Stage, family: str, dtype: torch.dtype) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.3 if "norm" in name else 0.1)
     model = model.to(stage.device, dtype).eval()
     reference = copy.deepcopy(model)  # the engine rearranges the storage of its own
-    engine = make_engine(EngineConfig(name="native"), model)
+    engine = make_engine(EngineConfig(name="native", dtype=_name(dtype)), model)
     engine.refresh(0)
     worst = 0.0
     for temperature in (0.0, 0.7):

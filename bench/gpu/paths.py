@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from typing import Any, Final
 
 from bench.golden import CASES as GOLDEN, COMMON, GROUPS
 from bench.gpu.stage import Stage
-from tests.warm_python import run_python
+from tests.warm_python import NewPopen, run_python
 
 AT_A_TIME: Final = 6
 MARKED: Final = (
@@ -54,6 +55,11 @@ CASES: Final[Mapping[str, tuple[str, str, Mapping[str, Any]]]] = {
             "engine.options.cuda_graphs": True,
         },
     ),
+    "grpo-two-ranks-sharded-split": (
+        "grpo",
+        "local",
+        {**COMMON, **SPLIT, "placement.ranks": 2, "parallel.strategy": "fsdp2"},
+    ),
     "grpo-padded": ("grpo", "local", {**COMMON, **GROUPS, "parallel.batching": "padded", "algorithm.loss": "gspo"}),
     "ppo-split": ("ppo", "local", {**COMMON, "batch.prompts": 8, "placement.layout": "split"}),
     "dpo": ("dpo", "local", PAIRS),
@@ -81,7 +87,9 @@ def marked(stage: Stage) -> None:
     """The tests that are marked gpu, which a machine without one skips."""
     if not stage.on_gpu:
         stage.skip("no CUDA device")
-    status, output = _run(["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *MARKED])
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *MARKED]
+    done = NewPopen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # pytest imports by itself
+    output, status = done.communicate()[0], done.returncode
     last = output.strip().splitlines()[-1] if output.strip() else "no output"
     stage.fact("pytest", last)
     if status:

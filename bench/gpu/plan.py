@@ -47,7 +47,7 @@ STAGES = (
     Planned(
         name="head",
         what="the output layer over 151,936 tokens compared with float64, and the memory that each token of a row adds",
-        budget_s=20,
+        budget_s=35,
         function="bench.gpu.numerics:head",
         predictions=(
             Prediction(
@@ -68,7 +68,7 @@ STAGES = (
     Planned(
         name="paths",
         what="short trainings on the ways through all trainers, each in processes of its own",
-        budget_s=90,
+        budget_s=75,
         function="bench.gpu.paths:paths",
         predictions=(
             Prediction(figure="trainings", low=0.2, high=1.0, unit="trainings/s", why="imports, six at a time"),
@@ -107,7 +107,7 @@ STAGES = (
     Planned(
         name="sleep",
         what="parallel.offload: weights and optimizer state at Qwen2.5-0.5B's shape leave the GPU and return",
-        budget_s=30,
+        budget_s=45,
         function="bench.gpu.limits:sleep",
         predictions=(
             Prediction(

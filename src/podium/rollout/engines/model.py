@@ -94,8 +94,27 @@ class ModelEngine(Engine):
             targets = {id(target): (name, target) for name, target in self.model.state_dict(keep_vars=True).items()}
             for name, target in targets.values():
                 copy_tensor(
-                    target, parameters[name].full_tensor() if _is_sharded(parameters[name]) else parameters[name]
+                    target, gather_rows(parameters[name]) if _is_sharded(parameters[name]) else parameters[name]
                 )
+
+
+def gather_rows(tensor: Any) -> Tensor:
+    """Return the whole of a tensor (a DTensor) whose rows FSDP2 has divided among ranks. All of these call together.
+
+    ``full_tensor()`` does the same, but where ranks share a GPU, and so communicate by gloo, it ends their processes by
+    SIGSEGV (torch 2.11): it gathers by a function of gloo that reads memory of the GPU from the host.
+    """
+    import torch.distributed as dist
+
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    if mesh.ndim != 1 or not all(placement.is_shard(0) for placement in tensor.placements):
+        return tensor.full_tensor()
+    rows = -(-tensor.shape[0] // mesh.size())  # of each rank but the last ones, which may have fewer or none
+    part = local.new_zeros((rows, *tensor.shape[1:]))
+    part[: len(local)] = local
+    parts = [torch.empty_like(part) for _ in range(mesh.size())]
+    dist.all_gather(parts, part, group=mesh.get_group())
+    return torch.cat(parts)[: tensor.shape[0]]
 
 
 def _is_sharded(tensor: Tensor) -> bool:
