@@ -37,7 +37,20 @@ _SCORES: Final = ("data.eval", "data.chat_template", "environment", "reward")
 def run_eval(arguments: Sequence[str]) -> int:
     """Score a model on the held-out data of each set and print the results. Returns the exit status."""
     parser = _parser("eval", "Score a model on held-out prompts.")
+    parser.add_argument(
+        "--suite",
+        metavar="HARNESS:TASK",
+        help="have lm-eval, lighteval or inspect, as you have installed it, evaluate the model by requests, as in "
+        "lm-eval:gsm8k; what stands behind -- are arguments of the harness",
+    )
+    parser.add_argument("--harness", metavar="PATH", help="the command of the harness, if it is not on the path")
+    parser.add_argument("--output", metavar="FILE", help="write the results of a suite here, not beside the run's")
+    arguments, further = _split_arguments(arguments)
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
+    if options.suite is not None:
+        return _run_suite(options, overrides, backend, further)
+    if further or options.harness or options.output:
+        raise ConfigError("--harness, --output and arguments behind -- belong to --suite HARNESS:TASK: give it")
     with (
         StatusSink(f"loading {options.model}"),
         open_config(options.model, options.config, overrides, needs=_SCORES) as config,
@@ -58,6 +71,30 @@ def run_eval(arguments: Sequence[str]) -> int:
                 f"prompt    {sample.prompt!r}\nanswer    {sample.completion!r}{', cut off' * sample.cut_off}\n"
             )
             sys.stdout.write(f"expected  {sample.expected!r}  reward {sample.reward:g}\n")
+    return 0
+
+
+def _split_arguments(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The arguments before and behind ``--``."""
+    place = [*arguments, "--"].index("--")
+    return arguments[:place], arguments[place + 1 :]
+
+
+def _run_suite(options: argparse.Namespace, overrides: Sequence[str], backend: Backend, further: Sequence[str]) -> int:
+    """Have a harness evaluate the model, and print and keep its results. Returns the exit status."""
+    from podium.cli.suites import find_suite, keep_results, run_suite, write_table
+
+    suite = find_suite(options.suite, options.harness, further)
+    name = Path(options.model).name or options.model
+    with (
+        StatusSink(f"loading {options.model}"),
+        open_config(options.model, options.config, overrides) as config,
+        connect(backend) as cluster,
+    ):
+        record = run_suite(suite, config, cluster, name)
+    sys.stdout.writelines(f"{line}\n" for line in write_table(record["results"]))
+    if (file := keep_results(options.model, record, options.output)) is not None:
+        sys.stdout.write(f"{file}\n")
     return 0
 
 
@@ -207,12 +244,12 @@ def inference_config(
         if gone := [f"{line}; give its place with --{key}" for key, line in missing.items() if is_needed(key, needs)]:
             raise ConfigError("\n".join(gone))
     config = build_config(InferenceConfig, values)
-    given = [key for key, _ in parse_overrides(InferenceConfig, overrides)]
+    typed_keys = [key for key, _ in parse_overrides(InferenceConfig, overrides)]
     if path is not None:
-        config = config.check_source(Path(path), given)
-        given += [key for key, _ in flatten(read_values(InferenceConfig, path))]
+        config = config.check_source(Path(path), typed_keys)
+        typed_keys += [key for key, _ in flatten(read_values(InferenceConfig, path))]
     if source is not None:
-        check_code(source.run, config, given, None if "reward" in needs else ("engine",))
+        check_code(source.run, config, typed_keys, None if "reward" in needs else ("engine",))
     return config
 
 
