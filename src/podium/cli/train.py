@@ -17,6 +17,7 @@ from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.algorithms.preference_config import PREFERENCE_LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.presets import Preset, list_presets, read_preset
+from podium.cli.status import StatusSink
 from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
 from podium.functions import nearest
@@ -53,6 +54,8 @@ def run_train(arguments: Sequence[str]) -> int:
         values = read_values(RECIPES[options.recipe], options.config) if options.config else {}
         overrides = preset.overrides(values, overrides)
     config = _config(options.recipe, options.config, options.resume, overrides)
+    if options.measure and not options.dry_run:
+        raise ConfigError("--measure trains nothing: write --dry-run --measure, or leave it out to train")
     if options.dry_run:
         sys.stdout.write(f"{preset.describe()}\n\n" if preset is not None else "")
         from podium.trainer import describe_plan
@@ -68,6 +71,13 @@ def run_train(arguments: Sequence[str]) -> int:
         sys.stdout.write(describe_data(read_data, trainer.check_grader) + "\n\n")
         lengths = count_tokens(read_data())
         sys.stdout.write(describe_memory(config, backend.name, backend.options, lengths) + "\n")
+        if options.measure:
+            sys.stdout.flush()
+            from podium.trainer import describe_times
+
+            with StatusSink("starting the workers to measure a step"):
+                times = describe_times(trainer, read_data())
+            sys.stdout.write(f"\n{times}\n")
         return 0
     trainer = _open_view(config, options.recipe, backend)
     summary = trainer.fit()
@@ -170,6 +180,9 @@ def _parser() -> argparse.ArgumentParser:
         help="resume the run in this directory with its own settings; auto resumes the run of run.name if it exists",
     )
     parser.add_argument("--dry-run", action="store_true", help="print settings, plan and the first data; start nothing")
+    parser.add_argument(
+        "--measure", action="store_true", help="with --dry-run: time one micro-step and one decoding step"
+    )
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

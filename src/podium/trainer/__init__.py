@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from podium.trainer.checks.memory import describe_memory as describe_memory
     from podium.trainer.checks.plan import describe_plan as describe_plan
     from podium.trainer.evaluate import evaluate_model as evaluate_model, open_sampler as open_sampler
+    from podium.trainer.measure import describe_times as describe_times
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
     from podium.trainer.preferences import PreferenceTrainer as PreferenceTrainer
     from podium.trainer.preload import PRELOAD as PRELOAD

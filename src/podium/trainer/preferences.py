@@ -134,20 +134,27 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
     def collect(self, step: int) -> Answers:
         """Take rows of the data."""
         with self.clock.stage("examples", step, "collect"):
-            return self._answers(self.take(step, self.config.batch.examples), step)
+            return self.join_answers(self.take(step, self.config.batch.examples), step)
 
     def learn(self, answers: Answers) -> Mapping[str, float]:
         """Take one optimizer step."""
         with self.clock.stage("values", answers.step, "learn"):
             inputs = self.values(answers)
-        loss, derivatives_A = differentiate(self.config.algorithm, inputs)
         with self.clock.stage("update", answers.step, "learn"):
-            mask = answers.learned.jagged(fields.LOSS_MASK)
-            weights = weigh_tokens(-derivatives_A, mask)  # the policy's own loss is the cross-entropy
-            updated = self.run.roles.policy.update(answers.learned.with_columns({fields.LOSS_WEIGHTS: weights}))
+            loss, updated = self.update(answers, inputs)
         # what the update reports of tokens is weighted by the derivatives, and says nothing
         figures = {name: value for name, value in updated.items() if name not in _OF_TOKENS}
-        return {**figures, **describe(loss, inputs), names.TOKENS: float(len(mask.values))}
+        return {
+            **figures,
+            **describe(loss, inputs),
+            names.TOKENS: float(len(answers.learned.jagged(fields.LOSS_MASK).values)),
+        }
+
+    def update(self, answers: Answers, inputs: PreferenceInputs) -> tuple[PreferenceLoss, Mapping[str, float]]:
+        """Take one optimizer step by the values of the answers. Returns the loss, and what the policy reports."""
+        loss, derivatives_A = differentiate(self.config.algorithm, inputs)
+        weights = weigh_tokens(-derivatives_A, answers.learned.jagged(fields.LOSS_MASK))  # its loss is cross-entropy
+        return loss, self.run.roles.policy.update(answers.learned.with_columns({fields.LOSS_WEIGHTS: weights}))
 
     def values(self, answers: Answers) -> PreferenceInputs:
         """Compute the value of each answer under the weights as they are, and under the reference."""
@@ -167,7 +174,8 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
             paired=answers.paired,
         )
 
-    def _answers(self, rows: Sequence[EncodedPreference], step: int) -> Answers:
+    def join_answers(self, rows: Sequence[EncodedPreference], step: int) -> Answers:
+        """The answers of some rows, for ``values``."""
         most = longest_text(self.config.model)
         return Answers.of(rows, step, most=most, mismatched=self.config.algorithm.reads_labels)
 
@@ -185,7 +193,7 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
         scores: dict[str, list[float | None]] = {ACCURACY: [], LOSS: [], REWARD_MARGIN: []}
         with Counting("rows", len(held_out)) as count:
             for start in range(0, len(held_out), _TOGETHER):
-                inputs = self.values(self._answers(held_out[start : start + _TOGETHER], step))
+                inputs = self.values(self.join_answers(held_out[start : start + _TOGETHER], step))
                 loss, _ = differentiate(self.config.algorithm, inputs)
                 rows = len(held_out[start : start + _TOGETHER])
                 scores[LOSS] += loss.losses.view(rows, -1).mean(1).tolist()

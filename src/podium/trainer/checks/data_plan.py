@@ -26,7 +26,7 @@ from podium.trainer.prompts import Prompts
 from podium.trainer.run_data import HeldOut, RunData
 from podium.trainer.tasks import Tasks
 
-__all__ = ["count_tokens", "describe_data"]
+__all__ = ["count_row_tokens", "count_tokens", "describe_data"]
 
 _SHOWN_CHARACTERS: Final = 1200
 _SHOWN_TOKENS: Final = 48
@@ -75,6 +75,11 @@ def count_tokens(data: RunData[Any]) -> list[int] | None:
     """
     examples = _examples(data)
     return None if isinstance(examples, Tasks) else _token_counts(examples)
+
+
+def count_row_tokens(held_out: HeldOut) -> int:
+    """Return the tokens of an evaluation set: of prompts, or of examples with their answers."""
+    return sum(_token_counts(held_out))
 
 
 def _lengths(data: RunData[Any]) -> Iterator[str]:
