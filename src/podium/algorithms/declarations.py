@@ -41,6 +41,7 @@ __all__ = [
     "loss_imitates",
     "loss_needs_teacher",
     "loss_ratio_to",
+    "loss_scales_advantage",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,6 +80,8 @@ class Declaration:
             ``reward.weights`` alone would have no effect, and is refused.
         needs_teacher: The loss reads ``inputs.teacher_logprobs_N``, so that the trainer starts a teacher, whose options
             are those of :class:`TeacherOptions`.
+        scales_advantage: The advantage is a factor of the loss, so that loss and gradient are 0 where it is. An update
+            whose advantages are all 0 then leads to the same bits without forward and backward passes.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
         defaults: Values of the keys of :data:`DECLARED_DEFAULTS` with which the paper of the function runs it. They
             hold where the user sets no value; those of the loss before those of the estimator.
@@ -95,6 +98,7 @@ class Declaration:
     ratio_to: Literal["old", "rollout"] = "old"
     weighs_parts: bool = False
     needs_teacher: bool = False
+    scales_advantage: bool = False
     imitates: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""
@@ -224,7 +228,7 @@ ADVANTAGES: Final[Mapping[str, str]] = {name: f"podium.algorithms.advantages.{na
 """Podium's own advantage estimators by name, and where each is."""
 
 ADVANTAGE_LOSSES: Final = frozenset(_OWN_LOSSES) - {"kl_cov", "dro", "cross_entropy", "teacher_kl"}
-"""Podium's losses in which the advantage is a factor: where it is 0, so are the loss and its gradient."""
+"""Podium's losses that declare ``scales_advantage``."""
 
 CLIPPING_LOSSES: Final = ("ppo_clip", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
 """Podium's losses that read ``clip_low`` and ``clip_high``."""
@@ -291,3 +295,8 @@ def loss_ratio_to(spec: str) -> Literal["old", "rollout"]:
 def loss_needs_teacher(spec: str) -> bool:
     """Whether the loss reads a teacher's log-probabilities. Raises ConfigError as :func:`loss_declaration` does."""
     return spec in _TEACHER_LOSSES if spec in _OWN_LOSSES else loss_declaration(spec).needs_teacher
+
+
+def loss_scales_advantage(spec: str) -> bool:
+    """Whether the advantage is a factor of the loss. Raises ConfigError as :func:`loss_declaration` does."""
+    return spec in ADVANTAGE_LOSSES if spec in _OWN_LOSSES else loss_declaration(spec).scales_advantage

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, check_functions, loss_declaration, policy_loss
-from podium.algorithms.declarations import ADVANTAGE_LOSSES, correction_declaration
+from podium.algorithms.declarations import correction_declaration, loss_scales_advantage
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
 from podium.data.sampled_text import count_sampled, sum_rows
@@ -378,7 +378,9 @@ class Policy(Learner):
 
 def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
-    return {*algorithm.losses} <= ADVANTAGE_LOSSES and not algorithm.entropy_coef and not algorithm.needs_reference
+    if algorithm.entropy_coef or algorithm.needs_reference:
+        return False
+    return all(map(loss_scales_advantage, algorithm.losses))
 
 
 def _check_figures(figures: object, whole: LossInputs, batch: Batch, owner: str) -> Mapping[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,15 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import LOSSES, AlgorithmConfig, LossInputs, TokenLoss, check_functions, policy_loss
-from podium.algorithms.declarations import ADVANTAGE_LOSSES, CLIPPING_LOSSES, loss_declaration
+from podium.algorithms.declarations import (
+    ADVANTAGE_LOSSES,
+    CLIPPING_LOSSES,
+    loss_declaration,
+    loss_imitates,
+    loss_needs_teacher,
+    loss_ratio_to,
+    loss_scales_advantage,
+)
 from podium.errors import ConfigError
 from tests.unit.algorithms import loss_oracles, oracles
 from tests.unit.algorithms.oracles import LossRow
@@ -156,6 +166,15 @@ def test_the_defaults_are_the_figures_of_the_paper(name: str) -> None:
     declared = loss_declaration(name)
     assert told >= declared.defaults.keys()
     assert declared.options is None or any(key.startswith("options.") for key in told)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_copy_of_a_loss_in_a_file_declares_what_podium_knows_of_its_own(name: str, tmp_path: Path) -> None:
+    module, _, function = LOSSES[name].partition(":")
+    (tmp_path / "mine.py").write_text(Path(str(importlib.import_module(module).__file__)).read_text())
+    copy = f"{tmp_path}/mine.py:{function}"
+    for read in (loss_imitates, loss_needs_teacher, loss_ratio_to, loss_scales_advantage):
+        assert read(copy) == read(name)
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGE_LOSSES))

@@ -16,6 +16,7 @@ def test_the_page_has_every_family_and_no_figure_that_is_wrong() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_page_says_what_the_command_finds() -> None:
     chosen = ["qwen3_moe", "gpt_oss", "minimax"]

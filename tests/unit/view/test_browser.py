@@ -282,6 +282,7 @@ def test_an_export_opens_from_the_disk_without_any_request(browser: Chromium, ru
     assert [url for url in browser.requests if not url.startswith(("data:", "about:", file.as_uri()))] == []
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_ten_thousand_completions_opens(browser: Chromium, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2, prompts=625, n=8, tokens=64)
     with ViewServer([Run(run, "run")]) as server:
@@ -295,7 +296,7 @@ def test_a_run_of_ten_thousand_completions_opens(browser: Chromium, tmp_path: Pa
         thread.join()
 
 
-@pytest.mark.parametrize("width", [1280, 700, 390])
+@pytest.mark.parametrize("width", [1280, pytest.param(700, marks=pytest.mark.exhaustive), 390])
 def test_nothing_is_wider_than_the_window(server: ViewServer, width: int) -> None:
     with Chromium(width=width, dark=width == 700) as browser:
         browser.open(server.url)

@@ -12,6 +12,7 @@ __all__ = ["cispo"]
 
 
 @Declaration(
+    scales_advantage=True,
     defaults={"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
     source="MiniMax 2025, M1, arXiv:2506.13585, equations 4 and 5; weights up to 5 as in TRL's form of ScaleRL, "
     "arXiv:2510.13786",

@@ -58,6 +58,7 @@ def high_covariance(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Te
 
 
 @Declaration(
+    scales_advantage=True,
     options=ClipCovOptions,
     minibatch=high_covariance,
     defaults={"clip_low": 1.0, "clip_high": 1.0},

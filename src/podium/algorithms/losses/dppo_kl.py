@@ -13,6 +13,7 @@ __all__ = ["dppo_kl"]
 
 
 @Declaration(
+    scales_advantage=True,
     ratio_to="rollout",
     defaults={"clip_low": 0.05, "clip_high": 0.05},
     source="Qi et al. 2026, DPPO, arXiv:2602.04879, and the script of its authors",

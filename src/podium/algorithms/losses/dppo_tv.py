@@ -15,6 +15,7 @@ __all__ = ["dppo_tv", "masked_surrogate"]
 
 
 @Declaration(
+    scales_advantage=True,
     ratio_to="rollout",
     defaults={"clip_low": 0.15, "clip_high": 0.15},
     source="Qi et al. 2026, DPPO, arXiv:2602.04879, and the script of its authors",

@@ -14,6 +14,7 @@ __all__ = ["gmpo"]
 
 
 @Declaration(
+    scales_advantage=True,
     defaults={"clip_low": 0.4, "clip_high": 0.4, "aggregation": "sequence-mean"},
     source="Zhao et al. 2025, GMPO, arXiv:2507.20673, section 4",
 )

@@ -10,6 +10,7 @@ __all__ = ["gspo"]
 
 
 @Declaration(
+    scales_advantage=True,
     options=ClipOptions,
     defaults={"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence-mean"},
     source="Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 5 and section 5.1",

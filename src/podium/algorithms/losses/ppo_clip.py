@@ -24,7 +24,7 @@ class ClipOptions:
     means no bound."""
 
 
-@Declaration(options=ClipOptions)
+@Declaration(scales_advantage=True, options=ClipOptions)
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = exp(logprobs - old_logprobs)``, ``[N]``.
 

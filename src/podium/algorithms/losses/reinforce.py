@@ -8,7 +8,7 @@ from podium.algorithms.token_rows import wide
 __all__ = ["reinforce"]
 
 
-@Declaration(source="Williams 1992, Simple Statistical Gradient-Following Algorithms")
+@Declaration(scales_advantage=True, source="Williams 1992, Simple Statistical Gradient-Following Algorithms")
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``-A log p``, ``[N]``, without ratio or clip.
 

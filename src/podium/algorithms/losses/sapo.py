@@ -25,6 +25,7 @@ class SapoOptions:
 
 
 @Declaration(
+    scales_advantage=True,
     options=SapoOptions,
     defaults={"aggregation": "sequence-mean"},
     source="Gao et al. 2025, SAPO, arXiv:2511.20347",
