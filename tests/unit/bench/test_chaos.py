@@ -16,11 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from bench import recovery, soak
-from bench.chaos.__main__ import PAGE, RESULTS
+from bench.chaos.__main__ import PAGE, RESULTS, ROOT
 from bench.chaos.books import check_ledger, check_same, same_lengths
 from bench.chaos.campaign import Campaign, Result
 from bench.chaos.leftovers import alive, leftovers, process, segments
 from bench.chaos.report import MARK, collect, section, write_found
+from bench.chaos.spares import SURROUNDINGS
 from bench.report import machine, put_section
 
 Line = dict[str, Any]
@@ -143,6 +144,33 @@ def test_a_campaign_goes_on_with_the_faults_that_are_missing(tmp_path: Path) -> 
     results = [Result("sync", "save", "restarted", 1.0), Result("sync", "save", "restarted", 1.0)]
     (tmp_path / "sync.results.jsonl").write_text("".join(json.dumps(one._asdict()) + "\n" for one in results))
     assert Counter(campaign().plan) == {"policy": 3, "save": 1}
+
+
+def test_a_spare_becomes_the_fork_server_that_it_is_shown_as(tmp_path: Path) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from bench.chaos import spares
+from podium.backends.local import backend
+spares.make_spares(["bench.chaos.reward"])
+private = Path({str(tmp_path / "private")!r})
+private.mkdir()
+server = backend.WorkerServer(["bench.chaos.reward"], private)
+ended = []
+nothing = os.open(os.devnull, os.O_RDONLY)
+server.fork(1, ({{}}, ["true"], {str(tmp_path / "log")!r}), nothing, on_end=ended.append)
+server.read_ends()
+process = Path(f"/proc/{{server.process.pid}}")
+print(ended, (process / "cmdline").read_bytes().split(bytes(1))[0].decode())
+print(f"PODIUM_LAUNCHED={{server._mark}}".encode() in (process / "environ").read_bytes())
+server.close()
+print(server.process.returncode, private.exists())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **SURROUNDINGS}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["[0] podium.backends.local.server", "True", "0 False"]
 
 
 def test_a_plan_strikes_with_all_kinds_in_turn(tmp_path: Path) -> None:
