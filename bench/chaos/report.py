@@ -107,7 +107,8 @@ def section(found: Mapping[str, Any]) -> str:
     """The section of the page: who measured what where, a table for each backend, and what the books say."""
     machine, campaigns = found["machine"], found["campaigns"]
     where = f"{machine['cores']} cores ({machine['processor']})"
-    lines = [f"Measured on {where}, {machine['when'][:10]}, torch {machine['libraries']['torch']}."]
+    when = f"{machine['when'][:10]} with a load of {machine['load_before']:.0f}"
+    lines = [f"Measured on {where}, {when}, torch {machine['libraries']['torch']}."]
     for kind in dict.fromkeys(map(_kind, campaigns)):
         own = [one for one in campaigns if _kind(one) == kind]
         faults = sum(row["faults"] for one in own for row in one["rows"])
