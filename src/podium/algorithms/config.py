@@ -11,6 +11,7 @@ from podium.algorithms.declarations import (
     CORRECTIONS,
     DECLARED_DEFAULTS,
     LOSSES,
+    CriticOptions,
     Declaration,
     TeacherOptions,
     advantage_declaration,
@@ -21,6 +22,7 @@ from podium.algorithms.declarations import (
     loss_needs_teacher,
     loss_ratio_to,
 )
+from podium.algorithms.entropy import EntropyController
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name
@@ -49,6 +51,18 @@ _RECIPE: Final = {
     "clip_high": Setting(0.28, f"{_DAPO} 3.1"),
     "aggregation": Setting("token-mean", f"{_DAPO} 3.3"),
 }
+
+
+@section("algorithm.epochs")
+class EpochChoice:
+    """How often a step goes over its completions. They are the entries of ``algorithm.epochs``, where that is a
+    mapping."""
+
+    count: int = Field(default=1, ge=1, le=10**6)
+    """Training goes at most this many times over the completions of a step."""
+    max_kl: float | None = Field(default=None, gt=0, le=1e6)
+    """The policy takes no further optimizer step in a training step once KL(old || new) is above this many nats a token
+    on average over a minibatch. null sets no bound."""
 
 
 @section("algorithm")
@@ -104,8 +118,9 @@ class AlgorithmConfig:
     """Completions that were cut off at sampling.max_new_tokens, and sessions that were cut off at their budget, train
     like others (learn), or are left out of the loss and of its normalization (leave_out). They count in the statistics
     of their group in both cases."""
-    entropy_coef: float = Field(default=0.0, ge=-1e6, le=1e6)
-    """The policy's entropy, times this coefficient, is subtracted from the loss."""
+    entropy_coef: Annotated[float, Field(ge=-1e6, le=1e6)] | Mapping[str, Any] = 0.0
+    """The policy's entropy, times this coefficient, is subtracted from the loss. {target: 0.2, delta: 1e-4, max: 0.005}
+    lets it follow the entropy, which then stays near the target."""
     correction: str | tuple[str, ...] = "auto"
     """These weights or masks of tokens correct for differences between generator and trainer: truncate,
     sequence_truncate, icepop, sequence_mask, two_sided, geometric, trust_region, opsm, m2po, kpop, high_entropy,
@@ -114,12 +129,14 @@ class AlgorithmConfig:
     max_mismatch: float | None = Field(default=0.5, gt=0, le=1e9)
     """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
     many nats on average. null never ends the run."""
-    epochs: int = Field(default=1, ge=1, le=10**6)
-    """Training goes this many times over the completions of a step."""
+    epochs: Annotated[int, Field(ge=1, le=10**6)] | Mapping[str, Any] = 1
+    """Training goes this many times over the completions of a step. {count: 4, max_kl: 0.02} ends the policy's part of
+    a step after an optimizer step before which KL(old || new) was above max_kl nats a token."""
     minibatches: int = Field(default=1, ge=1, le=10**6)
     """Each epoch has this many optimizer steps."""
 
     def __post_init__(self) -> None:
+        _ = self.passes, EntropyController.of(self.entropy_coef)  # raises an error if an entry is unknown
         check_function_name(self.advantage, key="algorithm.advantage", known=ADVANTAGES)
         if not self.losses:
             raise ConfigError("algorithm.loss = {}: expected the name of a loss, or some names with their weights")
@@ -186,7 +203,18 @@ class AlgorithmConfig:
     @property
     def updates(self) -> int:
         """Number of optimizer steps on one batch. With 1 the old log-probabilities are those of the update itself."""
-        return self.epochs * self.minibatches
+        return self.passes.count * self.minibatches
+
+    @property
+    def critic_warmup(self) -> int:
+        """The number of steps at the beginning of a run in which only the critic is trained."""
+        return self.read_options(CriticOptions).critic_warmup
+
+    @property
+    def passes(self) -> EpochChoice:
+        """How often a step goes over its completions. Raises ConfigError for an entry that is wrong."""
+        entries = {"count": self.epochs} if isinstance(self.epochs, int) else self.epochs
+        return build_config(EpochChoice, entries, key="algorithm.epochs")
 
     def read_options(self, section: type[C]) -> C:
         """Return those of ``options`` that the keys of ``section`` name, checked.
@@ -261,5 +289,7 @@ class AlgorithmConfig:
         return settings
 
     def resolve(self) -> Self:
-        """Return the configuration with the defaults of loss, estimator and recipe in place of null."""
-        return replace(self, **{key: setting.value for key, setting in self.explain().items()})
+        """Return the configuration with the defaults of loss, estimator and recipe in place of null, and with the
+        coefficient of the entropy bonus that the first step has."""
+        coef = EntropyController.of(self.entropy_coef).coef
+        return replace(self, **{key: setting.value for key, setting in self.explain().items()}, entropy_coef=coef)

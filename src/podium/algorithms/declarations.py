@@ -29,6 +29,7 @@ __all__ = [
     "DECLARED_DEFAULTS",
     "LOSSES",
     "WEIGHING_CORRECTIONS",
+    "CriticOptions",
     "Declaration",
     "PartOptions",
     "PassOptions",
@@ -136,6 +137,14 @@ class PassOptions:
 
 
 @section("algorithm.options")
+class CriticOptions:
+    """How the critic begins."""
+
+    critic_warmup: int = Field(default=0, ge=0, le=10**9)
+    """In this many steps at the beginning of a run only the critic is trained, and the policy stays as it is."""
+
+
+@section("algorithm.options")
 class PartOptions:
     """What the parts of a reward count."""
 
@@ -202,9 +211,11 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "grpo_passk": Declaration(
         needs_groups=True, defaults={"normalize_advantage": False}, source="Tang et al. 2025, arXiv:2503.19595"
     ),
-    "gae": Declaration(needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),
+    "gae": Declaration(options=CriticOptions, needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),
     "grpo_turns": Declaration(needs_groups=True, defaults={"normalize_advantage": True}, source=_GRPO),
-    "gae_turns": Declaration(needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),
+    "gae_turns": Declaration(
+        options=CriticOptions, needs_values=True, defaults={"normalize_advantage": True}, source=_GAE
+    ),
 }
 _GENERATOR_LOSSES: Final = frozenset({"dppo_tv", "dppo_kl", "dro"})  # those whose ratio is to the generator
 _OWN_LOSSES: Final[Mapping[str, bool]] = {  # whether it imitates

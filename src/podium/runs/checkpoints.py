@@ -51,6 +51,7 @@ class TrainerState:
         step: The last step that is finished.
         prompts: Place in the stream of prompts or examples, after those of ``step``.
         kl_coef: Coefficient of the KL, from its controller.
+        entropy: That of the entropy bonus (``coef``), and whether the bonus counts (``counts``), if it has a target.
         metric: The name of the figure that judges the run; "" before an evaluation has decided that.
         first, last, best: Evaluations of the set that judges the run, which may be the same one. Best is the first one
             with the best figure, and has no scores.
@@ -64,6 +65,7 @@ class TrainerState:
     step: Count = 0
     prompts: Mapping[str, int | str] = field(default_factory=dict[str, int | str])
     kl_coef: Amount = 0.0
+    entropy: Mapping[str, Amount] = field(default_factory=dict[str, float])
     metric: str = ""
     first: Evaluation | None = None
     last: Evaluation | None = None

@@ -8,6 +8,9 @@ from typing import Final
 
 LOSS: Final = "loss"
 REWARD_MEAN: Final = "reward/mean"
+ENTROPY_COEF: Final = "policy/entropy_coef"  # where it follows a target
+UPDATES: Final = "policy/updates"  # optimizer steps of the policy in a step, where their number may vary
+APPROX_KL: Final = "policy/approx_kl"  # KL(policy before the update || policy) by k3; of the generator with ratio_to
 REWARD_STD: Final = "reward/std"
 BASELINE_MEAN: Final = "reward/baseline_mean"  # of greedy completions, for an estimator that needs them
 ACCURACY: Final = "reward/accuracy"  # share of completions, or of sessions, whose grade says correct; of preferences,

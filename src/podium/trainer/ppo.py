@@ -11,6 +11,7 @@ Tensors with a value for each token stay with the workers that made them. The ba
 them, lengths and rewards of rows, and lists.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
+from podium.algorithms.entropy import EntropyController
 from podium.data import Batch, fields
 from podium.errors import NoRowsError, PodiumError, RewardError
 from podium.rollout.sampling import SamplingParams
@@ -47,6 +49,7 @@ from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator, Reference, Teacher
 from podium.workers.learner import LEFT_OUT
+from podium.workers.policy import ENTROPY_COEF
 
 __all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
 
@@ -376,17 +379,24 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def update(self, batch: Batch, step: int, meanwhile: Callable[[], None] | None = None) -> list[Mapping[str, float]]:
         """Take ``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one.
 
+        The policy takes none while the critic warms up, and no further ones after a minibatch of which the policy is
+        further from the one that sampled it than ``algorithm.epochs.max_kl``.
+
         ``meanwhile`` is called in this process while the workers take the first of them.
         """
         updates: list[Mapping[str, float]] = []
         pending: list[Call[dict[str, float]]] = []
-        with Counting("optimizer steps", self.config.algorithm.updates) as count:
+        algorithm, critic = self.config.algorithm, self.run.roles.critic
+        trains, bound = step > algorithm.critic_warmup, algorithm.passes.max_kl or math.inf
+        with Counting("optimizer steps", algorithm.updates) as count:
             for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
-                updates += [call.result() for call in pending]  # after the next minibatch was made
+                done = [call.result() for call in pending]  # after the next minibatch was made
+                updates += done
                 count.done += bool(pending)
-                pending = [self.run.roles.policy.update.submit(minibatch)]
-                if self.run.roles.critic is not None:
-                    pending.append(self.run.roles.critic.update.submit(minibatch))
+                trains = trains and all(update.get(names.APPROX_KL, 0.0) <= bound for update in done)
+                pending = [self.run.roles.policy.update.submit(minibatch)] if trains else []
+                if critic is not None:
+                    pending.append(critic.update.submit(minibatch))
                 if meanwhile is not None:
                     meanwhile()
                     meanwhile = None
@@ -401,7 +411,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         )  # sessions of an environment may give few rows
         ends = [rows * part // parts for part in range(parts + 1)]
         batch = batch.with_meta(max_new_tokens=self.run.data.sampling.max_new_tokens)
-        for epoch in range(algorithm.epochs):
+        if self.entropy.target is not None:
+            batch = batch.with_meta(**{ENTROPY_COEF: self.entropy.coef})
+        for epoch in range(algorithm.passes.count):
             order = row_order(self.config.run.seed, step, epoch, rows)
             for start, end in pairwise(ends):
                 yield batch if parts == 1 else batch.take(order[start:end])
@@ -413,9 +425,14 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return {**scored.figures, **scored.metrics(), **self.estimator.describe(_select(batch, needed))}
 
     def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return the step's metrics, and update the coefficient of the KL."""
+        """Return the step's metrics, and update the coefficients of the KL and of the entropy bonus."""
         metrics = {**join_updates(updates), **figures}
         metrics[KL_COEF] = self.kl.coef
+        if self.config.algorithm.passes.max_kl is not None or self.config.algorithm.critic_warmup:
+            metrics[names.UPDATES] = float(sum(names.LOSS in update for update in updates))
+        if self.entropy.target is not None:
+            metrics[names.ENTROPY_COEF] = self.entropy.coef
+        self.entropy = self.entropy.next(metrics.get(names.ENTROPY))
         self.kl = self.kl.next(metrics.get(names.KL, 0.0))
         return metrics
 
@@ -504,6 +521,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         # after the workers, whose end also ends a reward that waits for a worker
         stack.callback(self._graders.shutdown)
         run = super().prepare(stack, lasting, before)
+        self.entropy = EntropyController.of(self.config.algorithm.entropy_coef)
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(run.directory.completions))
         if run.declared.side_by_side and run.sessions is None and (stages := self._whole_stages):
@@ -522,7 +540,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         super().save(step)
 
     def remember(self, step: int) -> TrainerState:
-        return replace(super().remember(step), kl_coef=self.kl.coef)
+        state = replace(super().remember(step), kl_coef=self.kl.coef)
+        bonus = {"coef": self.entropy.value, "counts": float(self.entropy.counts)}
+        return state if self.entropy.target is None else replace(state, entropy=bonus)
 
     def resume(self) -> int:
         step = super().resume()
@@ -532,6 +552,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def restore(self, state: TrainerState) -> None:
         super().restore(state)
         self.kl = replace(self.kl, coef=state.kl_coef)
+        if self.entropy.target is not None and state.entropy:
+            self.entropy = replace(self.entropy, value=state.entropy["coef"], counts=bool(state.entropy["counts"]))
 
 
 def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

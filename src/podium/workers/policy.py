@@ -3,8 +3,9 @@
 import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +31,10 @@ from podium.workers.learner import Learner
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
 from podium.workers.weight_sync.receiver import WeightReceiver
 
-__all__ = ["Policy"]
+__all__ = ["ENTROPY_COEF", "Policy"]
+
+ENTROPY_COEF: Final = "entropy_coef"
+"""Metadata of a batch: the coefficient of its entropy bonus."""
 
 _COMPARED_ROWS = 4  # of each rank
 _SCORES = (fields.OLD_LOGPROBS, fields.ENTROPY, fields.SQUARED_PROBS)
@@ -152,7 +156,8 @@ class Policy(Learner):
             batch: ``tokens``, ``loss_mask`` and ``loss_weights`` (computed over the minibatch if absent); ``left_out``,
                 if rows are left out; for a policy loss also ``advantages``, and ``old_logprobs``,
                 ``rollout_logprobs``, ``ref_logprobs``, ``teacher_logprobs`` as it asks for them. Without
-                ``old_logprobs`` the policy counts as unchanged since sampling.
+                ``old_logprobs`` the policy counts as unchanged since sampling. ``batch.meta["entropy_coef"]`` stands in
+                place of that of the worker's algorithm.
             loss: The loss of this minibatch and its constants; by default the worker's own.
             weight: A factor of this minibatch's loss.
 
@@ -164,6 +169,8 @@ class Policy(Learner):
             DataError: A column is missing, or the loss did not return one number a token.
         """
         algorithm = self.algorithm
+        if ENTROPY_COEF in batch.meta:
+            algorithm = replace(algorithm, entropy_coef=batch.meta[ENTROPY_COEF])
         if loss is not None:
             algorithm = self._resolve(loss)
             batch = batch.with_meta(aggregation=algorithm.aggregation_mode)

@@ -11,6 +11,7 @@ from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.corrections.truncate import TruncateOptions
 from podium.algorithms.corrections.weights import correction_weights
 from podium.algorithms.declarations import loss_ratio_to
+from podium.algorithms.entropy import EntropyController
 from podium.algorithms.kl import bounded_exp, kl_estimate
 from podium.algorithms.metrics import WEIGHT_MEAN, WEIGHT_SQUARE
 from podium.algorithms.records import LossInputs, TokenLoss
@@ -18,6 +19,7 @@ from podium.algorithms.registry import resolve_loss
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError
 from podium.telemetry.metrics import (
+    APPROX_KL,
     ENTROPY,
     GRAD_NORM,
     KL,
@@ -33,7 +35,6 @@ from podium.telemetry.metrics import (
 __all__ = ["policy_loss"]
 
 # Metrics that no display looks up by name; the others are in podium.telemetry.metrics.
-APPROX_KL: Final = "policy/approx_kl"  # KL(policy before the update || policy) by k3; of the generator with ratio_to
 MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
 WEIGHT_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose truncated weight was cut to the cap
 LEFT_OUT: Final = "mismatch/left_out"  # share of tokens that corrections leave out
@@ -86,9 +87,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
         metrics[KL] = kl_N.detach()
     elif "ref_logprobs" in inputs.columns:
         metrics[KL] = kl_estimate(logprobs_N.detach(), inputs.ref_logprobs_N.detach(), config.kl_estimator)
-    if config.entropy_coef:
+    if coef := EntropyController.of(config.entropy_coef).coef:
         _require(inputs, "entropy", "algorithm.entropy_coef is not 0")
-        loss_N = loss_N - config.entropy_coef * wide(inputs.entropy_N)
+        loss_N = loss_N - coef * wide(inputs.entropy_N)
     if "entropy" in inputs.columns:
         metrics[ENTROPY] = wide(inputs.entropy_N.detach())
     return TokenLoss(loss_N, metrics, maxima)

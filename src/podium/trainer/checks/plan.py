@@ -77,8 +77,8 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
             )
         rows = config.rows // algorithm.minibatches
         yield (
-            f"updates      {algorithm.epochs} epoch(s) x {algorithm.minibatches} minibatch(es) = {algorithm.updates} "
-            f"optimizer step(s) of {rows} rows; {_share(rows, ranks)} a rank"
+            f"updates      {algorithm.passes.count} epoch(s) x {algorithm.minibatches} minibatch(es) = "
+            f"{algorithm.updates} optimizer step(s) of {rows} rows; {_share(rows, ranks)} a rank"
         )
     evaluated = "before and after" if config.eval.at_start else "after"
     evaluated = f"every {config.eval.every} steps" if config.eval.every else evaluated

@@ -1,0 +1,70 @@
+"""What steers a run beside its loss: a critic that warms up, a bound of the KL, a target of the entropy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from podium.telemetry import metrics
+from podium.trainer import GRPOConfig, PPOConfig
+from tests.integration.training import metrics_rows, tiny, train
+
+KEPT: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "keep": 0, "model": False}}
+
+
+def weights_of(run: Path, step: int, role: str = "policy") -> torch.Tensor:
+    tensors = load_file(run / "checkpoints" / f"step-{step:06d}" / role / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def steps_of(run: Path, step: int, role: str) -> int:
+    """The optimizer steps that a role has taken until the checkpoint of a step."""
+    files = (run / "checkpoints" / f"step-{step:06d}" / role / "resume").glob("*.safetensors")
+    return next(int(tensors["counts"][0]) for tensors in map(load_file, files) if "counts" in tensors)
+
+
+@pytest.mark.parametrize("advantage", ["gae", pytest.param("gae_turns", marks=pytest.mark.exhaustive)])
+def test_only_the_critic_is_trained_while_it_warms_up(tmp_path: Path, advantage: str) -> None:
+    algorithm = {"advantage": advantage, "options": {"critic_warmup": 2}, "minibatches": 2}
+    run = train(tiny(PPOConfig, tmp_path, algorithm=algorithm, run={"steps": 4}, **KEPT))
+    policies, critics = ([weights_of(run, step, role) for step in range(1, 5)] for role in ("policy", "critic"))
+    assert torch.equal(policies[0], policies[1])
+    assert not any(torch.equal(policies[step - 1], policies[step]) for step in (2, 3))
+    assert not any(torch.equal(critics[step - 1], critics[step]) for step in (1, 2, 3))
+    assert [row[metrics.UPDATES] for row in metrics_rows(run)] == [0.0, 0.0, 2.0, 2.0]
+    assert all(metrics.VALUE_LOSS in row for row in metrics_rows(run))
+
+
+@pytest.mark.parametrize(("bound", "most"), [(1e-6, 2), (100.0, 6)])
+def test_the_policy_stops_where_it_is_too_far_from_what_sampled(tmp_path: Path, bound: float, most: int) -> None:
+    """The first update is at a KL of 0; the second one is further away, and is the last."""
+    algorithm = {"epochs": {"count": 3, "max_kl": bound}, "minibatches": 2}
+    reward = {"name": "tests.integration.rewards:sevens", "processes": 1}
+    run = train(tiny(PPOConfig, tmp_path, algorithm=algorithm, reward=reward, batch={"prompts": 16}, **KEPT))
+    assert [row[metrics.UPDATES] for row in metrics_rows(run)] == [most, most]
+    assert steps_of(run, 2, "policy") == 2 * most
+    assert steps_of(run, 2, "critic") == 12, "the critic takes every step"
+
+
+def test_the_entropy_bonus_follows_its_target_and_resumes_bit_by_bit(tmp_path: Path) -> None:
+    target = {"target": 100.0, "delta": 0.05, "max": 0.15}
+
+    def run_of(name: str, steps: int, **run: Any) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        sections = {"algorithm": {"entropy_coef": target, "minibatches": 2}, "run": {"steps": steps, **run}}
+        return train(tiny(GRPOConfig, tmp_path / name, **sections, **KEPT))
+
+    whole, parts = run_of("whole", 5), run_of("parts", 2)
+    run_of("parts", 5, resume=str(parts))
+    assert torch.equal(weights_of(whole, 5), weights_of(parts, 5))
+    for run in (whole, parts):
+        assert [row[metrics.ENTROPY_COEF] for row in metrics_rows(run)] == pytest.approx([0, 0.05, 0.1, 0.15, 0.15])
+    (tmp_path / "constant").mkdir()
+    algorithm = {"minibatches": 2}
+    constant = train(tiny(GRPOConfig, tmp_path / "constant", algorithm=algorithm, run={"steps": 2}, **KEPT))
+    assert torch.equal(weights_of(constant, 1), weights_of(whole, 1))
+    assert not torch.equal(weights_of(constant, 2), weights_of(whole, 2)), "the bonus acts from the second step on"
