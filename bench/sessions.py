@@ -28,6 +28,7 @@ from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.runner import live
 from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.admission import Admission
 from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.gateway import Gateway
 from podium.rollout.service.service import Service
@@ -55,6 +56,7 @@ class Echo:
 
     def __init__(self, answer: Sequence[int]) -> None:
         self.drawn = Sampled([*answer], [-1.0] * len(answer), [0] * len(answer), "stop")
+        self.admission = Admission()
 
     async def stream(
         self,
@@ -70,6 +72,10 @@ class Echo:
         """The answer."""
         await asyncio.sleep(0)
         yield self.drawn
+
+    def end_session(self, name: str) -> None:
+        """Forget a session."""
+        self.admission.end(name)
 
     async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Any:
         """Nothing is scored here."""

@@ -21,6 +21,7 @@ from podium.errors import PodiumError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.requests import Tokens
+from podium.rollout.service.admission import Admission
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.connection_owner import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.rollout.service.engine_client import EngineClient
@@ -396,6 +397,7 @@ class Scripted:
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
         self.texts = [tokenizer(text)["input_ids"] for text in texts]
+        self.admission = Admission()
 
     async def stream(self, prompt: Any, params: Any, seed: int, **_: Any) -> AsyncGenerator[Any]:
         ids = self.texts.pop(0)

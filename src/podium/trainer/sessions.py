@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from podium.trainer.prompts import Prompt
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from podium.rollout.engines.requests import SessionRoom
     from podium.rollout.environments.contract import Earned
     from podium.rollout.sampling import SamplingParams
     from podium.runs.config import InferenceConfig
@@ -115,7 +117,7 @@ class Sessions:
         if self._generators:
             urls = [url for generator_urls in self._urls.values() for url in generator_urls]
             limits = [most for positions in self._positions.values() for most in positions if most]
-            self._workers.connect(urls, self._token, min(limits, default=None))
+            self._workers.connect(urls, self._token, min(limits, default=None), _least_room(self._list_rooms()))
 
     def live(
         self,
@@ -191,14 +193,33 @@ class Sessions:
         such wave."""
         limits = self._config.environment.limits
         own_sessions = math.ceil(sessions / self._workers.group.world_size)  # of the rank that has the most sessions
+        at_once = min(limits.side_by_side, self._count_fitting())
         with self._counting:
             self._in_progress += own_sessions
-            waves = math.ceil(self._in_progress / limits.side_by_side)
+            waves = math.ceil(self._in_progress / at_once)
         try:
             yield waves * max(self._config.run.timeout_s, self._longest_s + _GRACE_S)
         finally:
             with self._counting:
                 self._in_progress -= own_sessions
+
+    def _list_rooms(self) -> list[SessionRoom]:
+        """How much of open sessions the generators remember, those without a limit left out."""
+        try:
+            rooms = [room for handle in self._drawing for room in handle.session_room()]
+        except PodiumError:  # a lost generator, which its own calls report
+            return []
+        return [room for room in rooms if room is not None]
+
+    def _count_fitting(self) -> int:
+        """How many sessions of a rollout worker need not wait for memory, however long they become."""
+        rooms = self._list_rooms()
+        if not rooms:
+            return sys.maxsize
+        limits = [most for positions in self._positions.values() for most in positions if most]
+        longest = min(limits, default=None)
+        fitting = [room.sessions + (room.tokens // longest if longest else 0) for room in rooms]
+        return max(1, sum(fitting) // self._workers.group.world_size)
 
     def _count_prompt_tokens(self) -> Mapping[str, float]:
         """Return what became of the prompts' tokens since the last call; nothing if a generator does not say it."""
@@ -316,12 +337,17 @@ class Sessions:
         return details.rstrip() if new else ""
 
 
+def _least_room(rooms: Sequence[SessionRoom]) -> SessionRoom | None:
+    return min(rooms, key=lambda room: room.tokens, default=None)
+
+
 def _join_figures(reports: Sequence[Mapping[str, Any]], limits: Mapping[str, int]) -> SessionReport:
     failures: Counter[str] = Counter()
     for report in reports:
         failures.update(report["failures"])
     total = {name: sum(report[name] for report in reports) for name in _TOTALS}
     seconds = sorted(second for report in reports for second in report["seconds"])
+    waits_s = [second for report in reports for second in report["waits_s"]]
     count = max(1, total["sessions"])
     figures = {
         names.SESSIONS_FAILED: sum(failures.values()) / count,
@@ -332,6 +358,9 @@ def _join_figures(reports: Sequence[Mapping[str, Any]], limits: Mapping[str, int
         names.SESSIONS_TURNS: total["turns"] / count,
         names.SESSIONS_TOOL_CALLS: total["tool_calls"] / count,
         names.SESSIONS_TOOL_ERRORS: total["tool_errors"] / max(1, total["tool_calls"]),
+        names.SESSIONS_WAITED: float(len(waits_s)),
+        names.SESSIONS_WAIT_S_MEAN: sum(waits_s) / count,
+        names.SESSIONS_WAIT_S_MAX: max(waits_s, default=0.0),
         names.SESSION_S_MEDIAN: seconds[len(seconds) // 2] if seconds else 0.0,
         names.SESSION_S_MAX: seconds[-1] if seconds else 0.0,
     }

@@ -22,7 +22,7 @@ from podium.runtime import concat, endpoint, shard
 from podium.workers.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:
-    from podium.rollout.engines.requests import PromptTokens
+    from podium.rollout.engines.requests import PromptTokens, SessionRoom
     from podium.rollout.service.server import Server
 
 __all__ = ["Generator"]
@@ -91,6 +91,11 @@ class Generator(WeightReceiver):
     def positions(self) -> int | None:
         """Return the most tokens of a prompt and its completion that the engine of each rank takes; None for any."""
         return self._ready_engine().positions
+
+    @endpoint(concurrent=True)
+    def session_room(self) -> SessionRoom | None:
+        """Return how much of open sessions the engine of each rank remembers; None for no limit."""
+        return self._ready_engine().session_room
 
     @endpoint(concurrent=True)
     def count_prompt_tokens(self) -> PromptTokens | None:

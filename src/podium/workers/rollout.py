@@ -28,6 +28,7 @@ from podium.models.config import ModelConfig
 from podium.models.loading import longest_text
 from podium.models.tokenizers import load_tokenizer
 from podium.models.vocabulary import TextIds, find_text_ids
+from podium.rollout.engines.requests import SessionRoom
 from podium.rollout.environments.client import MOST_AGENTS
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.contract import Earned
@@ -94,20 +95,26 @@ class Rollout(Worker):
         self._stop_hearing: Callable[[], None] | None = None
 
     @endpoint(concurrent=True)
-    def connect(self, urls: Sequence[str], token: str, positions: int | None = None) -> None:
+    def connect(
+        self, urls: Sequence[str], token: str, positions: int | None = None, room: SessionRoom | None = None
+    ) -> None:
         """Use the generators at ``urls`` from now on, unless these processes hold a generator.
 
         Args:
             urls: Their addresses, as ``Generator.serve`` returns them.
             token: The bearer token that they accept.
             positions: The most tokens of a prompt and its completion that each of them takes; None for any number.
+            room: How much of open sessions each of them remembers, of which each rollout worker uses an equal part;
+                None for no limit.
 
         Raises:
             ConfigError: The extra ``serve`` is not installed.
         """
         with self._making:
+            if room is not None:
+                room = SessionRoom(*(size // self.ctx.world_size for size in room))
             if self._remote is not None:
-                self._remote.connect(urls, positions)
+                self._remote.connect(urls, positions, room)
                 return
             try:
                 from podium.rollout.service.generator_client import RemoteTokens
@@ -117,7 +124,7 @@ class Rollout(Worker):
                     f"{install_command('serve')}"
                 ) from None
             self._remote = RemoteTokens(urls, token)
-            self._remote.positions = positions
+            self._remote.positions, self._remote.room = positions, room
 
     @endpoint(dispatch=shard(args=("tasks",)), collect=concat(any_rows=True), returns="ref", concurrent=True)
     async def live(self, tasks: Batch, sampling: SamplingParams) -> Batch:
@@ -294,6 +301,7 @@ def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:
         "tool_calls": sum(episode.counts.get("tool_calls", 0) for episode in episodes),
         "tool_errors": sum(episode.counts.get("tool_errors", 0) for episode in episodes),
         "seconds": [round(episode.seconds, 3) for episode in episodes],
+        "waits_s": [round(episode.waited_s, 3) for episode in episodes if episode.waited_s],
         "aliases": [*service.aliases],
         "overruled": {name: count for name, count in service.overruled.items() if count},
     }

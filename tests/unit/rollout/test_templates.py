@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.admission import Admission
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.service import Answer, Service
 from podium.rollout.service.sessions import Sampled, Session
@@ -138,6 +139,10 @@ class Dice:
     waiting: int = 0
     version: int = 0
     prompt_tokens: None = None
+    admission: Admission = field(default_factory=Admission)
+
+    def end_session(self, name: str) -> None:
+        self.admission.end(name)
 
     async def stream(
         self,

@@ -48,6 +48,7 @@ def test_the_first_edited_history_and_other_names_of_the_model_are_told_once() -
         "failures": Counter(),
         "details": {},
         "seconds": [1.0],
+        "waits_s": [0.5],
         "overruled": {},
         "limits": Counter(turn_limit=1),
         "aliases": ["gpt-x"],

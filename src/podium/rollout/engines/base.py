@@ -39,6 +39,7 @@ from podium.rollout.engines.requests import (
     Request,
     RequestId,
     RequestQueue,
+    SessionRoom,
     Tokens,
 )
 from podium.rollout.engines.rows import Rows
@@ -102,6 +103,7 @@ class Engine(ABC):
         self._driving = False
         self._arrived: list[Request] = []
         self._aborted: set[RequestId] = set()
+        self._ended_sessions: set[str] = set()
         self._events: list[Event] = []
         self._in_flight: dict[RequestId, list[Event]] = {}  # where the events of each request go
         self._journals: dict[RequestId, tuple[Journal, int, int]] = {}  # journal, seed, and tokens drawn elsewhere
@@ -131,6 +133,12 @@ class Engine(ABC):
         """Whether nothing is in flight."""
         with self._changed:
             return not self._in_flight and not self._driving
+
+    @property
+    def session_room(self) -> SessionRoom | None:
+        """How much of open sessions the engine remembers between their turns; None where nothing limits it, or nobody
+        knows. Any thread may ask."""
+        return None
 
     def restrict(self, limit: int, holes: Sequence[int] = ()) -> None:
         """Draw only ids below ``limit`` that are not among ``holes``, because others stand for no text.
@@ -165,6 +173,11 @@ class Engine(ABC):
                     self.count.close()
                 if not self._driving:
                     self._take_in()
+
+    def end_session(self, name: str) -> None:
+        """Take note that no further request of a session comes. Any thread may call this at any time."""
+        with self._changed:
+            self._ended_sessions.add(name)
 
     def poll(self, timeout_s: float | None = None) -> list[Event]:
         """Do work in this thread until there are events of submitted requests, and return them.
@@ -359,6 +372,9 @@ class Engine(ABC):
             self.waiting.drop(self._aborted)
             self.drop(self._aborted)
             self._aborted = set()
+        if self._ended_sessions:
+            self.forget_sessions(self._ended_sessions)
+            self._ended_sessions = set()
         self.waiting.push(self._arrived)
         self._arrived = []
         return bool(self._in_flight)
@@ -457,6 +473,9 @@ class Engine(ABC):
 
     def drop(self, ids: Collection[RequestId]) -> None:  # noqa: B027 - an engine that works batch by batch holds none
         """End the work on those of ``ids`` that ``advance`` has begun. The base class has reported them as aborted."""
+
+    def forget_sessions(self, names: Collection[str]) -> None:  # noqa: B027 - few engines remember sessions
+        """Let what is remembered of these sessions alone be the first to go when memory is short. They have ended."""
 
     def drawn(self) -> list[tuple[RequestId, Drawn]]:
         """Return the tokens drawn so far for the requests that ``advance`` has begun. It is called between two calls of

@@ -4,7 +4,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "RequestId",
     "RequestQueue",
     "RowOfBatch",
+    "SessionRoom",
     "Tokens",
     "conclude",
     "conclude_arrays",
@@ -59,6 +60,7 @@ class Request:
             completion. These differ from those of a fresh prompt by rounding: log-probabilities agree within 1e-5 in
             float32. An engine may always reuse what it computed for earlier prompts, because the results are the same.
         constraint: What may be drawn, if not everything. Only an engine that says so (``Engine.constrains``) takes it.
+        session: Name of the session to which it belongs, as ``Engine.end_session`` gets it; "" for none.
     """
 
     id: RequestId
@@ -69,6 +71,7 @@ class Request:
     stream: bool = False
     reuse_completions: bool = True
     constraint: Constraint | None = None
+    session: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))  # compared and kept; a list might change
@@ -126,6 +129,18 @@ class PromptTokens:
     read: int
     reused: int
     evicted: int
+
+
+class SessionRoom(NamedTuple):
+    """How much of open sessions an engine remembers between their turns: any ``sessions`` of them, and of others as
+    many as have ``tokens`` together."""
+
+    sessions: int
+    tokens: int
+
+    def holds(self, sessions: int, tokens: int) -> bool:
+        """Whether so many sessions are remembered that have so many tokens together."""
+        return tokens * max(0, sessions - self.sessions) <= self.tokens * sessions
 
 
 class RequestQueue:

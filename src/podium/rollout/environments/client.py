@@ -109,6 +109,11 @@ class Client:
         return len(self._session.calls)
 
     @property
+    def waited_s(self) -> float:
+        """How many seconds the turns of this session have waited for memory so far."""
+        return self._service.source.admission.waited_s(self._session.id)
+
+    @property
     def full(self) -> bool:
         """Whether the last request of this client, or of one of its agents, was refused for a full context, or any
         request because the session has used up a limit of ``environment.options``."""

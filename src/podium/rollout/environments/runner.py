@@ -95,6 +95,7 @@ class Episode:
         details: The traceback of a session that raised.
         truncated: Whether it ended because the model's context was full, or a limit of the session used up.
         seconds: How long it took.
+        waited_s: How many of these seconds its turns waited for memory.
         limit: The limit of ``environment.options`` by which it ended, such as "turn_limit"; "" for none.
         counts: What it counted, by name.
     """
@@ -105,6 +106,7 @@ class Episode:
     details: str = ""
     truncated: bool = False
     seconds: float = 0.0
+    waited_s: float = 0.0
     limit: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
 
@@ -148,6 +150,7 @@ async def live(
             limit = session.budget.reached if ending.truncated else ""
             if limit and not limits.train_at_limit:
                 ending = Ending(failure=limit.replace("_", " "))
+            waited_s = client.waited_s
             recorded = client.close()
             if unknown := ending.outcome.agents.keys() - {agent for agent, *_ in recorded}:
                 ending = Ending(
@@ -167,6 +170,7 @@ async def live(
                 ending.details,
                 ending.truncated,
                 time.monotonic() - began_s,
+                waited_s,
                 limit,
                 sum((Counter(relative.counts) for relative in client.family), Counter()),
             )
@@ -185,7 +189,13 @@ async def ending_of(
     contain_exits()
     lived = asyncio.ensure_future(_live_session(play, task, client))  # a session may cancel its own task
     try:
-        await asyncio.wait({lived}, timeout=limit_s)
+        began_s, left_s = time.monotonic(), limit_s
+        while left_s is None or left_s > 0:
+            await asyncio.wait({lived}, timeout=left_s)
+            if lived.done():
+                break
+            # The limit does not count the time in which turns wait for memory.
+            left_s = None if limit_s is None else limit_s + client.waited_s - (time.monotonic() - began_s)
         in_time = lived.done()
     finally:
         await _end(lived)

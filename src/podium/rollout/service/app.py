@@ -243,7 +243,11 @@ class _Api:
                 400, "/inference/v1/generate is not recorded for training: use /v1/chat/completions in training"
             )
         params = asked_for.sampling_params
-        question = self.service.ask(asked_for.token_ids, params, params.max_tokens, stop=params.stop_token_ids)
+        for name in asked_for.ended_sessions:
+            self.service.source.end_session(name)
+        question = self.service.ask(
+            *(asked_for.token_ids, params, params.max_tokens), stop=params.stop_token_ids, session=asked_for.session
+        )
         await self.service.prepare(question)
         answers = await while_there(
             request, [self.service.draw(question, number) for number in range(len(question.seeds))]
@@ -283,6 +287,7 @@ class _Api:
             "requests_waiting": ("Completions of which no token is drawn yet.", source.waiting),
             "tokens_in_flight": ("Tokens that requests in flight may still hold, prompts included.", source.in_flight),
             "sessions": ("Sessions that are recorded.", len(self.service.sessions)),
+            "sessions_waiting": ("Sessions whose next turn waits for memory.", source.admission.waiting),
             "unrecognized": ("Calls whose history is not what their session has recorded.", self.service.unrecognized),
             "weights_version": ("Version of the weights that the next token is drawn from.", source.version),
         }

@@ -25,6 +25,7 @@ from podium.devices import end_idle_threads
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines.requests import Aborted, Event, Failed, Finished, Request, RequestId, Tokens
 from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.admission import Admission
 from podium.rollout.service.token_source import Scored, read_sampled
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.in_flight = 0
+        self.admission = Admission()
         self._numbers = itertools.count()
         self._scoring = threading.Lock()
         self._changed = threading.Condition()
@@ -104,14 +106,31 @@ class EngineClient:
         constraint: Constraint | None = None,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """As :meth:`.TokenSource.stream`."""
-        del session  # there is one place
+        async with self.admission.turn(session, len(prompt), self.engine.session_room if session else None):
+            drawing = self._stream(prompt, params, seed, session, tokens, caller, constraint)
+            async with contextlib.aclosing(drawing) as events:
+                async for event in events:
+                    if not isinstance(event, Tokens):
+                        self.admission.note(session, len(prompt) + len(event.ids))
+                    yield event
+
+    async def _stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        session: str,
+        tokens: bool,
+        caller: Caller | None,
+        constraint: Constraint | None,
+    ) -> AsyncGenerator[Tokens | Sampled]:
         priority = self.engine.waiting.next_turn()
         if caller is not None:
             priority = priority if caller.priority is None else min(priority, caller.priority - 1)
             caller.priority = priority
         request = Request(
             id=_Id(next(self._numbers)), prompt=prompt, params=params, seed=seed, stream=tokens, priority=priority,
-            constraint=constraint,
+            constraint=constraint, session=session,
         )  # fmt: skip
         self.engine.check_request(request)
         events, loop = _Events(), asyncio.get_running_loop()
@@ -140,6 +159,11 @@ class EngineClient:
                 self._due.get(loop, {}).pop(request.id, None)
                 if self._waiting.pop(request.id, None) is not None:
                     self.engine.abort(request.id)
+
+    def end_session(self, name: str) -> None:
+        """As :meth:`.TokenSource.end_session`."""
+        self.admission.end(name)
+        self.engine.end_session(name)
 
     def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._changed:

@@ -16,18 +16,19 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx2
 
 from podium.errors import ConfigError, GenerationError
+from podium.rollout.service.admission import Admission
 from podium.rollout.service.constraints import read_masks
 from podium.rollout.service.sessions import Sampled
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
-    from podium.rollout.engines.requests import Tokens
+    from podium.rollout.engines.requests import SessionRoom, Tokens
     from podium.rollout.sampling import SamplingParams
     from podium.rollout.service.concurrency import Caller
     from podium.rollout.service.token_source import Scored
@@ -46,6 +47,7 @@ class _Generator:
     url: str
     in_flight: int = 0
     lost_s: float = -1e9
+    ended_sessions: list[str] = field(default_factory=list[str])
 
 
 class RemoteTokens:
@@ -59,6 +61,7 @@ class RemoteTokens:
 
     Attributes:
         positions: As :attr:`.TokenSource.positions`; the least of all generators.
+        room: How much of the sessions of this client each generator remembers; None for no limit.
     """
 
     def __init__(self, urls: Sequence[str], token: str, *, patience_s: float = 300.0) -> None:
@@ -69,6 +72,8 @@ class RemoteTokens:
         self._users: Counter[asyncio.AbstractEventLoop] = Counter()
         self.version, self.prompt_tokens = 0, None  # each generator's own /metrics has the count
         self.positions: int | None = None
+        self.room: SessionRoom | None = None
+        self.admission = Admission()
         self.moved = 0
         self._waiting = 0
 
@@ -82,9 +87,9 @@ class RemoteTokens:
         """The number of requests that wait for a generator."""
         return self._waiting
 
-    def connect(self, urls: Sequence[str], positions: int | None) -> None:
+    def connect(self, urls: Sequence[str], positions: int | None, room: SessionRoom | None = None) -> None:
         """Use the generators at ``urls`` from now on. Generators that were used before keep their sessions."""
-        self.positions = positions
+        self.positions, self.room = positions, room
         by_url = {generator.url: generator for generator in self._generators}
         self._generators = [by_url.get(url) or _Generator(url) for url in urls]
 
@@ -101,7 +106,8 @@ class RemoteTokens:
     ) -> AsyncGenerator[Tokens | Sampled]:
         """As :meth:`.TokenSource.stream`. All of a completion comes at once."""
         del tokens, caller
-        body = {
+        body: dict[str, Any] = {
+            "session": session,
             "token_ids": list(prompt),
             "sampling_params": {
                 "max_tokens": params.max_new_tokens,
@@ -129,21 +135,26 @@ class RemoteTokens:
                     self._waiting -= 1
                 continue
             generator.in_flight += size
-            sent_s = time.monotonic()
+            asked_s = time.monotonic()
             try:
-                answer = await client.post(f"{generator.url}/inference/v1/generate", json=body)
+                async with self.admission.turn(session, len(prompt), self.room, generator):
+                    ended, generator.ended_sessions = generator.ended_sessions, []
+                    sent = {**body, "ended_sessions": ended} if ended else body
+                    answer = await client.post(f"{generator.url}/inference/v1/generate", json=sent)
             except httpx2.HTTPError as error:
                 reason = f"{type(error).__name__}: {error}"
                 if not client.is_closed:
                     self._lose(generator)
                 if not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
-                    until_s += time.monotonic() - sent_s  # it was drawing until then
+                    until_s += time.monotonic() - asked_s  # it was drawing until then
                 continue
             finally:
                 generator.in_flight -= size
-            until_s += time.monotonic() - sent_s
+            until_s += time.monotonic() - asked_s
             if answer.status_code == httpx2.codes.OK:
-                yield self._sample(answer.json(), params)
+                drawn = self._sample(answer.json(), params)
+                self.admission.note(session, len(prompt) + len(drawn.ids))
+                yield drawn
                 return
             reason = _reason(answer)
             if answer.status_code == httpx2.codes.TOO_MANY_REQUESTS:
@@ -153,6 +164,12 @@ class RemoteTokens:
             else:
                 self._lose(generator)
         raise GenerationError(f"no generator answered within {self._patience_s:g} s; the last reason: {reason}")
+
+    def end_session(self, name: str) -> None:
+        """As :meth:`.TokenSource.end_session`. A generator hears of it with the next request to it."""
+        self.admission.end(name)
+        if (generator := self._of.pop(name, None)) is not None:
+            generator.ended_sessions.append(name)
 
     async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:
         """Raise ConfigError, because generators in other processes only give tokens."""

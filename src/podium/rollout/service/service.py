@@ -194,12 +194,16 @@ class Service:
         if seed is not None:
             self._seeds_of[name] = itertools.count(seed % _SEEDS, _MIXER)
         session = self.sessions.open(name)
+        if self.rules is not None:
+            self.source.admission.begin(name)
         session.budget = budget or session.budget
         return session
 
     def close_session(self, name: str) -> Session | None:
         """Return the record of the session, and forget it. Calls without an answer so far are refused."""
         self._seeds_of.pop(name, None)
+        if self.rules is not None:
+            self.source.end_session(name)
         session = self.sessions.pop(name)
         if session is not None:
             session.over = True

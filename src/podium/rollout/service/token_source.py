@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import PromptTokens, Tokens
     from podium.rollout.sampling import Completion, SamplingParams
+    from podium.rollout.service.admission import Admission
     from podium.rollout.service.concurrency import Caller
 
 __all__ = ["Scored", "TokenSource", "read_sampled"]
@@ -35,7 +36,13 @@ class Scored:
 
 
 class TokenSource(Protocol):
-    """Draws completions by token ids, many at a time."""
+    """Draws completions by token ids, many at a time.
+
+    Attributes:
+        admission: Lets sessions that begin there wait for memory.
+    """
+
+    admission: Admission
 
     @property
     def positions(self) -> int | None:
@@ -91,6 +98,10 @@ class TokenSource(Protocol):
             ConfigError: The prompt does not fit the model.
             GenerationError: No token can be drawn.
         """
+        ...
+
+    def end_session(self, name: str) -> None:
+        """Take note that no further call of a session comes. What is remembered of it may go."""
         ...
 
     async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:

@@ -266,6 +266,8 @@ class GenerateRequest(BaseModel):
     token_ids: list[int] = Field(min_length=1)
     sampling_params: Sampling = Sampling()
     stream: bool = False
+    session: str = ""  # of which the engine may keep keys and values
+    ended_sessions: list[str] = []
 
 
 class TokenizeRequest(BaseModel):

@@ -12,6 +12,7 @@ from typing import Any
 from podium.models import char_tokenizer
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.admission import Admission
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
@@ -51,6 +52,10 @@ class Scripted:
         self.answers = list(answers)
         self.prompts: list[list[int]] = []
         self.cancelled = 0
+        self.admission = Admission()
+
+    def end_session(self, name: str) -> None:
+        self.admission.end(name)
 
     async def stream(
         self,

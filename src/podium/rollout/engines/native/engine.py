@@ -15,7 +15,7 @@ from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.engines.native.graphs import DecodeGraphs, graphless, renew
 from podium.rollout.engines.native.lanes import Lanes
 from podium.rollout.engines.native.parameters import find_unsupported, read_weights
-from podium.rollout.engines.requests import Event, PromptTokens, RequestId
+from podium.rollout.engines.requests import Event, PromptTokens, RequestId, SessionRoom
 from podium.rollout.sampling import SamplingParams
 
 __all__ = ["NativeEngine"]
@@ -48,6 +48,7 @@ class NativeEngine(ModelEngine):
         super().__init__(config, model)
         self._decoder = Decoder(read_weights(self.model))
         options = config.read_options(NativeOptions)
+        self._budget_bytes = 0
         self._graphs = DecodeGraphs() if options.cuda_graphs else None
         if self._graphs is not None and (reason := graphless(self._decoder.weights)):
             raise ConfigError(f"engine.options.cuda_graphs: the model has experts, and {reason}; leave it off")
@@ -93,6 +94,18 @@ class NativeEngine(ModelEngine):
     def drop(self, ids: Collection[RequestId]) -> None:
         self._lanes.drop(ids)
 
+    def forget_sessions(self, names: Collection[str]) -> None:
+        self._lanes.forget_sessions(names)
+
+    @property
+    def session_room(self) -> SessionRoom:
+        cache, per_position = self._lanes.cache, self._bytes(1, 1) // _LENGTH_QUANTUM
+        if cache is None:
+            return SessionRoom(ROW_QUANTUM, self._budget() // 2 // per_position)
+        # Lanes that are still to come take up to half of the budget.
+        nbytes = min(self._lanes.memory.limit_bytes, self._budget_bytes // 2)
+        return SessionRoom(min(cache.lanes, self.config.max_sequences), nbytes // per_position)
+
     @torch.inference_mode()
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
         waiting = self.waiting if self.waiting and self._make_room() else None
@@ -124,8 +137,7 @@ class NativeEngine(ModelEngine):
         if cache is not None and cache.length >= length and cache.lanes >= count:
             return True
         nbytes_held = 0 if cache is None else self._bytes(cache.lanes, cache.length)
-        gib, free_bytes = self.config.cache_gib, free_memory_bytes(self._decoder.weights.device)
-        budget = (free_bytes + nbytes_held + lanes.memory.nbytes) // 4 if gib is None else int(gib * 2**30)
+        gib, budget = self.config.cache_gib, self._budget()
         for_lanes = budget // 2 if any(request.reuse_completions for request in self.waiting) else budget
         affordable = max(ROW_QUANTUM, for_lanes // self._bytes(1, length) // ROW_QUANTUM * ROW_QUANTUM)
         count = min(count, affordable)
@@ -151,8 +163,20 @@ class NativeEngine(ModelEngine):
                 return cache.length >= length
             lanes.spill(range(cache.lanes))
             lanes.clear_lanes()  # before the new one, so that both are never held at once
+            # Conversations grow by a little at a time, and this empties all lanes: it happens once.
+            room = budget if self._bytes(count, length) > for_lanes else for_lanes
+            longest = min(room // self._bytes(count, _LENGTH_QUANTUM) * _LENGTH_QUANTUM, 2 * length)
+            length = max(length, min(longest, round_up(self.positions or longest, _LENGTH_QUANTUM)))
         self._resize(count, length, budget)
         return True
+
+    def _budget(self) -> int:
+        """Bytes for lanes and pages together."""
+        if self.config.cache_gib is not None:
+            return int(self.config.cache_gib * 2**30)
+        cache = self._lanes.cache
+        nbytes_held = self._lanes.memory.nbytes + (0 if cache is None else self._bytes(cache.lanes, cache.length))
+        return (free_memory_bytes(self._decoder.weights.device) + nbytes_held) // 4
 
     def _grow(self, longest: int) -> None:
         """Have twice as many positions as before in each lane, ``longest`` at most. Pages make room for them."""
@@ -163,6 +187,7 @@ class NativeEngine(ModelEngine):
         self._resize(cache.lanes, length, budget)
 
     def _resize(self, count: int, length: int, budget: int) -> None:
+        self._budget_bytes = budget
         self._lanes.resize(count, length)
         self._lanes.memory.limit_bytes = max(0, budget - self._bytes(count, length))
         self._lanes.memory.shrink()

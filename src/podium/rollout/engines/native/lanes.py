@@ -403,14 +403,16 @@ class Lanes:
         requests = waiting.take(len(free))
         if not requests:
             return
-        lanes = free[np.argsort(records["used"][free], kind="stable")][: len(requests)]
-        index = self._index(lanes)
         keys = list(map(key_of, requests))
         due = find_due(waiting, keys[-1], min(most, len(records)) // _PREFILL_AHEAD)
         with self._gate:
             self._prefill(self._decoder(), keys, due)
+        lanes = free[np.argsort(records["used"][free], kind="stable")][: len(requests)]  # first those just read whole
+        index = self._index(lanes)
         seen = [self._seen[key] for key in keys]
         reused = self._count_prompts(keys)
+        for request in requests:
+            self.memory.forget_session(request.session)  # whose lane has all of it
         self.spill(lanes)
         logits: list[Tensor] = []
         at = 0
@@ -479,7 +481,15 @@ class Lanes:
             request, length, exact = (self._records[field][lane] for field in ("request", "known", "exact"))
             if self._records["used"][lane] and length >= _SHORTEST_PREFIX and request.reuse_completions:
                 keys, values = self.cache.keys_by_time[:, lane], self.cache.values[:, lane]
-                self.memory.remember(self._texts[lane, :length].tolist(), int(exact), keys, values)
+                self.memory.remember(self._texts[lane, :length].tolist(), int(exact), keys, values, request.session)
+
+    def forget_sessions(self, names: Collection[str]) -> None:
+        """Let what these sessions left in lanes and pages be the first to go."""
+        for lane in (self._records["used"] > 0).nonzero()[0]:
+            if self._records["request"][lane].session in names:
+                self._records["used"][lane] = 0
+        for name in names:
+            self.memory.forget_session(name)
 
     def _shrink(self) -> None:
         """Close the gaps between live lanes where that takes away enough rows; no request waits."""

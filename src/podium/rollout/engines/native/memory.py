@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,12 +30,13 @@ class Page:
 
     Attributes:
         exact: The number of positions, from the page's first, that are bit by bit as a prefill computes them.
+        spare: Whether nobody is known to need it: its session has ended, or a lane has all of the text.
     """
 
-    __slots__ = ("cached", "children", "exact", "parent", "tokens")
+    __slots__ = ("__weakref__", "cached", "children", "exact", "parent", "spare", "tokens")
 
     def __init__(self, parent: Page | None, tokens: tuple[int, ...] = ()) -> None:
-        self.parent, self.tokens, self.exact = parent, tokens, 0
+        self.parent, self.tokens, self.exact, self.spare = parent, tokens, 0, False
         self.cached: Tensor | None = None
         self.children: dict[int, list[Page]] = {}  # by their first token
 
@@ -76,7 +78,7 @@ class PagedMemory:
     Attributes:
         limit_bytes: The pages take at most so many bytes once :meth:`shrink` or :meth:`remember` returns.
         nbytes: The bytes that they take.
-        evicted_tokens: Positions that were lost to the limit so far.
+        evicted_tokens: Positions that were lost to the limit so far, beside those of spare pages.
     """
 
     def __init__(self) -> None:
@@ -86,6 +88,7 @@ class PagedMemory:
     def clear(self) -> None:
         """Forget everything."""
         self._root = Page(None)
+        self._last_pages: WeakValueDictionary[str, Page] = WeakValueDictionary()  # by session
         self._pages: OrderedDict[Page, None] = OrderedDict()  # the one that goes first stands first
         self.nbytes = 0
 
@@ -107,9 +110,9 @@ class PagedMemory:
         self._touch(page)
         return Match(pages, length, exact)
 
-    def remember(self, text: Sequence[int], exact: int, keys: Tensor, values: Tensor) -> None:
+    def remember(self, text: Sequence[int], exact: int, keys: Tensor, values: Tensor, session: str = "") -> None:
         """Copy the keys and values ``[L, K, T, D]`` of ``text``, of whose positions the first ``exact`` are as in a
-        prefill, where memory lacks them."""
+        prefill, where memory lacks them. ``session`` names whose text it is."""
         page = self._root
         for start in range(0, len(text), PAGE_TOKENS):
             tokens = tuple(text[start : start + PAGE_TOKENS])
@@ -126,8 +129,20 @@ class PagedMemory:
                 child.cached = torch.stack((keys[:, :, start:stop], values[:, :, start:stop]))
                 self.nbytes += child.nbytes
             page = child
+        if session:
+            self._last_pages[session] = page
         self._touch(page)
         self.shrink()
+
+    def forget_session(self, name: str) -> None:
+        """Let the pages of a session's text that no other text follows be the first ones to go."""
+        page, alone = self._last_pages.pop(name, None), list[Page]()
+        while page is not None and page in self._pages and len(_list_children(page)) <= len(alone[:1]):
+            alone.append(page)
+            page = page.parent
+        for page in reversed(alone):
+            page.spare = True
+            self._pages.move_to_end(page, last=False)
 
     def shrink(self) -> None:
         """Let pages go until the limit is kept."""
@@ -139,14 +154,19 @@ class PagedMemory:
             if not siblings:
                 del page.parent.children[page.tokens[0]]
             self.nbytes -= page.nbytes
-            self.evicted_tokens += len(page.tokens)
+            self.evicted_tokens += 0 if page.spare else len(page.tokens)
 
     def _touch(self, page: Page) -> None:
         """Let ``page`` and, after it, those before it be the last ones to go."""
         while page.parent is not None:
+            page.spare = False
             self._pages[page] = None
             self._pages.move_to_end(page)
             page = page.parent
+
+
+def _list_children(page: Page) -> list[Page]:
+    return [child for alike in page.children.values() for child in alike]
 
 
 def _count_alike(first: Sequence[int], second: Sequence[int]) -> int:
