@@ -108,7 +108,7 @@ def test_the_run_of_the_page_on_training_goes_as_printed(
         if not language:
             for line in code.splitlines():
                 words = shlex.split(line)[1:]
-                again = "--resume" in words or "eval" in words  # test_train_backends.py does both on local processes
+                again = {"--resume", "--replay", "eval"} & {*words}  # test_train_backends.py does them on local ones
                 assert main([*words, "--backend", "inline"] if again else words) == 0, line
             continue
         name = code.partition("\n")[0].removeprefix("# ")
@@ -120,6 +120,8 @@ def test_the_run_of_the_page_on_training_goes_as_printed(
     assert len((tmp_path / "runs/copy/metrics.jsonl").read_text().splitlines()) == 5 + 3  # 0, 3 and 5 were evaluated
     assert "accuracy " in capsys.readouterr().out
     assert printed.endswith("3 steps, model in runs/reinforce/model\n")
+    weights = [Path("runs", name, "model/model.safetensors").read_bytes() for name in ("copy", "again")]
+    assert weights[0] == weights[1], "a replay ends with the same weights"
 
 
 @pytest.mark.exhaustive

@@ -18,6 +18,7 @@ from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.status import StatusSink
 from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
+from podium.rollout.engines.config import REPLAY
 from podium.runs.config import InferenceConfig, recipe_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
@@ -228,6 +229,8 @@ def inference_config(
         values.get("sampling", {}).pop("n", None)
         values["model"] = {"path": str(source.checkpoint or source.run / "model")}
         values |= _evaluation(recipe_of(source.values), values, model)
+        if (engine := values.get("engine", {})).get("name") == REPLAY:  # the run sampled nothing itself
+            values["engine"] = {key: value for key, value in engine.items() if key not in ("name", "options")}
     else:
         _check_model(model)
     if source is not None and "reward" not in needs:  # answers are not graded, and there are no sessions

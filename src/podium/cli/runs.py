@@ -77,7 +77,8 @@ def _list(runs: Sequence[RunRecord]) -> None:
         when = datetime.datetime.fromtimestamp(run.modified).strftime("%Y-%m-%d %H:%M")
         total = run.settings.get("run.steps")
         step = f"{run.step} of {total}" if isinstance(total, int) else str(run.step)
-        lines.append((str(run.path), run.state, step, _held_out(run), duration(run.seconds), when))
+        name = f"{run.path} (replay)" if run.replay_of else str(run.path)
+        lines.append((name, run.state, step, _held_out(run), duration(run.seconds), when))
     _write_table(lines)
 
 
@@ -98,7 +99,7 @@ def _show(run: RunRecord) -> None:
 
 def _describe_run(run: RunRecord) -> str:
     """Return a line about a run: its state, what judges it, and the states of its prompts."""
-    facts = [run.progress]
+    facts = [run.progress, *([f"replay of {run.replay_of}"] if run.replay_of else [])]
     if run.judged is not None:
         facts.append(f"held-out {_held_out(run)}")
     prompts = run.prompts

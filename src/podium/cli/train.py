@@ -48,6 +48,10 @@ def run_train(arguments: Sequence[str]) -> int:
     if options.keys:
         _print_keys(RECIPES[options.recipe])
         return 0
+    if options.replay is not None:
+        _check_replay(options)
+        options.config = str(Path(options.replay) / CONFIG)
+        overrides = _replay_overrides(options.replay, overrides)
     preset = read_preset(options.preset) if options.preset else None
     if preset is not None:
         _check_preset(preset, options)
@@ -94,6 +98,27 @@ def run_train(arguments: Sequence[str]) -> int:
         ]
         sys.stdout.write(f"stopped after step {summary.steps}; to continue: {shlex.join(again)}\n")
     return 0
+
+
+def _check_replay(options: argparse.Namespace) -> None:
+    """Refuse what a replay cannot be combined with. Raises ConfigError."""
+    for name in ("config", "resume", "preset"):
+        if getattr(options, name) is not None:
+            flag = "recipe" if name == "preset" else name
+            raise ConfigError(f"--replay begins with the settings of its run: leave out --{flag}; give single settings")
+    check_run(Path(options.replay))
+    values = read_values(RECIPES[options.recipe], options.replay, content=RunFiles(options.replay).read_small(CONFIG))
+    if (right := recipe_of(values, options.recipe)) != options.recipe:
+        remedy = f": podium train {right} --replay {options.replay}" if right in ("grpo", "ppo") else ""
+        why = "is a run of another recipe" if remedy else "has no sampled completions to train on again"
+        raise ConfigError(f"{options.replay} {why}{remedy}")
+
+
+def _replay_overrides(run: str, overrides: Sequence[str]) -> list[str]:
+    """Return ``overrides``, behind those that make the settings of ``run`` those of a replay of it."""
+    options = json.dumps({"run": run})
+    new = ["--run.name", "", "--run.resume", "", "--eval.items", "0", "--run.epochs", "null"]
+    return [*new, *overrides, "--engine.name", "replay", "--engine.options", options]
 
 
 def _check_preset(preset: Preset, options: argparse.Namespace) -> None:
@@ -155,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
               podium train sft --config run.yaml --optim.lr 1e-5 --dry-run
               podium train dpo --data.train pairs.jsonl --model.path runs/sft/model
               podium train grpo --resume runs/NAME
+              podium train grpo --replay runs/NAME --algorithm.loss gspo
               podium train grpo --config run.yaml --backend ray --backend.address auto
             """
         ),
@@ -178,6 +204,12 @@ def _parser() -> argparse.ArgumentParser:
         "--resume",
         metavar="RUN",
         help="resume the run in this directory with its own settings; auto resumes the run of run.name if it exists",
+    )
+    parser.add_argument(
+        "--replay",
+        metavar="RUN",
+        help="train again on the completions that the run in this directory has recorded, with its settings but for "
+        "yours; nothing is sampled",
     )
     parser.add_argument("--dry-run", action="store_true", help="print settings, plan and the first data; start nothing")
     parser.add_argument(

@@ -184,8 +184,9 @@ class _TrainingConfig(InferenceConfig):
 
     def check_roles(self) -> None:
         super().check_roles()
+        spared = {"generator", "rollout", "reward"} if self.engine.replayed_run else set[str]()
         for name, pool in self.placement.pools.items():
-            if unused := [role for role in pool.roles if role not in self.roles]:
+            if unused := [role for role in pool.roles if role not in self.roles and role not in spared]:
                 raise ConfigError(
                     f"placement.pools.{name}.roles has {unused[0]}, and the roles of this run are "
                     f"{', '.join(self.roles)}: leave it out"
@@ -213,6 +214,16 @@ class PPOConfig(_TrainingConfig):
             raise ConfigError(
                 f"eval.metric = {self.eval.metric!r} is measured by podium train {by} and podium eval alone: expected "
                 "auto, reward, accuracy or reward_parts/NAME"
+            )
+        if self.replays and self.eval.items:
+            raise ConfigError(
+                f"eval.items = {self.eval.items} with engine.name = 'replay', which has no generator for evaluations: "
+                "set eval.items to 0, and evaluate the run by podium eval"
+            )
+        if self.replays and self.run.epochs is not None:
+            raise ConfigError(
+                f"run.epochs = {self.run.epochs:g} with engine.name = 'replay', which trains steps that were recorded: "
+                "set run.steps in place of it"
             )
         if (
             self.algorithm.losses.keys() <= LOSSES.keys()
@@ -269,6 +280,11 @@ class PPOConfig(_TrainingConfig):
                 f"{self.algorithm.advantage!r}, whose baseline is the reward of a greedy completion: sessions "
                 "have none; choose another estimator, such as rloo"
             )
+        if self.replays and estimator.needs_greedy:
+            raise ConfigError(
+                f"algorithm.advantage = {self.algorithm.advantage!r} with engine.name = 'replay': the reward of a greedy "
+                "completion, which it reads, is not recorded; choose another estimator"
+            )
         if self.sampling.n < 2 and estimator.needs_groups:
             raise ConfigError(
                 f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
@@ -291,6 +307,11 @@ class PPOConfig(_TrainingConfig):
         return advantage_declaration(self.algorithm.advantage).needs_values
 
     @property
+    def replays(self) -> bool:
+        """Whether the completions are those that another run has recorded."""
+        return bool(self.engine.replayed_run)
+
+    @property
     def teacher_model(self) -> ModelConfig:
         """The teacher's model, with the policy's data type and without adapters."""
         path = self.algorithm.teacher.teacher
@@ -299,8 +320,9 @@ class PPOConfig(_TrainingConfig):
     @property
     def roles(self) -> tuple[str, ...]:
         optional = {"reference": self.algorithm.needs_reference, "teacher": self.algorithm.needs_teacher}
-        optional |= {"critic": self.has_critic, "reward": bool(self.reward.path)}
+        optional |= {"critic": self.has_critic, "reward": bool(self.reward.path) and not self.replays}
         last = ("estimator", "generator", "rollout") if self.environment.name else ("estimator", "generator")
+        last = last[:1] if self.replays else last
         return ("policy", *(role for role, used in optional.items() if used), *last)
 
     @property

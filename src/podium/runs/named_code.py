@@ -37,7 +37,7 @@ from podium.config import build_config, config_to_dict
 from podium.errors import ConfigError, DataError
 from podium.functions import OF_SCRIPT
 from podium.rewards import NAMED_REWARDS
-from podium.rollout.engines.config import AUTO, OWN_OPTIONS, find_engines
+from podium.rollout.engines.config import AUTO, OWN_OPTIONS, REPLAY, find_engines
 from podium.rollout.tasks.gym import PREFIX
 from podium.runs.files import LOCK
 from podium.runs.named_files import PLACES, find_again, find_current_values
@@ -129,7 +129,7 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
             yield from _list_options(("algorithm", "options"), algorithm.options)
     engine = config.engine
     is_own = engine.name in OWN_OPTIONS and (
-        engine.name == AUTO or _module_of_engine(engine.name).startswith("podium.")
+        engine.name in (AUTO, REPLAY) or _module_of_engine(engine.name).startswith("podium.")
     )
     if not is_own:
         yield ("engine", "name"), engine.name

@@ -44,7 +44,7 @@ _HEAD: Final = f"# Paths are absolute. If the run is moved, {PLACES} says where 
 _OBJECT: Final = "# The script also passed "
 _FILES: Final = (
     *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
-    *(("data", "chat_template"), ("algorithm", "options", "teacher")),
+    *(("data", "chat_template"), ("algorithm", "options", "teacher"), ("engine", "options", "run")),
 )
 _FUNCTIONS: Final = (
     *(("environment", "name"), ("reward", "name")),

@@ -1,6 +1,7 @@
 """Where the directory of a run is, from its configuration alone."""
 
 import datetime
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -16,7 +17,7 @@ from podium.runs.records import CONFIG, RunRecord, flatten, is_run
 from podium.runs.run_files import RunFiles
 from podium.secrecy import mask
 
-__all__ = ["resolve_resume", "run_path"]
+__all__ = ["list_other_settings", "resolve_resume", "run_path"]
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
@@ -61,23 +62,39 @@ def resolve_resume(config: C) -> C:
     path = run_path(config, "")
     if not is_run(path):
         return config
-    file = path / CONFIG
-    stored = read_values(type(config), file, content=RunFiles(path).read_small(CONFIG))
-    values = config_to_dict(build_config(type(config), stored, source=str(file)))
-    expected = dict(flatten(mask(align_values(config_to_dict(config), values, path))))
-    recorded = dict(flatten(values))
-    others = [
-        f"{key} = {expected.get(key)!r}, and the run has {recorded.get(key)!r}"
-        for key in sorted(expected.keys() | recorded.keys())
-        if expected.get(key) != recorded.get(key)
-        and (key == "run.seed" or key.partition(".")[0] not in _FREE)
-        and not (OF_SCRIPT in str(expected.get(key)) and OF_SCRIPT in str(recorded.get(key)))  # edited between runs
-    ]
+    others = list_other_settings(config, path)
     if others and not RunRecord(path).has_results:
         return config
     if others:
         raise ConfigError(
             f"{path} cannot be resumed with other settings:\n  " + "\n  ".join(others) + "\nGive it the settings of "
-            f"{file}, or choose another run.name for a new run"
+            f"{path / CONFIG}, or choose another run.name for a new run"
         )
     return replace(config, run=replace(config.run, resume=str(path)))
+
+
+def list_other_settings(
+    config: PPOConfig | SFTConfig, path: Path, sections: Collection[str] | None = None
+) -> list[str]:
+    """Return a line for each setting of ``config`` that the run at ``path`` has otherwise.
+
+    Args:
+        sections: Only settings of these sections count; None means those by which a run learns, and its seed.
+    """
+    file = path / CONFIG
+    stored = read_values(type(config), file, content=RunFiles(path).read_small(CONFIG))
+    values = config_to_dict(build_config(type(config), stored, source=str(file)))
+    expected = dict(flatten(mask(align_values(config_to_dict(config), values, path))))
+    recorded = dict(flatten(values))
+
+    def counts(key: str) -> bool:
+        section = key.partition(".")[0]
+        return key == "run.seed" or section not in _FREE if sections is None else section in sections
+
+    return [
+        f"{key} = {expected.get(key)!r}, and the run has {recorded.get(key)!r}"
+        for key in sorted(expected.keys() | recorded.keys())
+        if expected.get(key) != recorded.get(key)
+        and counts(key)
+        and not (OF_SCRIPT in str(expected.get(key)) and OF_SCRIPT in str(recorded.get(key)))  # edited between runs
+    ]

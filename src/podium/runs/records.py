@@ -94,6 +94,12 @@ class RunRecord:
         return {}
 
     @property
+    def replay_of(self) -> str:
+        """The run whose completions this run trained on again; "" for a run that sampled its own."""
+        replays = self.settings.get("engine.name") == "replay"
+        return str(self.settings.get("engine.options.run", "")) if replays else ""
+
+    @property
     def of_script(self) -> dict[str, str]:
         """The settings that stand for objects which the script of the run passed."""
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.settings.items()}

@@ -99,7 +99,9 @@ def report(
             plot_curve(curve, file, title)
     paths |= {"model": summary.model_path} if summary.model_path else {}
     paths["trace"] = directory.trace_path
-    paths |= RunRecord(directory.path).of_script
+    record = RunRecord(directory.path)
+    paths |= {"replay of": record.replay_of} if record.replay_of else {}
+    paths |= record.of_script
     if console is not None:
         try:
             render(title, summary, judge, first, last, curve, paths, console)

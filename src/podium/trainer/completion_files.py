@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields, sampled_tokens
+from podium.data.sampled_text import count_sampled
 from podium.rewards import Grade
 from podium.rollout.tasks import EncodedPreferences, Example
 from podium.rollout.tasks.forms import message_text
@@ -243,11 +244,21 @@ def _table(
             name: pa.ListArray.from_arrays(tokens.offsets.int().numpy(), values_K.numpy())
             for name, values_K in _token_values(batch).items()
         },
-        **({} if texts_by_row is None else _session_columns(batch, texts_by_row)),
+        **(_prompt_column(batch) if texts_by_row is None else _session_columns(batch, texts_by_row)),
         **{f"reward_{name}": pa.array([row_parts.get(name) for row_parts in part_of], pa.float64()) for name in parts},
         **{f"logged_{name}": pa.array([_logged(grade, name) for grade in grades], pa.string()) for name in extra},
     }
     return pa.table(table)
+
+
+def _prompt_column(batch: Batch) -> dict[str, Any]:
+    """Return the tokens of each row's prompt, which a replay needs."""
+    import pyarrow as pa
+
+    tokens, mask_N = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values.bool()
+    prompts = Jagged.from_lengths(tokens.values[~mask_N], tokens.lengths - count_sampled(tokens.like(mask_N)))
+    column = pa.ListArray.from_arrays(prompts.offsets.int().numpy(), prompts.values.int().numpy())
+    return {"prompt_tokens": column}
 
 
 def _is_correct(grade: Grade | None, known: bool) -> bool | None:
@@ -279,7 +290,8 @@ def _session_columns(batch: Batch, said: Sequence[Conversation]) -> dict[str, An
 def _token_values(batch: Batch) -> dict[str, Tensor]:
     """Return the figures of each sampled token by the names of their columns: int32 or float32 ``[K]``.
 
-    Floats are rounded to eight bits of precision. The mismatch is first rounded to multiples of 1e-5 nats, because
+    Floats but the generator's log-probabilities, which a replay needs, are rounded to eight bits of precision. The
+    mismatch is first rounded to multiples of 1e-5 nats, because
     smaller differences are rounding errors of float32. Rounding makes the file smaller, since fewer values differ.
     """
     mask_N = batch.jagged(fields.LOSS_MASK).values.bool()
@@ -288,6 +300,8 @@ def _token_values(batch: Batch) -> dict[str, Tensor]:
         return batch.jagged(name).values[mask_N]
 
     columns = {"token_versions": select_sampled(fields.VERSIONS).int()}
+    if fields.ROLLOUT_LOGPROBS in batch:
+        columns["token_logprobs"] = select_sampled(fields.ROLLOUT_LOGPROBS).float()
     if fields.ADVANTAGES in batch:
         columns["token_advantages"] = select_sampled(fields.ADVANTAGES).bfloat16().float()
     if fields.OLD_LOGPROBS in batch and fields.ROLLOUT_LOGPROBS in batch:

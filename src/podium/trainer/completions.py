@@ -174,6 +174,10 @@ class ScoredBatch:
         """The index in ``prompts`` of each row's prompt."""
         return self.batch.dense(fields.GROUP).tolist()
 
+    def first_group(self) -> int:
+        """The first prompt of a part of a step, in which the reward may have left out all completions."""
+        return (self if len(self.batch) or self.left_out is None else self.left_out).groups[0]
+
     def versions(self) -> list[tuple[int, int]]:
         """The oldest and the newest version of the weights that sampled each prompt's tokens; [] if it is not known."""
         if fields.VERSION_RANGE not in self.batch:

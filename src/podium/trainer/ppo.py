@@ -14,7 +14,7 @@ them, lengths and rewards of rows, and lists.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -28,25 +28,25 @@ from podium.algorithms.entropy import EntropyController
 from podium.data import Batch, fields
 from podium.errors import NoRowsError, PodiumError, RewardError
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import PromptStream, load_examples
+from podium.rollout.tasks import PromptStream
 from podium.runs.checkpoints import TrainerState
 from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
 from podium.trainer.baselines import add_baselines, be_greedy
-from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
-from podium.trainer.checks.teacher import check_teacher
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.group_filter import fill_step
-from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, prompt_batch, row_order
+from podium.trainer.prompts import Prompt, completion_seeds, prompt_batch, row_order
+from podium.trainer.replay import Replay
 from podium.trainer.run_setup import Run
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.step_watch import StepWatch
-from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer
+from podium.trainer.training_prompts import check_training, load_training
+from podium.trainer.updates import join_updates
 from podium.workers import Estimator, Reference, Teacher
 from podium.workers.learner import LEFT_OUT
 from podium.workers.policy import ENTROPY_COEF
@@ -56,7 +56,6 @@ __all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 KL_COEF: Final = "policy/kl_coef"
-_LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
 
 _MODEL_INPUTS = (
     *(fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS),
@@ -66,9 +65,7 @@ _VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP)
 _SESSION_INPUTS = (fields.TRAJECTORY, fields.AGENT, fields.TOKEN_REWARDS)
 _ADVANTAGE_INPUTS = (
     *(fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.BOOTSTRAP),
-    *(fields.FINISH_REASON, fields.BASELINE),
-    *_SESSION_INPUTS,
-    fields.TURN,
+    *(fields.FINISH_REASON, fields.BASELINE, *_SESSION_INPUTS, fields.TURN),
 )
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
 _FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.BASELINE, LEFT_OUT, *_SESSION_INPUTS)
@@ -116,6 +113,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         report: Whether, with ``show``, a summary of the run is printed when it ends.
     """
 
+    replay: Replay | None = None
+
     @property
     def recipe(self) -> str:
         return "ppo" if self.config.has_critic else self.config.algorithm.advantage.rpartition(":")[2]
@@ -125,6 +124,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def collect(self, step: int) -> ScoredBatch:
         """Take prompts, draw completions and grade them. Only the generator and the grader take part. A filter of
         ``batch.prompts`` drops prompts without a signal, and others are drawn in their place."""
+        if self.replay is not None:
+            return self.collect_recorded(self.replay, step)
         choice, prompts = self.config.batch.choice, list[Prompt]()
 
         def draw(count: int) -> ScoredBatch | None:
@@ -145,6 +146,15 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if self.config.run.show_samples:
             emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
         return scored
+
+    def collect_recorded(self, replay: Replay, step: int) -> ScoredBatch:
+        """Read the completions that another run recorded of ``step``, with their rewards."""
+        prompts = self.take(step, len(replay.groups[step]))
+        with self.clock.stage("replay", step, "collect"):
+            scored = replay.read(step, prompts)
+            self.enter_drawn(step, range(len(prompts)), scored.versions())
+            self._enter_graded(scored, range(len(prompts)))
+        return scored.with_data(self._declared.data)
 
     def collect_draw(self, prompts: Sequence[Prompt], step: int) -> ScoredBatch | None:
         """Draw and grade completions of the last of the step's ``prompts``: those that no earlier draw had. None means
@@ -178,7 +188,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 for over in as_completed(graded):
                     over.result()  # the first error of any part
                 parts = [part.result() for part in graded]
-        return self.add_baselines(ScoredBatch.join(sorted(parts, key=_first_group)), prompts, step)
+        return self.add_baselines(ScoredBatch.join(sorted(parts, key=ScoredBatch.first_group)), prompts, step)
 
     def add_baselines(self, scored: ScoredBatch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Draw a greedy completion of each of a draw's prompts, and add its reward to the prompt's rows, if the
@@ -258,7 +268,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         def record() -> None:
             figures.update(self.describe(scored, batch))
 
-        with self.drawing.changing:
+        with nullcontext() if self.run.generators is None else self.run.generators.changing:
             with stage("update"):
                 updates = self.update(batch, step, meanwhile=record)
             self.keep(scored, batch)
@@ -288,8 +298,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 call.result()
 
     def publish(self, step: int) -> None:
-        """Send the policy's new weights to the generator, as version ``step``."""
-        self.drawing.sync_weights(step)
+        """Send the policy's new weights to the generator, if there is one, as version ``step``."""
+        if self.run.generators is not None:
+            self.run.generators.sync_weights(step)
 
     # -- the stages of collect -------------------------------------------------------------------------------------
 
@@ -462,7 +473,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     @property
     def keeps_apart(self) -> str:
-        if not self.config.placement.reads_policy:
+        if self.config.replays or not self.config.placement.reads_policy:
             return ""
         where, remedy = "placement.layout = colocated", "set placement.layout to split"
         if self.config.placement.pools:
@@ -498,23 +509,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         }
 
     def load_data(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> PromptStream[Prompt]:
-        config, data, seed = self.config, self.config.data, self.config.run.seed
-        if config.environment.name:
-            check_conversations(tokenizer, data)
-            tasks = load_tasks(data, config.environment, "train", seed)
-            check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
-            check_teacher(config, tokenizer, None)
-            return PromptStream[Prompt].of(tasks, data, seed)
-        prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
-        lengths, most = prompts.token_ids.lengths, sampling.max_new_tokens
-        kept = find_fitting(config.model, data, "training", lengths, prompts.examples, most)
-        prompts = prompts if kept is None else prompts.take(kept)
-        check_answers(prompts.examples, config.reward, self.options.reward)
-        check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
-        check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
-        check_lengths(config.model, most, "training", prompts.token_ids.lengths, prompts.examples)
-        check_teacher(config, tokenizer, max(prompts.token_ids.lengths) + most)
-        return PromptStream[Prompt].of(prompts, data, seed)
+        self.replay = Replay(self.config, tokenizer) if self.config.replays else None
+        if self.replay is None:
+            stream = load_training(self.config, tokenizer, sampling.max_new_tokens, self.options.reward)
+        else:
+            stream = self.replay.open_stream()
+        check_training(self.config, stream, tokenizer, sampling.max_new_tokens)
+        return stream
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:
         self._graders = ThreadPoolExecutor(4, thread_name_prefix="grade")
@@ -554,21 +555,6 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.kl = replace(self.kl, coef=state.kl_coef)
         if self.entropy.target is not None and state.entropy:
             self.entropy = replace(self.entropy, value=state.entropy["coef"], counts=bool(state.entropy["counts"]))
-
-
-def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of a step's optimizer steps: means, and for maxima and counts the largest value."""
-    joined: dict[str, float] = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        values = [update[name] for update in updates if name in update]
-        joined[name] = max(values) if name in _LARGEST else sum(values) / len(values)
-    return joined
-
-
-def _first_group(scored: ScoredBatch) -> int:
-    """The first prompt of a part of a step, in which the reward may have left out all completions."""
-    rows = scored if len(scored.batch) or scored.left_out is None else scored.left_out
-    return rows.groups[0]
 
 
 def _select(batch: Batch, columns: tuple[str, ...]) -> Batch:

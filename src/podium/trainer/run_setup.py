@@ -266,7 +266,9 @@ def _remedies(config: PPOConfig | SFTConfig) -> dict[str, str]:
 
 def is_graded(config: PPOConfig | SFTConfig) -> bool:
     """Whether the run grades completions."""
-    return not (isinstance(config, SFTConfig) and (config.scores_answers or not config.eval.items))
+    if isinstance(config, PPOConfig):
+        return not config.replays
+    return bool(config.eval.items) and not config.scores_answers
 
 
 def make_grader(reward: Rewards | None, data: RunData[Any], **options: Any) -> Grader:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from podium.algorithms import advantage_declaration
+from podium.algorithms.declarations import loss_scales_advantage
 from podium.errors import PodiumError, RewardError
 from podium.runs.config import PPOConfig
 from podium.telemetry import Note, emit, metrics as names
@@ -60,6 +61,8 @@ class StepWatch:
     def check_staleness(self, scored: ScoredBatch) -> None:
         """Raise PodiumError if a token was sampled by older weights than the schedule allows."""
         bound, oldest = self.config.run.staleness, scored.oldest_version()
+        if self.config.replays:  # the versions are those of another run
+            return
         if bound is not None and oldest is not None and scored.step - 1 - oldest > bound:
             raise PodiumError(
                 f"step {scored.step}: a token was drawn by version {oldest} of the weights, which is more than the "
@@ -80,6 +83,10 @@ class StepWatch:
             f"step {step}: the generator's and the trainer's log-probabilities of the same tokens differ by "
             f"{apart:.3g} nats on average ({names.MISMATCH_MEAN})"
         )
+        if self.config.replays:  # the policy of another loss is soon another one than that which sampled
+            if self._mismatch_noted and not was_noted:
+                emit(Note(f"{what}: the policy has left the one that sampled what is replayed"))
+            return
         if most is not None and not apart <= most:
             raise PodiumError(
                 f"{what}, and algorithm.max_mismatch = {most:g}: the two do not compute the same model. "
@@ -94,6 +101,7 @@ class StepWatch:
         flat = estimator.needs_groups and metrics.get(names.FLAT_GROUPS) == 1.0
         flat = flat or (metrics.get(names.REWARD_STD) == 0.0 and not estimator.needs_greedy)
         flat = flat or metrics.get(names.LEFT_OUT) == 1.0
+        flat = flat and all(map(loss_scales_advantage, self.config.algorithm.losses))  # others learn without rewards
         self._flat_steps = self._flat_steps + 1 if flat else 0
         if self._flat_steps not in _FLAT_STEPS:
             return

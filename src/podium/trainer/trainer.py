@@ -234,7 +234,8 @@ class Trainer(ABC, Generic[C, E, R]):
         config = self.config
         for sentence in find_unused_settings(config):
             emit(Note(sentence))
-        emit(Waiting(f"reading {config.data.shown_train or config.environment.name}"))
+        shown = config.engine.replayed_run or config.data.shown_train or config.environment.name
+        emit(Waiting(f"reading {shown}"))
         tokenizer = load_tokenizer(config.model.tokenizer_source)
         sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
         stream = self.load_data(tokenizer, sampling)
@@ -245,7 +246,7 @@ class Trainer(ABC, Generic[C, E, R]):
                 [] if isinstance(prompts, EncodedPairs | EncodedPreferences) else [prompt.example for prompt in prompts]
             )
         columns = find_columns(examples, config.reward)
-        if not (config.scores_answers or config.environment.name):
+        if not (config.scores_answers or config.environment.name or config.engine.replayed_run):
             check_signatures(config.reward, self.options.reward, columns)
         if "reward" in config.roles and "reward" not in (self.options.workers or {}):
             from podium.workers.reward_model import load_scorer_tokenizer  # imports models, which few runs need here

@@ -103,6 +103,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "ParquetWriter mkdir open replace unlink write_table",
         "beside the runs",
     ),
+    "trainer/replay.py": ("ParquetFile", OPENED),
     "view/completions.py": ("ParquetFile", OPENED),
     "view/page.py": ("read_text", PRIVATE),
     "workers/learner.py": ("mkdir", LOOKED_AT),

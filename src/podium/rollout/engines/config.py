@@ -18,6 +18,7 @@ from podium.spelling import nearest_spellings
 __all__ = ["EngineConfig", "VllmOptions", "find_engines"]
 
 AUTO: Final = "auto"
+REPLAY: Final = "replay"
 PREFILL_TOKENS: Final = 8192
 S = TypeVar("S")
 
@@ -29,7 +30,8 @@ class EngineConfig:
     name: str = AUTO
     """This engine generates completions: native (Llama, Mistral, Qwen 2 and 3, SmolLM3), transformers (any
     architecture), vllm (after pip install vllm), or another installed engine. auto chooses native where it supports
-    the model, and transformers otherwise."""
+    the model, and transformers otherwise. replay generates nothing: the run of engine.options.run has recorded the
+    completions."""
     max_sequences: int = Field(default=128, ge=1, le=65536)
     """The engine decodes at most this many completions at the same time."""
     cache_gib: float | None = Field(default=None, gt=0, le=65536)
@@ -44,7 +46,7 @@ class EngineConfig:
     """These options belong to the engine that engine.name names, which declares them."""
 
     def __post_init__(self) -> None:
-        if self.name != AUTO and self.name not in find_engines():
+        if self.name not in (AUTO, REPLAY) and self.name not in find_engines():
             near = nearest_spellings(self.name, [AUTO, *find_engines()])
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if translation := find_translation("engine.name", self.name):
@@ -54,6 +56,11 @@ class EngineConfig:
                 f"{', '.join(sorted(find_engines()))}{hint}; an engine of your own is chosen by the name of its "
                 "entry point in the group podium.engines, not by module:Class: see docs/engines.md"
             )
+
+    @property
+    def replayed_run(self) -> str:
+        """The directory of the run whose completions are trained again; "" where an engine generates them."""
+        return self.read_options(ReplayOptions).run if self.name == REPLAY else ""
 
     def read_options(self, section: type[S]) -> S:
         """Return ``options`` as ``section``, which an engine declares as ``Engine.options``.
@@ -80,6 +87,14 @@ class NativeOptions:
 
 
 @section("engine.options")
+class ReplayOptions:
+    """Options of the engine replay."""
+
+    run: str = Field(min_length=1)
+    """The completions are those that the run in this directory has recorded."""
+
+
+@section("engine.options")
 class VllmOptions:
     """Options of the engine vllm."""
 
@@ -98,7 +113,7 @@ class VllmOptions:
 
 
 OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
-    {AUTO: None, "native": NativeOptions, "transformers": None, "vllm": VllmOptions}
+    {AUTO: None, "native": NativeOptions, "transformers": None, "vllm": VllmOptions, REPLAY: ReplayOptions}
 )
 """What Podium's own engines declare as ``Engine.options``, so that they are checked without importing torch."""
 

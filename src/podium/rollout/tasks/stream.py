@@ -15,7 +15,8 @@ _TAKEN: Final = "taken_"  # and the number of the source
 
 
 class PromptStream(Generic[T]):
-    """Endless epochs over ``examples``. Each epoch is shuffled anew, and ``seed`` determines all of them.
+    """Endless epochs over ``examples``. Each epoch is shuffled anew, and ``seed`` determines all of them. Without
+    ``shuffle`` all have the order of the examples.
 
     Every example comes once an epoch. The examples of one :meth:`take` may belong to two epochs.
 
@@ -44,7 +45,10 @@ class PromptStream(Generic[T]):
         digest: str = "",
         sources: Sequence[str] = (),
         weights: Mapping[str, float] | None = None,
+        *,
+        shuffle: bool = True,
     ) -> None:
+        self._shuffles = shuffle
         if not len(examples):
             raise ConfigError("a stream needs at least one example")
         self._examples = examples
@@ -112,12 +116,13 @@ class PromptStream(Generic[T]):
             raise CheckpointError(
                 f"the checkpoint's place in the data is none: {dict(state)!r:.200}; resume from another checkpoint"
             )
-        if items != len(self):
+        appended = not self._shuffles and items <= len(self)  # what comes later has no effect on the place
+        if items != len(self) and not appended:
             raise CheckpointError(
                 f"the checkpoint was at example {position} of {items}, and the data have {len(self)} now; go on with "
                 "the data (and data.* settings) that the run began with"
             )
-        if self._digest and state.get("digest", self._digest) not in ("", self._digest):
+        if self._digest and not appended and state.get("digest", self._digest) not in ("", self._digest):
             raise CheckpointError(
                 f"the checkpoint was at example {position} of other data, whose prompts have other tokens: go on "
                 "with the data, the tokenizer and the data.* settings that the run began with"
@@ -144,7 +149,8 @@ class PromptStream(Generic[T]):
         if epoch != self._epochs[source]:
             self._orders[source], self._epochs[source] = [*indices], epoch
             name = f"{self._seed}/{epoch}" + (f"/{source}" if source else "")
-            random.Random(name).shuffle(self._orders[source])
+            if self._shuffles:
+                random.Random(name).shuffle(self._orders[source])
         self._taken[source] = count + 1
         return self._orders[source][position]
 

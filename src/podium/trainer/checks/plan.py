@@ -70,7 +70,9 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
     else:
         algorithm, n = config.algorithm, config.sampling.n
         yield f"step         {config.taken} prompts x {n} completions = {config.rows} rows"
-        if (choice := config.batch.choice).filter != "none":
+        if config.replays:
+            yield f"replay       of {config.engine.replayed_run}: its completions and rewards; nothing is sampled"
+        elif (choice := config.batch.choice).filter != "none":
             yield (
                 f"filter       a prompt is dropped if {choice.reason}; others are drawn in its place, at most "
                 f"{choice.refills} times a step"

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, check_functions
@@ -31,6 +32,7 @@ from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.records import check_run
 from podium.runs.schedules import find_schedule
 from podium.runtime import Bound
 from podium.telemetry import Note, emit
@@ -86,11 +88,14 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
             The message says what to do.
         DataError: A file of the data is missing.
     """
-    if config.environment.name:
-        check_environment(config.environment, config.data)
+    if isinstance(config, PPOConfig) and config.replays:
+        check_run(Path(config.engine.replayed_run))
     else:
-        check_data(config.data)
-    check_reward(config.reward, reward)
+        if config.environment.name:
+            check_environment(config.environment, config.data)
+        else:
+            check_data(config.data)
+        check_reward(config.reward, reward)
     load_schedule(config.run.schedule)
     check_engine(config.engine)
     for tracker in config.run.trackers:

@@ -1,0 +1,58 @@
+"""The prompts that a run of reinforcement learning trains on, and what is checked of them before it starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from podium.algorithms import advantage_declaration
+from podium.rollout.tasks import PromptStream, load_examples
+from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
+from podium.trainer.checks.teacher import check_teacher
+from podium.trainer.prompts import Prompt, Prompts, encode_rows
+from podium.trainer.tasks import Tasks, check_conversations, load_tasks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from podium.rewards import Rewards
+    from podium.runs.config import PPOConfig
+
+__all__ = ["check_training", "load_training"]
+
+
+def load_training(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, reward: Rewards | None
+) -> PromptStream[Prompt]:
+    """Read and encode the training prompts, or the tasks of an environment, and check that the model takes them.
+
+    ``reward`` is what a script gives to grade them in place of ``config.reward.name``.
+
+    Raises:
+        ConfigError, DataError: The run is refused for its data.
+    """
+    data, seed = config.data, config.run.seed
+    if config.environment.name:
+        check_conversations(tokenizer, data)
+        return PromptStream[Prompt].of(load_tasks(data, config.environment, "train", seed), data, seed)
+    prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
+    lengths = prompts.token_ids.lengths
+    kept = find_fitting(config.model, data, "training", lengths, prompts.examples, max_new_tokens)
+    prompts = prompts if kept is None else prompts.take(kept)
+    check_answers(prompts.examples, config.reward, reward)
+    check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
+    check_lengths(config.model, max_new_tokens, "training", prompts.token_ids.lengths, prompts.examples)
+    return PromptStream[Prompt].of(prompts, data, seed)
+
+
+def check_training(
+    config: PPOConfig, stream: PromptStream[Prompt], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
+) -> None:
+    """Check that the advantage estimator finds its columns in the prompts, and that the teacher, if any, takes them.
+
+    Raises:
+        ConfigError: The estimator or the teacher does not fit.
+    """
+    rows = cast("Prompts | Tasks", stream.examples)
+    check_columns(rows.examples, advantage_declaration(config.algorithm.advantage).data, config.algorithm.advantage)
+    longest = None if isinstance(rows, Tasks) else max(rows.token_ids.lengths) + max_new_tokens
+    check_teacher(config, tokenizer, longest)
