@@ -282,8 +282,8 @@ class PPOConfig(_TrainingConfig):
             )
         if self.replays and estimator.needs_greedy:
             raise ConfigError(
-                f"algorithm.advantage = {self.algorithm.advantage!r} with engine.name = 'replay': the reward of a greedy "
-                "completion, which it reads, is not recorded; choose another estimator"
+                f"algorithm.advantage = {self.algorithm.advantage!r} with engine.name = 'replay': the reward of a "
+                "greedy completion, which it reads, is not recorded; choose another estimator"
             )
         if self.sampling.n < 2 and estimator.needs_groups:
             raise ConfigError(
