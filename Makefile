@@ -35,6 +35,7 @@ NEWEST_TESTS := tests/unit/training tests/unit/models tests/unit/workers tests/u
 
 PLUGINS := $(wildcard plugins/podium-*)
 PEERS := ray trl verl monarch areal
+CLIENTS := openai-agents langgraph litellm inspect
 
 ##@ Use
 quickstart: $(RUNTIME)  ## train a small model to add: about two minutes on two cores; needs no compiler
@@ -71,6 +72,8 @@ test: $(STAMP)  ## the everyday tests, in as many processes as there are cores
 
 test-all: $(STAMP)  ## every test, those marked exhaustive too: before a release, and nightly
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --all $(ARGS)
+	@for client in $(CLIENTS); do if [[ -e .venvs/$$client/.installed ]]; then $(MAKE) .client-$$client; \
+		else echo "skipped: the client $$client is not installed: make test-clients"; fi; done
 
 test-ray: $(STAMP)  ## every test with Ray: ten minutes; if all pass, `make test` leaves most out until Ray's code changes
 	@$(BIN)/python -m tests.ray_selection
@@ -95,6 +98,11 @@ test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an
 
 test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs, in an environment of its own
 	@.venvs/vllm/bin/python -m pytest $$(grep -rl --include='*.py' 'mark\.vllm' tests) -m vllm $(ARGS)
+
+test-clients: $(CLIENTS:%=.client-%)  ## agents of other libraries, each in an environment of its own: three minutes
+
+.client-%: .venvs/%/.installed
+	@.venvs/$*/bin/python -m pytest tests/integration/test_clients.py --all -k $(subst -,_,$*) $(ARGS)
 
 test-newest:  ## tests of models, training and engines with the newest libraries that pyproject.toml allows: ten minutes
 	@[[ -x .venvs/newest/bin/python ]] || $(PYTHON) -m venv .venvs/newest
@@ -190,4 +198,4 @@ $(STAMP): $(RUNTIME) $(PLUGINS:%=%/pyproject.toml)
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke real env check lint format test test-all test-ray test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke real env check lint format test test-all test-ray test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-clients test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
