@@ -23,7 +23,7 @@ from typing import Literal
 from bench.chaos.leftovers import below
 from bench.chaos.pairs import HELPERS, PAIRS
 from bench.chaos.training import HOARD, ON_PURPOSE
-from bench.chaos.victim import Failed, Victim
+from bench.chaos.victim import PATIENCE_S, Failed, Victim
 
 __all__ = ["FAULTS", "OF_SESSIONS", "OF_SINGLE_TURNS", "ON_RAY", "Fault"]
 
@@ -70,12 +70,13 @@ def _kill_pair(name: str) -> Callable[[Victim], None]:
         pid = victim.helper(HELPERS[first]) if first in HELPERS else victim.worker(first)
         order = victim.order("second", name)
         os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + SURFACES_S
+        until = time.monotonic() + PATIENCE_S
         while order.exists() and victim.running() and time.monotonic() < until:
             time.sleep(0.02)
         if order.exists():
             order.unlink()
-            raise Failed(f"the run ended, or gave no event for the second fault: {victim.said()}")
+            what = f"gave no event {PAIRS[name].event} within {PATIENCE_S:g} s" if victim.running() else "ended"
+            raise Failed(f"the run {what}, and the second fault has not struck: {victim.said()}")
 
     return strike
 

@@ -3,13 +3,14 @@
 lost        the run has noticed that a worker has ended
 loading     it begins to start all workers anew
 started     the process of a worker takes requests, and has not made the worker yet
-restored    the trained roles have loaded the checkpoint, and the generators have no weights yet
+restored    the trained roles have loaded the checkpoint, if there is one, and the generators have no weights yet
 recovered   the run goes on
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -58,11 +59,12 @@ PAIRS: Final = {
 }
 """By name. The fork server is one of the backend ``local``, rollout workers are of sessions, the dispatcher is not."""
 
+_RESTORED: Final = r"^resuming after step|has no checkpoint yet: starting"
 EVENTS: Final[Mapping[str, Callable[[Event, str], bool]]] = {
     "lost": lambda event, role: isinstance(event, WorkerLost) and role in event.role,
     "loading": lambda event, role: isinstance(event, Waiting) and event.what.startswith("loading"),
     "started": lambda event, role: isinstance(event, WorkerStarted) and role in event.role,
-    "restored": lambda event, role: isinstance(event, Note) and event.text.startswith("resuming after step"),
+    "restored": lambda event, role: isinstance(event, Note) and re.search(_RESTORED, event.text) is not None,
     "recovered": lambda event, role: isinstance(event, Recovered),
 }
 

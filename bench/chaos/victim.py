@@ -20,7 +20,7 @@ from bench.chaos.spares import SURROUNDINGS
 from bench.chaos.training import configuration, train
 from podium.trainer.preload import PRELOAD
 
-__all__ = ["ENDLESS", "Failed", "Victim"]
+__all__ = ["ENDLESS", "PATIENCE_S", "Failed", "Victim"]
 
 ENDLESS = 10**6  # steps, of a run that goes on for as long as faults follow
 PATIENCE_S = 180.0  # for a run to finish its next step

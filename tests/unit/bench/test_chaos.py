@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from bench import recovery, soak
+from bench.chaos import campaign as campaigns
 from bench.chaos.__main__ import PAGE, RESULTS, ROOT
 from bench.chaos.books import check_ledger, check_same, same_lengths
 from bench.chaos.campaign import Campaign, Result
+from bench.chaos.faults import Fault
 from bench.chaos.leftovers import alive, leftovers, process, segments
 from bench.chaos.report import MARK, collect, section, write_found
 from bench.chaos.spares import SURROUNDINGS
@@ -179,6 +182,45 @@ def test_a_plan_strikes_with_all_kinds_in_turn(tmp_path: Path) -> None:
     rounds = [campaign.plan[number : number + 3] for number in range(0, 12, 3)]
     assert all(Counter(kinds) == Counter(faults) for kinds in rounds)
     assert len({tuple(kinds) for kinds in rounds}) > 1, "every round has the same order"
+
+
+class Unharmed:
+    """A run that takes a step whenever it is looked at, and that nothing harms."""
+
+    steps = 0
+
+    def __init__(self, name: str) -> None:
+        self.name, self.directory, self.starts = name, Path(name), list[int]()
+
+    def step(self) -> int:
+        self.steps += 1
+        return self.steps
+
+    def start(self, steps: int = 0) -> None:
+        self.starts.append(steps)
+
+    def __getattr__(self, name: str) -> Any:
+        values: dict[str, Any] = {"running": True, "wait": 0, "errors": [], "leaves": []}
+        return lambda *arguments: values.get(name)
+
+
+def test_a_campaign_that_ended_in_time_strikes_further_and_checks_its_books_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    booked, runs = list[int](), dict[str, Unharmed]()
+    monkeypatch.setattr(campaigns, "FAULTS", {"nothing": Fault(lambda victim: None, at_once=True)})
+    monkeypatch.setattr(campaigns, "check_books", lambda *runs, steps, **about: booked.append(steps) or [])
+
+    def strike(until: float) -> int:
+        campaign = Campaign(tmp_path, "sync", ["nothing"], 3, 0, lambda name: runs.setdefault(name, Unharmed(name)))  # type: ignore[arg-type, return-value]  # a run without processes
+        assert campaign.run(until=until) == []
+        return len(campaign.results)
+
+    assert strike(-math.inf) == 0
+    assert strike(math.inf) == 3
+    assert strike(math.inf) == 3
+    assert booked[0] < booked[1] == booked[2]
+    assert runs["sync-disturbed"].starts == [0, booked[0], 0, booked[1], booked[1]]
 
 
 def test_the_page_is_what_the_results_say() -> None:
