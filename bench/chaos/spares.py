@@ -1,7 +1,7 @@
 """Fork servers of `local` that are forks of the controller, made before it computes. They have imported everything.
 
-The imports of a new fork server take five of six parts of a campaign's time, and are always the same. A campaign with
-spares strikes far more often in an hour, and its times are without imports, which bench/recovery.py measures. Nothing
+The imports of a new fork server take more than half of a campaign's time, and are always the same. A campaign with
+spares strikes twice as often in an hour, and its times are without imports, which bench/recovery.py measures. Nothing
 else differs: to the kernel, a spare in use is a child of the controller with the command and the mark of a fork server.
 """
 
