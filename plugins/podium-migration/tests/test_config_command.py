@@ -159,10 +159,42 @@ def test_dapo_of_verl(tmp_path: Path) -> None:
     )
     assert (config.algorithm.minibatches, config.optim.warmup_steps, config.optim.weight_decay) == (16, 160, 0.1)
     assert (config.data.overlong, config.eval.temperature, config.eval.at_start) == ("cut", 1.0, False)
-    assert (
-        "# - algorithm.filter_groups.enable=True, algorithm.filter_groups.max_num_gen_batches=10: batch.prompts" in text
+    choice = config.batch.choice
+    assert (choice.count, choice.filter, choice.refills) == (512, "rewards", 9), "the first draw is one of ten"
+    assert "filter_groups" not in text and "at most 10 draws, and ends the run" in text.replace("\n", " ").replace(
+        "# ", ""
     )
     assert "# - reward.reward_manager.name=dapo: dapo: a function of yours" in text
+
+
+SEQUENCE_FILTER = (
+    "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_reward "
+    "algorithm.filter_groups.max_num_gen_batches=1"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "choice"),
+    [
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc", (64, "accuracy", 1000)),
+        (SEQUENCE_FILTER, (64, "rewards", 0)),
+        ("algorithm.filter_groups.enable=False algorithm.filter_groups.max_num_gen_batches=5", (64, "none", 3)),
+    ],
+)
+def test_dynamic_sampling_of_verl(settings: str, choice: tuple[Any, ...], tmp_path: Path) -> None:
+    script = (
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files='[a.parquet, b.parquet]' "
+        "data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.model.path=m "
+        "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=True "
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0.6 "
+        f"actor_rollout_ref.rollout.val_kwargs.n=8 actor_rollout_ref.rollout.val_kwargs.top_p=0.95 {settings}\n"
+    )
+    config, _, _ = convert(tmp_path, "verl", "run.sh", script)
+    taken, sampling = config.batch.choice, config.eval.sampling
+    assert (taken.count, taken.filter) == choice[:2]
+    assert taken.filter == "none" or taken.refills == choice[2]
+    assert list(config.data.train) == ["a.parquet", "b.parquet"]
+    assert (sampling.temperature, sampling.n, sampling.top_p, sampling.top_k) == (0.6, 8, 0.95, 0)
 
 
 def test_gspo_of_verl(tmp_path: Path) -> None:

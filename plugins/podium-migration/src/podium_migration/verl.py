@@ -25,6 +25,7 @@ ONLY_SET: Final = (
     "parallel.",
 )
 
+_MOST_REFILLS: Final = 1000  # that batch.prompts takes
 _NORMALIZED: Final = ("grpo", "grpo_vectorized", "grpo_passk")
 """verl's estimators that norm_adv_by_std_in_grpo concerns."""
 
@@ -79,6 +80,20 @@ def _convert_batches(c: Conversion) -> None:
     note = f"data.train_batch_size / ppo_mini_batch_size = {prompts} / {size}, both in prompts."
     c.set("algorithm.minibatches", minibatches, note)
     _convert_warmup(c, minibatches * c.get(f"{ACTOR}.ppo_epochs"))
+
+
+def _convert_filter(c: Conversion) -> None:
+    """Dynamic sampling, which is a form of ``batch.prompts``."""
+    group = "algorithm.filter_groups"
+    if not c.get(f"{group}.enable") or "data.train_batch_size" in c.settings.undecided:
+        return
+    metric, draws = c.get(f"{group}.metric"), max(0, c.get(f"{group}.max_num_gen_batches", 0))
+    theirs = f"at most {draws} draws" if draws else "draws without a limit"
+    note = f"verl has {theirs}, and ends the run if they do not suffice; here the step trains with what it has."
+    if metric not in (None, "acc", "score", "seq_reward", "seq_final_reward"):
+        c.lose(f"{group}.metric", "groups are compared by their rewards, or by what is correct (filter: accuracy)")
+    chosen = {"filter": "accuracy" if metric == "acc" else "rewards", "refills": draws - 1 if draws else _MOST_REFILLS}
+    c.set("batch.prompts", {"count": c.get("data.train_batch_size"), **chosen}, note)
 
 
 def _convert_warmup(c: Conversion, updates: int) -> None:
@@ -181,7 +196,11 @@ def _convert_sampling(c: Conversion) -> None:
     if c.get(f"{ROLLOUT}.do_sample") is False:
         c.lose(f"{ROLLOUT}.do_sample", "training needs samples that differ")
     samples = c.get(f"{ROLLOUT}.val_kwargs.do_sample")
-    c.set("eval.temperature", c.get(f"{ROLLOUT}.val_kwargs.temperature", 0) if samples else 0.0)
+    temperature = c.get(f"{ROLLOUT}.val_kwargs.temperature", 0) if samples else 0.0
+    off = {"n": 1, "top_p": 1.0, "top_k": -1}
+    entries = {name: c.get(f"{ROLLOUT}.val_kwargs.{name}", usual) for name, usual in off.items()}
+    entries = {name: value for name, value in entries.items() if value != off[name]} if samples and temperature else {}
+    c.set("eval.temperature", {"temperature": temperature, **entries} if entries else temperature)
     if c.is_set(f"{ROLLOUT}.val_kwargs.temperature") and not samples and c.get(f"{ROLLOUT}.val_kwargs.temperature"):
         c.notes["eval.temperature"] = "verl ignores val_kwargs.temperature while val_kwargs.do_sample is false."
     engine = c.values.pop("engine.name", None)
@@ -287,6 +306,7 @@ def _convert_run(c: Conversion) -> None:
 _RULES: Final[tuple[Callable[[Conversion], None], ...]] = (
     _convert_data,
     _convert_batches,
+    _convert_filter,
     _convert_micro_batches,
     _convert_objective,
     _convert_kl,
