@@ -232,6 +232,8 @@ class AlgorithmConfig:
     def normalizes(self, *, default: bool) -> bool:
         """``normalize_advantage``. Where it is not set: what the loss or the estimator that the configuration names
         declares, or else what an estimator does by ``default``."""
+        if self.normalize_advantage is not None:
+            return self.normalize_advantage
         return cast("bool", self.explain().get("normalize_advantage", Setting(default, "")).value)
 
     @property

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from podium.runs.evaluation import Evaluation
     from podium.telemetry.held_out import Metric
 
-__all__ = ["connect", "inference_config", "open_config", "run_eval", "run_sample"]
+__all__ = ["connect", "inference_config", "model_parser", "open_config", "run_eval", "run_sample"]
 
 _SAMPLES: Final = 3
 _WRITES_PROMPTS: Final = ("data.chat_template",)
@@ -37,7 +37,7 @@ _SCORES: Final = ("data.eval", "data.chat_template", "environment", "reward")
 
 def run_eval(arguments: Sequence[str]) -> int:
     """Score a model on the held-out data of each set and print the results. Returns the exit status."""
-    parser = _parser("eval", "Score a model on held-out prompts.")
+    parser = model_parser("eval", "Score a model on held-out prompts.")
     parser.add_argument(
         "--suite",
         metavar="HARNESS:TASK",
@@ -120,7 +120,7 @@ def _describe(evaluation: Evaluation, judge: Metric) -> Iterator[str]:
 
 def run_sample(arguments: Sequence[str]) -> int:
     """Print a model's completions of prompts. Returns the exit status."""
-    parser = _parser("sample", "Print completions of prompts. Each prompt is completed on its own.")
+    parser = model_parser("sample", "Print completions of prompts. Each prompt is completed on its own.")
     parser.add_argument(
         "--prompt", metavar="TEXT", help="complete this prompt and exit; without --prompt, prompts are read from stdin"
     )
@@ -282,11 +282,13 @@ def _with_train(needs: Sequence[str], held_out: bool) -> Sequence[str]:
     return needs if held_out or "data.eval" not in needs else (*needs, "data.train")
 
 
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
+def model_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a command whose first argument is a model."""
     parser = argparse.ArgumentParser(
         prog=f"podium {command}",
         usage=f"podium {command} MODEL [--SECTION.KEY VALUE ...] [options]",
         description=description,
+        epilog=epilog,
         allow_abbrev=False,
     )
     parser.add_argument(

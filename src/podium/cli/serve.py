@@ -1,6 +1,5 @@
 """``podium serve MODEL`` answers the OpenAI API with a model: a run, a checkpoint, a directory, or a hub name."""
 
-import argparse
 import contextlib
 import ipaddress
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from podium.cli.connecting import parse_with_backend
-from podium.cli.inference import connect, open_config
+from podium.cli.inference import connect, model_parser, open_config
 from podium.cli.status import StatusSink
 from podium.errors import ConfigError
 from podium.processes import close_memory
@@ -27,21 +26,12 @@ _TOKEN = "PODIUM_TOKEN"
 
 def run_serve(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="podium serve",
-        usage="podium serve MODEL [--SECTION.KEY VALUE ...] [options]",
-        description="Answer the OpenAI API with a model: chat with tools, completions, token ids in and out.",
-        epilog=f"Clients send a token as their API key. The token is the value of the environment variable {_TOKEN}, "
-        "or a new token, which podium serve prints. --placement.ranks N answers with N worker processes.",
-        allow_abbrev=False,
+    parser = model_parser(
+        "serve",
+        "Answer the OpenAI API with a model: chat with tools, completions, token ids in and out.",
+        f"Clients send a token as their API key. The token is the value of the environment variable {_TOKEN}, or a new "
+        "token, which podium serve prints. --placement.ranks N answers with N worker processes.",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run (its final model, or else its latest checkpoint), RUN@STEP, RUN@best, the directory of a "
-        "checkpoint or of a model, or a hub name",
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
     parser.add_argument("--name", metavar="NAME", help="the name of the model for clients (default: the last of MODEL)")
     parser.add_argument(
         "--host", default="127.0.0.1", help="the address to listen at (default: loopback, for this machine only)"

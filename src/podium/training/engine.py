@@ -27,10 +27,9 @@ from podium.errors import DataError, PodiumError
 from podium.models.loading import plain_model, rotary_turn
 from podium.telemetry.progress import Counting
 from podium.training.config import OptimConfig, ParallelConfig
-from podium.training.loss_scale import LossScale
 from podium.training.micro_batches import MicroBatch, MicroBatches, cut, empty_micro_batch
 from podium.training.offload import Offload
-from podium.training.optimizer import Optimizer
+from podium.training.optimizer import LossScale, Optimizer
 from podium.training.output_layer import logits_tail
 from podium.training.parallel import make_parallel
 from podium.training.row_isolation import choose_batching, may_share_prompts

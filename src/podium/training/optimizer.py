@@ -3,9 +3,14 @@
 A bfloat16 number has 8 significant bits. An update of less than about 1/512 of a parameter would round to nothing, and
 the averages of AdamW would stand still. So updates go to copies of the parameters in float32 that are kept, or the
 parameters are rounded up or down at random, with the probability at which they keep the update on average.
+
+Gradients that pass through float16 are those of a scaled loss. A float16 number below 6e-8 is 0, and one above 65,504
+is infinite. The weight of a token is one in a million where a step has a million tokens, so that most of its gradient
+would be 0.
 """
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +18,12 @@ from torch.optim.adamw import adamw
 
 from podium.training.config import OptimConfig
 
-__all__ = ["Optimizer", "round_stochastically"]
+__all__ = ["LossScale", "Optimizer", "round_stochastically"]
+
+_FIRST: Final = 2.0**16
+_LARGEST: Final = 2.0**24
+_GROW_EVERY: Final = 50  # steps; a scale that proves too large costs one more pass over the minibatch
+_LOWER_BY: Final = 4.0
 
 
 class Optimizer(torch.optim.AdamW):
@@ -88,3 +98,49 @@ def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that FSDP2 shards."""
     part = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
     return part.detach()
+
+
+class LossScale:
+    """The factor of the loss in the backward pass, by which the gradients are divided before anything reads them.
+
+    Dynamic loss scaling: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, section 3.2. Unlike
+    there, a step whose gradients overflow is not skipped: its backward pass is made again with a lower scale, because a
+    minibatch of completions costs more than a pass over it. All ranks see the same norm, so that they agree.
+
+    Args:
+        precision: The data type of matrix products. The scale of any other type than float16 is 1 and stays so.
+
+    Attributes:
+        value: A power of two.
+        steps: The number of steps since the value last changed.
+    """
+
+    def __init__(self, precision: torch.dtype) -> None:
+        self.is_used = precision == torch.float16
+        self.value = _FIRST if self.is_used else 1.0
+        self.steps = 0
+
+    def lower(self) -> bool:
+        """Lower the scale, because gradients were not finite. Return whether there is a lower one."""
+        if self.value == 1.0:
+            return False
+        self.value, self.steps = max(1.0, self.value / _LOWER_BY), 0
+        return True
+
+    def count_step(self) -> None:
+        """Count a step with finite gradients, and double the scale after many of them."""
+        if not self.is_used:
+            return
+        self.steps += 1
+        if self.steps == _GROW_EVERY:
+            self.value, self.steps = min(_LARGEST, 2.0 * self.value), 0
+
+    @property
+    def state(self) -> Tensor:
+        """Value and number of steps, float64 ``[2]``, for a checkpoint."""
+        return torch.tensor([self.value, self.steps], dtype=torch.float64)
+
+    def restore(self, state: Tensor) -> None:
+        """Continue from a ``state``."""
+        value, steps = state.tolist()
+        self.value, self.steps = value, int(steps)

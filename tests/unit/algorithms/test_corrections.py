@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from podium.algorithms import CORRECTIONS, AlgorithmConfig, LossInputs, check_functions, partial_metrics, policy_loss
-from podium.algorithms.corrections.weights import correction_weights
 from podium.algorithms.declarations import (
     WEIGHING_CORRECTIONS,
     correction_declaration,
     correction_ratio_to,
 )
+from podium.algorithms.losses.policy import correction_weights
 from podium.config import load_config
 from podium.errors import ConfigError, DataError
 from podium.runs.named_code import list_code

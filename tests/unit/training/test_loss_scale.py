@@ -11,7 +11,7 @@ from podium.algorithms import TokenLoss
 from podium.data import Batch
 from podium.models import ModelConfig
 from podium.training import OptimConfig, ParallelConfig, StepResult, TrainEngine
-from podium.training.loss_scale import LossScale
+from podium.training.optimizer import LossScale
 from podium.training.scoring import score_tokens
 from podium.workers import Critic, Policy
 from tests.unit.training.test_engine import make_engine
