@@ -107,7 +107,7 @@ STAGES = (
     Planned(
         name="sleep",
         what="parallel.offload: weights and optimizer state at Qwen2.5-0.5B's shape leave the GPU and return",
-        budget_s=45,
+        budget_s=60,
         function="bench.gpu.limits:sleep",
         predictions=(
             Prediction(
@@ -148,7 +148,7 @@ STAGES = (
     Planned(
         name="ipc",
         what="Qwen2.5-0.5B's weights to a generator's process on the same GPU, by CUDA IPC and through the host",
-        budget_s=35,
+        budget_s=60,
         function="bench.gpu.publish:ipc",
         predictions=(
             Prediction(
@@ -164,7 +164,7 @@ STAGES = (
     Planned(
         name="grpo",
         what="a colocated GRPO step at Qwen2.5-0.5B's shape: 256 completions of 256 tokens",
-        budget_s=50,
+        budget_s=60,
         function="bench.gpu.training:colocated",
         predictions=(
             Prediction(
@@ -192,7 +192,7 @@ STAGES = (
     Planned(
         name="split",
         what="the same with the generator in a process of its own on the same GPU",
-        budget_s=50,
+        budget_s=80,
         function="bench.gpu.training:split",
         predictions=(
             Prediction(
@@ -207,7 +207,7 @@ STAGES = (
     Planned(
         name="trl",
         what="a step at 95M parameters beside TRL's, at equal lengths",
-        budget_s=55,
+        budget_s=80,
         function="bench.gpu.training:beside_trl",
         predictions=(
             Prediction(
@@ -222,7 +222,7 @@ STAGES = (
     Planned(
         name="trl_135m",
         what="the same at SmolLM2-135M's sizes: 30 layers of 576, 49,152 words",
-        budget_s=55,
+        budget_s=90,
         function="bench.gpu.training:beside_trl_135m",
         predictions=(
             Prediction(
@@ -233,7 +233,7 @@ STAGES = (
     Planned(
         name="decode",
         what="the native engine at Qwen2.5-0.5B's shape, 1 to 512 rows, with CUDA graphs and without",
-        budget_s=35,
+        budget_s=45,
         function="bench.gpu.limits:decode",
         predictions=(
             Prediction(
@@ -245,7 +245,7 @@ STAGES = (
     Planned(
         name="graphs",
         what="CUDA graphs of decode steps compared with the loop: tokens, log-probabilities, and time for each token",
-        budget_s=20,
+        budget_s=30,
         function="bench.gpu.limits:graphs",
         predictions=(
             Prediction(figure="graphs_1", low=0.6, high=2.5, unit="ms", why="1 GB read, and 400 kernels of 2 to 4 µs"),
@@ -260,7 +260,7 @@ STAGES = (
     Planned(
         name="longest",
         what="the longest row for which a step at Qwen2.5-0.5B's shape has enough memory",
-        budget_s=30,
+        budget_s=40,
         function="bench.gpu.limits:longest_row",
         predictions=(
             Prediction(

@@ -7,6 +7,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from podium.data.gathering import gather_rows
 from podium.models.buckets import checksum
 from podium.models.config import ModelConfig
 
@@ -26,7 +27,7 @@ def base_checksum(model: nn.Module) -> Tensor:
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            value = cast(Any, parameter).full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            value = gather_rows(parameter.detach())
             digest.update(f"{name} {value.dtype} {list(value.shape)} {checksum(value)};".encode())
     return torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
 

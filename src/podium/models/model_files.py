@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from podium.data.gathering import gather_rows
 from podium.errors import CheckpointError, ConfigError
 from podium.models.adapter_base import name_base
 from podium.models.config import ModelConfig
@@ -225,8 +226,7 @@ def _copy_adapters(model: nn.Module, rank: int) -> dict[str, list[Part]]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            value: Any = parameter.detach()
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            value = gather_rows(parameter.detach())
             if rank == 0:
                 tensors[name] = value.to("cpu", copy=True)
     if rank:

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from podium.data.gathering import gather_rows, is_divided
 from podium.models.buckets import Piece, WeightInfo, cut
 from podium.models.loading import plain_model
 
@@ -40,14 +41,14 @@ class WholeWeights:
         self._held: tuple[str, Tensor] | None = None  # a gathered tensor of which the next bucket has more pieces
         self.tensors = list(self._named.values())
         self.manifest = tuple(WeightInfo(name, tuple(t.shape), t.element_size()) for name, t in self._named.items())
-        self.sharded = any(hasattr(tensor, "full_tensor") for tensor in self.tensors)
+        self.sharded = any(map(is_divided, self.tensors))
         self.is_plain = not self.sharded and not self._layers
 
     @torch.no_grad()
     def gather(self, name: str) -> Tensor:
         """Return one whole tensor, adapters merged, on the model's device. It may be the parameter itself: copy what
         you keep."""
-        value = _whole(self._named[name])
+        value = gather_rows(self._named[name].detach())
         layer = self._layers.get(name)
         for adapter in layer.active_adapters if layer is not None else ():
             value = value + _delta(layer, adapter, value.dtype)
@@ -84,17 +85,12 @@ def _own_name(name: str) -> str:
     return name.replace(_BASE_LAYER, "")
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    value = tensor.detach()
-    return cast(Any, value).full_tensor() if hasattr(value, "full_tensor") else value
-
-
 def _delta(layer: Any, adapter: str, dtype: torch.dtype) -> Tensor:
     if embedding := adapter in layer.lora_embedding_A:
         down, up = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
     else:
         down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    down, up = _whole(down).float(), _whole(up).float()
+    down, up = gather_rows(down.detach()).float(), gather_rows(up.detach()).float()
     if (experts := getattr(layer, "num_experts", 1)) > 1:
         down = down.view(experts, -1, down.shape[1])
         up = up.view(len(up), -1, experts).permute(2, 0, 1)

@@ -81,7 +81,8 @@ class NativeOptions:
 
     cuda_graphs: bool = False
     """Decode steps are recorded as CUDA graphs and replayed: one graph for each number of rows (1, 2, 4, 8, ...) and of
-    positions (128, 256, ...). A CPU runs the same steps without graphs. Off by default: no GPU has run this yet."""
+    positions (128, 256, ...). A CPU runs the same steps without graphs. Off by default: on a GPU only short trainings
+    have run it."""
     prefill_tokens: int = Field(default=PREFILL_TOKENS, ge=1, le=10**9)
     """One forward pass of the engine takes at most this many prompt tokens."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.data import copy_tensor
+from podium.data.gathering import gather_rows, is_divided
 from podium.errors import ConfigError
 from podium.rollout.engines.base import Engine
 
@@ -47,7 +48,7 @@ class ModelEngine(Engine):
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         model_dtype = next(model.parameters()).dtype
         dtype = model_dtype if config.dtype is None or self.converts_dtype else getattr(torch, config.dtype)
-        self.copied = any(map(_is_sharded, model.parameters())) or dtype != model_dtype
+        self.copied = any(map(is_divided, model.parameters())) or dtype != model_dtype
         refusal = "this engine generates from a copy of the model, which holds no weights before refresh()"
         super().__init__(config, model, refusal if self.copied else "")
         self._given = model
@@ -93,32 +94,7 @@ class ModelEngine(Engine):
             # Buffers are among them, such as the routing biases of some mixtures of experts. Tied tensors come once.
             targets = {id(target): (name, target) for name, target in self.model.state_dict(keep_vars=True).items()}
             for name, target in targets.values():
-                copy_tensor(
-                    target, gather_rows(parameters[name]) if _is_sharded(parameters[name]) else parameters[name]
-                )
-
-
-def gather_rows(tensor: Any) -> Tensor:
-    """Return the whole of a tensor (a DTensor) whose rows FSDP2 has divided among ranks. All of these call together.
-
-    ``full_tensor()`` does the same, but where ranks share a GPU, and so communicate by gloo, it ends their processes by
-    SIGSEGV (torch 2.11): it gathers by a function of gloo that reads memory of the GPU from the host.
-    """
-    import torch.distributed as dist
-
-    local, mesh = tensor.to_local(), tensor.device_mesh
-    if mesh.ndim != 1 or not all(placement.is_shard(0) for placement in tensor.placements):
-        return tensor.full_tensor()
-    rows = -(-tensor.shape[0] // mesh.size())  # of each rank but the last ones, which may have fewer or none
-    part = local.new_zeros((rows, *tensor.shape[1:]))
-    part[: len(local)] = local
-    parts = [torch.empty_like(part) for _ in range(mesh.size())]
-    dist.all_gather(parts, part, group=mesh.get_group())
-    return torch.cat(parts)[: tensor.shape[0]]
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
+                copy_tensor(target, gather_rows(parameters[name]))
 
 
 def _empty_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
