@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.chaos.campaign import Campaign, Result
 from bench.chaos.faults import FAULTS, OF_SESSIONS, OF_SINGLE_TURNS, ON_RAY
-from bench.chaos.report import MARK, collect, section, summary_path, write_found
+from bench.chaos.report import MARK, collect, merge, section, summary_path, write_campaigns
 from bench.chaos.training import PROMPTS, STALENESS
 from bench.chaos.victim import Victim
 from bench.report import machine, put_section
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--small-disk", action="store_true", help="put the runs on a small disk (as root), to fill it")
     parser.add_argument(
         "--report", nargs="*", type=Path, metavar="FOLDER",
-        help="run nothing: write docs/reliability.md from the campaigns in these folders, or from the last ones",
+        help="run nothing: write docs/reliability.md, with the campaigns in these folders beside those of other dates",
     )  # fmt: skip
     options = parser.parse_args()
     if options.warm and options.backend != "local":
@@ -98,9 +98,9 @@ def main() -> int:
 
 
 def report(folders: Sequence[Path]) -> int:
-    """Write the figures of the campaigns in ``folders``, if there are any, and the page from the figures."""
+    """Add the figures of the campaigns in ``folders``, if there are any, and write the page from the figures."""
     if folders:
-        write_found(RESULTS, collect(folders))
+        write_campaigns(RESULTS, merge(json.loads(RESULTS.read_text()), collect(folders)))
     PAGE.write_text(put_section(PAGE.read_text(), section(json.loads(RESULTS.read_text())), MARK))
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from bench.chaos.faults import FAULTS
 from bench.chaos.training import STALENESS
 
-__all__ = ["MARK", "collect", "section", "summary_path", "write_found"]
+__all__ = ["MARK", "collect", "merge", "section", "summary_path", "write_campaigns"]
 
 MARK: Final = "<!-- begin: python -m bench.chaos --report -->"
 TITLES: Final = {
@@ -53,27 +53,31 @@ def summary_path(folder: Path, schedule: str) -> Path:
     return folder / f"{schedule}.summary.json"
 
 
-def collect(folders: Iterable[Path]) -> dict[str, Any]:
-    """The summaries in ``folders`` as one: their campaigns, and the machine of the first.
+def collect(folders: Iterable[Path]) -> list[dict[str, Any]]:
+    """The campaigns that have ended in ``folders``.
 
     Raises:
         FileNotFoundError: A folder has no summary, as no campaign has ended there.
     """
-    found = list[dict[str, Any]]()
+    campaigns = list[dict[str, Any]]()
     for folder in folders:
-        own = [summary_path(folder, schedule) for schedule in STALENESS]
-        there = [path for path in own if path.exists()]
-        if not there:
-            raise FileNotFoundError(f"{folder} has no {own[0].name}: no campaign has ended there")
-        found += [json.loads(path.read_text()) for path in there]
-    campaigns = [{name: value for name, value in one.items() if name != "machine"} for one in found]
-    return {"machine": found[0]["machine"], "campaigns": campaigns}
+        paths = [summary_path(folder, schedule) for schedule in STALENESS]
+        summaries = [path for path in paths if path.exists()]
+        if not summaries:
+            raise FileNotFoundError(f"{folder} has no {paths[0].name}: no campaign has ended there")
+        campaigns += [json.loads(path.read_text()) for path in summaries]
+    return campaigns
 
 
-def write_found(path: Path, found: Mapping[str, Any]) -> None:
+def merge(before: Iterable[dict[str, Any]], campaigns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of ``before`` of other kinds, schedules or dates than the ``campaigns``, and these."""
+    new = {(_kind(campaign), campaign["schedule"]) for campaign in campaigns}
+    return [campaign for campaign in before if (_kind(campaign), campaign["schedule"]) not in new] + [*campaigns]
+
+
+def write_campaigns(path: Path, campaigns: Sequence[Mapping[str, Any]]) -> None:
     """Write with one line for each campaign, so that a difference is read easily."""
-    campaigns = ",\n".join("  " + json.dumps(one) for one in found["campaigns"])
-    path.write_text(f'{{\n "machine": {json.dumps(found["machine"])},\n "campaigns": [\n{campaigns}\n ]\n}}\n')
+    path.write_text("[\n" + ",\n".join(f" {json.dumps(campaign)}" for campaign in campaigns) + "\n]\n")
 
 
 def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -97,35 +101,43 @@ def _spread(times: Sequence[float]) -> str:
     return f"{middle:.1f}" if f"{middle:.1f}" == f"{slowest:.1f}" else f"{middle:.1f} ({slowest:.1f})"
 
 
-def _kind(campaign: Mapping[str, Any]) -> tuple[str, str]:
-    """The backend of a campaign, and what its faults are faults of."""
+def _kind(campaign: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The backend of a campaign, what its faults are faults of, and when and where it ran."""
     words = " of runs of sessions" if campaign.get("sessions") else ""
-    return campaign["backend"], words + (", with times that have no imports" if campaign.get("warm") else "")
+    words += ", with times that have no imports" if campaign.get("warm") else ""
+    machine = campaign["machine"]
+    where = f"{machine['when'][:10]} on {machine['cores']} cores ({machine['processor']})"
+    return campaign["backend"], words, f"{where}, torch {machine['libraries']['torch']}"
 
 
-def section(found: Mapping[str, Any]) -> str:
-    """The section of the page: who measured what where, a table for each backend, and what the books say."""
-    machine, campaigns = found["machine"], found["campaigns"]
-    where = f"{machine['cores']} cores ({machine['processor']})"
-    when = f"{machine['when'][:10]} with a load of {machine['load_before']:.0f}"
-    lines = [f"Measured on {where}, {when}, torch {machine['libraries']['torch']}."]
+def section(campaigns: Sequence[Mapping[str, Any]]) -> str:
+    """The section of the page: a table for each kind of campaigns, and what the books say."""
+    lines: list[str] = []
     for kind in dict.fromkeys(map(_kind, campaigns)):
-        own = [one for one in campaigns if _kind(one) == kind]
-        faults = sum(row["faults"] for one in own for row in one["rows"])
-        lines += ["", f"On `{own[0]['backend']}`, {faults:,} faults{kind[1]}:", ""]
+        same = [campaign for campaign in campaigns if _kind(campaign) == kind]
+        faults = sum(row["faults"] for campaign in same for row in campaign["rows"])
+        loads = sorted(campaign["machine"]["load_before"] for campaign in same)
+        load = f"{loads[0]:.0f}" if f"{loads[0]:.0f}" == f"{loads[-1]:.0f}" else f"{loads[0]:.0f} to {loads[-1]:.0f}"
+        backend, words, where = kind
+        lines += [f"On `{backend}`, {faults:,} faults{words}. Measured on {where}, with a load of {load}:", ""]
         lines += [f"| fault | {' | '.join(f'`{schedule}`' for schedule in STALENESS)} |"]
         lines += ["|---|" + "---|" * len(STALENESS)]
         for name in FAULTS:
-            rows = {
-                schedule: [
-                    row for one in own if one["schedule"] == schedule for row in one["rows"] if row["fault"] == name
+            cells = [
+                [
+                    row
+                    for campaign in same
+                    if campaign["schedule"] == schedule
+                    for row in campaign["rows"]
+                    if row["fault"] == name
                 ]
                 for schedule in STALENESS
-            }
-            if any(rows.values()):
-                lines.append(f"| {TITLES[name]} | {' | '.join(map(_cell, rows.values()))} |")
-    prompts = sum(one["prompts"] for one in campaigns)
+            ]
+            if any(cells):
+                lines.append(f"| {TITLES[name]} | {' | '.join(map(_cell, cells))} |")
+        lines.append("")
+    prompts = sum(campaign["prompts"] for campaign in campaigns)
     wrong = [f"{one['backend']}, {one['schedule']}: {text}" for one in campaigns for text in one["wrong"]]
-    lines += ["", f"The books of these {len(campaigns)} runs, with {prompts:,} prompts: "]
+    lines.append(f"The books of these {len(campaigns)} runs, with {prompts:,} prompts: ")
     lines[-1] += "0 prompts skipped, 0 trained twice, nothing wrong." if not wrong else "; ".join(wrong)
     return "\n".join(lines)

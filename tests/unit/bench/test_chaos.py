@@ -23,7 +23,7 @@ from bench.chaos.books import check_ledger, check_same, same_lengths
 from bench.chaos.campaign import Campaign, Result
 from bench.chaos.faults import Fault
 from bench.chaos.leftovers import alive, leftovers, process, segments
-from bench.chaos.report import MARK, collect, section, write_found
+from bench.chaos.report import MARK, collect, merge, section, write_campaigns
 from bench.chaos.spares import SURROUNDINGS
 from bench.report import machine, put_section
 
@@ -243,16 +243,23 @@ def test_campaigns_become_a_table(tmp_path: Path) -> None:
     about = {"backend": "local", "schedule": "sync", "prompts": 4000, "wrong": [], "rows": campaign.summary()}
     (tmp_path / "sync.summary.json").write_text(json.dumps({**about, "machine": machine(0.0)}))
 
-    found = collect([tmp_path])
+    campaigns = collect([tmp_path])
 
-    write_found(tmp_path / "results.json", found)
-    assert json.loads((tmp_path / "results.json").read_text()) == found
-    text = section(found)
-    assert "On `local`, 4 faults:" in text
+    write_campaigns(tmp_path / "results.json", campaigns)
+    assert json.loads((tmp_path / "results.json").read_text()) == campaigns
+    text = section(campaigns)
+    assert "On `local`, 4 faults. Measured on " in text
+    assert ", with a load of 0:" in text
     assert "| SIGKILL of the policy | 2 survived, 2.0 (3.0); 1 missed | - | - |" in text
     assert "1 surfaced after 0.5, 12.0" in text
     assert "with 4,000 prompts: 0 prompts skipped, 0 trained twice, nothing wrong." in text
-    found["campaigns"][0]["wrong"] = ["prompt 3 was trained 2 times"]
-    assert "local, sync: prompt 3 was trained 2 times" in section(found)
+    campaigns[0]["wrong"] = ["prompt 3 was trained 2 times"]
+    assert "local, sync: prompt 3 was trained 2 times" in section(campaigns)
+    older = {**campaigns[0], "machine": {**campaigns[0]["machine"], "when": "2026-01-01"}, "schedule": "sync"}
+    assert merge([older, campaigns[0], {**older, "warm": True}], campaigns) == [
+        older,
+        {**older, "warm": True},
+        *campaigns,
+    ]
     with pytest.raises(FileNotFoundError, match="no campaign has ended there"):
         collect([tmp_path / "nowhere"])
