@@ -31,5 +31,5 @@ def gather_rows(tensor: Tensor) -> Tensor:
     part = local.new_zeros((rows, *shape[1:]))
     part[: len(local)] = local
     parts = [torch.empty_like(part) for _ in range(mesh.size())]
-    dist.all_gather(parts, part, group=mesh.get_group())
+    cast(Any, dist).all_gather(parts, part, group=mesh.get_group())
     return torch.cat(parts)[: shape[0]]
