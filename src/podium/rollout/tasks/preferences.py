@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["EncodedPreference", "EncodedPreferences", "encode_preferences", "list_answers"]
 __all__ += ["read_labeled", "read_pair"]
 
+_FIGURE: Final = re.compile(
+    r"(^|.*[_-])(scores?|ratings?|rewards?|grades?|quality|utility|elo|points|likes|votes)([_-].*|$)"
+)
+"""Names of columns with a figure that is the higher, the better an answer is."""
 _SPEAKER: Final = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _LABELS: Final = {"true": True, "false": False}
 _ROLES: Final = {"Human": "user", "Assistant": "assistant"}
@@ -145,6 +149,7 @@ def read_pair(place: str, row: dict[str, Any], config: DataConfig) -> Example:
     if column not in (None, "prompt") and not is_template(column, row) and not has_column(row, column):
         hint = columns_hint(column, list_names(row))
         raise DataError(f"{place}: no column {column!r} for the prompt; {hint}; set data.prompt_column")
+    _check_figures(place, row, better, worse)
     row = {**row, **{name: _listed(row[name], place, name) for name in (better, worse)}}
     if config.prompt_column == "prompt" and not any(
         has_column(row, name) and row.get(name) is not None for name in ("prompt", *CONVERSATIONS, *NESTED_PROMPTS)
@@ -208,6 +213,24 @@ def _find_pair(place: str, row: Mapping[str, Any], config: DataConfig) -> tuple[
     )
 
 
+def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) -> None:
+    """Check that no two columns with figures of the answers, such as score_chosen and score_rejected, say that the
+    worse answer is better. Raises DataError."""
+    parts = [re.split(r"[_-]", name) for name in (better, worse)]
+    words = [next((word for word in mine if word not in other), "") for mine, other in (parts, parts[::-1])]
+    for name, figure in row.items():
+        if not (all(words) and _FIGURE.fullmatch(name.lower()) and words[0] in re.split(r"[_-]", name)):
+            continue
+        other = name.replace(words[0], words[1])
+        figures = [value for value in (figure, row.get(other)) if isinstance(value, int | float)]
+        if len(figures) == 2 and figures[0] < figures[1]:
+            raise DataError(
+                f"{place}: {name} = {figures[0]:g} is less than {other} = {figures[1]:g}, so that the pair would teach "
+                f"the worse answer: exchange the answers, take both columns out if they do not say which answer is "
+                "better, or leave such rows out with data.bad_rows drop"
+            )
+
+
 def _read_answer(place: str, row: dict[str, Any], column: str, config: DataConfig) -> Example:
     example = map_columns(place, row, config)
     return replace(example, place=f"{place}, column {column!r}")
@@ -260,6 +283,11 @@ def _read_margin(place: str, row: Mapping[str, Any]) -> float | None:
         raise DataError(
             f"{place}: column 'margin' holds {str(margin)[:60]!r} ({type(margin).__name__}); expected a finite number, "
             "by how much the better answer is better"
+        )
+    if margin < 0:
+        raise DataError(
+            f"{place}: column 'margin' holds {margin:g}, so that the worse answer would be the better one: exchange "
+            "the answers, or leave such rows out with data.bad_rows drop"
         )
     return float(margin)
 

@@ -134,6 +134,33 @@ def test_margins_are_read_by_pair(tmp_path: Path) -> None:
         load(tmp_path, [{**pair, "margin": 2}, pair])
 
 
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ("score_chosen", "score_rejected"),
+        ("chosen_score", "rejected_score"),
+        ("chosen-rating", "rejected-rating"),
+        ("reward_chosen", "reward_rejected"),
+        ("chosen_avg_rating", "rejected_avg_rating"),
+    ],
+)
+def test_figures_that_contradict_a_pair_refuse_its_row(better: str, worse: str, tmp_path: Path) -> None:
+    pair = {"prompt": SUM, "chosen": "7", "rejected": "8"}
+    right = {**pair, better: 4.5, worse: 2}
+    wrong = {**pair, better: 2, worse: 4.5}
+    assert len(load(tmp_path, [right, {**pair, better: 3, worse: 3}, {**pair, better: None, worse: 2}])) == 3
+    with pytest.raises(DataError, match=rf"line 2: {better} = 2 is less than {worse} = 4.5, .* exchange the answers"):
+        load(tmp_path, [right, wrong])
+    lengths = {**pair, "chosen_tokens": 2, "rejected_tokens": 9, "rank_chosen": 1, "rank_rejected": 2}
+    assert len(load(tmp_path, [lengths])) == 1, "these are no figures of how good an answer is"
+
+
+def test_a_negative_margin_refuses_its_row(tmp_path: Path) -> None:
+    pair = {"prompt": SUM, "chosen": "7", "rejected": "8"}
+    with pytest.raises(DataError, match="line 2: column 'margin' holds -1, so that the worse answer would be"):
+        load(tmp_path, [{**pair, "margin": 0}, {**pair, "margin": -1}])
+
+
 GOOD = {"prompt": SUM, "chosen": "7", "rejected": "8"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": SUM, "chosen": "7"}, "there is no pair of answers: expected the columns chosen and rejected; the col"),
