@@ -286,7 +286,7 @@ def test_many_threads_submit_and_each_gets_its_own(faulty: Handle[Faulty]) -> No
 # -- threads and environment -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preload", ["['torch']", "[]"])
+@pytest.mark.parametrize("preload", ["['torch']", pytest.param("[]", marks=pytest.mark.exhaustive)])
 def test_threads_follow_the_share_of_the_cores(tmp_path: Path, preload: str) -> None:
     """Whether torch was there before the worker or comes later."""
     out = run_script(

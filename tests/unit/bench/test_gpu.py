@@ -136,6 +136,7 @@ def test_the_budgets_fit_into_the_limit_and_every_stage_has_its_function() -> No
         assert all(one.low < one.high for one in stage.predictions)
 
 
+@pytest.mark.exhaustive
 def test_a_dry_stage_runs_by_the_command_and_its_results_are_no_figures_of_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "dry.json"
     assert main(["--dry", "--only", "rates", "--out", str(out)]) == 0

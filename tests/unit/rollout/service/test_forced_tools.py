@@ -13,6 +13,7 @@ from podium.rollout.service.answer_forms import AnswerForms
 from podium.rollout.service.service import Service
 from podium.rollout.service.structured import schema_rule
 from podium.rollout.service.wire import ChatRequest, Refusal
+from tests.everyday import mark_others
 from tests.unit.rollout.service.engine import random_service
 from tests.unit.rollout.service.scripted import CHATML, SPECIAL, TOKEN, USER, posted
 from tests.unit.rollout.service.spelling import KINDS, make_tokenizer
@@ -74,7 +75,9 @@ def test_a_forced_call_by_every_kind_of_tokenizer(kind: str) -> None:
     check_call(answer.message, {"add-up"})
 
 
-@pytest.mark.parametrize("family", WITH_TOOLS, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", mark_others(WITH_TOOLS, WITH_TOOLS[::3].__contains__), ids=lambda family: family.name
+)
 def test_with_tools_and_a_schema_the_model_chooses_between_the_two(family: Family) -> None:
     service = family_service(family)
     drawn = answers(
@@ -91,7 +94,9 @@ def test_with_tools_and_a_schema_the_model_chooses_between_the_two(family: Famil
     assert "tool_calls" not in alone.message
 
 
-@pytest.mark.parametrize("family", WITH_TOOLS, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", mark_others(WITH_TOOLS, WITH_TOOLS[1::3].__contains__), ids=lambda family: family.name
+)
 def test_forced_calls_go_on_as_a_conversation_and_are_trained_as_recorded(family: Family) -> None:
     service = family_service(family, SamplingParams(max_new_tokens=150))
     service.open_session("s", seed=2)
