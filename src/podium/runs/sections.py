@@ -129,6 +129,13 @@ class PromptChoice:
     refills: int = Field(default=3, ge=0, le=1000)
     """A step draws others in place of dropped prompts at most this many times, and then trains with what it has."""
 
+    skip_solved: float | None = Field(default=None, gt=0, le=1)
+    """A prompt is passed over once its running pass rate, the share of its completions that were correct, is at least
+    this. null passes over none."""
+    curriculum: Literal["none", "failures", "variance"] = "none"
+    """A prompt whose running pass rate p is known is taken with the probability 1 - p (failures) or 4 p (1 - p)
+    (variance), and with 0.05 at least."""
+
     @property
     def reason(self) -> str:
         """Why the ledger says that the filter has dropped a prompt."""
@@ -142,7 +149,8 @@ class PromptBatch:
     prompts: Annotated[int, Field(ge=1, le=10**9)] | Mapping[str, Any] = 16
     """A step takes this many prompts. {count: 16, filter: rewards, refills: 3} drops prompts whose completions all have
     the same reward, and draws others in their place, at most three times a step; filter: accuracy compares whether
-    completions are correct."""
+    completions are correct. skip_solved: 1.0 passes over prompts that are solved, and curriculum: failures or variance
+    takes prompts by their running pass rate; filter: none leaves out the filter."""
 
     def __post_init__(self) -> None:
         _ = self.choice  # raises an error if an entry is unknown
@@ -153,7 +161,10 @@ class PromptBatch:
         if isinstance(self.prompts, int):
             return PromptChoice(count=self.prompts, filter="none")
         if not self.prompts:
-            raise ConfigError("batch.prompts = {}: expected a number, or some of the entries count, filter and refills")
+            raise ConfigError(
+                "batch.prompts = {}: expected a number, or some of the entries count, filter, refills, skip_solved and "
+                "curriculum"
+            )
         return build_config(PromptChoice, self.prompts, key="batch.prompts")
 
 

@@ -23,7 +23,7 @@ from podium.telemetry.formatting import percent
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
 
-__all__ = ["explain_flat", "fill_step", "list_flat"]
+__all__ = ["explain_flat", "fill_step", "list_flat", "row_passes"]
 
 
 def list_flat(scored: ScoredBatch, by: str) -> set[int]:
@@ -36,10 +36,15 @@ def list_flat(scored: ScoredBatch, by: str) -> set[int]:
     values: dict[int, set[float]] = {}
     rewards = _rewards(scored)
     for row, group in enumerate(scored.groups):
-        correct = None if by == "rewards" or scored.grades is None else scored.grades[row].correct
-        value = rewards[row] if by == "rewards" else float(rewards[row] >= 1 if correct is None else correct)
+        value = rewards[row] if by == "rewards" else float(row_passes(scored, row))
         values.setdefault(group, set()).add(value)
     return {group for group, distinct in values.items() if len(distinct) == 1}
+
+
+def row_passes(scored: ScoredBatch, row: int) -> bool:
+    """Whether a completion is correct: by its verdict, or, without one, if its reward is at least 1."""
+    correct = None if scored.grades is None else scored.grades[row].correct
+    return _rewards(scored)[row] >= 1 if correct is None else correct
 
 
 def fill_step(

@@ -39,6 +39,7 @@ from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.group_filter import fill_step
+from podium.trainer.pass_rates import PassRates, shares_of
 from podium.trainer.prompts import Prompt, completion_seeds, prompt_batch, row_order
 from podium.trainer.replay import Replay
 from podium.trainer.run_setup import Run
@@ -127,12 +128,16 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if self.replay is not None:
             return self.collect_recorded(self.replay, step)
         choice, prompts = self.config.batch.choice, list[Prompt]()
+        self._examples_of[step] = []
 
         def draw(count: int) -> ScoredBatch | None:
             self._drawn[step] = len(prompts)  # of earlier draws
             with self.clock.stage("prompts", step, "collect"):
                 prompts.extend(self.take(step, count))
-            return self.collect_draw(prompts[:], step)
+            scored = self.collect_draw(prompts[:], step)
+            if scored is not None and self.rates.used:
+                self.rates.add(step, shares_of(scored, self._examples_of[step]))
+            return scored
 
         scored = draw(choice.count)
         assert scored is not None  # the first draw raises an error instead
@@ -142,10 +147,18 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             scored, dropped = fill_step(scored, draw, choice, least)
             if dropped:
                 self.ledger.move(step, "dropped", dropped, reason=choice.reason)
-        del self._drawn[step]
+        del self._drawn[step], self._examples_of[step]
         if self.config.run.show_samples:
             emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
         return scored
+
+    def pass_over(self, step: int, number: int, index: int) -> str | None:
+        if self.replay is not None:
+            return None
+        reason = self.rates.find_reason(step, number, index)
+        if reason is None:
+            self._examples_of[step].append(index)
+        return reason
 
     def collect_recorded(self, replay: Replay, step: int) -> ScoredBatch:
         """Read the completions that another run recorded of ``step``, with their rewards."""
@@ -533,6 +546,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 )
             )
         self.watch, self._drawn = StepWatch(self.config), dict[int, int]()
+        self._examples_of = dict[int, list[int]]()  # by step that is collected
+        lag = self.config.run.max_staleness if self.config.run.staleness is None else self.config.run.staleness
+        self.rates = PassRates(self.config.batch.choice, self.config.run.seed, lag, len(run.data.stream))
         stack.callback(self._graders.shutdown, wait=False, cancel_futures=True)
         return run
 
@@ -541,7 +557,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         super().save(step)
 
     def remember(self, step: int) -> TrainerState:
-        state = replace(super().remember(step), kl_coef=self.kl.coef)
+        state = replace(super().remember(step), kl_coef=self.kl.coef, pass_rates=self.rates.state(step))
         bonus = {"coef": self.entropy.value, "counts": float(self.entropy.counts)}
         return state if self.entropy.target is None else replace(state, entropy=bonus)
 
@@ -553,6 +569,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def restore(self, state: TrainerState) -> None:
         super().restore(state)
         self.kl = replace(self.kl, coef=state.kl_coef)
+        self.rates.restore(state.pass_rates)
         if self.entropy.target is not None and state.entropy:
             self.entropy = replace(self.entropy, value=state.entropy["coef"], counts=bool(state.entropy["counts"]))
 

@@ -24,12 +24,12 @@ from podium.telemetry import Note, emit
 from podium.telemetry.formatting import percent
 
 __all__ = ["Pair", "Prompt", "Prompts", "completion_seeds", "encode_rows", "load_held_out", "pair_batch"]
-__all__ += ["prompt_batch", "row_order", "split_answer"]
+__all__ += ["draw_uniform", "prompt_batch", "row_order", "split_answer"]
 
 Pair = tuple[list[int], list[bool]]
 """The tokens of a prompt with its answer, and their loss mask."""
 
-_EVALUATION = -1
+_EVALUATION, _CURRICULUM = -1, -2
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,11 @@ def completion_seeds(seed: int, step: int | None, prompts: int, n: int) -> Tenso
 def row_order(seed: int, step: int, epoch: int, rows: int) -> Tensor:
     """Return the order in which an epoch trains on a step's rows: int64 ``[rows]``."""
     return torch.from_numpy(_generator(seed, step, 1 + epoch).permutation(rows))
+
+
+def draw_uniform(seed: int, number: int) -> float:
+    """Return a random number of 0 to 1 for prompt ``number`` of a run."""
+    return float(_generator(seed, _CURRICULUM, number).random())
 
 
 def _generator(*key: int) -> np.random.Generator:

@@ -278,7 +278,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
         try:
             first = self.resume() + 1
-            self._taking = Lock()
+            self._taking, self._passed_over = Lock(), dict[int, str]()
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
             stack.callback(self.ledger.close)
             if run.generators is not None:
@@ -374,7 +374,7 @@ class Trainer(ABC, Generic[C, E, R]):
             check_saved=run.saver.check,
             stop_requested=lambda: run.stop.requested,
             place=stream.state,
-            take=lambda step: ledger.take(step, stream.number, run.losses.suspects),
+            take=lambda step: ledger.take(step, stream.number, {**run.losses.suspects, **self._passed_over}),
             train=lambda step: ledger.move(step, "trained"),
             drop=lambda step, reason: ledger.move(step, "dropped", reason=reason),
             apart=self.keeps_apart,
@@ -438,11 +438,19 @@ class Trainer(ABC, Generic[C, E, R]):
         with self._taking:  # a step may take more while the next ones take theirs
             while len(taken) < count:
                 numbers = range(stream.number, stream.number + count - len(taken))
-                pairs = zip(numbers, stream.take(len(numbers)), strict=True)
-                passed_over = {number for number in numbers if number in suspects or self.ledger.states.is_over(number)}
-                taken += [example for number, example in pairs if number not in passed_over]
+                for number, index in zip(numbers, stream.take_indices(len(numbers)), strict=True):
+                    if number in suspects or self.ledger.states.is_over(number):
+                        continue
+                    if reason := self.pass_over(step, number, index):
+                        self._passed_over[number] = reason
+                    else:
+                        taken.append(stream.examples[index])
             self.steps.took(step)
         return taken
+
+    def pass_over(self, step: int, number: int, index: int) -> str | None:
+        """Return why ``step`` does not take example ``index`` of the data as prompt ``number``; None to take it."""
+        return None
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the weights after ``step`` on the held-out data. Returns whether that ends the run.

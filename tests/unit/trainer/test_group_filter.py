@@ -101,7 +101,7 @@ def test_batch_prompts_is_a_number_or_a_mapping() -> None:
     assert config_to_dict(config)["batch"] == {"prompts": {"count": 8, "filter": "accuracy"}}
     for wrong, message in (
         ({"counts": 8}, r"unknown key batch\.prompts\.counts"),
-        ({}, "expected a number, or some of the entries count, filter and refills"),
+        ({}, "expected a number, or some of the entries count, filter, refills, skip_solved and"),
         ({"count": 0}, r"batch\.prompts\.count = 0"),
         ({"filter": "mixed"}, r"batch\.prompts\.filter = 'mixed': expected one of none, rewards, accuracy"),
         ({"refills": -1}, r"batch\.prompts\.refills = -1"),

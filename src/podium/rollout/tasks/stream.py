@@ -83,7 +83,11 @@ class PromptStream(Generic[T]):
 
     def take(self, count: int) -> list[T]:
         """Return the next ``count`` examples."""
-        return [self._examples[self._take_one()] for _ in range(count)]
+        return [self._examples[index] for index in self.take_indices(count)]
+
+    def take_indices(self, count: int) -> list[int]:
+        """Return the places of the next ``count`` examples among all examples."""
+        return [self._take_one() for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
         """Return the stream's place as values that JSON can hold."""
