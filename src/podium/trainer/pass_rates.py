@@ -50,8 +50,8 @@ class PassRates:
 
     def find_reason(self, step: int, number: int, example: int) -> str | None:
         """Return why ``step`` passes over the ``example``, which is prompt ``number`` of the run; None to take it."""
-        for known in sorted(at for at in self._pending if at < step - self._lag):
-            for index, share in self._pending.pop(known).items():
+        for earlier in sorted(at for at in self._pending if at < step - self._lag):
+            for index, share in self._pending.pop(earlier).items():
                 self._rates[index] = (self._rates[index] + share) / 2 if index in self._rates else share
         reason = self._judge(self._rates.get(example), number) if self.used else None
         if reason is None or self._in_row >= self._examples:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
@@ -146,20 +145,20 @@ class Replay:
         import pyarrow.parquet as pq
 
         name = f"{step_name(step)}.parquet"
-        where, whole = f"{self.run}/completions/{name}", partial(self._refuse, step)
+        where = f"{self.run}/completions/{name}"
         try:
             with self._files.open(name) as opened, pq.ParquetFile(opened) as file:
-                there = {*file.schema_arrow.names}
+                stored = {*file.schema_arrow.names}
                 for column, reason in _MISSING.items():
-                    if column in there:
+                    if column in stored:
                         raise ConfigError(f"{where} {reason}: such a run cannot be replayed")
-                if missing := [column for column in (*_PROMPT, *_ROW, "finish_reason") if column not in there]:
+                if missing := [column for column in (*_PROMPT, *_ROW, "finish_reason") if column not in stored]:
                     raise ConfigError(
                         f"{where} has no column {missing[0]!r}, which Podium records since replays exist: run it again"
                     )
                 table: dict[str, list[Any]] = file.read(columns=None if columns is None else [*columns]).to_pydict()
         except FileNotFoundError:
-            raise whole() from None
+            raise self._refuse(step) from None
         except (pa.ArrowException, OSError, ValueError, DataError) as error:
             raise ConfigError(f"{where} cannot be read: {error}; it cannot be replayed") from error
         if any(reward is not None and math.isnan(reward) for reward in table["reward"]):
