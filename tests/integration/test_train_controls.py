@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from podium.errors import CheckpointError, ConfigError
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOConfig
-from tests.integration.training import metrics_rows, tiny, train
+from tests.integration.training import MODEL, metrics_rows, tiny, train
 
 KEPT: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "keep": 0, "model": False}}
 
@@ -48,6 +49,50 @@ def test_the_policy_stops_where_it_is_too_far_from_what_sampled(tmp_path: Path, 
     assert [row[metrics.UPDATES] for row in metrics_rows(run)] == [most, most]
     assert steps_of(run, 2, "policy") == 2 * most
     assert steps_of(run, 2, "critic") == 12, "the critic takes every step"
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_the_reference_follows_the_policy_and_resumes_bit_by_bit(tmp_path: Path, share: float) -> None:
+    options = {"reference_refresh": 2, "reference_mix": share}
+    algorithm = {"kl_in": "loss", "kl_coef": 0.5, "options": options, "minibatches": 2}
+
+    def run_of(name: str, steps: int, **run: Any) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return train(tiny(GRPOConfig, tmp_path / name, algorithm=algorithm, run={"steps": steps, **run}, **KEPT))
+
+    whole, parts = run_of("whole", 5), run_of("parts", 3)
+    run_of("parts", 5, resume=str(parts))
+    assert torch.equal(weights_of(whole, 5), weights_of(parts, 5))
+    start, second = weights_of(whole, 1, "reference"), weights_of(whole, 2, "reference")
+    assert not torch.equal(start, second)
+    torch.testing.assert_close(second, start.lerp(weights_of(whole, 2), share), rtol=1e-6, atol=1e-7)
+    assert torch.equal(second, weights_of(whole, 3, "reference"))
+    fourth = second.lerp(weights_of(whole, 4), share)
+    torch.testing.assert_close(weights_of(whole, 5, "reference"), fourth, rtol=1e-6, atol=1e-7)
+    kl = [row[metrics.KL] for row in metrics_rows(whole)]
+    if share == 1.0:
+        assert kl[2] < kl[1], "right after the refresh the policy is the reference again"
+    with pytest.raises(CheckpointError, match=r"keep algorithm\.options\.reference_refresh"):
+        train(tiny(GRPOConfig, tmp_path / "parts", run={"steps": 6, "resume": str(parts)},
+                   algorithm={**algorithm, "options": {}}, **KEPT))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"model": {**MODEL, "lora": {"rank": 2}}}, "with model.lora"),
+        (
+            {"placement": {"pools": {"one": {"roles": ["policy", "generator"]}, "two": {"roles": ["reference"]}}}},
+            "with placement.pools",
+        ),
+    ],
+)
+def test_a_reference_that_cannot_follow_is_refused(tmp_path: Path, sections: dict[str, Any], why: str) -> None:
+    algorithm = {"kl_in": "loss", "options": {"reference_refresh": 2}}
+    with pytest.raises(ConfigError, match=f"algorithm.options.reference_refresh = 2 {why}"):
+        tiny(GRPOConfig, tmp_path, algorithm=algorithm, **sections)
+    with pytest.raises(ConfigError, match=r"unknown key algorithm\.options\.reference_refresh"):
+        train(tiny(GRPOConfig, tmp_path, algorithm={"options": {"reference_refresh": 2}}))
 
 
 def test_the_entropy_bonus_follows_its_target_and_resumes_bit_by_bit(tmp_path: Path) -> None:

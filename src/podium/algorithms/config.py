@@ -13,6 +13,7 @@ from podium.algorithms.declarations import (
     LOSSES,
     CriticOptions,
     Declaration,
+    ReferenceOptions,
     TeacherOptions,
     advantage_declaration,
     correction_declaration,
@@ -206,6 +207,11 @@ class AlgorithmConfig:
         return self.passes.count * self.minibatches
 
     @property
+    def reference(self) -> ReferenceOptions:
+        """How the reference follows the policy."""
+        return self.read_options(ReferenceOptions) if self.needs_reference else ReferenceOptions()
+
+    @property
     def critic_warmup(self) -> int:
         """The number of steps at the beginning of a run in which only the critic is trained."""
         return self.read_options(CriticOptions).critic_warmup
@@ -278,6 +284,7 @@ class AlgorithmConfig:
             *((f"loss {name}", loss_declaration(name)) for name in self.losses),
             *((f"correction {name}", correction_declaration(name)) for name in self.corrections),
             *([("teacher", Declaration(options=TeacherOptions))] if self.needs_teacher else []),
+            *([("reference", Declaration(options=ReferenceOptions))] if self.reference.reference_refresh else []),
         ]
         settings: dict[str, Setting] = {}
         for name, declared in named:

@@ -33,6 +33,7 @@ __all__ = [
     "Declaration",
     "PartOptions",
     "PassOptions",
+    "ReferenceOptions",
     "TeacherOptions",
     "advantage_declaration",
     "correction_declaration",
@@ -134,6 +135,16 @@ class PassOptions:
     """A prompt counts as solved if one of this many completions passes."""
     pass_reward: float = Field(default=1.0, ge=-1e9, le=1e9)
     """A completion passes if its reward is at least this."""
+
+
+@section("algorithm.options")
+class ReferenceOptions:
+    """How the reference follows the policy: Gorbatovski et al. 2024, "Learn Your Reference Model", arXiv:2404.09656."""
+
+    reference_refresh: int = Field(default=0, ge=0, le=10**9)
+    """After every so many steps the policy becomes the reference. 0 keeps the model that the run began with."""
+    reference_mix: float = Field(default=1.0, gt=0, le=1)
+    """The reference moves this share of the way to the policy. 1 makes it the policy."""
 
 
 @section("algorithm.options")

@@ -13,6 +13,7 @@ from podium.algorithms.declarations import (
     LOSSES,
     WEIGHING_CORRECTIONS,
     Declaration,
+    ReferenceOptions,
     TeacherOptions,
     advantage_declaration,
     correction_declaration,
@@ -91,6 +92,8 @@ def check_functions(config: AlgorithmConfig) -> None:
                 f"algorithm.loss = {config.loss!r} learns from a teacher, and there is none: set "
                 "algorithm.options.teacher to the directory, the run or the hub name of its model"
             )
+    if config.needs_reference:
+        declared.append(Declaration(options=ReferenceOptions))
     declared += _check_corrections(config)
     for declaration in declared:
         build_config(type(config), declaration.defaults, key="Declaration.defaults")

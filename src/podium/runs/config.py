@@ -274,6 +274,14 @@ class PPOConfig(_TrainingConfig):
                 f"{self.algorithm.advantage!r}, which weighs the parts of the reward itself: set "
                 "algorithm.options.part_weights too, a mapping of the names of the parts to their weights"
             )
+        together = any({"policy", "reference"} <= {*roles} for roles, _ in self.processes)
+        if self.algorithm.reference.reference_refresh and (self.model.lora is not None or not together):
+            why = "model.lora" if self.model.lora is not None else "placement.pools"
+            expected = "a policy without adapters" if self.model.lora is not None else "both in the roles of one pool"
+            raise ConfigError(
+                f"algorithm.options.reference_refresh = {self.algorithm.reference.reference_refresh} with {why}: the "
+                f"reference takes the weights of a policy in its own processes; expected {expected}"
+            )
         if estimator.needs_greedy and self.environment.name:
             raise ConfigError(
                 f"environment.name = {self.environment.name!r} with algorithm.advantage = "

@@ -39,7 +39,12 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
     files.check()
     check_manifest(path, others=[name for name in files.names() if files.is_folder(name)])
     state = TrainerState.read(path)
-    for name, worker in roles.learners.items():
+    if files.is_folder("reference") and "reference" not in roles.stored:
+        raise CheckpointError(
+            f"{path} holds a reference that followed the policy, and this configuration has none: keep "
+            "algorithm.options.reference_refresh"
+        )
+    for name, worker in roles.stored.items():
         if not files.is_folder(name):
             raise CheckpointError(f"{path} holds no {name}, and this configuration has one")
         worker.load(str(path.absolute() / name))
@@ -90,7 +95,7 @@ class Saver:
         content = write_json(asdict(state), indent=1)
         with self._telling(state.step):
             folder = self._checkpoints.files.make_folder()  # a later start removes what a killed worker has left there
-            for copied in [worker.copy_state.submit(str(folder)) for worker in roles.learners.values()]:
+            for copied in [worker.copy_state.submit(str(folder)) for worker in roles.stored.values()]:
                 copied.result()
         if self._beside:
             self._writing = self._thread.submit(self._write, state.step, content, roles, began_s)
@@ -151,7 +156,7 @@ def _write_learners(folder: RunFiles, roles: Roles, texts: Mapping[str, str]) ->
     """Have all learners write what they copied into ``folder``. All have ended when this returns or raises."""
     calls: dict[str, Call[list[dict[str, Any]]]] = {}
     failed: PodiumError | None = None
-    for name, worker in roles.learners.items():
+    for name, worker in roles.stored.items():
         try:
             calls[name] = worker.write_state.submit(str(folder.absolute / name))
         except PodiumError as error:
@@ -159,7 +164,7 @@ def _write_learners(folder: RunFiles, roles: Roles, texts: Mapping[str, str]) ->
     for name, call in calls.items():
         try:
             sums = call.result()
-            if roles.learners[name] is roles.policy:
+            if roles.stored[name] is roles.policy:
                 for file, text in texts.items():
                     folder.write(text, name, file)
                 sums = [*sums, file_sums(folder.absolute / name / file for file in texts)]

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ from podium.trainer.step_watch import StepWatch
 from podium.trainer.trainer import Trainer
 from podium.trainer.training_prompts import check_training, load_training
 from podium.trainer.updates import join_updates
-from podium.workers import Estimator, Reference, Teacher
+from podium.workers import Estimator, FollowingReference, Reference, Teacher
 from podium.workers.learner import LEFT_OUT
 from podium.workers.policy import ENTROPY_COEF
 
@@ -284,6 +284,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         with nullcontext() if self.run.generators is None else self.run.generators.changing:
             with stage("update"):
                 updates = self.update(batch, step, meanwhile=record)
+            self.follow(step)
             self.keep(scored, batch)
             self.rest(self.run.roles.critic)
             self.rest(self.run.roles.policy, weights=False)
@@ -309,6 +310,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if self.config.parallel.offload != "none":
             for call in [role.rest.submit(**how) for role in roles if role is not None]:
                 call.result()
+
+    def follow(self, step: int) -> None:
+        """Let the reference follow the policy, if ``algorithm.options.reference_refresh`` says so at this step."""
+        options, reference = self.config.algorithm.reference, self.run.roles.reference
+        if options.reference_refresh and reference is not None and step % options.reference_refresh == 0:
+            cast("Handle[FollowingReference]", reference).follow(options.reference_mix)
 
     def publish(self, step: int) -> None:
         """Send the policy's new weights to the generator, if there is one, as version ``step``."""

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
@@ -44,6 +44,7 @@ from podium.workers import (
     WeightSync,
 )
 from podium.workers.learner import Progress
+from podium.workers.reference import FollowingReference
 
 __all__ = ["InferenceRoles", "RoleWorkers", "Roles", "bind_roles", "start_generator", "start_roles"]
 __all__ += ["start_scorer"]
@@ -89,11 +90,17 @@ class Roles:
 
     @property
     def learners(self) -> dict[str, Handle[Learner]]:
-        """The trained roles, which have checkpoints, by name."""
+        """The trained roles by name."""
         learners: dict[str, Handle[Learner]] = {"policy": self.policy}
         if self.critic is not None:
             learners["critic"] = self.critic
         return learners
+
+    @property
+    def stored(self) -> dict[str, Handle[Learner]]:
+        """The roles whose weights change, which have checkpoints, by name."""
+        follows = self.reference is not None and hasattr(self.reference, "follow")
+        return {**self.learners, **({"reference": cast("Handle[Learner]", self.reference)} if follows else {})}
 
     def lost(self) -> list[str]:
         """Say which worker processes have ended by themselves, and why. Colocated roles are named together."""
@@ -175,7 +182,9 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
     for call in config.run.profile:
         if call.partition(".")[0] not in config.roles:
             raise ConfigError(f"run.profile: {call!r} is not ROLE.ENDPOINT of a role here: {', '.join(config.roles)}")
-    usual = {**_ROLES, "policy": Scorer} if isinstance(config, RMConfig) else _ROLES
+    usual: dict[str, type[Worker]] = {**_ROLES, **({"policy": Scorer} if isinstance(config, RMConfig) else {})}
+    if isinstance(config, PPOConfig) and config.algorithm.reference.reference_refresh:
+        usual["reference"] = FollowingReference
     classes = {**usual, **(workers or {})}
     for role in workers or ():
         if role not in config.roles:
@@ -208,6 +217,10 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
     if role == "generator" and declaration_of(find_schedule(config.run.schedule)).side_by_side:
         needed["generate_beside"] = f"with which run.schedule = {config.run.schedule} samples several parts at a time"
+    if role == "reference" and isinstance(config, PPOConfig) and config.algorithm.reference.reference_refresh:
+        needed |= dict.fromkeys(
+            ("follow", "copy_state"), "with which algorithm.options.reference_refresh follows the policy"
+        )
     resting = ("policy", "critic", "reference", "teacher", *(("generator",) if config.run.staleness == 0 else ()))
     if role in resting and isinstance(config, PPOConfig) and config.parallel.offload != "none":
         needed["rest"] = (

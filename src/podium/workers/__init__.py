@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from podium.workers.generator import Generator as Generator
     from podium.workers.learner import Learner as Learner
     from podium.workers.policy import Policy as Policy
-    from podium.workers.reference import Reference as Reference, Teacher as Teacher
+    from podium.workers.reference import (
+        FollowingReference as FollowingReference,
+        Reference as Reference,
+        Teacher as Teacher,
+    )
     from podium.workers.reward_model import RewardModel as RewardModel
     from podium.workers.rollout import Rollout as Rollout
     from podium.workers.scorer import Scorer as Scorer

@@ -2,8 +2,10 @@
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from podium.data import Batch, Jagged, fields
@@ -16,9 +18,10 @@ from podium.training.engine import TrainEngine
 from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import score_tokens
 from podium.training.shards import load_parallel
+from podium.workers.learner import Learner
 from podium.workers.siblings import find_sibling
 
-__all__ = ["FrozenModel", "Reference", "Teacher"]
+__all__ = ["FollowingReference", "FrozenModel", "Reference", "Teacher"]
 
 
 class FrozenModel(Worker):
@@ -77,6 +80,41 @@ class Reference(FrozenModel):
     def answer_values(self, batch: Batch) -> Batch:
         """As :meth:`.Policy.answer_values`, under the frozen weights."""
         return Batch({fields.ANSWER_VALUES: sum_rows(self.logprobs(batch).jagged(fields.REF_LOGPROBS))})
+
+
+class FollowingReference(Learner):
+    """A reference that becomes the policy now and then. It has checkpoints, because nothing else has its weights.
+
+    Args:
+        model: The model that it is at first.
+        parallel: How model and batches are spread over ranks, as those of the policy in the same processes.
+    """
+
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig | None = None) -> None:
+        super().__init__(replace(model, dropout=False), parallel=parallel)
+        self.engine.model.requires_grad_(False)
+
+    @endpoint(collect=nothing())
+    def follow(self, share: float) -> None:
+        """Move ``share`` of the way to the weights that the policy has now; 1 makes this model the policy."""
+        policy = find_sibling(self.ctx, "lend_weights")
+        assert policy is not None  # the configuration has both in the same processes
+        with self.engine.awake(), policy.engine.awake(), torch.no_grad():
+            followed = dict(policy.model.named_parameters())
+            for name, parameter in self.model.named_parameters():
+                if share == 1.0:
+                    parameter.copy_(followed[name])
+                else:
+                    parameter.lerp_(followed[name].to(parameter.dtype), share)
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
+    def logprobs(self, batch: Batch) -> Batch:
+        """As :meth:`.Reference.logprobs`."""
+
+        def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
+            return {fields.REF_LOGPROBS: score_tokens(self.model, batch, micro).logprobs}
+
+        return Batch(self.engine.evaluate(batch, compute, (fields.REF_LOGPROBS,)), batch.meta)
 
 
 class Teacher(FrozenModel):
