@@ -38,6 +38,7 @@ __all__ = [
     "advantage_declaration",
     "correction_declaration",
     "correction_ratio_to",
+    "correction_weighs",
     "declaration_of",
     "loss_declaration",
     "loss_imitates",
@@ -84,6 +85,8 @@ class Declaration:
             are those of :class:`TeacherOptions`.
         scales_advantage: The advantage is a factor of the loss, so that loss and gradient are 0 where it is. An update
             whose advantages are all 0 then leads to the same bits without forward and backward passes.
+        weighs: The weights of the correction lead from the generator to the old policy. It is then refused beside a
+            loss or a correction whose ratio is to the generator already, where they would count twice.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
         defaults: Values of the keys of :data:`DECLARED_DEFAULTS` with which the paper of the function runs it. They
             hold where the user sets no value; those of the loss before those of the estimator.
@@ -101,6 +104,7 @@ class Declaration:
     weighs_parts: bool = False
     needs_teacher: bool = False
     scales_advantage: bool = False
+    weighs: bool = False
     imitates: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""
@@ -260,7 +264,7 @@ _OWN_CORRECTIONS: Final = (
     *("two_sided", "geometric", "trust_region", "opsm", "m2po", "kpop", "high_entropy", "bypass"),
 )
 WEIGHING_CORRECTIONS: Final = frozenset(_OWN_CORRECTIONS[:4])
-"""Podium's corrections whose weights lead from the generator to the old policy; the others only leave tokens out."""
+"""Podium's corrections that declare ``weighs``; the others only leave tokens out."""
 
 CORRECTIONS: Final[Mapping[str, str]] = {
     name: f"podium.algorithms.corrections.{name}:{name}" for name in _OWN_CORRECTIONS
@@ -288,6 +292,11 @@ def correction_ratio_to(spec: str) -> Literal["old", "rollout"]:
     if spec in CORRECTIONS:
         return "rollout" if spec == "bypass" else "old"
     return correction_declaration(spec).ratio_to
+
+
+def correction_weighs(spec: str) -> bool:
+    """Whether the correction declares ``weighs``. Raises ConfigError as :func:`correction_declaration` does."""
+    return spec in WEIGHING_CORRECTIONS if spec in CORRECTIONS else correction_declaration(spec).weighs
 
 
 def declaration_of(function: Callable[..., Any]) -> Declaration:

@@ -11,12 +11,13 @@ from podium.algorithms.declarations import (
     ADVANTAGES,
     CORRECTIONS,
     LOSSES,
-    WEIGHING_CORRECTIONS,
     Declaration,
     ReferenceOptions,
     TeacherOptions,
     advantage_declaration,
     correction_declaration,
+    correction_ratio_to,
+    correction_weighs,
     loss_declaration,
     loss_ratio_to,
 )
@@ -105,9 +106,10 @@ def _check_corrections(config: AlgorithmConfig) -> Sequence[Declaration]:
     for name in config.corrections:
         if name not in CORRECTIONS:
             _check_arguments(resolve_correction(name), f"algorithm.correction = {name!r}")
-    weighing = sorted(WEIGHING_CORRECTIONS & {*config.corrections})
+    weighing = sorted(filter(correction_weighs, config.corrections))
+    bypassing = [name for name in config.corrections if correction_ratio_to(name) == "rollout"]
     if weighing and "rollout" in (config.ratio_to, *map(loss_ratio_to, config.losses)):
-        which = "the correction bypass" if "bypass" in config.corrections else f"algorithm.loss = {config.loss!r}"
+        which = f"the correction {bypassing[0]}" if bypassing else f"algorithm.loss = {config.loss!r}"
         raise ConfigError(
             f"algorithm.correction = {config.correction!r} with {which}, whose ratio is to the generator already: the "
             f"importance weights of {weighing[0]} would count twice; leave it out"

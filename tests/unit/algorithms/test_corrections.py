@@ -16,6 +16,7 @@ from podium.algorithms.declarations import (
     WEIGHING_CORRECTIONS,
     correction_declaration,
     correction_ratio_to,
+    correction_weighs,
 )
 from podium.algorithms.losses.policy import correction_weights
 from podium.config import load_config
@@ -246,7 +247,16 @@ def test_bypass_makes_the_ratio_one_to_the_generator() -> None:
 def test_weights_that_would_count_twice_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"bypass, whose ratio is to the generator already.*weights of {name} would"):
         check_functions(AlgorithmConfig(correction=("bypass", name)))
+    own, bypass = CORRECTIONS[name], CORRECTIONS["bypass"]  # as functions of anybody's modules
+    with pytest.raises(ConfigError, match=f"bypass, whose ratio is to the generator already.*weights of {own} would"):
+        check_functions(AlgorithmConfig(correction=(bypass, own)))
     check_functions(AlgorithmConfig(correction=("bypass", "two_sided", "m2po")))
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+def test_what_podium_knows_of_a_correction_is_what_the_function_declares(name: str) -> None:
+    for read in (correction_weighs, correction_ratio_to):
+        assert read(name) == read(CORRECTIONS[name])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ class IcepopOptions:
     """A token whose importance weight is above this does not train."""
 
 
-@Declaration(options=IcepopOptions, source="Ling Team 2025, Ring-1T, arXiv:2510.18855, and its blog IcePop")
+@Declaration(
+    weighs=True, options=IcepopOptions, source="Ling Team 2025, Ring-1T, arXiv:2510.18855, and its blog IcePop"
+)
 def icepop(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """``w`` if ``icepop_low <= w <= icepop_high`` and else 0, with ``w = exp(old - rollout)``, ``[N]``.
 

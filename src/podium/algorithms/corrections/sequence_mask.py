@@ -22,7 +22,9 @@ class SequenceMaskOptions:
     """A completion whose importance weight is above this does not train."""
 
 
-@Declaration(options=SequenceMaskOptions, source="Liu et al. 2025, When Speed Kills Stability; bounds of TRL")
+@Declaration(
+    weighs=True, options=SequenceMaskOptions, source="Liu et al. 2025, When Speed Kills Stability; bounds of TRL"
+)
 def sequence_mask(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """``w`` if ``sequence_low <= w <= sequence_high`` and else 0, with w of ``sequence_truncate`` before its cap,
     ``[N]``.

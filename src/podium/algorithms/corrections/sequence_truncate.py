@@ -19,7 +19,9 @@ def sequence_ratios(inputs: LossInputs) -> Tensor:
 
 
 @Declaration(
-    options=TruncateOptions, source="Liu et al. 2025, When Speed Kills Stability, sequence-level importance sampling"
+    weighs=True,
+    options=TruncateOptions,
+    source="Liu et al. 2025, When Speed Kills Stability, sequence-level importance sampling",
 )
 def sequence_truncate(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """``min(exp(sum over the row of old - rollout), weight_cap)`` at each token of the row, ``[N]``.

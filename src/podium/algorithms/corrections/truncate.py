@@ -27,7 +27,9 @@ def generator_log_ratio(inputs: LossInputs) -> Tensor:
 
 
 @Declaration(
-    options=TruncateOptions, source="Yao et al. 2025, On the Rollout-Training Mismatch; IMPALA, arXiv:1802.01561"
+    weighs=True,
+    options=TruncateOptions,
+    source="Yao et al. 2025, On the Rollout-Training Mismatch; IMPALA, arXiv:1802.01561",
 )
 def truncate(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """``min(exp(old - rollout), weight_cap)``, ``[N]``: truncated importance weights.
