@@ -149,7 +149,7 @@ def _record(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "LANGSMITH_TRACING"):
         monkeypatch.delenv(name, raising=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         RECORDER.exchanges, RECORDER.refusals, RECORDER.targets = [], [], {}
         RECORDER.url = f"http://127.0.0.1:{server.server_address[1]}"
         yield

@@ -180,3 +180,15 @@ def test_a_bound_on_a_duration_is_seen(code: str) -> None:
 )
 def test_an_order_of_events_and_a_bound_from_below_are_no_bounds_from_above(code: str) -> None:
     assert find_bounds(code) == []
+
+
+def test_no_server_of_a_test_keeps_it_waiting_for_half_a_second() -> None:
+    """``serve_forever`` looks every half second by default whether it is to end, and each test waits for that."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in (ROOT / "tests", ROOT / "plugins")
+        for path in sorted(folder.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"\.serve_forever\b(?!, (args|kwargs)=)(?!\()", line)
+    ]
+    assert found == [], "give it an interval: Thread(target=server.serve_forever, args=(0.01,))"

@@ -42,7 +42,7 @@ def judging(reply: Reply) -> Iterator[tuple[str, list[Any]]]:
             """Be quiet."""
 
     with pytest.MonkeyPatch.context() as patch, ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        patch.setattr(chat_judge, "_PAUSE_S", 0.01)  # it is asked again at once
+        patch.setattr(chat_judge, "PAUSE_S", 0.01)  # it is asked again at once
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:

@@ -38,7 +38,7 @@ def serving(reply: Reply) -> Iterator[tuple[str, list[Any]]]:
             """Be quiet."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/score", came
