@@ -36,7 +36,7 @@ __all__ = ["describe_times"]
 
 _DECODED: Final = 8  # tokens after the first one
 _FORWARD: Final = 1 / 3  # of a micro-step: the forward pass without the backward pass
-_NOTHING_S: Final = 1e-4  # of a pass that this configuration does not need
+_NOTHING_S: Final = 1e-3  # of a pass that this configuration does not need
 
 AnyTrainer: TypeAlias = PPOTrainer | PreferenceTrainer | SFTTrainer
 Lines: TypeAlias = Iterator[tuple[str, str]]
@@ -71,7 +71,7 @@ class _Times:
     def learn(self, config: PPOConfig | SFTConfig, length: float) -> float:
         """Seconds for the passes of a step over rows of ``length`` tokens, and its optimizer steps."""
         if isinstance(config, PPOConfig):
-            rows, epochs, updates = config.rows, config.algorithm.epochs, config.algorithm.updates
+            rows, epochs, updates = config.rows, config.algorithm.passes.count, config.algorithm.updates
         else:
             rows, epochs, updates = config.batch.examples, 1, 1
         per_token = {name: seconds / self.tokens for name, seconds in self.passes.items()}
@@ -109,7 +109,7 @@ def describe_times(trainer: AnyTrainer, data: RunData[Any]) -> str:
         begun_s = time.monotonic()
         roles = stack.enter_context(start_roles(cluster, config, options.workers))
         times.lines.append(("start", f"{duration(time.monotonic() - begun_s)} until all workers had their models"))
-        if isinstance(config, PPOConfig):
+        if isinstance(config, PPOConfig) and roles.generators:
             _try(times, "decoding step", lambda: _time_decoding(times, roles, config, data, lengths))
         _try(times, "micro-step", lambda: _time_learning(times, roles, config, data, trainer, lengths))
     lines = (*times.lines, *_conclude(times, config, data, lengths))
@@ -298,6 +298,8 @@ def _conclude(times: _Times, config: PPOConfig | SFTConfig, data: RunData[Any], 
         what += "their mean" if lengths else "the most allowed"
         if config.environment.name:
             yield "not timed", f"sessions of {config.environment.name}, whose turns and tools only a run shows"
+        elif config.replays:
+            yield "not timed", "completions, which are read from records"
         elif times.decoding is not None:
             halves["to generate"] = times.generate(config.rows, sampled)
     else:

@@ -103,6 +103,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "ParquetWriter mkdir open replace unlink write_table",
         "beside the runs",
     ),
+    "trainer/measure.py": ("tempfile.TemporaryDirectory", "logs of workers that are only timed, and removed"),
     "trainer/replay.py": ("ParquetFile", OPENED),
     "view/completions.py": ("ParquetFile", OPENED),
     "view/page.py": ("read_text", PRIVATE),

@@ -82,6 +82,7 @@ def test_each_token_is_in_the_piece_in_which_its_text_begins(
     assert not late or len(deltas) <= 2
     for delta in deltas:
         if delta.content and "<" not in said:
+            assert delta.sampled is not None
             text = service.decode(delta.sampled.ids[delta.start :], special=True)
             assert text == delta.content, "one token is one character here"
     if not tools and said:
