@@ -189,6 +189,6 @@ def test_no_server_of_a_test_keeps_it_waiting_for_half_a_second() -> None:
         for folder in (ROOT / "tests", ROOT / "plugins")
         for path in sorted(folder.rglob("*.py"))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if re.search(r"\.serve_forever\b(?!, (args|kwargs)=)(?!\()", line)
+        if re.search(r"\w\.serve_forever\b(?!, (args|kwargs)=)(?!\()", line)
     ]
     assert found == [], "give it an interval: Thread(target=server.serve_forever, args=(0.01,))"
