@@ -457,7 +457,7 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
     known_kinds = transformers.CONFIG_MAPPING
     if kind not in known_kinds:
         raise ConfigError(
-            f"model.config.model_type={kind!r} is none that transformers knows{_nearest(str(kind), known_kinds)}"
+            f"model.config.model_type = {kind!r}: transformers has no such model type{_nearest(str(kind), known_kinds)}"
         )
     tokenizer = load_tokenizer(config.tokenizer_source)
     token_ids = {"bos_token_id", "eos_token_id", "pad_token_id"}

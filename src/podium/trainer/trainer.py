@@ -357,7 +357,7 @@ class Trainer(ABC, Generic[C, E, R]):
             return self.learn(rollout)
 
     def _check_output(self, what: str) -> None:
-        """Raise PodiumError if what the run shows is lost, which ends a run. ``what`` says where that leaves it."""
+        """Raise PodiumError if the terminal or pipe that the run prints to is gone. The message ends with ``what``."""
         if self.run.console is not None and (reason := lost_output()):
             raise PodiumError(f"{reason}: {what}")
 

@@ -197,7 +197,7 @@ class _Prompts(NamedTuple):
     group: list[int]
 
     def of(self, rows: Sequence[int]) -> Self:
-        """Those of some of the rows."""
+        """Return the prompts of some of the rows."""
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(self.group[row] for row in rows))}
         group = [numbers[self.group[row]] for row in rows]
         return self._replace(lengths=[self.lengths[prompt] for prompt in numbers], group=group)

@@ -181,6 +181,6 @@ def test_a_configuration_that_is_read_without_docstrings_leaves_transformers_as_
     usual = writer.auto_class_docstring
     assert longest_text(TINY) == TINY.config["max_position_embeddings"]
     assert writer.auto_class_docstring is usual
-    with pytest.raises(ConfigError, match="model_type='none'"):
+    with pytest.raises(ConfigError, match="model_type = 'none'"):
         longest_text(replace(TINY, config={"model_type": "none"}))
     assert writer.auto_class_docstring is usual

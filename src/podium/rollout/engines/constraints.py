@@ -49,7 +49,7 @@ class Grammar(Protocol):
     """Texts that a completion may be."""
 
     def begin(self, stop_token_ids: Sequence[int]) -> Guide:
-        """Return the guide of a new completion, which these tokens end."""
+        """Return the guide of a new completion. Each of the stop tokens ends the completion."""
         ...
 
 

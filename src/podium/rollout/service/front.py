@@ -242,8 +242,9 @@ class Front(socket.socket):
             self.look()
 
     def _make_room(self) -> bool:
-        """End the connection that is idle for the longest time; one of a client that owes the head of a request if none
-        is idle. Return whether room is there, or will be once the server has closed what has ended.
+        """End a connection: the one that is idle for the longest time, or else one whose request has no complete head.
+
+        Return whether there is room, or will be once the server has closed what has ended.
         """
         with self.lock:
             if not self._warned:

@@ -426,7 +426,7 @@ def _pair(place: str, columns: tuple[str | None, str | None], prompt: Any, answe
 def _without_prompt(
     place: str, columns: tuple[str | None, str | None], prompt: str | Messages, answer: Messages
 ) -> tuple[str | Messages, Messages]:
-    """Return the prompt and the turns that follow it, of an answer that may repeat the prompt before them."""
+    """Return the prompt and the turns that follow it. The answer may begin with the prompt, which is then cut off."""
     first = next(index for index, message in enumerate(answer) if message["role"] == "assistant")
     if first == 0:
         return prompt, answer

@@ -60,7 +60,9 @@ class ToolCheck:
         written = self._try(conversation, tools)
         leaves = [path for path in missing if written == self._try(conversation, _replace(tools, {path: "podium"}))]
         if leaves and len(leaves) == len(paths):
-            raise ConfigError("there are tools, and the chat template writes none: set data.chat_template to another")
+            raise ConfigError(
+                "there are tools, and the chat template does not write them: set data.chat_template to one that does"
+            )
         if leaves:
             raise _refuse(tools, leaves[0])
         if len(self._written) >= _KINDS:

@@ -95,7 +95,7 @@ def test_tools_that_are_written_with_the_question_alone_pass(writes: str, passes
         if passes:
             service.chat(request)
         else:
-            with pytest.raises(Refusal, match="there are tools, and the chat template writes none"):
+            with pytest.raises(Refusal, match="there are tools, and the chat template does not write them"):
                 service.chat(request)
 
 

@@ -143,7 +143,9 @@ def test_calls_of_tools_and_their_results_are_turns(tmp_path: Path) -> None:
 
 def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
     rows = [{"messages": [USER, LAST], "tools": tools} for tools in ([TOOL], "a hammer")]
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 1: there are tools, and the chat template writes none"):
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl, line 1: there are tools, and the chat template does not write them"
+    ):
         encode_prompts(load(tmp_path, rows[:1]), tokenizer_of(CHATML), DataConfig())
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: the tools 'a hammer' are no list"):
         encode_prompts(load(tmp_path, rows[1:]), tokenizer_of(QWEN), DataConfig())

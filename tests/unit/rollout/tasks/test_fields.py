@@ -135,7 +135,7 @@ def test_the_number_of_a_message_counts_those_of_the_row() -> None:
 
 def test_tools_that_the_template_names_and_does_not_write_are_refused() -> None:
     template = CHATML + "{% if tools and messages | length > 99 %}{{ tools }}{% endif %}"
-    with pytest.raises(ConfigError, match="there are tools, and the chat template writes none"):
+    with pytest.raises(ConfigError, match="there are tools, and the chat template does not write them"):
         encode_prompts([Example([say("user", "a")], "b", {"tools": [TOOL]})], make_tokenizer(template), DataConfig())
 
 
