@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from podium.errors import PodiumError
 from podium.rollout.service.concurrency import in_turns
 from podium.rollout.service.constraints import write_masks
-from podium.rollout.service.dialects import Usage, Writer, stream_events
+from podium.rollout.service.dialects import Dialect, Usage, Writer, stream_events
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium.rollout.service.messages import Messages
 from podium.rollout.service.metrics import App, Metrics
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = ["make_app"]
 
 R = TypeVar("R", bound=BaseModel)
+_HINTS: Final[Mapping[str, Any]] = {"verbosity": ()}  # which clients of other dialects send to any model
 
 
 def make_app(service: Service, access: str | Access) -> App:
@@ -111,18 +112,19 @@ class _Api:
             response["prompt_token_ids"] = list(question.prompt)
         return JSONResponse(response)
 
-    def _parse(self, cls: type[R], body: Any) -> R:
+    def _parse(self, cls: type[R], body: Any, hints: Mapping[str, Any] | None = None) -> R:
         """Return the request in a body, which names the model that is served. Raises Refusal."""
-        asked_for = parse(cls, body, WISHES if self.service.rules is not None else None)
+        asked_for = parse(cls, body, WISHES if self.service.rules is not None else hints)
         self.service.check_model(str(getattr(asked_for, "model", "")))
         return asked_for
 
-    async def _ask(self, request: Request, body: Any, asked_for: ChatRequest, *, clips: bool = False) -> Asked:
+    async def _ask(self, request: Request, body: Any, asked_for: ChatRequest, dialect: Dialect | None = None) -> Asked:
         if asked_for.top_logprobs and self.service.rules is not None:
             raise Refusal(
                 400, "top_logprobs: a run does not compute these; leave it out", "top_logprobs", "unsupported"
             )
-        question = self.service.chat(asked_for, session_of(request, body), clips=clips)
+        clips, hints = dialect is not None and dialect.clips, dialect is not None
+        question = self.service.chat(asked_for, session_of(request, body), clips=clips, hints=hints)
         if asked_for.top_logprobs and question.constraint is not None:
             raise Refusal(
                 400, "top_logprobs: a form or logit_bias leaves out some of these; leave one out", "top_logprobs"
@@ -135,8 +137,8 @@ class _Api:
         body, dialect = as_json(await read_body(request)), find_dialect(request)
         if dialect is None or not isinstance(body, Mapping):
             raise Refusal(400, "the body is not a JSON object")
-        asked_for = self._parse(ChatRequest, dialect.chat(body))
-        question = await self._ask(request, body, asked_for, clips=dialect.clips)
+        asked_for = self._parse(ChatRequest, dialect.chat(body), _HINTS)
+        question = await self._ask(request, body, asked_for, dialect)
         writer = dialect.writer(body, self.service.model)
         if asked_for.stream:
             return stream_events(self._dialect_events(asked_for, question, writer), writer)
@@ -170,7 +172,8 @@ class _Api:
         """Answer how many tokens the prompt of a message has."""
         body = as_json(await read_body(request))
         asked_for = self._parse(ChatRequest, Messages().chat({"max_tokens": 1, **body} if body else body))
-        conversation = TokenizeRequest(messages=asked_for.messages, tools=asked_for.tools)
+        options = self.service.options_of(asked_for, hints=True)
+        conversation = TokenizeRequest(messages=asked_for.messages, tools=asked_for.tools, chat_template_kwargs=options)
         return JSONResponse({"input_tokens": len(self.service.tokenize(conversation))})
 
     async def tokenize(self, request: Request) -> Response:

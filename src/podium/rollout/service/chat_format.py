@@ -87,6 +87,14 @@ class ChatFormat:
             options["enable_thinking"] = thinking
         return options
 
+    def drop_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages without the reasoning of answers, where the template has no place for it."""
+        written = any(map(self._writer.mentions, ("reasoning_content", "reasoning", "thinking")))
+        return [
+            {name: value for name, value in message.items() if written or name != "reasoning_content"}
+            for message in messages
+        ]
+
     def prompt(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> list[int]:
         """The ids of a conversation with the assistant's turn opened after it, unless ``opened`` is False.
         ``data.system_prompt`` comes first where the conversation does not begin with a system message or a developer's.

@@ -36,10 +36,37 @@ _HARMLESS: Final = frozenset(
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "container": (),
     "mcp_servers": ([],),
-    "context_management": ({}, {"edits": []}),
+    "context_management": (
+        {},
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},  # which clears nothing
+    ),
     "speed": ("standard",),
     "output_format": (),
 }
+_CLIENT_TOOLS: Final[Mapping[str, tuple[str, Mapping[str, str], Sequence[str]]]] = {
+    "bash": (
+        "Run a command in a shell that stays open. With restart, start the shell anew.",
+        {"command": "string", "restart": "boolean"},
+        (),
+    ),
+    "text_editor": (
+        "View and edit files by the commands view, create, str_replace and insert.",
+        {
+            "command": "string",
+            "path": "string",
+            "file_text": "string",
+            "old_str": "string",
+            "new_str": "string",
+            "insert_line": "integer",
+            "insert_text": "string",
+            "view_range": "array",
+        },
+        ("command", "path"),
+    ),
+}
+"""Tools that the client runs and whose parameters the API knows, without their date: what is told of each to the model,
+its parameters, and those that are required."""
 _TOOL: Final = frozenset(
     {"type", "name", "description", "input_schema", "cache_control", "strict", "input_examples"}
     | {"eager_input_streaming", "defer_loading", "allowed_callers"}
@@ -165,6 +192,9 @@ def _read_user(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
     """Results of tools as messages of their own, and what else stands between them."""
     text = ""
     for number, block in enumerate(blocks):
+        if isinstance(block, Mapping) and block.get("type") == "document":
+            text += _read_document(block, f"{where}.{number}")
+            continue
         if not (isinstance(block, Mapping) and block.get("type") == "tool_result"):
             text += list_parts([block], f"{where}.{number}", _TEXT)
             continue
@@ -177,8 +207,24 @@ def _read_user(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": text}
 
 
+def _read_document(block: Mapping[str, Any], where: str) -> str:
+    """Return the text of a document, below its title and its context."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind not in ("text", "content") or not isinstance(source, Mapping):
+        raise refuse(f"{where}.source.type", kind, "this service reads documents of type text or content")
+    text = source.get("data") if kind == "text" else list_parts(source.get("content"), f"{where}.source.content", _TEXT)
+    return "".join(f"{part}\n" for part in (block.get("title"), block.get("context"), text) if part)
+
+
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = tool.get("type", "custom") if isinstance(tool, Mapping) else None
+    if isinstance(tool, Mapping) and (known := _CLIENT_TOOLS.get(str(kind).rpartition("_")[0])):
+        about, parameters, required = known
+        schema = {"type": "object", "properties": {name: {"type": of} for name, of in parameters.items()}}
+        schema["required"] = [*required]
+        function = {"name": tool.get("name"), "description": about, "parameters": schema}
+        return {"type": "function", "function": function}
     if kind not in ("custom", None) or not isinstance(tool, Mapping):
         raise refuse(f"{where}.type", kind, "this service knows tools with an input_schema; leave the tool out")
     fields = check_fields(tool, _TOOL, {}, where)

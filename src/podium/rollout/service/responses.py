@@ -7,9 +7,11 @@ by default, and all that Codex asks.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.rollout.service.dialects import Event, Usage, check_fields, list_parts, refuse
@@ -41,7 +43,7 @@ _HARMLESS: Final = frozenset(
 )
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "background": (False,),
-    "truncation": ("disabled",),
+    "truncation": ("disabled", "auto"),  # a conversation that is too long is refused, so that nothing is cut
     "conversation": (),
     "prompt": (),
     "context_management": ([],),
@@ -49,7 +51,23 @@ _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
 _REASONING: Final = frozenset({"effort", "summary", "generate_summary", "context"})
 _TEXTS: Final = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _LOGPROBS: Final = "message.output_text.logprobs"
-_INCLUDED: Final = (_LOGPROBS, "reasoning.encrypted_content")  # there is nothing encrypted, and no need of it
+_INCLUDED: Final = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",  # there is nothing encrypted, and no need of it
+    "web_search_call.action.sources",  # nor of what follows, which is of tools and images that no answer has
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+_FREE: Final = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The parameters of a freeform tool, which takes a text."""
 
 
 class Responses:
@@ -69,7 +87,7 @@ class Responses:
         if tools := fields.get("tools"):
             request["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(_as_list(tools, "tools"))]
         if "tool_choice" in fields:
-            request["tool_choice"] = _tool_choice(fields["tool_choice"])
+            request["tool_choice"] = _tool_choice(fields["tool_choice"], request.get("tools", []))
         if "max_output_tokens" in fields:
             request["max_tokens"] = fields["max_output_tokens"]
         request |= _read_form(fields)
@@ -150,11 +168,13 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         return {"role": "assistant", "content": "", "reasoning_content": list_parts(parts, where, _TEXTS)}
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    if kind in ("function_call", "custom_tool_call"):
+        free = kind != "function_call"
+        arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False) if free else item.get("arguments")
+        function = {"name": item.get("name"), "arguments": arguments}
         call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output"):
         output = list_parts(item.get("output"), f"{where}.output", _TEXTS)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise refuse(f"{where}.type", kind, "this service reads messages, reasoning, function calls and their outputs")
@@ -162,13 +182,27 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if kind == "custom" and isinstance(tool, Mapping):
+        form = tool.get("format") or {}
+        about = [str(tool.get("description") or "")]
+        if form.get("type") == "grammar":
+            about.append(f"The input follows this grammar ({form.get('syntax')}):\n{form.get('definition')}")
+        function = {"name": tool.get("name"), "description": "\n\n".join(filter(None, about)), "parameters": _FREE}
+        return {"type": "function", "function": function}
     if kind != "function":
-        raise refuse(f"{where}.type", kind, "this service knows tools of type 'function'; leave the tool out")
+        raise refuse(f"{where}.type", kind, "this service knows functions and custom tools; leave the tool out")
     return {"type": "function", "function": {n: v for n, v in tool.items() if n != "type" and v is not None}}
 
 
-def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
+def _tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        allowed = {tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, Mapping)}
+        if allowed != {tool["function"].get("name") for tool in tools}:
+            raise refuse("tool_choice.tools", sorted(map(str, allowed)), "send the tools that may be called alone")
+        return choice.get("mode")
+    if choice.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
@@ -205,6 +239,7 @@ class ResponseWriter:
             "top_p": body.get("top_p", 1.0), "truncation": "disabled", "usage": None, "user": body.get("user"),
             "metadata": body.get("metadata") or {},
         }  # fmt: skip
+        self._free = {tool["name"] for tool in self.whole["tools"] if tool.get("type") == "custom"}
         self._has_summary = bool((body.get("reasoning") or {}).get("summary"))
 
     def _event(self, kind: str, **fields: Any) -> Event:
@@ -290,6 +325,9 @@ class ResponseWriter:
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[Event]:
         arguments, name = call["function"]["arguments"], call["function"]["name"]
+        if name in self._free:
+            yield from self._call_free(call["id"], name, _read_input(arguments))
+            return
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"], "name": name}
         self._items.append({**item, "arguments": arguments, "status": "completed"})
         index = len(self._items) - 1
@@ -300,11 +338,28 @@ class ResponseWriter:
         yield self._event("function_call_arguments.done", **self._place, name=name, arguments=arguments)
         yield self._event("output_item.done", output_index=index, item=self._items[-1])
 
+    def _call_free(self, call_id: str, name: str, text: str) -> Iterator[Event]:
+        item = {"id": f"ctc_{uuid.uuid4().hex}", "type": "custom_tool_call", "call_id": call_id, "name": name}
+        self._items.append({**item, "input": text, "status": "completed"})
+        index = len(self._items) - 1
+        yield self._event("output_item.added", output_index=index, item={**item, "input": "", "status": "in_progress"})
+        yield self._event("custom_tool_call_input.delta", **self._place, delta=text)
+        yield self._event("custom_tool_call_input.done", **self._place, input=text)
+        yield self._event("output_item.done", output_index=index, item=self._items[-1])
+
     def fail(self, refusal: Refusal) -> Iterator[Event]:
         """As :meth:`.Writer.fail`."""
         code = refusal.code or ("server_error" if refusal.status >= 500 else "invalid_prompt")
         self.whole |= {"status": "failed", "error": {"code": code, "message": refusal.message}}
         yield self._event("failed", response=self.whole)
+
+
+def _read_input(arguments: str) -> str:
+    """Return the text of a call of a freeform tool; what the model wrote, where it wrote something else."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(parsed := json.loads(arguments), dict) and isinstance(parsed.get("input"), str):
+            return parsed["input"]
+    return arguments
 
 
 _PLAIN: Final = {"format": {"type": "text"}}

@@ -231,8 +231,11 @@ class Service:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def chat(self, request: ChatRequest, session: str = "", *, clips: bool = False) -> Asked:
+    def chat(self, request: ChatRequest, session: str = "", *, clips: bool = False, hints: bool = False) -> Asked:
         """Prepare a conversation. With ``clips``, an answer may have fewer tokens than it wants, down to one.
+
+        With ``hints``, an effort of reasoning and the reasoning of a history are left out where the template writes
+        none, since clients send them to any model. A run refuses such a history all the same.
 
         Raises:
             Refusal: The template cannot write the conversation, no room is left for an answer, or the session does not
@@ -241,7 +244,9 @@ class Service:
         tools = request.tools or []
         if request.tool_choice == "none":
             tools = []
-        options = self._options(request)
+        options = self.options_of(request, hints=hints)
+        if hints and self.rules is None and not session:
+            request = request.model_copy(update={"messages": self.form.drop_reasoning(request.messages)})
         recorded = self._session(session, request.messages)
         self._check_length(map(message_text, request.messages), session)
         continues: RecordedCall | None = None
@@ -288,11 +293,12 @@ class Service:
             stops=request.stops,
         )
 
-    def _options(self, request: ChatRequest) -> dict[str, Any]:
-        """The variables that a request gives to the chat template. Raises Refusal for an effort that nothing reads."""
+    def options_of(self, request: ChatRequest, *, hints: bool = False) -> dict[str, Any]:
+        """The variables that a request gives to the chat template. Raises Refusal for an effort that nothing reads,
+        unless it is a hint."""
         options = self.form.effort(request.reasoning_effort, request.thinking)
         if request.reasoning_effort is not None and not options:
-            if self.rules is None:
+            if self.rules is None and not hints:
                 message = "reasoning_effort: the chat template reads no such variable; leave it out"
                 raise Refusal(400, message, "reasoning_effort", "unsupported")
             self.overruled["reasoning_effort"] += 1

@@ -1,0 +1,307 @@
+"""Requests as coding agents send them: Claude Code and its kin to the Messages API, Codex and its kin to the Responses
+API. Their forms follow the documentation of both APIs and the agents' own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import pytest
+
+from podium.rollout.sampling import SamplingParams
+from tests.unit.rollout.service.scripted import TOKEN
+from tests.unit.rollout.service.test_dialects import CALL, END, THINKS, THOUGHT, openai_client, serve
+
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+BASH = {
+    "name": "Bash",
+    "description": "Run a command.",
+    "input_schema": {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {"command": {"type": "string"}, "timeout": {"type": "number"}},
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+}
+CLAUDE: dict[str, Any] = {
+    "model": "claude-sonnet-4-6",
+    "max_tokens": 32000,
+    "stream": False,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.0;"},
+        {"type": "text", "text": "You are Claude Code, Anthropic's official CLI for Claude.", **MARK},
+        {"type": "text", "text": "You are an interactive agent.", **MARK},
+    ],
+    "tools": [BASH, {**BASH, "name": "Read", **MARK}],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>\nToday is Thursday.\n</system-reminder>\n"},
+                {"type": "text", "text": "What is there?", **MARK},
+            ],
+        }
+    ],
+    "metadata": {"user_id": "user_0_account__session_1"},
+    "thinking": {"type": "enabled", "budget_tokens": 31999},
+}
+CALLED: list[Any] = [
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "EqQBCgIYAhIM"},
+            {"type": "redacted_thinking", "data": "EmwKAhgBEgy"},
+            {"type": "text", "text": "Let me look."},
+            {
+                "type": "tool_use",
+                "id": "toolu_1",
+                "name": "Bash",
+                "input": {"command": "ls"},
+                "caller": {"type": "direct"},
+            },
+            {"type": "tool_use", "id": "toolu_2", "name": "Read", "input": {"command": "a"}},
+        ],
+    },
+]
+RESULTS: list[Any] = [
+    {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a\nb"},
+    {
+        "type": "tool_result",
+        "tool_use_id": "toolu_2",
+        "is_error": True,
+        "content": [{"type": "text", "text": "File does not exist."}],
+        **MARK,
+    },
+]
+ANSWERED = [*CLAUDE["messages"], *CALLED, {"role": "user", "content": RESULTS}]
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A text."}, "title": "T"}
+CLAUDE_SHAPES: dict[str, dict[str, Any]] = {
+    "first": {},
+    "results of parallel calls": {"messages": ANSWERED},
+    "a reminder after results": {
+        "messages": [*ANSWERED[:-1], {"role": "user", "content": [*RESULTS, {"type": "text", "text": "Go on."}]}]
+    },
+    "an empty result": {
+        "messages": [*ANSWERED[:-1], {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]}]
+    },
+    "adaptive thinking and an effort": {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
+    "kept thinking": {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    "no thinking, no tools": {"thinking": {"type": "disabled"}, "tools": [], "temperature": 1},
+    "one call at a time": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    "one call of many": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}},
+    "a title as JSON": {
+        "tools": [],
+        "thinking": None,
+        "output_config": {
+            "format": {
+                "type": "json_schema",
+                "schema": {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]},
+            }
+        },
+    },
+    "tools of its own kind": {
+        "tools": [
+            {"type": "custom", **BASH, "eager_input_streaming": True, "strict": True, "input_examples": [{}]},
+            {"type": "bash_20250124", "name": "bash"},
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 10000},
+        ]
+    },
+    "a document of text": {"messages": [{"role": "user", "content": [DOCUMENT, {"type": "text", "text": "Read."}]}]},
+    "a system text": {"system": "You are a helper.", "stop_sequences": ["</done>"]},
+    "a compact history": {
+        "messages": [
+            {"role": "user", "content": "This session is being continued."},
+            {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]},
+            {"role": "user", "content": "Go on."},
+        ]
+    },
+}
+
+
+def post(url: str, path: str, body: Any) -> Any:
+    head = {"x-api-key": TOKEN, "anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}
+    return httpx2.post(f"{url}/sessions/s/v1/{path}", json=body, headers=head, timeout=60, trust_env=False)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("shape", CLAUDE_SHAPES)
+def test_a_request_of_claude_code_is_answered(shape: str, trains: bool) -> None:
+    if "JSON" in shape:
+        pytest.importorskip("llguidance")
+    said = '{"title": "a"}' if "JSON" in shape else THOUGHT + "So." + CALL * (shape not in ("no thinking, no tools",))
+    rules = SamplingParams(max_new_tokens=64) if trains else None
+    with serve(said + END, said + END, rules=rules, template=THINKS) as (url, _, _):
+        body = {**CLAUDE, **CLAUDE_SHAPES[shape]}
+        body = body if trains else {**body, "model": "tiny"}
+        answer = post(url, "messages?beta=true", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["content"]
+        counted = {name: value for name, value in body.items() if name not in ("max_tokens", "stream", "metadata")}
+        count = post(url, "messages/count_tokens?beta=true", counted)
+        assert count.status_code == 200, count.text
+        usage = answer.json()["usage"]
+        assert count.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        streamed = post(url, "messages", {**body, "stream": True})
+        assert "event: message_stop" in streamed.text, streamed.text
+
+
+SHELL = {
+    "type": "function",
+    "name": "shell_command",
+    "description": "Run a command.",
+    "strict": False,
+    "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Use the `apply_patch` tool to edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /.+/'},
+}
+CODEX: dict[str, Any] = {
+    "model": "gpt-5.4-codex",
+    "instructions": "You are Codex, based on GPT-5.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What is there?"}]},
+    ],
+    "tools": [SHELL],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"x-codex-installation-id": "0"},
+}
+LOOKED: list[Any] = [
+    *CODEX["input"],
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}], "content": None}
+    | {"encrypted_content": "gAAAA"},
+    {
+        "type": "message",
+        "role": "assistant",
+        "phase": "commentary",
+        "content": [{"type": "output_text", "text": "So."}],
+    },
+    {"type": "function_call", "name": "shell_command", "arguments": '{"command": "ls"}', "call_id": "call_1"},
+    {"type": "function_call", "name": "shell_command", "arguments": '{"command": "pwd"}', "call_id": "call_2"},
+    {"type": "function_call_output", "call_id": "call_1", "output": "a\nb"},
+    {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "/"}]},
+]
+PATCHED: list[Any] = [
+    *CODEX["input"],
+    {
+        "type": "custom_tool_call",
+        "status": "completed",
+        "call_id": "call_3",
+        "name": "apply_patch",
+        "input": "*** Begin",
+    },
+    {"type": "custom_tool_call_output", "call_id": "call_3", "output": "Success."},
+]
+CODEX_SHAPES: dict[str, dict[str, Any]] = {
+    "first": {},
+    "results of parallel calls": {"input": LOOKED},
+    "one call at a time": {"parallel_tool_calls": False},
+    "a freeform tool": {"tools": [SHELL, PATCH], "input": PATCHED},
+    "more to include": {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]},
+    "truncation": {"truncation": "auto"},
+    "no reasoning": {"reasoning": None, "include": [], "text": None},
+    "a high effort": {"reasoning": {"effort": "xhigh", "summary": "detailed"}},
+    "one text": {"input": "What is there?", "instructions": None, "tools": []},
+    "allowed tools": {
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": SHELL["name"]}]}
+    },
+    "a form": {
+        "tools": [],
+        "text": {
+            "format": {
+                "type": "json_schema", "name": "codex_output_schema", "strict": True,
+                "schema": {
+                    "type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"],
+                    "additionalProperties": False,
+                },
+            }
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("shape", CODEX_SHAPES)
+def test_a_request_of_codex_is_answered(shape: str, trains: bool) -> None:
+    if shape == "a form":
+        pytest.importorskip("llguidance")
+    said = '{"title": "a"}' if shape == "a form" else THOUGHT + "So." + CALL * (shape != "one text")
+    rules = SamplingParams(max_new_tokens=64) if trains else None
+    with serve(said + END, said + END, rules=rules, template=THINKS) as (url, _, _):
+        body = {**CODEX, **CODEX_SHAPES[shape]}
+        body = body if trains else {**body, "model": "tiny"}
+        answer = post(url, "responses", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["status"] == "completed"
+        streamed = post(url, "responses", {**body, "stream": True})
+        assert "event: response.completed" in streamed.text, streamed.text
+
+
+def test_a_freeform_tool_is_called_and_its_call_is_recognized() -> None:
+    """Codex's apply_patch: a text in, a text out."""
+    call = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** Begin\\nend"}}</tool_call>'
+    with serve(call + END, "Done." + END, rules=SamplingParams(max_new_tokens=200)) as (url, service, source):
+        client = openai_client(url)
+        asked: dict[str, Any] = {"model": "tiny", "tools": [SHELL, PATCH]}
+        items: list[Any] = [{"role": "user", "content": "Patch it."}]
+        with client.responses.stream(input=items, **asked) as stream:
+            kinds = [event.type for event in stream]
+            first = stream.get_final_response()
+        assert "response.custom_tool_call_input.done" in kinds
+        (called,) = first.output
+        assert (called.type, called.name, called.input) == ("custom_tool_call", "apply_patch", "*** Begin\nend")
+        assert "The input follows this grammar (lark)" in service.decode(source.prompts[0], special=True)
+        items += [called.model_dump(exclude_none=True)]
+        items += [{"type": "custom_tool_call_output", "call_id": called.call_id, "output": "Success."}]
+        assert client.responses.create(input=items, **asked).output_text == "Done."
+        session = service.sessions["s"]
+        assert ([len(row.turns) for row in session.rows], session.splits, session.unrecognized) == ([2], 0, 0)
+
+
+@pytest.mark.parametrize("path", ["messages", "responses"])
+def test_reasoning_of_a_history_is_left_out_in_serving_where_the_template_writes_none(path: str) -> None:
+    """As for a model that was trained so. A run refuses it, unless its session has drawn it."""
+    body: Any = {**CLAUDE, "messages": ANSWERED} if path == "messages" else {**CODEX, "input": LOOKED}
+    with serve("So." + END) as (url, service, source):
+        head = {"x-api-key": TOKEN}
+        body["model"] = service.model
+        answer = httpx2.post(f"{url}/v1/{path}", json=body, headers=head, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert "hm" not in service.decode(source.prompts[0], special=True)
+    with serve("So." + END, rules=SamplingParams(max_new_tokens=64)) as (url, _, _):
+        assert "reasoning_content" in post(url, path, body).text
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "says"),
+    [
+        ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]},
+            "url",
+        ),
+        ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("responses", {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ("responses", {"include": ["everything"]}, "include"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_its_name(path: str, change: Any, says: str) -> None:
+    with serve("So." + END, rules=SamplingParams(max_new_tokens=64), template=THINKS) as (url, _, _):
+        refused = post(url, path, {**(CLAUDE if path == "messages" else CODEX), **change})
+        assert refused.status_code == 400
+        assert says in refused.json()["error"]["message"]
