@@ -3,7 +3,7 @@
     python -m bench.recipes                           runs all that is not in the folder yet (an hour on two cores)
     python -m bench.recipes --out DIR                 keeps and reads the runs there
     python -m bench.recipes --only ray,asynchronous   runs these, and keeps the other figures that recipes.json has
-    python -m bench.recipes --report                  runs nothing, and writes the table and the picture
+    python -m bench.recipes --report                  runs nothing, and writes what the runs in the folder have reached
 
 One seed of each recipe also trains on the schedule asynchronous, and one on Ray. Writes recipes.json beside this file
 as soon as a run has ended, and at the end the table and the picture of docs/agents.md. Fails where a run is below its
@@ -13,6 +13,7 @@ bar.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -138,9 +139,10 @@ def main() -> None:
     if unknown := set(arguments.only) - {*RUNS}:
         parser.error(f"--only has no {min(unknown)!r}: the runs are {', '.join(RUNS)}")
     figures: dict[str, dict[str, Curve]] = json.loads(RESULTS.read_text())
-    for recipe in RECIPES:
-        for name in [name for name in RUNS if name in arguments.only]:
-            figures[recipe][name] = run(recipe, arguments.out / f"{recipe}-{name}", *RUNS[name])
+    for recipe, name in itertools.product(RECIPES, RUNS):
+        folder = arguments.out / f"{recipe}-{name}"
+        if name in arguments.only or (folder / "summary.json").exists():
+            figures[recipe][name] = run(recipe, folder, *RUNS[name])
             RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
     PAGE.write_text(put_section(PAGE.read_text(), make_table(figures), MARK))
     draw(figures, ROOT / "docs" / "pictures" / "recipes.svg")
