@@ -104,7 +104,7 @@ def _spread(times: Sequence[float]) -> str:
 def _kind(campaign: Mapping[str, Any]) -> tuple[str, str, str]:
     """The backend of a campaign, what its faults are faults of, and when and where it ran."""
     words = " of runs of sessions" if campaign.get("sessions") else ""
-    words += ", with times that have no imports" if campaign.get("warm") else ""
+    words += ", with fork servers that are forks" if campaign.get("warm") else ""
     machine = campaign["machine"]
     where = f"{machine['when'][:10]} on {machine['cores']} cores ({machine['processor']})"
     return campaign["backend"], words, f"{where}, torch {machine['libraries']['torch']}"
