@@ -118,6 +118,12 @@ def test_remax_in_sessions_is_refused(tmp_path: Path) -> None:
         settings_of(tmp_path, "remax", environment={"name": f"{__name__}:by_letters"})
 
 
+def test_remax_of_a_replay_is_refused(tmp_path: Path) -> None:
+    engine = {"name": "replay", "options": {"run": str(tmp_path / "runs" / "run")}}
+    with pytest.raises(ConfigError, match=r"engine\.name = 'replay' with algorithm\.advantage = 'remax'"):
+        settings_of(tmp_path, "remax", engine=engine)
+
+
 def test_the_optimal_token_baseline_reads_the_policy(tmp_path: Path) -> None:
     config = settings_of(tmp_path, "otb", run={"steps": 1}, sampling={"max_new_tokens": 6, "n": 4})
     trainer = Recording(config, cluster="inline", show=False)

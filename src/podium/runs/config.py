@@ -282,6 +282,11 @@ class PPOConfig(_TrainingConfig):
                 f"algorithm.options.reference_refresh = {self.algorithm.reference.reference_refresh} with {why}: the "
                 f"reference takes the weights of a policy in its own processes; expected {expected}"
             )
+        if estimator.needs_greedy and self.replays:
+            raise ConfigError(
+                f"engine.name = {self.engine.name!r} with algorithm.advantage = {self.algorithm.advantage!r}, whose "
+                "baseline is the reward of a greedy completion: none is recorded; choose another one, such as rloo"
+            )
         if estimator.needs_greedy and self.environment.name:
             raise ConfigError(
                 f"environment.name = {self.environment.name!r} with algorithm.advantage = "
