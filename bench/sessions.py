@@ -4,9 +4,11 @@
                                     over HTTP, beside a raw floor; then a real model of 1M parameters, whose single
                                     answers are drawn by sessions and by batches
 
-Writes sessions.json beside this file, of which docs/environments.md tells. The echo engine draws a fixed answer of 16
-tokens, so all that is measured there is ours: writing the conversation by its template, finding what the session has
-recorded, reading the answer, recording it.
+    python -m bench.sessions --only turns,load      these parts alone; none for the page alone
+
+Writes sessions.json beside this file, and from it the tables of docs/environments.md. The echo engine draws a fixed
+answer of 16 tokens, so all that is measured there is ours: writing the conversation by its template, finding what the
+session has recorded, reading the answer, recording it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.report import put_section
+from bench.session_load import converse, measure_load
 from podium.devices import end_idle_threads
 from podium.models import char_tokenizer
 from podium.rollout.environments.client import Client
@@ -38,6 +42,9 @@ from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 
 SESSIONS, TURNS, ANSWER = 1000, 10, 16
+RESULTS = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
+MARK = "<!-- begin: python -m bench.sessions -->"
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -258,6 +265,20 @@ async def floor(calls_count: int, at_once: int = 64) -> dict[str, Any]:
     return figures("bare starlette and httpx", calls, wall_s, 0)
 
 
+async def by_turn_over_http(turns: int = 400) -> dict[str, Any]:
+    """As :func:`by_turn`, over HTTP: the processor time of server and client together."""
+    service, gateway, times = make_service(), Gateway(), list[float]()
+    service.open_session("s-0", 0)
+    async with gateway.open(service, "s") as address:
+        url = await asyncio.to_thread(address)
+        await converse(url, "s-0", gateway.keys.key_of("s-0"), turns, times, clock=time.process_time)
+    at = (10, 100, 200, turns)
+    return {
+        "way": "a call of one session over HTTP, with the client",
+        **{f"ms_at_{turn}": round(100 * sum(times[turn - 10 : turn]), 2) for turn in at},
+    }
+
+
 def make_model(positions: int) -> Any:
     """A model of a million parameters with random weights."""
     import torch
@@ -338,7 +359,7 @@ def remembered(
             for event in events:
                 if isinstance(event, Finished):
                     texts[event.id] += [*event.completion.token_ids.tolist(), *chance.choices(range(90), k=added)]  # type: ignore[index]
-        new += sessions * added * (turn + 1 < turns)
+        new += sessions * (added + 1) * (turn + 1 < turns)  # and the last token drawn, which was not fed
     counts: Any = engine.prompt_tokens
     return {
         "way": f"{sessions} sessions of {turns} turns, {lanes} drawn at a time",
@@ -386,21 +407,60 @@ def tokens_per_s(repeats: int) -> list[dict[str, Any]]:
     ]
 
 
+def measure_parts(sessions: int, turns: int, repeats: int) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """What there is to measure, by the name of ``--only``."""
+    return {
+        "ways": lambda: ms_a_call(sessions, turns, repeats),
+        "model": lambda: tokens_per_s(repeats),
+        "turns": lambda: [asyncio.run(by_turn()), asyncio.run(by_turn_over_http())],
+        "memory": lambda: [remembered()],
+        "load": lambda: [asyncio.run(measure_load(workers, sessions, turns)) for workers in (1, 2)],
+    }
+
+
+def write_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows in place of those of the same ways, and the page from all of them."""
+    measured = {row["way"]: row for row in rows}
+    before = {row["way"]: row for row in json.loads(RESULTS.read_text())}
+    text = ",\n".join(json.dumps(row) for row in {**before, **measured}.values())
+    RESULTS.write_text(f"[\n{text}\n]\n")
+    PAGE.write_text(put_section(PAGE.read_text(), write_section({**before, **measured}), MARK))
+
+
+def write_section(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The tables of the page."""
+    turns = [row for row in rows.values() if "ms_at_10" in row]
+    loads = [row for row in rows.values() if "p50_ms" in row]
+    names = [name for name in turns[0] if name.startswith("ms_at_")] if turns else []
+    lines = [
+        f"| processor time of a call, in ms | {' | '.join(f'turn {name[6:]}' for name in names)} |",
+        f"|{'---|' * (len(names) + 1)}",
+        *(f"| {row['way']} | {' | '.join(str(row[name]) for name in names)} |" for row in turns),
+        "",
+        "| at once | calls | sessions lost | p50 | p99 | calls a second | processor time a call | a loop is full at |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| {row['way']} | {row['calls']:,} | {row['lost']} | {row['p50_ms'] / 1e3:.1f} s | "
+            f"{row['p99_ms'] / 1e3:.1f} s | {row['calls_per_s']} | {row['cpu_ms_a_call']} ms | "
+            f"{row['loop_is_full_at_calls_per_s']} calls a second |"
+            for row in loads
+        ),
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=SESSIONS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="ways,model,turns,memory,load", help="the parts to measure, with commas")
     arguments = parser.parse_args()
-    rows = [
-        *ms_a_call(arguments.sessions, arguments.turns, arguments.repeats),
-        *tokens_per_s(arguments.repeats),
-        asyncio.run(by_turn()),
-        remembered(),
-    ]
-    text = ",\n".join(map(json.dumps, rows))
-    Path(__file__).with_suffix(".json").write_text(f"[\n{text}\n]\n")
-    sys.stdout.write(text + "\n")
+    parts = measure_parts(arguments.sessions, arguments.turns, arguments.repeats)
+    for name in filter(None, arguments.only.split(",")):
+        rows = parts[name]()
+        write_rows(rows)
+        sys.stdout.write("\n".join(map(json.dumps, rows)) + "\n")
 
 
 if __name__ == "__main__":
