@@ -51,6 +51,29 @@ def test_reinforcement_and_a_teacher_are_one_loss_with_weights(tmp_path: Path, t
     assert row["loss/teacher_kl"] == pytest.approx(row["teacher/kl"], abs=1e-6)  # one update: the ratio is 1
 
 
+def test_answers_of_the_data_are_learned_beside_completions(tmp_path: Path) -> None:
+    """With advantages of 0 the answers alone move the policy, to where fine-tuning on them would."""
+    from podium.algorithms import AlgorithmConfig
+
+    def settings(folder: str, loss: Any) -> GRPOConfig:
+        (tmp_path / folder).mkdir()
+        values: dict[str, Any] = {"eval": {"items": 0}, "algorithm": {"loss": loss}, "run": {"steps": 6}}
+        return tiny(GRPOConfig, tmp_path / folder, **values)
+
+    mixed = metrics_rows(train(settings("mixed", {"ppo_clip": 0.0, "cross_entropy": 1.0})))
+    values = [row["loss/cross_entropy"] for row in mixed]
+    assert values[-1] < values[0] - 0.5
+    assert all(row["loss/ppo_clip"] is not None for row in mixed)
+    assert AlgorithmConfig(loss={"ppo_clip": 1.0, "cross_entropy": 0.5}).answer_weight == 0.5
+    with pytest.raises(ConfigError, match="one of them a loss of completions; podium train sft learns answers alone"):
+        AlgorithmConfig(loss={"cross_entropy": 1.0})
+    config = settings("none", {"ppo_clip": 1.0, "cross_entropy": 1.0})
+    rows = "".join(f'{{"prompt": "{number:02d}=", "answer": ""}}\n' for number in range(60))
+    (tmp_path / "none/copy.jsonl").write_text(rows)
+    with pytest.raises(ConfigError, match="learns the data's answers, and no training prompt has one"):
+        train(config)
+
+
 def test_a_dry_run_knows_the_teacher(tmp_path: Path, teacher: Path) -> None:
     config = settings_of(tmp_path, teacher)
     assert "teacher" in config.roles

@@ -99,7 +99,8 @@ class AlgorithmConfig:
     loss: str | Mapping[str, Annotated[float, Field(ge=0, le=1e6)]] = "ppo_clip"
     """This function is the policy's loss: ppo_clip, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov, dro,
     reinforce, teacher_kl, cross_entropy, module:function, or path/file.py:function. A mapping of names to weights, such
-    as {ppo_clip: 1, teacher_kl: 0.5}, is their sum."""
+    as {ppo_clip: 1, teacher_kl: 0.5}, is their sum, in which cross_entropy learns the data's answers to the step's
+    prompts."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """These options belong to the advantage, the loss or the correction, which declares them."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
@@ -139,8 +140,11 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         _ = self.passes, EntropyController.of(self.entropy_coef)  # raises an error if an entry is unknown
         check_function_name(self.advantage, key="algorithm.advantage", known=ADVANTAGES)
-        if not self.losses:
-            raise ConfigError("algorithm.loss = {}: expected the name of a loss, or some names with their weights")
+        if not self.sampled_losses:
+            raise ConfigError(
+                f"algorithm.loss = {self.loss!r}: expected the name of a loss, or some names with weights, one of "
+                "them a loss of completions; podium train sft learns answers alone"
+            )
         for name in self.losses:
             check_function_name(name, key="algorithm.loss", known=LOSSES)
         if isinstance(self.correction, tuple) and not {"auto", "none"}.isdisjoint(self.correction):
@@ -174,12 +178,22 @@ class AlgorithmConfig:
         """The policy that the ratio of the loss is to: see :class:`Declaration`. Functions of the user's own are
         loaded."""
         by_correction = "rollout" in map(correction_ratio_to, self.corrections)
-        return "rollout" if by_correction or {*map(loss_ratio_to, self.losses)} == {"rollout"} else "old"
+        return "rollout" if by_correction or {*map(loss_ratio_to, self.sampled_losses)} == {"rollout"} else "old"
 
     @property
     def losses(self) -> Mapping[str, float]:
         """The weight of each loss by its name, in the order of the configuration."""
         return {self.loss: 1.0} if isinstance(self.loss, str) else self.loss
+
+    @property
+    def sampled_losses(self) -> Mapping[str, float]:
+        """The losses of the policy's own completions: all but ``cross_entropy`` in a mapping."""
+        return {name: weight for name, weight in self.losses.items() if name != "cross_entropy" or name == self.loss}
+
+    @property
+    def answer_weight(self) -> float:
+        """The weight of the data's answers, which ``cross_entropy`` in a mapping of losses learns."""
+        return 0.0 if isinstance(self.loss, str) else self.loss.get("cross_entropy", 0.0)
 
     @property
     def needs_reference(self) -> bool:
@@ -199,7 +213,7 @@ class AlgorithmConfig:
     @property
     def reinforces(self) -> bool:
         """Whether rewards or a teacher train the policy, and not examples alone. A loss of the user's own is loaded."""
-        return not all(map(loss_imitates, self.losses))
+        return not all(map(loss_imitates, self.sampled_losses))
 
     @property
     def updates(self) -> int:

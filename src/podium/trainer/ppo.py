@@ -34,6 +34,7 @@ from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
+from podium.trainer.answers import Answers, submit_update
 from podium.trainer.baselines import add_baselines, be_greedy
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
@@ -115,6 +116,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     """
 
     replay: Replay | None = None
+    answers: Answers | None = None
 
     @property
     def recipe(self) -> str:
@@ -276,14 +278,14 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             batch = self.values(batch)
         with stage("advantages"):
             batch = self.advantages(batch)
-        figures: dict[str, float] = {}
+        figures, answered = dict[str, float](), {} if self.answers is None else {"prompts": scored.prompts}
 
         def record() -> None:
             figures.update(self.describe(scored, batch))
 
         with nullcontext() if self.run.generators is None else self.run.generators.changing:
             with stage("update"):
-                updates = self.update(batch, step, meanwhile=record)
+                updates = self.update(batch, step, meanwhile=record, **answered)
             self.follow(step)
             self.keep(scored, batch)
             self.rest(self.run.roles.critic)
@@ -407,17 +409,23 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         needed += tuple(name for name in batch if name.startswith((fields.PART, fields.DATA)))
         return batch.merge(self.estimator.advantages(_select(batch, needed), self.kl.coef))
 
-    def update(self, batch: Batch, step: int, meanwhile: Callable[[], None] | None = None) -> list[Mapping[str, float]]:
+    def update(
+        self,
+        batch: Batch,
+        step: int,
+        meanwhile: Callable[[], None] | None = None,
+        prompts: Sequence[Prompt] = (),
+    ) -> list[Mapping[str, float]]:
         """Take ``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one.
 
         The policy takes none while the critic warms up, and no further ones after a minibatch of which the policy is
         further from the one that sampled it than ``algorithm.epochs.max_kl``.
 
-        ``meanwhile`` is called in this process while the workers take the first of them.
+        ``meanwhile`` is called in this process while the workers take the first of them. ``prompts`` are the step's.
         """
         updates: list[Mapping[str, float]] = []
         pending: list[Call[dict[str, float]]] = []
-        algorithm, critic = self.config.algorithm, self.run.roles.critic
+        algorithm, policy, critic = self.config.algorithm, self.run.roles.policy, self.run.roles.critic
         trains, bound = step > algorithm.critic_warmup, algorithm.passes.max_kl or math.inf
         with Counting("optimizer steps", algorithm.updates) as count:
             for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
@@ -425,7 +433,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 updates += done
                 count.done += bool(pending)
                 trains = trains and all(update.get(names.APPROX_KL, 0.0) <= bound for update in done)
-                pending = [self.run.roles.policy.update.submit(minibatch)] if trains else []
+                pending = submit_update(policy, minibatch, self.answers, prompts, updates) if trains else []
                 if critic is not None:
                     pending.append(critic.update.submit(minibatch))
                 if meanwhile is not None:
@@ -535,6 +543,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         else:
             stream = self.replay.open_stream()
         check_training(self.config, stream, tokenizer, sampling.max_new_tokens)
+        self.answers = Answers.of(self.config, stream, tokenizer)
         return stream
 
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:

@@ -387,7 +387,7 @@ def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
     if algorithm.entropy_coef or algorithm.needs_reference:
         return False
-    return all(map(loss_scales_advantage, algorithm.losses))
+    return all(map(loss_scales_advantage, algorithm.sampled_losses))
 
 
 def _check_figures(figures: object, whole: LossInputs, batch: Batch, owner: str) -> Mapping[str, Tensor]:

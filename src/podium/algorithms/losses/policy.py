@@ -60,7 +60,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
             with a gradient.
     """
     loss_N, metrics, maxima = _sum_losses(inputs, config)
-    before = _before(inputs, config, *config.losses) if config.ratio_to == "rollout" else inputs
+    before = _before(inputs, config, *config.sampled_losses) if config.ratio_to == "rollout" else inputs
     logprobs_N, old_N = inputs.logprobs_N, inputs.old_logprobs_N
     if "advantages" in inputs.columns:
         with torch.no_grad():
@@ -100,7 +100,7 @@ def _sum_losses(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, di
     Where two losses report one name, the second one's has its own name behind it."""
     total_N: Tensor | None = None
     metrics, maxima = dict[str, Tensor](), dict[str, Tensor]()
-    for name, weight in config.losses.items():
+    for name, weight in config.sampled_losses.items():
         by_generator = "rollout" in (config.ratio_to, loss_ratio_to(name))
         loss = resolve_loss(name)(_before(inputs, config, name) if by_generator else inputs, config)
         _check(loss, inputs, f"loss {name!r}")
