@@ -496,10 +496,10 @@ def _split_metric(name: str, sets: Mapping[str, str]) -> tuple[str, str]:
             return _METRICS[figure], chosen
         if count_draws(figure) or (figure.startswith(REWARD_PART_PREFIX) and figure != REWARD_PART_PREFIX):
             return figure, chosen
-    known = ", ".join(filter(None, sets))
+    set_names = ", ".join(filter(None, sets))
     raise ConfigError(
         f"eval.metric = {name!r}: expected auto, reward, accuracy, pass@K, maj@K, {REWARD_PART_PREFIX}NAME, loss or "
         "token_accuracy"
-        + (f", or one of these with /SET behind it; the sets of data.eval are {known}" if known else "")
-        + ("; the sets of data.eval have no names" if "/" in name and not known else "")
+        + (f", or one of these with /SET behind it; the sets of data.eval are {set_names}" if set_names else "")
+        + ("; the sets of data.eval have no names" if "/" in name and not set_names else "")
     )

@@ -37,13 +37,17 @@ class Preset:
 
         Where the preset has a mapping with ``count``, the user's number in its place is this count.
         """
-        own, user_words = dict(_flatten(values)), list(words)
-        settings = {key: value for key, value in self.settings.items() if key not in own}
+        user_settings, user_words = dict(_flatten(values)), list(words)
+        settings = {key: value for key, value in self.settings.items() if key not in user_settings}
         for key in [key.removesuffix(".count") for key in self.settings if key.endswith(".count")]:
-            whole = {**self.settings, **own, **({f"{key}.count": own[key]} if isinstance(own.get(key), int) else {})}
+            joined = {
+                **self.settings,
+                **user_settings,
+                **({f"{key}.count": user_settings[key]} if isinstance(user_settings.get(key), int) else {}),
+            }
             settings = {name: value for name, value in settings.items() if not name.startswith(f"{key}.")}
             settings[key] = {
-                name.removeprefix(f"{key}."): value for name, value in whole.items() if name.startswith(f"{key}.")
+                name.removeprefix(f"{key}."): value for name, value in joined.items() if name.startswith(f"{key}.")
             }
             for at, word in enumerate(user_words):
                 name, equals, value = word.partition("=")
