@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 
+import podium
 from podium import Cluster
 from podium.errors import NoRowsError
 from podium.telemetry import metrics
-from podium.trainer import GRPOConfig
+from podium.trainer import GRPOConfig, InferenceConfig, build_config
+from podium.trainer.evaluate import evaluate_model
 from tests.integration.test_environments import TEMPLATE, config_of
-from tests.integration.training import metrics_rows, tiny, train
+from tests.integration.training import MODEL, metrics_rows, tiny, train
 from tests.integration.worlds import digits
 
 pytest.importorskip("uvicorn")
@@ -216,6 +218,31 @@ def test_a_service_elsewhere_is_trained(
         (1, 0.4, 5),
         (2, 0.4, 5),
     ]
+
+
+def test_a_model_is_evaluated_by_a_service_elsewhere(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `podium eval` does it: all sessions are of the evaluation. Half of its tasks earn 1."""
+    monkeypatch.setenv("PODIUM_TOKEN", TOKEN)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    options = {"ports": port, "open_limit_s": 60, "reward_limit_s": 60}
+    values = {
+        "environment": {"name": OUTSIDE, "options": options},
+        "eval": {"items": 6},
+        "model": MODEL,
+        "data": {"chat_template": str(tmp_path / "chat.jinja")},
+        "sampling": {"max_new_tokens": 3},
+    }
+    service = Elsewhere(f"http://127.0.0.1:{port}", itertools.repeat("01="), lambda task, said: 1.0)
+    service.start()
+    try:
+        with podium.connect("inline") as cluster:
+            evaluations = evaluate_model(build_config(InferenceConfig, values), cluster)
+    finally:
+        service.over.set()
+        service.join()
+    assert (evaluations[""].items, evaluations[""].figures["accuracy"]) == (6, 0.5)
 
 
 @pytest.mark.exhaustive

@@ -283,6 +283,30 @@ def test_an_evaluation_gives_its_tasks_first_and_marks_them(names_tasks: bool) -
     assert outcomes(episodes) == [("", 0.5), ("", 0.25), ("", 1.0), ("", 0.0)]
 
 
+def test_an_agent_can_neither_open_nor_reward_what_it_lives_or_others_live() -> None:
+    """It has the key of its session, its address and the names of other sessions, and tries what it can."""
+
+    async def act(http: httpx2.AsyncClient) -> None:
+        trained, held_out = await opened(http, evaluation=False), await opened(http, None, evaluation=True)
+        for key in (trained["api_key"], held_out["api_key"], held_out["id"], "-", f"{TOKEN}x", TOKEN[:-1]):
+            for head in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key, "Authorization": ""}):
+                tries: list[tuple[str, Any]] = [("/sessions", {"task": "t"}), ("/sessions", {"evaluation": True})]
+                for session in (trained, held_out):
+                    path = f"/sessions/{session['id']}"
+                    tries += [(f"{path}/reward", {"reward": 9.0}), (f"{path}/end", {"failed": "x"})]
+                    tries += [(f"{path}/x/../reward", {"reward": 9.0}), (f"{path}//reward", {"reward": 9.0})]
+                    tries += [(f"{path}/v1/chat/completions/reward", {"reward": 9.0})]
+                for path, body in tries:
+                    assert (await http.post(path, json=body, headers=head)).status_code in (401, 404), (path, head)
+        assert await ask(trained, held_out["api_key"]) == await ask(held_out, trained["api_key"]) == 401
+        assert await ask(trained, TOKEN) == 401  # the token of the service is no key of a session
+        for session, reward in ((trained, 0.5), (held_out, 1.0)):
+            await ask(session)
+            await http.post(f"/sessions/{session['id']}/reward", json={"reward": reward})
+
+    assert outcomes(lived(act, (0,), held_out=(0,))) == [("", 0.5), ("", 1.0)]
+
+
 def test_a_request_for_an_evaluation_that_makes_no_sense_is_refused() -> None:
     async def act(http: httpx2.AsyncClient) -> None:
         for body in ({"evaluation": "yes"}, {"evaluation": 1}, {"task": "t", "evaluation": True}):
