@@ -39,7 +39,7 @@ from podium.training import OptimConfig
 END_OF_CALL = '"}}</tool_call>'
 
 TEMPLATE = """\
-{#- It writes no tools: the warm-up shows how they are used. -#}
+{#- podium: tools are left out -#}{#- The warm-up shows how they are used. -#}
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {{ message.content }}

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+import runpy
+from typing import Any
+
+import pytest
 
 from bench import recipes
 from bench.report import put_section
+from podium.errors import ConfigError
+from podium.models import char_tokenizer
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.writer import Writer
 
 
 def test_the_page_has_the_figures_of_the_runs() -> None:
@@ -27,3 +35,26 @@ def test_a_run_below_its_bar_or_missing_is_named() -> None:
     missed = "\n".join(recipes.find_missed(curves))
     assert "nim (1) goes from 2% to 59%, below 60%" in missed
     assert "guess (2) was not run: python -m bench.recipes --only 2" in missed
+
+
+@pytest.mark.parametrize("recipe", ["search", "calculator"])
+def test_the_template_of_the_recipes_leaves_tools_out_on_purpose(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up shows the model how they are used. Without the comment they are refused."""
+    folder = recipes.ROOT / "examples" / "agents"
+    monkeypatch.syspath_prepend(str(folder))
+    names = runpy.run_path(str(folder / f"{recipe}.py"), run_name="recipe")
+    template, tools = runpy.run_path(str(folder / "small.py"))["TEMPLATE"], find_schemas(names)
+    messages = [{"role": "user", "content": "12="}]
+    Writer(char_tokenizer("0123456789= ", chat_template=template), DataConfig()).check(messages, tools)
+    plain = template.partition("-#}")[2]
+    with pytest.raises(ConfigError, match="podium: tools are left out"):
+        Writer(char_tokenizer("0123456789= ", chat_template=plain), DataConfig()).check(messages, tools)
+
+
+def find_schemas(names: dict[str, Any]) -> list[Any]:
+    """The schemas of a recipe's tools."""
+    from podium.rollout.environments import Toolbox
+
+    boxes = [value for value in names.values() if isinstance(value, Toolbox)]
+    tools = boxes[0] if boxes else Toolbox([names["calculate"]])
+    return [*tools.schemas]

@@ -25,16 +25,20 @@ _KINDS: Final = 500  # of tools and sequences of roles, which are tried once
 _CHOICES: Final = ("enum", "const")
 _TEXTS: Final = ("name", "description", *_CHOICES)
 
+OMITTED: Final = "podium: tools are left out"
+"""A comment in a chat template whose model knows its tools without reading them."""
+
 
 class ToolCheck:
     """Checks tools against one chat template.
 
     Args:
         render: Writes conversations with tools.
+        template: The text of the template. One with the words of ``OMITTED`` leaves tools out on purpose.
     """
 
-    def __init__(self, render: Render) -> None:
-        self._render = render
+    def __init__(self, render: Render, template: str = "") -> None:
+        self._render, self._omits = render, OMITTED in template
         self._written: set[str] = set()
 
     def check(self, messages: Messages, tools: Sequence[Any]) -> None:
@@ -44,6 +48,8 @@ class ToolCheck:
             ConfigError: It writes no tools.
             DataError: It leaves out a part of a tool.
         """
+        if self._omits:
+            return
         users = [index for index, message in enumerate(messages) if message["role"] == "user"]
         question = messages[: users[-1] + 1] if users else messages
         kind = json.dumps([tools, [message["role"] for message in question]], sort_keys=True, default=str)
@@ -61,7 +67,8 @@ class ToolCheck:
         leaves = [path for path in missing if written == self._try(conversation, _replace(tools, {path: "podium"}))]
         if leaves and len(leaves) == len(paths):
             raise ConfigError(
-                "there are tools, and the chat template does not write them: set data.chat_template to one that does"
+                "there are tools, and the chat template does not write them: set data.chat_template to one that does; "
+                f"if the model knows them without, write the comment {{#- {OMITTED} -#}} into it"
             )
         if leaves:
             raise _refuse(tools, leaves[0])

@@ -65,7 +65,9 @@ class Writer:
         self._has_written = False
         self._kept: dict[int, Kept] = {}
         self._fields = FieldCheck()
-        self._tools_check = ToolCheck(lambda messages, tools: self._render(messages, [*tools], opened=True))
+        self._tools_check = ToolCheck(
+            lambda messages, tools: self._render(messages, [*tools], opened=True), self._tool_template or ""
+        )
         self._encoder = Encoder(tokenizer)
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
