@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bench.sessions import Echo, make_tokenizer
 from podium.errors import GenerationError
+from podium.rollout.engines.requests import SessionRoom
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.service import Service
@@ -55,6 +57,22 @@ class Dying(Echo):
         yield self.drawn
 
 
+class Noting(Echo):
+    """A source that notes the sessions of its requests, and those of which it hears that they have ended."""
+
+    def __init__(self) -> None:
+        super().__init__([5])
+        self.sessions, self.ended = list[str](), list[str]()
+
+    async def stream(self, *args: Any, session: str = "", **options: Any) -> AsyncGenerator[Sampled]:
+        self.sessions.append(session)
+        async for event in super().stream(*args, session=session, **options):
+            yield event
+
+    def end_session(self, name: str) -> None:
+        self.ended.append(name)
+
+
 def service_of(source: Echo) -> Service:
     tokenizer = make_tokenizer()
     form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
@@ -81,6 +99,32 @@ def test_patience_is_for_the_time_without_a_generator_and_not_for_drawing(
     ):
         assert asyncio.run(drawn([dying.url, other.url], patience_s=LONG_S)).ids == [5]
     assert source.now_s > 1000.0, "nobody asked the generator that dies"
+
+
+def test_sessions_wait_for_memory_of_a_generator_which_hears_of_their_end() -> None:
+    source = Noting()
+
+    async def main(url: str) -> None:
+        remote = RemoteTokens([url], "token")
+        remote.room = SessionRoom(sessions=0, tokens=100)
+        for name in ("a", "b"):
+            remote.admission.begin(name)
+
+        async def ask(name: str) -> None:
+            async for _ in remote.stream([1] * 90, SamplingParams(max_new_tokens=2), 7, session=name):
+                pass
+
+        async with remote.connected(), asyncio.timeout(LONG_S):
+            await ask("a")
+            waiting = asyncio.create_task(ask("b"))
+            await ask("a")
+            assert (source.sessions, remote.admission.waiting) == (["a", "a"], 1)
+            remote.end_session("a")
+            await waiting
+        assert (source.sessions, source.ended) == (["a", "a", "b"], ["a"])
+
+    with Server(make_app(service_of(source), "token")) as server:
+        asyncio.run(main(server.url))
 
 
 def test_where_nobody_answers_the_wait_ends_with_the_reason() -> None:
