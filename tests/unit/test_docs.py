@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -145,6 +146,26 @@ def test_the_runs_of_the_page_on_preferences_go_as_printed(
     assert "options.gamma = 1" not in (shown := capsys.readouterr().out)
     assert shown.count("held-out accuracy") >= 3
     assert printed.startswith("accuracy 0.50 before, ")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_student_of_the_page_on_distillation_learns_what_its_teacher_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "distillation.md").read_text()
+    for language, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        if language in ("python", "yaml"):
+            name = code.partition("\n")[0].removeprefix("# ")
+            Path(name).write_text(code)
+            assert language == "yaml" or run_python(name).returncode == 0
+        for line in code.splitlines() if not language else ():
+            assert main([*shlex.split(line)[1:], "--backend", "inline"]) == 0, line
+    teacher, student = (json.loads(Path("runs", name, "summary.json").read_text()) for name in ("teacher", "student"))
+    assert teacher["after"]["accuracy"] >= 0.9
+    assert student["before"]["accuracy"] <= 0.1
+    assert student["after"]["accuracy"] >= 0.5
 
 
 def test_the_commands_of_the_page_on_how_to_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
