@@ -31,6 +31,7 @@ TEXT: Final = "text"  # Jagged uint8: the completion as UTF-8, without special t
 PART: Final = "part/"  # prefix of columns, float32 [B]: a named part of the reward; NaN where a row has none
 DATA: Final = "data/"  # prefix of Python columns: a column of the data, taken from the row of the prompt
 FINISH_REASON: Final = "finish_reason"  # Python column of str: "stop" or "length"
+STOP_TEXT: Final = "stop_text"  # Python column of str: the text that ended the completion, cut off its text; "": none
 PROMPT_TOKENS: Final = "prompt_tokens"  # Jagged int64
 KEPT_SIZES: Final = "kept_sizes"  # token column, int64: the number of ids that top-k and top-p left; 0 if not drawn
 KEPT_IDS: Final = "kept_ids"  # Jagged int64: those ids, token after token, most probable first

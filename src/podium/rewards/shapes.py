@@ -25,7 +25,8 @@ Score = Callable[..., Any]
 def check_format(pattern: str = _THOUGHTS) -> Score:
     """Return a reward of 1 for a completion that ``pattern`` matches as a whole, where "." is any character, else of 0.
 
-    The default is ``<think>…</think> <answer>…</answer>``, each tag once (DeepSeek-AI 2025, arXiv:2501.12948, table 1).
+    A text that ended the completion belongs to it. The default is ``<think>…</think> <answer>…</answer>``, each tag
+    once (DeepSeek-AI 2025, arXiv:2501.12948, table 1).
 
     Raises:
         ConfigError: The pattern is no regular expression.
@@ -36,8 +37,8 @@ def check_format(pattern: str = _THOUGHTS) -> Score:
         raise ConfigError(f"check_format({pattern!r}): this is no regular expression: {error}") from None
 
     @reads()
-    def match(completion: str) -> float:
-        return float(compiled.fullmatch(completion) is not None)
+    def match(completion: str, stop_text: str = "") -> float:
+        return float(compiled.fullmatch(completion + stop_text) is not None)
 
     return match
 

@@ -22,6 +22,10 @@ __all__ = ["Completion", "FinishReason", "KeptSet", "RequestParams", "SamplingPa
 
 FinishReason = Literal["stop", "length"]
 TokenId = Annotated[int, Field(ge=0, le=10**9)]
+if TYPE_CHECKING:
+    StopToken = TokenId  # a configuration may have texts, and with_stop_tokens makes them RequestParams.stop
+else:
+    StopToken = TokenId | Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 @section("sampling")
@@ -42,9 +46,9 @@ class SamplingParams:
     keeps all tokens."""
     top_k: int = Field(default=0, ge=0, le=10**9)
     """Tokens are drawn from this many most probable tokens. 0 keeps all tokens."""
-    stop_token_ids: tuple[TokenId, ...] = ()
-    """A completion ends with the first of these tokens. An empty list means the end tokens of the tokenizer and the
-    model.
+    stop_token_ids: tuple[StopToken, ...] = ()
+    """A completion ends with the first of these tokens, or with the first of these texts, as in [</answer>]. A list
+    without tokens means the end tokens of the tokenizer and the model.
     """
     n: int = Field(default=1, ge=1, le=65536)
     """Each prompt gets this many completions."""
@@ -67,6 +71,8 @@ class RequestParams(SamplingParams):
     min_p: float = Field(default=0.0, ge=0, le=1)  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - a field for a property
     """Tokens whose probability is less than this share of the most probable token's are left out, before ``top_k`` and
     ``top_p`` choose among the rest."""
+    stop: tuple[str, ...] = ()
+    """A completion ends with the token that completes one of these texts."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,14 @@ class Completion:
         logprobs: float32 ``[L]``, natural logarithm of the probability with which each token was drawn: after the
             temperature and, where they were used, over the kept set and the mask. With temperature 0 it is that of the
             chosen token at temperature 1.
-        finish_reason: ``"stop"`` (ended by a stop token) or ``"length"`` (``max_new_tokens`` reached).
+        finish_reason: ``"stop"`` (ended by a stop token or text) or ``"length"`` (``max_new_tokens`` reached).
         versions: int64 ``[L]``, the version of the weights that each token was drawn from.
         kept: the kept sets where top-k, top-p or min-p were used, else None.
         masks: The packed mask of the ids that each token was drawn from, in the form of
             :mod:`podium.rollout.engines.constraints`. It is None if no constraint restricted the ids. A kept set lies
             within its token's mask.
         reused: Number of the prompt's tokens whose keys and values the engine had already, where it counts them.
+        stop: The text of ``RequestParams.stop`` that ended it, which its last token completes; "" for none.
     """
 
     token_ids: Tensor
@@ -112,6 +119,7 @@ class Completion:
     kept: KeptSet | None = None
     masks: Sequence[bytes] | None = None
     reused: int = 0
+    stop: str = ""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import Aborted, Engine, EngineConfig, Event, Failed, Finished, Request, Tokens, make_engine
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
-from podium.rollout.sampling import Completion, SamplingParams
+from podium.rollout.sampling import Completion, RequestParams, SamplingParams
 
 __all__ = ["EngineContract", "EngineTarget", "compute_trained_logprobs", "tiny_model"]
 
@@ -73,6 +74,15 @@ def compute_trained_logprobs(
             allowed = unpack_masks(torch.frombuffer(bytearray(mask), dtype=torch.uint8)[None], logits.shape[1])[0]
             logits[position, ~allowed] = float("-inf")
     return torch.log_softmax(logits, -1).gather(1, completion.token_ids.unsqueeze(1)).squeeze(1)
+
+
+TEXTS = ("bca", "aab", "dd")
+"""Texts that begin and end within tokens and across them."""
+
+
+def write_pairs(ids: Sequence[int]) -> str:
+    """A text of two letters for each token."""
+    return "".join("abcd"[id % 4] + "abcd"[id // 4 % 4] for id in ids)
 
 
 class EngineTarget:
@@ -272,6 +282,35 @@ class EngineContract:
             assert completion.finish_reason == "stop" or len(completion) == 12, "no stop token, and not max_new_tokens"
             assert len(completion.logprobs) == len(completion.versions) == len(completion), "one of each for each token"
             assert not completion.logprobs.is_inference(), "no loss takes inference tensors: clone them outside"
+
+    def test_a_completion_ends_with_the_token_that_completes_one_of_its_texts(self, target: EngineTarget) -> None:
+        engine, prompts, seeds = target.make(target.model(0), max_sequences=5), prompts_of(), range(16)
+        engine.decode = write_pairs
+        for sampling in SAMPLING.values():
+            params = RequestParams(max_new_tokens=24, n=2, stop_token_ids=(3,), **sampling)
+            try:
+                completions = engine.generate(prompts, params, seeds)
+            except ConfigError:
+                assert params.filtered, "only top-k and top-p may be refused"
+                continue
+            stopped = engine.generate(prompts, replace(params, stop=TEXTS), seeds)
+            for seed, (completion, cut) in enumerate(zip(completions, stopped, strict=True)):
+                texts = [write_pairs(completion.token_ids[: count + 1].tolist()) for count in range(len(completion))]
+                ends = [count + 1 for count, text in enumerate(texts) if any(stop in text for stop in TEXTS)]
+                length = ends[0] if ends else len(completion)
+                ids = cut.token_ids.tolist()
+                assert ids == completion.token_ids[:length].tolist(), f"{ids} does not end with one of {TEXTS}"
+                assert len(cut.logprobs) == len(cut.versions) == length, "one of each for each token"
+                assert (cut.kept is None) == (completion.kept is None), "kept sets are lost"
+                assert cut.kept is None or len(cut.kept.offsets) == length + 1, "one kept set for each token"
+                assert cut.finish_reason == ("stop" if ends else completion.finish_reason)
+                assert (cut.stop in TEXTS and cut.stop in texts[length - 1]) if ends else cut.stop == ""
+                engine.submit(Request(id=seed, prompt=prompts[seed // 2], params=replace(params, stop=TEXTS),
+                                      seed=seed, stream=seed % 2 == 0))  # fmt: skip
+            for seed, events in drain(engine).items():
+                check_same(completion_of(events[-1:]), stopped[seed], "asked for by itself")
+                tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+                assert tokens == (stopped[seed].token_ids.tolist() if seed % 2 == 0 else []), "more than the completion"
 
     def test_ids_that_stand_for_no_text_are_never_drawn(self, target: EngineTarget) -> None:
         first, second = target.model(0), target.model(1)

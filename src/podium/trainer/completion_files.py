@@ -37,7 +37,7 @@ __all__ = ["CompletionsLog", "write_completions", "write_examples", "write_prefe
 _WRITTEN_TOKENS: Final = 1 << 16  # tokens of the rows of a chunk, prompts included
 _MISMATCH_STEP: Final = 1e-5  # nats
 _NEEDED: Final = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.FINISH_REASON)  # to write a row
-_IF_THERE: Final = (fields.ROLLOUT_LOGPROBS, fields.KEPT_SIZES)
+_IF_THERE: Final = (fields.ROLLOUT_LOGPROBS, fields.KEPT_SIZES, fields.STOP_TEXT)
 _OF_SESSIONS: Final = (fields.SESSION, fields.AGENT, fields.TURN, fields.TOKEN_REWARDS)
 
 
@@ -237,6 +237,7 @@ def _table(
         "reward": pa.array([_score(grade) for grade in grades], pa.float64()),
         "advantage": pa.array(_means(batch, tokens), pa.float64()),
         "finish_reason": pa.array(batch.python(fields.FINISH_REASON), pa.string()),
+        **({"stop_text": pa.array(batch.python(fields.STOP_TEXT), pa.string())} if fields.STOP_TEXT in batch else {}),
         "version": pa.array(batch.jagged(fields.VERSIONS).values[lasts].tolist(), pa.int64()),
         "tokens": pa.ListArray.from_arrays(tokens.offsets.int().numpy(), tokens.values.int().numpy()),
         "token_chars": pa.array(lengths, pa.list_(pa.int32())),

@@ -119,6 +119,9 @@ class ScoredBatch:
             batch = self.batch.select(fields.TOKENS, fields.LOSS_MASK).slice(rows.start, rows.stop).fetch()
             for extra, ids in zip(extras, sampled_tokens(batch).unbind(), strict=True):
                 extra["completion_ids"] = ids.tolist()
+        if "stop_text" in asked and fields.STOP_TEXT in self.batch:
+            for extra, text in zip(extras, self.batch.python(fields.STOP_TEXT)[rows.start : rows.stop], strict=True):
+                extra["stop_text"] = text
         for extra, group in zip(extras, self.groups[rows.start : rows.stop], strict=True):
             if "prompt_ids" in asked:
                 extra["prompt_ids"] = self.prompts[group].token_ids.tolist()

@@ -15,6 +15,7 @@ from podium.data import Batch, Jagged, fields
 from podium.data.sampled_text import decode_sampled, text_column
 from podium.errors import DataError
 from podium.rollout.engines.journal import Drawn, Journal, read_journals
+from podium.rollout.engines.stops import before_stop
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.tasks.config import DataConfig
@@ -160,7 +161,10 @@ class Generator(WeightReceiver):
         if self._text_ids is not None:
             batch = batch.with_meta(text_ids=self._text_ids)
         if prompts.meta.get("text"):
-            batch = batch.with_columns({fields.TEXT: text_column(decode_sampled(batch, self._tokenizer))})
+            texts = decode_sampled(batch, self._tokenizer)
+            ends = [completion.stop for completion in drawn]
+            texts = [before_stop(text, [end]) if end else text for text, end in zip(texts, ends, strict=True)]
+            batch = batch.with_columns({fields.TEXT: text_column(texts)})
         return batch
 
     def _journal_at(self, path: str) -> Journal:
@@ -195,6 +199,8 @@ def _as_batch(
         },
         {"temperature": sampling.temperature},
     )
+    if getattr(sampling, "stop", ()):
+        batch = batch.with_columns({fields.STOP_TEXT: [c.stop for c in drawn]})
     if not sampling.filtered:
         return batch
     kept = [c.kept for c in drawn if c.kept is not None]

@@ -243,6 +243,7 @@ class Rollout(Worker):
             stop_token_ids=sampling.stop_token_ids,
             most_tokens=1 << 62,  # sessions wait at the engine, not at its door
             rules=sampling,
+            stops=getattr(sampling, "stop", ()),
         )
         remote = self._remote if source is self._remote else None
         async with remote.connected() if remote else nullcontext(), self._gateway.open(service, call) as address:

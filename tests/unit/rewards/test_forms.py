@@ -270,7 +270,7 @@ def test_what_the_trainer_knows_is_given_where_a_signature_asks_for_it() -> None
 
     extras: dict[str, Any] = {"completion_ids": [5, 6], "prompt_ids": [7], "trainer_state": 3}
     panel = Panel([by_row, by_state, in_rest], columns=["answer"], steps=4)
-    assert panel.extras == {*EXTRAS} - {"max_new_tokens"}
+    assert panel.extras == {*EXTRAS} - {"max_new_tokens", "stop_text"}
     assert dict(judge(panel, Item("1", {"answer": "1"}, extras)).parts) == {
         "by_row": 12,
         "by_state": 0.75,

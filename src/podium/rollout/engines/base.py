@@ -21,6 +21,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -39,10 +41,12 @@ from podium.rollout.engines.requests import (
     Request,
     RequestId,
     RequestQueue,
+    RowOfBatch,
     SessionRoom,
     Tokens,
 )
 from podium.rollout.engines.rows import Rows
+from podium.rollout.engines.stops import Decode, Watch, cut_completion
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.telemetry.progress import TOKENS, Counting
 
@@ -78,6 +82,7 @@ class Engine(ABC):
         prefilled_tokens: Number of prompt tokens that went through the model so far, where the engine counts them.
         count: Counts the tokens that are drawn, for a run's bar. ``advance`` adds to ``count.done``; it need not.
         prompt_tokens: What became of the prompts' tokens so far, where the engine counts it.
+        decode: The text of token ids, which requests with ``RequestParams.stop`` need. Who makes the engine sets it.
         text_ids: The ids that are drawn, as :meth:`restrict` was given them; None where all of the vocabulary are.
     """
 
@@ -94,6 +99,7 @@ class Engine(ABC):
     prefilled_tokens: int = 0
     prompt_tokens: PromptTokens | None = None
     text_ids: tuple[int, tuple[int, ...]] | None = None
+    decode: Decode | None = None
 
     def __init__(self, config: EngineConfig, model: nn.Module, refusal: str = "") -> None:
         self.config = config
@@ -107,6 +113,8 @@ class Engine(ABC):
         self._events: list[Event] = []
         self._in_flight: dict[RequestId, list[Event]] = {}  # where the events of each request go
         self._journals: dict[RequestId, tuple[Journal, int, int]] = {}  # journal, seed, and tokens drawn elsewhere
+        self._watches: dict[RequestId, tuple[Watch, Request]] = {}  # of the requests that texts end
+        self._stopped: set[RequestId] = set()  # those whose text has come, which the engine still draws
         self._reported_s = 0.0
         self.count = Counting(TOKENS)
         self._later: dict[RequestId, tuple[Rows, Future[list[Completion]]]] = {}  # what the thread draws
@@ -164,6 +172,7 @@ class Engine(ABC):
     def abort(self, id: RequestId) -> None:
         """End a request, if it is in flight, with the event ``Aborted``. Any thread may call this at any time."""
         with self._changed:
+            self._watches.pop(id, None)
             box = self._in_flight.pop(id, None)
             if box is not None:
                 self._aborted.add(id)
@@ -298,7 +307,7 @@ class Engine(ABC):
             )
         for index, prompt in enumerate(prompts):
             self.check(f"prompt {index}", prompt, params)
-        rows = Rows(prompts, params, seeds, journal, begun or {})
+        rows = Rows(prompts, params, seeds, journal, begun or {}, self._make_cut(params))
         if journal is not None:
             self._journals |= {row: (journal, seed, len(rows.heads.get(row, ()))) for row, seed in rows.seeds.items()}
         return rows
@@ -332,7 +341,7 @@ class Engine(ABC):
                 if request.id in self._in_flight or request.id in self._aborted:
                     raise ConfigError(f"{request} is in flight already; give each request an id of its own")
                 self._in_flight[request.id] = box
-            self._arrived += requests
+            self._arrived += [self._watch(request, rows) for request in requests]
             if was_idle and self._in_flight:
                 self.count.open()
             if rows is not None:
@@ -388,6 +397,8 @@ class Engine(ABC):
                 box.append(event)
                 if not isinstance(event, Tokens):
                     del self._in_flight[event.id]
+        self._aborted |= self._stopped
+        self._stopped = set()
         if self._aborted:
             self._take_in()
         self._changed.notify_all()
@@ -410,7 +421,7 @@ class Engine(ABC):
             return came or (deadline is not None and time.monotonic() >= deadline) or self._report_is_due()
 
         try:
-            events = self.advance(interrupt)
+            events = self._end_at_stops(self.advance(interrupt))
             if self._report_is_due():
                 self._report()
             return events
@@ -420,11 +431,61 @@ class Engine(ABC):
             with self._changed:
                 begun = self._in_flight.keys() - {request.id for request in self._arrived}
                 for id in begun:
+                    self._watches.pop(id, None)
                     self._in_flight.pop(id).append(Failed(id, failure))
                 self._aborted |= begun
             if failure is not error:
                 raise
             return []
+
+    def _make_cut(self, params: SamplingParams) -> Callable[[Completion], Completion] | None:
+        stops, decode = getattr(params, "stop", ()), self.decode
+        return partial(cut_completion, stops=stops, decode=decode) if stops and decode is not None else None
+
+    def _watch(self, request: Request, rows: Rows | None) -> Request:
+        """Look at the tokens of a request that texts end. Returns the request, whose tokens the engine reports."""
+        stops = getattr(request.params, "stop", ())
+        if not stops or self.decode is None:
+            return request
+        head = rows.heads.get(request.id) if rows is not None else None
+        begun = () if head is None else head.token_ids
+        watch = Watch(stops, self.decode, begun, 1) if request.stream else Watch(stops, self.decode, begun)
+        self._watches[request.id] = watch, request
+        return replace(request, stream=True)
+
+    def _end_at_stops(self, events: Sequence[Event]) -> list[Event]:
+        """Finish requests whose text has come. What the engine drew after it is left out."""
+        if not self._watches:
+            return [*events]
+        passed: list[Event] = []
+        ended: dict[RequestId, Request] = {}
+        for event in events:
+            watch, request = self._watches.get(event.id, (None, None))
+            if watch is None or request is None:
+                passed.append(event)
+            elif isinstance(event, Tokens):
+                was_over = watch.is_over
+                if watch.has_ended(event.token_ids) and request.constraint is None:  # whose masks come with the end
+                    ended[event.id] = request
+                if request.stream and not was_over:
+                    passed.append(_shorten(event, watch.count_beyond() if watch.is_over else 0))
+            else:
+                passed.append(self._cut(event, request))
+                self._watches.pop(event.id, None)
+                ended.pop(event.id, None)
+        for id, draft in self.drawn() if ended else ():
+            if id in ended and len(draft):
+                passed.append(self._cut(Finished(id, draft.completion("stop")), ended[id]))
+                self._watches.pop(id, None)
+                self._stopped.add(id)
+        return passed
+
+    def _cut(self, event: Event, request: Request) -> Event:
+        """The end of a request, cut at its text. ``generate`` does that itself, which may continue a completion."""
+        if not isinstance(event, Finished) or isinstance(request.id, RowOfBatch):
+            return event
+        cut = self._make_cut(request.params)
+        return event if cut is None else Finished(event.id, cut(event.completion))
 
     def _report_is_due(self) -> bool:
         return bool(self._journals) and time.monotonic() - self._reported_s >= REPORT_EVERY_S
@@ -440,6 +501,10 @@ class Engine(ABC):
 
     def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError, naming ``subject``, for a prompt that cannot be continued. Subclasses may add checks."""
+        if any(isinstance(stop, str) for stop in params.stop_token_ids):
+            raise ConfigError(f"{subject} has a text among stop_token_ids: an engine takes texts as RequestParams.stop")
+        if getattr(params, "stop", ()) and self.decode is None:
+            raise ConfigError(f"{subject} ends with texts, and {type(self).__name__} has no decode: set it")
         if not len(prompt):
             raise ConfigError(f"{subject} is empty; give it at least one token, such as the model's BOS")
         low, high = min(prompt), max(prompt)
@@ -531,3 +596,10 @@ class Engine(ABC):
 
     def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
         """Free the buffers kept between calls. The next request allocates them again."""
+
+
+def _shorten(event: Tokens, count: int) -> Tokens:
+    """Tokens without the last ``count``."""
+    if not count:
+        return event
+    return replace(event, token_ids=event.token_ids[:-count], logprobs=event.logprobs[:-count])

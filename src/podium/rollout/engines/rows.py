@@ -1,12 +1,12 @@
 """The completions that one call of an engine draws: what it asks for, and what has come."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from podium.rollout.engines.draw import seed_at
 from podium.rollout.engines.journal import Drawn, Journal, checksum
 from podium.rollout.engines.requests import Event, Failed, Finished, Request, RequestId, RowOfBatch
-from podium.rollout.sampling import SamplingParams
+from podium.rollout.sampling import Completion, SamplingParams
 from podium.telemetry.progress import Counting
 
 __all__ = ["Rows"]
@@ -26,10 +26,12 @@ class Rows:
         seeds: Sequence[int],
         journal: Journal | None,
         begun: Mapping[int, Drawn],
+        cut: Callable[[Completion], Completion] | None = None,
     ) -> None:
         self.seeds: dict[RequestId, int] = {RowOfBatch(index, params.n): seed for index, seed in enumerate(seeds)}
         self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
         self._params, self._journal = params, journal
+        self._cut = cut or (lambda completion: completion)
         kept = journal is not None or bool(begun)
         sums = [prompt_sum for prompt in prompts for prompt_sum in [checksum(prompt) if kept else 0] * params.n]
         self.heads = {
@@ -38,7 +40,9 @@ class Rows:
             if (head := begun.get(seed)) is not None and head.prompt in (None, prompt)
         }
         self.completions = {
-            row: head.completion(reason) for row, head in self.heads.items() if (reason := head.ended(params))
+            row: self._cut(head.completion(reason))
+            for row, head in self.heads.items()
+            if (reason := head.ended(params))
         }
         self.count = Counting("completions", len(seeds))
         if journal is not None:
@@ -66,7 +70,7 @@ class Rows:
             raise event.error
         if isinstance(event, Finished):
             head, rest = self.heads.get(event.id), event.completion
-            completion = head.completion(rest.finish_reason, rest) if head else rest
+            completion = self._cut(head.completion(rest.finish_reason, rest) if head else rest)
             self.completions[event.id] = completion
             self.count.done = len(self.completions)
             if self._journal is not None:

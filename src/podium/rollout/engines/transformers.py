@@ -22,6 +22,7 @@ from podium.rollout.engines.constraints import Guided, restrict_logits
 from podium.rollout.engines.draw import draw, leave_out, uniforms
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.requests import Event, Failed, Finished, Request, Tokens, conclude
+from podium.rollout.engines.stops import Watch
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
 
@@ -91,7 +92,9 @@ class TransformersEngine(ModelEngine):
             for row, request in enumerate(requests)
             if request.constraint is not None
         }
-        processor = _Drawing(params, seeds_B, self.text_ids, self.count, guided)
+        texts = getattr(params, "stop", ())
+        watches = [Watch(texts, self.decode, together=1) for _ in requests] if texts and self.decode else []
+        processor = _Drawing(params, seeds_B, self.text_ids, self.count, guided, watches)
         stops = list(params.stop_token_ids) or None
         self._generate([request.prompt for request in requests], params.max_new_tokens, stops, processor)
         return processor
@@ -160,11 +163,13 @@ class _Drawing(LogitsProcessor):
         text_ids: tuple[int, tuple[int, ...]] | None,
         count: Counting,
         guided: Mapping[int, Guided],
+        watches: Sequence[Watch] = (),
     ) -> None:
+        self._watches = watches
         self.guided, self.errors = guided, dict[int, GenerationError]()
         self._params, self._text_ids, self._count = params, text_ids, count
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=seeds_B.device)
-        self._live_B = torch.ones_like(seeds_B, dtype=torch.bool)  # no stop token yet
+        self._live_B = torch.ones_like(seeds_B, dtype=torch.bool)  # no stop token or text yet
         self._uniforms = uniforms(seeds_B, 0, params.max_new_tokens)
         self.ids: list[Tensor] = []
         self.logprobs: list[Tensor] = []
@@ -182,12 +187,17 @@ class _Drawing(LogitsProcessor):
                 self.errors[row] = error
         self._count.done += int(self._live_B.sum())
         self._live_B &= ~torch.isin(result.ids_B, self._stops)
+        for row, id in enumerate(result.ids_B.tolist() if self._watches else ()):
+            self._live_B[row] &= not self._watches[row].has_ended([id])
         self.ids.append(result.ids_B)
         self.logprobs.append(result.logprobs_B)
         if result.kept_ids_BK is not None and result.kept_sizes_B is not None:
             order = result.kept_ids_BK.cpu()
             self.kept.append([order[row, :size].clone() for row, size in enumerate(result.kept_sizes_B.tolist())])
-        return torch.full_like(scores, float("-inf")).scatter_(1, result.ids_B.unsqueeze(1), 0.0)
+        chosen_B = result.ids_B
+        if self._watches and len(self._stops):  # a row that a text ended goes on as one that a token ended
+            chosen_B = torch.where(self._live_B, chosen_B, self._stops[0])
+        return torch.full_like(scores, float("-inf")).scatter_(1, chosen_B.unsqueeze(1), 0.0)
 
 
 def _lengths(ids_BT: Tensor, params: SamplingParams) -> list[int]:

@@ -90,6 +90,7 @@ def serve_engine(
         model=model,
         context=context,
         stop_token_ids=sampling.stop_token_ids,
+        stops=getattr(sampling, "stop", ()),
         most_tokens=4 * engine.config.max_sequences * context,
     )
     return Server(make_app(service, token), host, port)

@@ -30,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from podium.errors import PodiumError
+from podium.rollout.engines.stops import before_stop
 from podium.rollout.service.concurrency import in_turns
 from podium.rollout.service.constraints import write_masks
 from podium.rollout.service.dialects import Dialect, Usage, Writer, stream_events
@@ -39,7 +40,6 @@ from podium.rollout.service.metrics import App, Metrics
 from podium.rollout.service.pieces import Answer, Delta, Progress
 from podium.rollout.service.routes import PATHS, find_dialect, make_routes
 from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.stops import before_stop
 from podium.rollout.service.wire import (
     WISHES,
     ChatRequest,
@@ -198,7 +198,7 @@ class _Api:
         questions = await in_turns(
             replace(
                 self.service.ask(ids, asked_for, asked_for.max_tokens, stop=asked_for.stop_token_ids),
-                stops=asked_for.stops,
+                stops=(*asked_for.stops, *self.service.stops),
                 caller=caller,
             )
             for ids in self._prompts(asked_for.prompt)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
+from podium.rollout.engines.stops import before_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.service.answer_forms import conversation_grammar
 from podium.rollout.service.concurrency import Caller, merge_streams
@@ -27,7 +28,7 @@ from podium.rollout.service.histories import Departure, rename_results, tools_ke
 from podium.rollout.service.pieces import Answer, Delta, Progress
 from podium.rollout.service.session_store import SessionStore
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session
-from podium.rollout.service.stops import BEGUN, UNCERTAIN, before_stop, ends_now, hold_back, up_to_stop
+from podium.rollout.service.stops import BEGUN, UNCERTAIN, hold_back, up_to_stop
 from podium.rollout.service.structured import AnswerGrammar, compile_grammars, text_grammar
 from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, TokenizeRequest
@@ -101,6 +102,7 @@ class Service:
         model: The name of the model for clients.
         context: The most tokens of a prompt and its completion.
         stop_token_ids: The tokens that end an answer.
+        stops: Texts that end every answer, beside those of a request.
         most_tokens: Requests that would exceed this number of tokens in flight are refused with status 429.
         rules: How training draws. Temperature, top-p and top-k of requests are replaced by these, because a step trains
             on one distribution, and ``max_new_tokens`` limits an answer. Requests must then belong to an open session,
@@ -124,10 +126,11 @@ class Service:
         stop_token_ids: Sequence[int],
         most_tokens: int,
         rules: SamplingParams | None = None,
+        stops: Sequence[str] = (),
     ) -> None:
         self.source, self.form, self.model, self.context, self.rules = source, form, model, context, rules
         self._tokenizer = tokenizer
-        self.stop_token_ids = tuple(stop_token_ids)
+        self.stop_token_ids, self.stops = tuple(stop_token_ids), tuple(stops)
         self.most_tokens = most_tokens
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self.sessions = SessionStore(_MOST_BYTES if rules is None else None, form)
@@ -290,7 +293,7 @@ class Service:
             special=not request.skip_special_tokens,
             continues=continues,
             departure=departure,
-            stops=request.stops,
+            stops=(*request.stops, *self.stops),
         )
 
     def options_of(self, request: ChatRequest, *, hints: bool = False) -> dict[str, Any]:
@@ -381,6 +384,7 @@ class Service:
         self.overruled["seed"] += sampling.seed is not None  # completions of one prompt are to differ
         for name, value in (sampling.model_extra or {}).items():
             self.overruled[name] += name in WISHES and value not in WISHES[name]
+        rules = replace(rules, stop=()) if isinstance(rules, RequestParams) else rules  # the service looks for texts
         return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
 
     async def score(self, ids: Sequence[int]) -> Scored:
@@ -545,7 +549,6 @@ class Service:
 
     def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
         reply = self.form.parse(asked.prompt, drawn.ids, asked.tools, special=asked.special)
-        stops = [(at, stop) for stop in asked.stops if (at := reply.content.find(stop)) >= 0]
         content = before_stop(reply.content, asked.stops)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}
         if reply.reasoning is not None:
@@ -560,7 +563,7 @@ class Service:
                 for call in reply.tool_calls
             ]
         reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
-        return Answer(message, reason, drawn, stop=min(stops)[1] if stops else None)
+        return Answer(message, reason, drawn, stop=find_stop(reply.content, asked.stops) or None)
 
     def _certain(self, asked: Asked, ids: Sequence[int]) -> Delta:
         """The beginning of content and reasoning that no later token changes."""

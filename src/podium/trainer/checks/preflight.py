@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields as dataclass_fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, check_functions
 from podium.algorithms.declarations import CLIPPING_LOSSES
@@ -29,7 +29,7 @@ from podium.rollout.engines import check_engine
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.outside import read_token
 from podium.rollout.environments.resolve import resolve_environment
-from podium.rollout.sampling import SamplingParams
+from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.records import check_run
@@ -441,8 +441,21 @@ def with_stop_tokens(
     """Return ``sampling`` with stop tokens, after :func:`check_vocabulary`. A note says so if no stop token is known.
 
     If the configuration names none, they are those of the tokenizer and of the model's generation_config.json, and the
-    token with which the chat template ends a turn.
+    token with which the chat template ends a turn. Texts become ``RequestParams.stop``; one that is a token of its own,
+    such as <|im_end|>, becomes that token.
     """
+    texts = [stop for stop in sampling.stop_token_ids if isinstance(stop, str)]
+    if texts:
+        untyped: Any = tokenizer  # transformers leaves these types open
+        added: dict[str, int] = untyped.get_added_vocab()
+        ids = [added.get(stop, stop) if isinstance(stop, str) else stop for stop in sampling.stop_token_ids]
+        numbers = tuple(stop for stop in ids if isinstance(stop, int))
+        values = {field.name: getattr(sampling, field.name) for field in dataclass_fields(sampling)}
+        values |= {
+            "stop_token_ids": numbers,
+            "stop": tuple(dict.fromkeys(stop for stop in ids if isinstance(stop, str))),
+        }
+        sampling = RequestParams(**values)
     if sampling.stop_token_ids:
         check_vocabulary(model, tokenizer, sampling.stop_token_ids)
         return sampling

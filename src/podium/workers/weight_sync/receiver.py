@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -311,6 +312,9 @@ class WeightReceiver(Worker):
         engine = make_engine(config, self._own_model(config, device) if shared is None else shared)
         if self._text_ids is not None:
             engine.restrict(*self._text_ids)
+        with contextlib.suppress(ConfigError):  # a model without a tokenizer draws ids alone
+            untyped: Any = self._tokenizer  # transformers leaves these types open
+            engine.decode = partial(untyped.decode, skip_special_tokens=True)
         if policy is not None:
             _read(policy, engine, 0)
         elif config.dtype == "float16":

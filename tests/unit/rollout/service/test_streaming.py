@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from podium.rollout.engines.stops import before_stop, ends_now
 from podium.rollout.service import service as service_module
 from podium.rollout.service.service import Answer, Delta, Service
 from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
+from podium.rollout.service.stops import up_to_stop
 from podium.rollout.service.wire import ChatRequest, CompletionRequest
 from tests.unit.rollout.service.scripted import LOOK, USER, scripted
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
