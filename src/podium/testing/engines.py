@@ -293,7 +293,11 @@ class EngineContract:
             except ConfigError:
                 assert params.filtered, "only top-k and top-p may be refused"
                 continue
-            stopped = engine.generate(prompts, replace(params, stop=TEXTS), seeds)
+            try:
+                stopped = engine.generate(prompts, replace(params, stop=TEXTS), seeds)
+            except ConfigError as error:
+                assert "texts" in str(error), "a refusal names what is refused"
+                return
             for seed, (completion, cut) in enumerate(zip(completions, stopped, strict=True)):
                 texts = [write_pairs(completion.token_ids[: count + 1].tolist()) for count in range(len(completion))]
                 ends = [count + 1 for count, text in enumerate(texts) if any(stop in text for stop in TEXTS)]
