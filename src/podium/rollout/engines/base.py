@@ -468,7 +468,7 @@ class Engine(ABC):
                 if watch.has_ended(event.token_ids) and request.constraint is None:  # whose masks come with the end
                     ended[event.id] = request
                 if request.stream and not was_over:
-                    passed.append(_shorten(event, watch.count_beyond() if watch.is_over else 0))
+                    passed.append(event.without_last(watch.count_beyond() if watch.is_over else 0))
             else:
                 passed.append(self._cut(event, request))
                 self._watches.pop(event.id, None)
@@ -596,10 +596,3 @@ class Engine(ABC):
 
     def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
         """Free the buffers kept between calls. The next request allocates them again."""
-
-
-def _shorten(event: Tokens, count: int) -> Tokens:
-    """Tokens without the last ``count``."""
-    if not count:
-        return event
-    return replace(event, token_ids=event.token_ids[:-count], logprobs=event.logprobs[:-count])

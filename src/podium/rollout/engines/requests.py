@@ -89,6 +89,11 @@ class Tokens:
     logprobs: list[float]
     version: int
 
+    def without_last(self, count: int) -> "Tokens":
+        """Return these tokens without the last ``count``."""
+        last = len(self.token_ids) - count
+        return Tokens(self.id, self.token_ids[:last], self.logprobs[:last], self.version)
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
