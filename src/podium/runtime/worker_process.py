@@ -250,13 +250,7 @@ class WorkerProcess:
 
     def _await(self, running: _Running, undone: Any) -> Any:
         coroutine = undone if inspect.iscoroutine(undone) else _wait_for_result(undone)
-        if self._loop is None:
-            runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            self._loop = runner.get_loop()
-            self._loop_ends = threading.Event()
-            work = partial(_run_loop, runner, self._loop_ends)
-            self._loop_thread = threading.Thread(target=work, name="podium-loop", daemon=True)
-            self._loop_thread.start()
+        loop = self._start_loop()
 
         async def watch() -> tuple[Any, BaseException | None]:
             running.task, running.coroutine = asyncio.current_task(), coroutine
@@ -271,7 +265,7 @@ class WorkerProcess:
             finally:
                 _leave_cores()
 
-        future = asyncio.run_coroutine_threadsafe(watch(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(watch(), loop)
         try:
             result, left = future.result()
         except BaseException as error:
@@ -283,6 +277,19 @@ class WorkerProcess:
         if left is not None:
             raise left
         return result
+
+    def _start_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop of all asynchronous endpoints, which a thread of its own runs from the first call on.
+        Calls that come side by side get the same loop."""
+        with self._making:
+            if self._loop is None:
+                runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+                self._loop_ends = threading.Event()
+                work = partial(_run_loop, runner, self._loop_ends)
+                self._loop_thread = threading.Thread(target=work, name="podium-loop", daemon=True)
+                self._loop = runner.get_loop()
+                self._loop_thread.start()
+            return self._loop
 
     # -- what the controller asks of the process itself ---------------------------------------------------------------
 

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,25 @@ def test_outcomes_carry_values_and_times(process: WorkerProcess) -> None:
     assert (outcome.status, outcome.value) == ("ok", 3)
     assert 0 < outcome.started_ns <= outcome.ended_ns
     assert run(process, "wait", seconds=0.0).value == "waited"
+
+
+def test_first_calls_that_come_side_by_side_share_an_event_loop(
+    process: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, made = threading.Barrier(2), list[asyncio.Runner]()
+
+    class SlowRunner(asyncio.Runner):
+        def __init__(self, **options: Any) -> None:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)  # until the other call makes a loop, too
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(asyncio, "Runner", SlowRunner)
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(lambda number: run(process, "wait", number, seconds=0.0), (1, 2)))
+    assert [outcome.value for outcome in outcomes] == ["waited", "waited"]
+    assert len(made) == 1
 
 
 def test_failures_tell_type_message_and_the_workers_own_frames(process: WorkerProcess) -> None:
