@@ -136,7 +136,7 @@ def test_an_environment_that_cannot_be_loaded_there_says_why(tmp_path: Path, mon
         processes.start()
 
 
-KEEPERS = ("close", "end_calls")  # for whoever keeps the session, and not for what lives it
+KEEPERS = ("close", "end_calls", "waited_s")  # for whoever keeps the session, and not for what lives it
 
 
 def test_clients_there_can_do_what_clients_can() -> None:
