@@ -133,14 +133,22 @@ def test_words_behind_the_file_win_and_decide(tmp_path: Path) -> None:
 
 
 def test_ppo_of_verl(tmp_path: Path) -> None:
-    config, text = convert_verl(tmp_path, "ppo")
+    config, _ = convert_verl(tmp_path, "ppo")
     assert (config.algorithm.advantage, config.algorithm.lam, config.algorithm.value_clip) == ("gae", 1.0, 0.5)
     assert (config.algorithm.kl_in, config.algorithm.kl_coef, config.sampling.n) == ("none", 0, 1)
     assert (config.critic.lr, config.critic.path) == (1e-5, "deepseek-ai/deepseek-llm-7b-chat")
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.2)
     assert (config.run.steps, config.run.epochs, config.optim.warmup_steps) == (100, None, 40)
     assert config.parallel.micro_batch_tokens == 16 * (512 + 1024)
-    assert "# - trainer.critic_warmup=5: the policy learns from the first step on" in text
+    assert config.algorithm.options["critic_warmup"] == 4
+
+
+def test_a_setting_that_belongs_to_another_choice_is_listed(tmp_path: Path) -> None:
+    """Of a loss that the run does not take, here; a warm-up of a critic that it does not have."""
+    unused = ("actor_rollout_ref.actor.policy_loss.dro_beta=0.3", "trainer.critic_warmup=7")
+    _, text = convert_verl(tmp_path, "rloo", *unused)
+    assert "# - actor_rollout_ref.actor.policy_loss.dro_beta=0.3: " in text
+    assert "# - trainer.critic_warmup=7: " in text
 
 
 def test_rloo_of_verl(tmp_path: Path) -> None:

@@ -35,9 +35,11 @@ class Conversion:
         self.values: dict[str, Any] = {}
         self.notes: dict[str, str] = {}
         self.lost: list[str] = []
+        self._read: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a setting: the file's, or the default of the project, or ``default``."""
+        self._read.add(name)
         if name in self.settings.values:
             return self.settings.values[name]
         answer = self.table.answers.get(name)
@@ -99,6 +101,17 @@ class Conversion:
         if self.is_set(name) or not _equal(value, self.defaults.get(key)):
             self.set(key, value, translation.remark if translation and self.is_set(name) else "")
 
+    def _list_unread(self) -> None:
+        """List the settings of the file that no function has read, because they belong to a choice, such as a loss,
+        that the run does not make."""
+        for name in self.settings.values:
+            answer = self.table.find(name)
+            if answer is None or answer.group in ("", "same") or name in self._read or self._is_off(name):
+                continue
+            if not any(line.startswith(f"{name}=") for line in self.lost):
+                remark = f", {answer.remark}" if answer.remark else ""
+                self.lose(name, f"it is {answer.key}{remark}; this run makes no use of it")
+
     def _is_off(self, name: str) -> bool:
         """Whether a setting without a counterpart has a value that means off: nothing, zero, or one of something."""
         value = self.settings.values[name]
@@ -114,6 +127,7 @@ class Conversion:
         """
         if "model.path" not in self.values:
             self.set("model.path", "MODEL", "The file names no model: write its directory or its name on the hub here.")
+        self._list_unread()
         lines = [*(f"# {line}" for line in header), ""]
         lines += self._write_sections(_nest(self.values), "", "")
         if self.lost:

@@ -145,6 +145,8 @@ def _convert_objective(c: Conversion) -> None:
     for name, answer in c.table.answers.items():
         if answer.group == loss and answer.key.startswith("algorithm.options.") and c.get(name) is not None:
             c.set(answer.key, c.get(name))
+    if c.recipe == "ppo" and (warmup := c.get("trainer.critic_warmup")) > 1:
+        c.set("algorithm.options.critic_warmup", warmup - 1, "verl's is the first step in which the policy learns.")
     if loss == "gspo":
         c.set("algorithm.aggregation", "sequence-mean", "verl's gspo takes it whatever loss_agg_mode says.")
     if c.get("algorithm.adv_estimator") in _NORMALIZED:
