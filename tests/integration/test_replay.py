@@ -82,7 +82,10 @@ def test_another_loss_trains_what_was_recorded(tmp_path: Path, recorded: Path, c
         (["--run.steps", "4"], r"run\.steps = 4, and .* has not recorded step 4.*set run\.steps to 3"),
         (["--sampling.temperature", "0.5"], r"cannot change how that was made:\s+sampling\.temperature = 0\.5, and"),
         (["--reward.name", "exact"], r"cannot change how that was made:\s+reward\.name = 'exact'"),
-        (["--algorithm.advantage", "remax"], r"the reward of a greedy completion, which it reads, is not recorded"),
+        (
+            ["--algorithm.advantage", "remax"],
+            r"a\s+greedy\s+completion:\s+none\s+is\s+recorded",
+        ),
         (["--eval.items", "4"], r"eval\.items = 4 with engine\.name = 'replay', which has no generator"),
         (["--engine.options", "{run: nowhere}"], r"nowhere"),
         (

@@ -51,6 +51,19 @@ class Link:
         return json.loads(data)
 
 
+def _describe(error: BaseException) -> str:
+    """Return the class of an exception, and its text."""
+    return f"{type(error).__name__}: {_read_text(error)}"
+
+
+def _read_text(error: BaseException) -> str:
+    """Return the first 500 characters of an exception's text, whatever the ``__str__`` of its class does."""
+    try:
+        return str(error)[:500]
+    except Exception:  # noqa: BLE001 - the solution's own code
+        return "its text cannot be read"
+
+
 def write_value(value: Any, objects: list[Any] | None = None) -> Any:
     """Write a value as JSON with its type. What is no plain data is kept in ``objects``, and travels as its number.
 
@@ -157,7 +170,7 @@ def solve(code: str, fd: int) -> None:
     try:
         exec(compile(code, "solution.py", "exec"), space)
     except Exception as error:  # noqa: BLE001 - whatever the solution raises
-        link.send({"failed": f"{type(error).__name__}: {error}"[:500]})
+        link.send({"failed": _describe(error)})
         return
     names = [name for name in space if not name.startswith("__")]
     objects += [space[name] for name in names]
@@ -185,7 +198,7 @@ def solve(code: str, fd: int) -> None:
                     value = str(target)
             answer = {"value": write_value(value, objects)}
         except Exception as error:  # noqa: BLE001 - whatever the solution raises
-            answer = {"raised": type(error).__name__, "text": str(error)[:500]}
+            answer = {"raised": type(error).__name__, "text": _read_text(error)}
         link.send(answer)
 
 
@@ -210,7 +223,7 @@ def test(tests: list[str], entry: str, fd: int) -> dict[str, Any]:
                 check(_find_entry(remote, entry))
             passed += 1
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a test raises, it has failed
-            problem = problem or f"{type(error).__name__}: {error}"[:500] or text[:500]
+            problem = problem or _describe(error)
             if isinstance(error, EOFError):
                 break
     return {"passed": passed, "problem": problem}
@@ -266,7 +279,7 @@ def _run_script(code: str) -> None:
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:  # noqa: BLE001 - whatever the solution raises
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{_describe(error)}\n")
         status = 1
     with contextlib.suppress(Exception):
         sys.stdout.flush()

@@ -126,6 +126,14 @@ def test_a_loop_of_the_tests_is_not_ended_by_the_solution() -> None:
     assert run(code, {"tests": ["assert all(map(is_even, [2, 4]))"]})["score"] == 0.0
 
 
+def test_an_exception_without_a_text_is_one_failed_test() -> None:
+    code = "class Odd(Exception):\n    def __str__(self): raise self\n"
+    code += "def double(x):\n    if x < 2: raise Odd\n    return 2 * x"
+    row = {"tests": ["assert double(1) == 2", "assert double(2) == 4"]}
+    assert run(code, row)["score"] == 0.5
+    assert run(code.replace("def double(x):", "raise Odd\ndef double(x):"), row)["score"] == 0.0
+
+
 def test_a_script_that_writes_verdicts_fails() -> None:
     code = 'import os\nprint(2)\nfor fd in range(3, 64):\n    try: os.write(fd, b\'{"status": 0, "output": "6"}\\n\')\n'
     code += "    except OSError: pass"

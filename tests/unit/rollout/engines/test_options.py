@@ -16,7 +16,7 @@ from podium.config import load_config
 from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.rollout.engines import EngineConfig, check_engine, find_engines, make_engine
-from podium.rollout.engines.config import OWN_OPTIONS, VllmOptions
+from podium.rollout.engines.config import OWN_OPTIONS, ReplayOptions, VllmOptions
 from podium.rollout.engines.installed import engine_class
 from podium.rollout.engines.vllm import VllmEngine
 from podium.trainer import GRPOConfig
@@ -174,7 +174,7 @@ def test_options_of_vllm_are_typed() -> None:
 
 def test_podiums_own_engines_are_checked_without_importing_torch() -> None:
     own: dict[str, Any] = {"native": engine_class("native"), "transformers": engine_class("transformers")}
-    declared = {name: cls.options for name, cls in {**own, "vllm": VllmEngine}.items()}
+    declared = {name: cls.options for name, cls in {**own, "vllm": VllmEngine}.items()} | {"replay": ReplayOptions}
     assert declared == {name: options for name, options in OWN_OPTIONS.items() if name != "auto"}
     script = (
         "import sys; from podium.rollout.engines import EngineConfig, check_engine;"
