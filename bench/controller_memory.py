@@ -68,7 +68,7 @@ class Idle(Policy):
     """Learns nothing; reads all it is sent."""
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns=Policy.logprobs.spec.returns)
-    def logprobs(self, batch: Batch, entropy: bool = False) -> Batch:
+    def logprobs(self, batch: Batch, entropy: bool = False, squares: bool = False) -> Batch:
         columns = (fields.OLD_LOGPROBS, fields.ENTROPY)
         return Batch(dict.fromkeys(columns, _logprobs(batch)), batch.meta)
 

@@ -39,9 +39,9 @@ class Recording(PPOTrainer):
 
     rows: list[Batch]
 
-    def update(self, batch: Batch, step: int, meanwhile: Callable[[], None] | None = None) -> list[Mapping[str, float]]:
+    def update(self, batch: Batch, step: int, *others: Any, **named: Any) -> list[Mapping[str, float]]:
         self.rows = [*getattr(self, "rows", []), batch.select(*KEPT).fetch()]
-        return super().update(batch, step, meanwhile)
+        return super().update(batch, step, *others, **named)
 
 
 def by_letters(completion: str, row: Mapping[str, Any]) -> float:

@@ -376,7 +376,7 @@ def test_completions_that_were_cut_off_are_bootstrapped(tmp_path: Path) -> None:
 
 class Failing(Policy):
     @endpoint(dispatch=shard(args=("batch",)), collect=concat())
-    def logprobs(self, batch: Batch, entropy: bool = False) -> Batch:
+    def logprobs(self, batch: Batch, entropy: bool = False, squares: bool = False) -> Batch:
         raise ValueError("out of luck")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,12 @@ class Watched(PPOTrainer):
 
     held = 0
 
-    def update(self, batch: Batch, step: int, meanwhile: Callable[[], None] | None = None) -> list[Mapping[str, float]]:
+    def update(self, batch: Batch, step: int, *others: Any, **named: Any) -> list[Mapping[str, float]]:
         for name in batch:
             column = batch[name]
             self.held += column.nbytes if isinstance(column, Tensor) else 0
             self.held += column.data.nbytes if isinstance(column, Jagged) and isinstance(column.data, Tensor) else 0
-        return super().update(batch, step, meanwhile)
+        return super().update(batch, step, *others, **named)
 
 
 @pytest.mark.parametrize("recipe", [{"kl_in": "reward", "kl_coef": 0.1, "epochs": 2, "minibatches": 2}, {}])

@@ -105,14 +105,14 @@ def test_first_calls_that_come_side_by_side_share_an_event_loop(
 ) -> None:
     both, made = threading.Barrier(2), list[asyncio.Runner]()
 
-    class SlowRunner(asyncio.Runner):
-        def __init__(self, **options: Any) -> None:
-            with suppress(threading.BrokenBarrierError):
-                both.wait(0.5)  # until the other call makes a loop, too
-            super().__init__(**options)
-            made.append(self)
+    def make_slowly(**options: Any) -> asyncio.Runner:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # until the other call makes a loop, too
+        made.append(make(**options))
+        return made[-1]
 
-    monkeypatch.setattr(asyncio, "Runner", SlowRunner)
+    make = asyncio.Runner
+    monkeypatch.setattr(asyncio, "Runner", make_slowly)
     with ThreadPoolExecutor(2) as pool:
         outcomes = list(pool.map(lambda number: run(process, "wait", number, seconds=0.0), (1, 2)))
     assert [outcome.value for outcome in outcomes] == ["waited", "waited"]
