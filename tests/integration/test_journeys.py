@@ -172,7 +172,7 @@ def serve_and_ask(folder: Path, said: str) -> None:
                 assert chunk.choices[0].logprobs.content[0].token.strip() in text
         tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
         status, body = serving.ask("/v1/chat/completions", {**asked, "tools": [tool]})
-        assert (status, "the chat template writes none" in body) == (400, True), body
+        assert (status, "the chat template does not write them" in body) == (400, True), body
         assert ask(serving.url, **asked).choices[0].finish_reason in ("stop", "length"), "without a limit, too"
     finally:
         serving.child.send_signal(signal.SIGINT)
