@@ -47,8 +47,8 @@ async def work(first: int, count: int, turns: int) -> None:
         cpu_s = time.process_time() - began
         over.set()
         rows = [row for episode in await living for one in episode.trajectories for row in one.session.rows]
-    whole = sum(len(row.turns) == turns and sum(row.sampled) == turns * ANSWER for row in rows)
-    write_line({"cpu_s": cpu_s, "whole": whole})
+    complete = sum(len(row.turns) == turns and sum(row.sampled) == turns * ANSWER for row in rows)
+    write_line({"cpu_s": cpu_s, "whole": complete})
     await asyncio.to_thread(gateway.close)
 
 

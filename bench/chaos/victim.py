@@ -76,9 +76,9 @@ class Victim:
     def start(self, steps: int = ENDLESS) -> None:
         """Start the run, or go on with it from its latest checkpoint."""
         config = configuration(self.folder, self.name, self.schedule, steps, sessions=self._sessions)
-        given = (config, str(self.home), str(self.temporary), self.backend, self._options, self._warm)
+        arguments = (config, str(self.home), str(self.temporary), self.backend, self._options, self._warm)
         self.temporary.mkdir(exist_ok=True)
-        self._controller = self._context.Process(target=train, args=given)
+        self._controller = self._context.Process(target=train, args=arguments)
         self._controller.start()
         self.started += 1
 

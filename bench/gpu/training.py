@@ -94,10 +94,10 @@ def beside_trl(stage: Stage, size: str = "100m") -> None:
 def _trl(stage: Stage, load: StepLoad, peer: PeerClient, podium_s: float) -> None:
     peer.call("open", load={**load.as_arguments(), "cuda": stage.on_gpu}, threads=None, gradient_checkpointing=False)
     peer.call("steps", count=WARMUPS)
-    told = peer.call("steps", count=1 if stage.dry else STEPS - WARMUPS)
-    seconds = statistics.median(told["step_s"])
+    times = peer.call("steps", count=1 if stage.dry else STEPS - WARMUPS)
+    seconds = statistics.median(times["step_s"])
     stage.figure("trl_step", seconds, "s")
-    stage.figure("trl_generate", statistics.median(told["generate_s"]), "s")
+    stage.figure("trl_generate", statistics.median(times["generate_s"]), "s")
     stage.figure("times_trl", seconds / podium_s, "times TRL's speed")
 
 

@@ -211,9 +211,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if not self._declared.needs_greedy:
             return scored
         with self.clock.stage("baseline", step, "collect"), self.at_work(step, *self._generators_here):
-            asked = self._prompt_batch(prompts[self._drawn.get(step, 0) :], step)
-            asked = asked.with_columns({fields.SEED: asked.dense(fields.SEED)[:, :1]})
-            batch = self.drawing.generate(asked, be_greedy(self.run.data.sampling))
+            joined = self._prompt_batch(prompts[self._drawn.get(step, 0) :], step)
+            joined = joined.with_columns({fields.SEED: joined.dense(fields.SEED)[:, :1]})
+            batch = self.drawing.generate(joined, be_greedy(self.run.data.sampling))
             greedy = self._select_ungraded(batch, prompts, step)
             greedy = greedy.graded(self.run.grader, reward_model=self.run.roles.reward)
         scored, missing = add_baselines(scored, greedy, self.run.roles.policy.group.world_size)

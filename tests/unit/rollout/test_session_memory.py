@@ -43,7 +43,7 @@ def make_engine(tokens: int) -> NativeEngine:
 
 def live_sessions(engine: NativeEngine, sessions: int, **limits: Any) -> tuple[list[Episode], int]:
     """Live sessions of which each has ``TURNS`` turns. Return them, and the number of tokens that were new to the
-    engine: what sessions added, and the last token of each answer, which drawing does not feed."""
+    engine. These are all that sessions added, and the last token of each answer, which decoding does not read."""
     tokenizer, chance = make_tokenizer(), random.Random(0)
     form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
     rules = SamplingParams(max_new_tokens=DRAWN)

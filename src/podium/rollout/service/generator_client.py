@@ -152,9 +152,9 @@ class RemoteTokens:
                 generator.in_flight -= size
             until_s += time.monotonic() - asked_s
             if answer.status_code == httpx2.codes.OK:
-                drawn = self._sample(answer.json(), params)
-                self.admission.note(session, len(prompt) + len(drawn.ids))
-                yield drawn
+                sample = self._sample(answer.json(), params)
+                self.admission.note(session, len(prompt) + len(sample.ids))
+                yield sample
                 return
             reason = _reason(answer)
             if answer.status_code == httpx2.codes.TOO_MANY_REQUESTS:

@@ -485,9 +485,8 @@ class Lanes:
 
     def forget_sessions(self, names: Collection[str]) -> None:
         """Let what these sessions left in lanes and pages be the first to go."""
-        for lane in (self._records["used"] > 0).nonzero()[0]:
-            if self._records["request"][lane].session in names:
-                self._records["used"][lane] = 0
+        requests, lanes = self._records["request"], (self._records["used"] > 0).nonzero()[0]
+        self._records["used"][[lane for lane in lanes if requests[lane].session in names]] = 0
         for name in names:
             self.memory.forget_session(name)
 
