@@ -96,11 +96,14 @@ def interference(
         if longest < _SHORTEST:
             return f"the model has {longest} positions"
     rows = _rows(inner.get_input_embeddings().weight.shape[0], lengths, prompts, share=share).to(device)
-    training = model.training
+    training, threads = model.training, torch.get_num_threads()
     model.eval()
+    # So few tokens give several threads little to do, and on a busy machine these spin while they wait for one another.
+    torch.set_num_threads(1)
     try:
         with torch.enable_grad(), autocast(device, precision):
-            alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(rows))]
+            with torch.no_grad():
+                alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(rows))]
             if not all(bool(states.isfinite().all()) for states in alone):
                 raise ConfigError(f"{type(inner).__name__} computes NaN or infinity for usual text{_not_finite(inner)}")
             try:
@@ -110,6 +113,7 @@ def interference(
             except Exception as error:  # noqa: BLE001 - whatever an architecture raises, rows cannot share a pass
                 return " ".join(describe_error(error).split())
     finally:
+        torch.set_num_threads(threads)
         model.train(training)
     if not bool((foreign == 0).all()):  # NaN is no zero
         return "what it computes for one row depends on the other row or on padding"
@@ -137,7 +141,10 @@ def _rows(vocabulary: int, lengths: Sequence[int], prompts: Sequence[int], *, sh
 
 
 def _pass(model: nn.Module, rows: Batch, *, packed: bool = False, share: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the hidden states ``[K, H]`` of all rows, and the gradient of the last row's at the inputs of others."""
+    """Return the hidden states ``[K, H]`` of all rows, and the gradient of the last row's at the inputs of others.
+
+    Where gradients are off, the gradient is empty.
+    """
     (micro,) = cut(rows, 10**9, packed=packed, share=share)
     inner: Any = plain_model(model)
     inputs: list[Tensor] = []
@@ -152,6 +159,8 @@ def _pass(model: nn.Module, rows: Batch, *, packed: bool = False, share: bool = 
         inner.get_output_embeddings().register_forward_hook(lambda module, args, output: hidden.append(args[0][0])),
     ):
         logits = run_model(model, micro).logits
+    if not torch.is_grad_enabled():
+        return hidden[0], hidden[0].new_zeros(0)
     last_row = slice(*micro.offsets[-2:].tolist())
     directions = torch.arange(hidden[0][last_row].numel(), device=hidden[0].device).cos().view_as(hidden[0][last_row])
     # FSDP2 gathers the parameters of the backward pass when the gradient reaches what the whole model returned.
