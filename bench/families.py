@@ -29,10 +29,10 @@ from podium.errors import ConfigError, EndpointError, PodiumError
 from podium.models import LoraConfig, ModelConfig, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
-from podium.testing.engines import compute_trained_logprobs
 from podium.trainer import PRELOAD
 from podium.training import OptimConfig, ParallelConfig
 from podium.workers import Policy
+from podium_testing.engines import compute_trained_logprobs
 from tests.unit.training import families
 from tests.unit.workers.tiny import oracle_logprobs, recorded
 

@@ -1,6 +1,6 @@
 """A generation engine of your own in one file: a forward pass over the whole sequence for each token, without a cache.
 
-It is slow and short. An engine that keeps the contract of `podium.testing.engines` serves any run
+It is slow and short. An engine that keeps the contract of `podium_testing.engines` serves any run
 of Podium by its name.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from podium.testing import target
+from podium_testing import target
 
 __all__ = ["LONG_S", "all_end", "wait_until"]
 

@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = place_of(options)
     limit_s = options.limit_s or (DRY_LIMIT_S if options.dry else LIMIT_S)
     with wheels(options.wheels) as site:
-        paths = [str(ROOT / "src"), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
+        sources = [ROOT / "src", *sorted(ROOT.glob("plugins/*/src"))]
+        paths = [*map(str, sources), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if options.dry:
             environment["OMP_NUM_THREADS"] = "1"  # tiny shapes; threads of several processes would wait for one another

@@ -42,7 +42,7 @@ PAGES = (
     Page("backend.md", "Contract of backends", ("podium.runtime.backend", "podium.runtime.messages")),
     Page("telemetry.md", "Telemetry", ("podium.telemetry", "podium.telemetry.events", "podium.telemetry.sinks")),
     Page("errors.md", "Errors", ("podium.errors",)),
-    Page("testing.md", "Contract suites", ("podium.testing",)),
+    Page("testing.md", "Contract suites", ("podium_testing",)),
 )
 
 

@@ -36,8 +36,8 @@ SUITE: Final = """
 import json
 import os
 import pytest
-from podium.testing import BackendContract, Target
-from podium.testing import ends, processes
+from podium_testing import BackendContract, Target
+from podium_testing import ends, processes
 from tests.contract.everyday import NIGHTLY
 from tests.contract.mutants import MUTANTS
 
@@ -49,7 +49,7 @@ processes.GONE_S = 10.0
 def target(request):
     mutant = ASKED[request.param]  # one that hangs is found by the limit, and the others by what they do
     TestMutants.limit_s = 240.0 if not mutant or MUTANTS[mutant].test in NIGHTLY else 40.0
-    return Target(request.param, preload=("podium.testing.workers", "torch"))
+    return Target(request.param, preload=("podium_testing.workers", "torch"))
 
 class TestMutants(BackendContract):
     pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from podium.runtime import backends
-from podium.testing import BackendContract, Target
+from podium_testing import BackendContract, Target
 from tests.contract.broken_backend import FAULTS
 from tests.contract.conftest import PARAMETERS
 from tests.contract.everyday import KINDS, NIGHTLY, is_exhaustive

@@ -23,11 +23,11 @@ import os
 
 import podium
 import pytest
-from podium.testing import BackendContract, Target, processes, scripts
+from podium_testing import BackendContract, Target, processes, scripts
 from podium.runtime.calls import ProcessCalls
 from tests.contract.broken_backend import FAULTS, HANGS, PATIENCE_S, STAYS
 
-LOADED = ("podium.testing.workers", "torch")
+LOADED = ("podium_testing.workers", "torch")
 ASKED = json.loads(os.environ["PODIUM_FAULTS"])
 kill = ProcessCalls.kill
 

@@ -17,7 +17,7 @@ from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Reques
 from podium.rollout.engines.native import NativeEngine
 from podium.rollout.engines.requests import RequestId
 from podium.rollout.sampling import Completion, SamplingParams
-from podium.testing.engines import EngineContract, EngineTarget, tiny_model
+from podium_testing.engines import EngineContract, EngineTarget, tiny_model
 
 WITH_VLLM = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # its build for CPUs warns of what it lacks
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
@@ -220,6 +220,6 @@ def test_a_broken_engine_fails(engine: type[Broken], monkeypatch: pytest.MonkeyP
     check = getattr(EngineContract(), BROKEN[engine])
     check(EngineTarget(Broken))
     if engine is Deaf:
-        monkeypatch.setattr("podium.testing.engines.BLOCKED_S", 0.5)
+        monkeypatch.setattr("podium_testing.engines.BLOCKED_S", 0.5)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check(EngineTarget(engine))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from podium.testing import BackendContract
-from podium.testing.loads import MOST_BYTES, available_bytes
+from podium_testing import BackendContract
+from podium_testing.loads import MOST_BYTES, available_bytes
 from tests.contract.broken_backend import FAULTS
 from tests.contract.everyday import NIGHTLY
 from tests.contract.mutants import MUTANTS

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from podium.processes import children_of
-from podium.testing.target import alive, all_gone, wait_for
+from podium_testing.target import alive, all_gone, wait_for
 from tests.warm_python import NewPopen, WarmPopen
 
 __all__ = ["alive", "all_gone", "descriptors", "listeners_of", "opened_by_others", "parent_of", "run_script"]

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "backend_plugin"
 SUITE = """
 import pytest
-from podium.testing import BackendContract, Target
+from podium_testing import BackendContract, Target
 
-@pytest.fixture(scope="module", params=[Target("streams", preload=("podium.testing.workers", "torch"))], ids=str)
+@pytest.fixture(scope="module", params=[Target("streams", preload=("podium_testing.workers", "torch"))], ids=str)
 def target(request):
     return request.param
 

@@ -105,7 +105,7 @@ def test_a_fork_of_the_script_harms_nothing_and_is_told_what_to_do(tmp_path: Pat
         tmp_path,
         """
 import os, sys, podium, podium.errors
-from podium.testing.workers import Sleeper
+from podium_testing.workers import Sleeper
 with podium.connect("local", preload=[]) as cluster:
     sleeper = cluster.start(Sleeper.bind(), start_timeout_s=float("inf"))
     call = sleeper.double.submit(1)

@@ -14,7 +14,7 @@ import pytest
 import podium
 from podium import Cluster, Handle
 from podium.errors import EndpointError, SerializationError, StoreFullError, WorkerDied, WorkerStartError
-from podium.testing.workers import Stash
+from podium_testing.workers import Stash
 from tests.integration.processes import alive
 from tests.integration.ray_workers import Busy, add_rank, make_zeros, total
 from tests.waits import all_end, wait_until

@@ -11,7 +11,7 @@ import pytest
 import podium
 from podium import Cluster, ResourcePool, Worker
 from podium.errors import EndpointError, RefLostError, WorkerDied, WorkerStartError
-from podium.testing.workers import Stash
+from podium_testing.workers import Stash
 from tests.integration.ray_workers import Busy, devices_of, place_of
 
 if TYPE_CHECKING:

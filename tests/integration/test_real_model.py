@@ -27,10 +27,10 @@ from podium.rollout.tasks.encode import encode_pairs, encode_prompts, end_of_tur
 from podium.rollout.tasks.examples import Example
 from podium.runtime import Cluster
 from podium.telemetry import StepFinished, subscribe
-from podium.testing.engines import compute_trained_logprobs
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer, build_config
 from podium.training import OptimConfig, ParallelConfig
 from podium.workers import Generator, Policy, StreamedSync
+from podium_testing.engines import compute_trained_logprobs
 from tests.integration.test_serve_cli import serving
 from tests.integration.test_serve_lm_eval import check_scores
 from tests.integration.test_workers_ranks import started

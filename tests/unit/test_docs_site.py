@@ -79,7 +79,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("zensical")
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(DOCS, folder / "docs")  # zensical writes beside the file that a link leads to
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for source in ("src", "plugins/podium-testing/src"):
+        shutil.copytree(ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "zensical.toml", folder)
     done = subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--strict"],

@@ -41,7 +41,7 @@ def test_importing_the_packages_imports_nothing_heavy() -> None:
 
 
 def test_what_the_contract_suite_sends_to_processes_imports_neither_torch_nor_pytest() -> None:
-    script = "import sys, podium.testing.shipped; print([name for name in ('torch', 'pytest') if name in sys.modules])"
+    script = "import sys, podium_testing.shipped; print([name for name in ('torch', 'pytest') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -52,7 +52,7 @@ def test_all_but_the_smoke_test_are_left_out_aloud(tmp_path: Path, processes: tu
     said = run(tmp_path, *processes)
     assert "4 passed" in said
     assert "5 tests with Ray were left out" in said
-    assert "src/podium/backends/ray, src/podium/runtime, src/podium/data, src/podium/testing" in said
+    assert "src/podium/backends/ray, src/podium/runtime, src/podium/data, plugins/podium-testing/src" in said
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_smoke_test_that_is_gone_is_an_error(tmp_path: Path) -> None:
         ("src/podium/backends/process.py", "src/podium/backends/*.py"),
         ("src/podium/runtime/calls/call.py", "src/podium/runtime"),
         ("src/podium/data/new.py", "src/podium/data"),
-        ("src/podium/testing/ends.py", "src/podium/testing"),
+        ("plugins/podium-testing/src/podium_testing/ends.py", "plugins/podium-testing/src"),
         ("tests/contract/test_x.py", "tests with Ray"),
         ("tests/integration/ray_workers.py", "tests with Ray"),
         ("tests/integration/test_x.py", "tests with Ray"),

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from podium.testing import BackendContract, Target
+from podium_testing import BackendContract, Target
 
 if importlib.util.find_spec("monarch") is None:
     pytest.skip("torchmonarch is not installed here: make test-monarch", allow_module_level=True)

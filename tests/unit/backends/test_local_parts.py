@@ -19,7 +19,7 @@ from podium.backends.local import LocalBackend
 from podium.backends.local.backend import WorkerServer
 from podium.backends.local.shared_memory import Lease, SegmentPool
 from podium.errors import ConfigError, WorkerDied
-from podium.testing.workers import Counter, Stash
+from podium_testing.workers import Counter, Stash
 from tests.waits import LONG_S, wait_until
 
 

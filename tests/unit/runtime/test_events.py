@@ -15,7 +15,7 @@ from podium.errors import EndpointError
 from podium.runtime import Worker
 from podium.telemetry import progress
 from podium.telemetry.progress import Counting
-from podium.testing.workers import Probe, Sleeper
+from podium_testing.workers import Probe, Sleeper
 
 
 @pytest.fixture

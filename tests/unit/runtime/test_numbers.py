@@ -10,7 +10,7 @@ import pytest
 import podium
 from podium.errors import CallCancelled
 from podium.runtime.messages import Reply, Request
-from podium.testing.workers import Sleeper
+from podium_testing.workers import Sleeper
 from tests.waits import LONG_S
 
 

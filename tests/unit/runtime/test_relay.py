@@ -14,7 +14,7 @@ from podium.errors import CallCancelled, DeadlineExceeded, SerializationError
 from podium.runtime import Call, Reply
 from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Relay, Wanted, reachable
 from podium.runtime.messages import Failure
-from podium.testing.workers import Counter
+from podium_testing.workers import Counter
 from tests.waits import LONG_S
 
 

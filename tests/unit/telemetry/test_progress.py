@@ -26,7 +26,7 @@ from podium.telemetry.bus import AS_EVENT
 from podium.telemetry.events import Count
 from podium.telemetry.progress import TOKENS, Counting, describe_counts, read_counts
 from podium.telemetry.sinks import ConsoleSink
-from podium.testing.workers import Sleeper
+from podium_testing.workers import Sleeper
 from tests.unit.telemetry.test_console import drawn, on_file, on_terminal
 from tests.waits import wait_until
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from podium.rollout.sampling import Completion
-from podium.testing.engines import VOCABULARY, compute_trained_logprobs
+from podium_testing.engines import VOCABULARY, compute_trained_logprobs
 
 __all__ = ["VOCABULARY", "MakeModel", "compute_trained_logprobs", "same"]
 

@@ -16,7 +16,9 @@ from podium.errors import ConfigError, DataError, GenerationError
 from podium.rollout.engines import EngineConfig, Failed, Request, make_engine
 from podium.rollout.engines.constraints import Constraint
 from podium.rollout.sampling import Completion, RequestParams, SamplingParams
-from podium.testing.engines import (
+from podium.training.micro_batches import cut
+from podium.training.scoring import score_tokens
+from podium_testing.engines import (
     VOCABULARY,
     completion_of,
     compute_trained_logprobs,
@@ -25,8 +27,6 @@ from podium.testing.engines import (
     request,
     tiny_model,
 )
-from podium.training.micro_batches import cut
-from podium.training.scoring import score_tokens
 
 ENGINES = ("native", "transformers")
 STOP = 3

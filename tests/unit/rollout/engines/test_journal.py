@@ -12,7 +12,7 @@ import pytest
 from podium.rollout.engines import EngineConfig, Event, journal as journals, make_engine
 from podium.rollout.engines.journal import Drawn, Journal, read_journal, read_journals
 from podium.rollout.sampling import SamplingParams
-from podium.testing.engines import cut
+from podium_testing.engines import cut
 
 from .conftest import MakeModel
 

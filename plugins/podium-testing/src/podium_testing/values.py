@@ -16,8 +16,8 @@ from torch import Tensor
 from podium.data import Batch, Jagged, fields
 from podium.errors import EndpointError, SerializationError
 from podium.runtime import Handle
-from podium.testing.target import refuses, started
-from podium.testing.workers import Probe
+from podium_testing.target import refuses, started
+from podium_testing.workers import Probe
 
 __all__ = ["ValueContract"]
 

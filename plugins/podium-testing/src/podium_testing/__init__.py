@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.testing.contract import BackendContract as BackendContract
-    from podium.testing.target import Target as Target, need as need
+    from podium_testing.contract import BackendContract as BackendContract
+    from podium_testing.target import Target as Target, need as need
 else:  # the processes of the suite's workers need neither the tests nor what these import
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -14,8 +14,8 @@ import pytest
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
 from podium.runtime import Cluster, Handle, Worker, endpoint, first, per_rank, wait
-from podium.testing.target import LIMIT_S, need, refuses, started, wait_for
-from podium.testing.workers import Counter, Keeper, Probe, Sleeper
+from podium_testing.target import LIMIT_S, need, refuses, started, wait_for
+from podium_testing.workers import Counter, Keeper, Probe, Sleeper
 
 __all__ = ["CallContract"]
 

@@ -19,7 +19,7 @@ from podium.errors import CallCancelled, DeadlineExceeded, PlacementError, Podiu
 from podium.processes import kill
 from podium.runtime import Backend, Cluster, Place, ProcessSpec, Reply, Request, Worker, backend_class, wait
 from podium.runtime.messages import Capabilities, Death
-from podium.testing.shipped import (
+from podium_testing.shipped import (
     KeepsItsResults,
     leave,
     read_devices,
@@ -28,8 +28,8 @@ from podium.testing.shipped import (
     read_threads,
     start_child,
 )
-from podium.testing.target import LIMIT_S, Target, alive, all_gone, need, wait_for
-from podium.testing.workers import Counter, Sleeper
+from podium_testing.target import LIMIT_S, Target, alive, all_gone, need, wait_for
+from podium_testing.workers import Counter, Sleeper
 
 __all__ = ["ProcessContract", "Started", "make_site", "read_written"]
 

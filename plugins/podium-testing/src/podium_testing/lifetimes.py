@@ -13,9 +13,9 @@ from podium.errors import CallCancelled, ConfigError, EndpointError, Serializati
 from podium.runtime import Cluster, Worker, colocate, endpoint
 from podium.runtime.calls import process_calls
 from podium.runtime.calls.siblings import find_waiting_siblings
-from podium.testing.shipped import exit_on
-from podium.testing.target import Target, need, refuses
-from podium.testing.workers import Counter, Keeper, RaisesOn
+from podium_testing.shipped import exit_on
+from podium_testing.target import Target, need, refuses
+from podium_testing.workers import Counter, Keeper, RaisesOn
 
 __all__ = ["LifetimeContract"]
 

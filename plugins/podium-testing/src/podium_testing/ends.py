@@ -16,11 +16,11 @@ from podium.data.store import lay_out
 from podium.errors import StoreFullError, WorkerDied, WorkerStartError
 from podium.processes import descendants_of, kill
 from podium.runtime import Backend, Cluster, Worker
-from podium.testing.load_workers import end_as, read_environment, read_holdings, start_family
-from podium.testing.processes import Started, make_site, read_written
-from podium.testing.shipped import leave, read_surroundings
-from podium.testing.target import LIMIT_S, Target, alive, all_gone, need, wait_for
-from podium.testing.workers import Sleeper
+from podium_testing.load_workers import end_as, read_environment, read_holdings, start_family
+from podium_testing.processes import Started, make_site, read_written
+from podium_testing.shipped import leave, read_surroundings
+from podium_testing.target import LIMIT_S, Target, alive, all_gone, need, wait_for
+from podium_testing.workers import Sleeper
 
 __all__ = ["EndContract"]
 
@@ -40,7 +40,7 @@ FAMILY_ENDS: dict[str, Callable[[Any], object]] = {
 }
 SCRIPT = """
 import os, sys, time
-from podium.testing.load_workers import start_family
+from podium_testing.load_workers import start_family
 
 group = cluster.start(podium.Worker.bind(), cluster.pool([2]), distributed=False).group
 family = [pid for pids in zip(*group.run(start_family)) for pid in pids]

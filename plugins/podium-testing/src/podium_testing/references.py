@@ -15,9 +15,9 @@ from torch import Tensor
 from podium.data import Batch, TensorRef
 from podium.errors import CallCancelled, ConfigError, DataError, EndpointError, RefLostError, WorkerDied
 from podium.runtime import Cluster, Handle
-from podium.testing.target import need, refuses, started, wait_for
-from podium.testing.values import LARGE, make_batch, same_batch, same_tensor, tensors
-from podium.testing.workers import Stash
+from podium_testing.target import need, refuses, started, wait_for
+from podium_testing.values import LARGE, make_batch, same_batch, same_tensor, tensors
+from podium_testing.workers import Stash
 
 __all__ = ["ReferenceContract"]
 

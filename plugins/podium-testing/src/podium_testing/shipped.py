@@ -16,7 +16,7 @@ from typing import Any
 
 from podium.errors import EndpointError
 from podium.runtime import Handle, Worker, endpoint, first, nothing, per_rank
-from podium.testing.workers import Agent, Counter, Probe, Sleeper
+from podium_testing.workers import Agent, Counter, Probe, Sleeper
 
 __all__ = [
     "CamelCaseName",

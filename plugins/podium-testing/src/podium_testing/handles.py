@@ -10,7 +10,7 @@ import torch
 from podium.data import TensorRef
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, SerializationError, WorkerDied
 from podium.runtime import Cluster, Handle
-from podium.testing.shipped import (
+from podium_testing.shipped import (
     FarFromScript,
     ask_echo,
     begin_note,
@@ -22,9 +22,9 @@ from podium.testing.shipped import (
     read_helper,
     scatter_on_one,
 )
-from podium.testing.target import need, refuses, started
-from podium.testing.values import make_batch, same_batch
-from podium.testing.workers import Agent, Probe, Rows, Sleeper, Stash
+from podium_testing.target import need, refuses, started
+from podium_testing.values import make_batch, same_batch
+from podium_testing.workers import Agent, Probe, Rows, Sleeper, Stash
 
 __all__ = ["HandleContract"]
 

@@ -16,9 +16,9 @@ import torch
 from podium.data import Batch, Jagged, Rows as HasRows, fields
 from podium.errors import ConfigError
 from podium.runtime import Cluster, Handle, Mesh, concat, gather, nothing, per_rank, scatter, shard
-from podium.testing.target import refuses, started
-from podium.testing.values import make_batch, same_batch
-from podium.testing.workers import Probe, Rows
+from podium_testing.target import refuses, started
+from podium_testing.values import make_batch, same_batch
+from podium_testing.workers import Probe, Rows
 
 __all__ = ["DispatchContract"]
 

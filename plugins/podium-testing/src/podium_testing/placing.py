@@ -14,8 +14,8 @@ import torch
 from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Colocated, Handle, Mesh, Profile, Worker, colocate, endpoint
 from podium.telemetry import WorkerLost, WorkerStarted, subscribe
-from podium.testing.load_workers import read_environment
-from podium.testing.shipped import (
+from podium_testing.load_workers import read_environment
+from podium_testing.shipped import (
     CamelCaseName,
     Fails,
     Heir,
@@ -25,8 +25,8 @@ from podium.testing.shipped import (
     listen_to_records,
     reach,
 )
-from podium.testing.target import Target, need, refuses
-from podium.testing.workers import Counter, Framework, Keeper, Place, RaisesOn, Sleeper
+from podium_testing.target import Target, need, refuses
+from podium_testing.workers import Counter, Framework, Keeper, Place, RaisesOn, Sleeper
 
 __all__ = ["PlacingContract"]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from podium.errors import WorkerDied
 from podium.runtime import Cluster, Handle
-from podium.testing.load_workers import Crowd, read_holdings
-from podium.testing.target import LIMIT_S, need, started, wait_for
-from podium.testing.workers import Sleeper, Stash
+from podium_testing.load_workers import Crowd, read_holdings
+from podium_testing.target import LIMIT_S, need, started, wait_for
+from podium_testing.workers import Sleeper, Stash
 
 __all__ = ["MOST_BYTES", "LoadContract", "available_bytes"]
 

@@ -14,7 +14,7 @@ import pytest
 from podium.processes import descendants_of, kill
 from podium.runtime import Cluster
 from podium.runtime.calls.stacks import outside_stack
-from podium.testing.target import Target, all_gone, need, time_limit, wait_for
+from podium_testing.target import Target, all_gone, need, time_limit, wait_for
 
 __all__ = ["ScriptContract"]
 

@@ -6,18 +6,18 @@ from typing import ClassVar
 import pytest
 
 from podium.runtime import Cluster
-from podium.testing.calls import CallContract
-from podium.testing.dispatching import DispatchContract
-from podium.testing.ends import EndContract
-from podium.testing.handles import HandleContract
-from podium.testing.lifetimes import LifetimeContract
-from podium.testing.loads import LoadContract
-from podium.testing.placing import PlacingContract
-from podium.testing.processes import ProcessContract
-from podium.testing.references import ReferenceContract
-from podium.testing.scripts import ScriptContract
-from podium.testing.target import Target, time_limit
-from podium.testing.values import ValueContract
+from podium_testing.calls import CallContract
+from podium_testing.dispatching import DispatchContract
+from podium_testing.ends import EndContract
+from podium_testing.handles import HandleContract
+from podium_testing.lifetimes import LifetimeContract
+from podium_testing.loads import LoadContract
+from podium_testing.placing import PlacingContract
+from podium_testing.processes import ProcessContract
+from podium_testing.references import ReferenceContract
+from podium_testing.scripts import ScriptContract
+from podium_testing.target import Target, time_limit
+from podium_testing.values import ValueContract
 
 __all__ = ["BackendContract"]
 
