@@ -18,7 +18,8 @@ KEPT: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "keep": 0, "m
 
 
 def weights_of(run: Path, step: int, role: str = "policy") -> torch.Tensor:
-    tensors = load_file(run / "checkpoints" / f"step-{step:06d}" / role / "model.safetensors")
+    files = (run / "checkpoints" / f"step-{step:06d}" / role).glob("model*.safetensors")
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
@@ -75,6 +76,25 @@ def test_the_reference_follows_the_policy_and_resumes_bit_by_bit(tmp_path: Path,
     with pytest.raises(CheckpointError, match=r"keep algorithm\.options\.reference_refresh"):
         train(tiny(GRPOConfig, tmp_path / "parts", run={"steps": 6, "resume": str(parts)},
                    algorithm={**algorithm, "options": {}}, **KEPT))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [
+        ("fsdp2", 0.25),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("fsdp2", 1.0), ("replicate", 0.25))),
+    ],
+)
+def test_the_reference_follows_the_policy_over_ranks(tmp_path: Path, strategy: str, share: float) -> None:
+    """Each rank moves its own shard, and the checkpoint has the whole of it."""
+    algorithm = {"kl_in": "loss", "options": {"reference_refresh": 1, "reference_mix": share}}
+    ranks: dict[str, Any] = {"placement": {"ranks": 2}, "parallel": {"strategy": strategy}}
+    run = train(tiny(GRPOConfig, tmp_path, algorithm=algorithm, **ranks, **KEPT), "local")
+    first, second = (weights_of(run, step, "reference") for step in (1, 2))
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(second, first.lerp(weights_of(run, 2), share), rtol=1e-6, atol=1e-7)
+    if share == 1.0:
+        assert torch.equal(second, weights_of(run, 2))
 
 
 @pytest.mark.parametrize(
