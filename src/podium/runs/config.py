@@ -161,8 +161,9 @@ class _TrainingConfig(InferenceConfig):
 
     @property
     def resolved_engine(self) -> EngineConfig:
-        exact = self.parallel.precision == self.model.dtype == "float32"
-        dtype = self.parallel.precision if exact or self.parallel.precision == "float16" else None
+        precision = self.parallel.choice.compute
+        exact = precision == self.model.dtype == "float32"
+        dtype = precision if exact or precision == "float16" else None
         return replace(self.engine, dtype=dtype) if dtype and self.engine.dtype is None else self.engine
 
     @property

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.config import section
+from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EndingOptim", "OptimConfig", "ParallelConfig", "Strategy", "check_dropout"]
+__all__ = ["EndingOptim", "OptimConfig", "ParallelConfig", "PrecisionChoice", "Strategy", "check_dropout"]
 
 Strategy = Literal["replicate", "fsdp2"]
 Offload = Literal["none", "optimizer", "all"]
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -107,6 +109,17 @@ class EndingOptim(OptimConfig):
         return self.total_steps
 
 
+@section("parallel.precision")
+class PrecisionChoice:
+    """The data types of matrix products: the entries of ``parallel.precision``, where that is a mapping."""
+
+    compute: Precision = "auto"
+    """Matrix products are computed in this data type, as without a mapping."""
+    output: Literal["compute", "float32"] = "compute"
+    """The output layer is computed in this data type: that of the other products (compute), or float32 from weights
+    that are not rounded (MiniMax-M1, arXiv:2506.13585, section 3.2; ScaleRL, arXiv:2510.13786)."""
+
+
 @section("parallel")
 class ParallelConfig:
     """How training uses ranks, memory and precision. Results change by rounding errors only."""
@@ -121,12 +134,22 @@ class ParallelConfig:
     auto packs on accelerators, if a test of the model shows that packed rows stay apart, and pads on the CPU, where
     padding is faster. With auto, rows with the same prompt share one copy of it in a forward pass, if a test of the
     model shows that this changes nothing."""
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    precision: Precision | Mapping[str, Any] = "auto"
     """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU.
-    float16 scales the loss, so that small gradients are not lost."""
+    float16 scales the loss, so that small gradients are not lost. {compute: bfloat16, output: float32} computes the
+    output layer in float32."""
     offload: Offload = "none"
     """This part of a role leaves its device for the host while the role is idle: nothing, the optimizer's state and the
     gradients (optimizer), or the weights too (all). Roles that share a device then fit into less of its memory."""
+
+    def __post_init__(self) -> None:
+        _ = self.choice  # raises an error if an entry is unknown
+
+    @property
+    def choice(self) -> PrecisionChoice:
+        """``precision`` by its entries. Raises ConfigError for an entry that is wrong."""
+        entries = {"compute": self.precision} if isinstance(self.precision, str) else self.precision
+        return build_config(PrecisionChoice, entries, key="parallel.precision")
 
     def packed(self, device: torch.device) -> bool:
         """Whether rows are packed on this device."""

@@ -30,7 +30,7 @@ from podium.training.config import OptimConfig, ParallelConfig
 from podium.training.micro_batches import MicroBatch, MicroBatches, cut, empty_micro_batch
 from podium.training.offload import Offload
 from podium.training.optimizer import LossScale, Optimizer
-from podium.training.output_layer import logits_tail
+from podium.training.output_layer import logits_tail, widen_output
 from podium.training.parallel import make_parallel
 from podium.training.row_isolation import choose_batching, may_share_prompts
 from podium.training.scoring import run_model
@@ -120,7 +120,9 @@ class TrainEngine:
         self.device = device
         self.dropout = dropout
         self.config = parallel
-        self.precision = compute_dtype(device, parallel.precision)
+        self.precision = compute_dtype(device, parallel.choice.compute)
+        if parallel.choice.output == "float32":
+            widen_output(model)
         self.loss_scale = LossScale(self.precision)
         self.batching, self.note = choose_batching(model, parallel, device, self.precision)
         self.shares_prompts = may_share_prompts(model, parallel, self.batching, device, self.precision)

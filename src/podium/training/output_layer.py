@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from podium.data.masks import unpack_masks
-from podium.errors import DataError
+from podium.errors import ConfigError, DataError
 from podium.models.loading import plain_model
 
 __all__ = [
@@ -39,6 +39,8 @@ __all__ = [
     "logits_tail",
     "output_scores",
     "replace_forward",
+    "widen_output",
+    "widened_forward",
 ]
 
 _CHUNK: Final = 1 << 24  # elements of the logits that exist at the same time, 64 MiB in float32
@@ -138,6 +140,7 @@ class _Asked:
     best: bool = False
     masked: MaskedTokens | None = None
     squares: bool = False
+    wide: bool = False
 
     def read_more(self, log_p: Tensor, kept: KeptTokens | None, count: int) -> Tensor:
         """What ``best`` or ``squares`` ask for, ``[C]``; empty where neither does."""
@@ -177,6 +180,37 @@ class _Asked:
             bounds = torch.tensor([chunk.start, chunk.stop], device=self.kept.token.device)
             first, last = torch.searchsorted(self.kept.token, bounds).tolist()
             yield chunk, KeptTokens(self.kept.ids[first:last], self.kept.token[first:last] - chunk.start)
+
+
+_wide = WeakSet[nn.Module]()
+
+
+def widen_output(model: nn.Module) -> None:
+    """Let scores of ``model`` come from an output layer in float32, whatever the data type of other products is.
+
+    Raises:
+        ConfigError: The output layer is no plain linear layer, such as one with adapters.
+    """
+    layer = plain_model(model).get_output_embeddings()
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        raise ConfigError(
+            f"parallel.precision.output = float32: the output layer is a {type(layer).__name__}, not a plain linear "
+            "layer: leave the entry out, or leave the output layer out of model.lora.targets"
+        )
+    _wide.add(layer)
+
+
+def widened_forward(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The forward function in float32 of a layer of :func:`widen_output`; None for other layers."""
+
+    def run(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = cast("Tensor | None", layer.bias)
+            return F.linear(
+                hidden.float(), cast("Tensor", layer.weight).float(), None if bias is None else bias.float()
+            )
+
+    return run if layer in _wide else None
 
 
 _tails = WeakKeyDictionary[nn.Module, LogitsTail | None]()
@@ -296,7 +330,17 @@ def output_scores(
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
     request = _Asked(
-        targets_K, kept, tail, temperature, entropy, entropy and entropy_grad, text_ids, best, masked, squares
+        targets_K,
+        kept,
+        tail,
+        temperature,
+        entropy,
+        entropy and entropy_grad,
+        text_ids,
+        best,
+        masked,
+        squares,
+        layer in _wide,
     )
     layer_forward = forward or layer.forward
     if isinstance(layer, nn.Linear) and getattr(layer_forward, "__func__", None) is nn.Linear.forward:
@@ -339,7 +383,10 @@ class _LinearScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, asked: _Asked) -> _Scores:
         device = hidden_KH.device
-        ctx.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_VH.dtype
+        autocasts = torch.is_autocast_enabled(device.type)
+        ctx.dtype = torch.get_autocast_dtype(device.type) if autocasts else weight_VH.dtype
+        if asked.wide:
+            ctx.dtype = torch.float32
         ctx.asked = asked
         logprobs_K = torch.empty(len(hidden_KH), device=device)
         entropy_K, asks_more = torch.zeros_like(logprobs_K), asked.best or asked.squares

@@ -124,10 +124,13 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def shard_model(model: nn.Module, world_size: int, device: torch.device, precision: torch.dtype) -> None:
+def shard_model(
+    model: nn.Module, world_size: int, device: torch.device, precision: torch.dtype, wide_output: bool
+) -> None:
     """Shard each decoder layer, and the rest, over the ranks of the default process group, by FSDP2.
 
-    A shard is a stretch of rows. Parameters on meta stay there, as shards.
+    A shard is a stretch of rows. Parameters on meta stay there, as shards. With ``wide_output`` the rest, of which the
+    output layer is part, is gathered without rounding.
 
     Raises:
         ConfigError: see :func:`check_collectives`.
@@ -142,6 +145,8 @@ def shard_model(model: nn.Module, world_size: int, device: torch.device, precisi
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    if wide_output:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # else evaluation leaves it whole
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -158,9 +163,11 @@ class FullyShard(DataParallel):
 
     equal_passes = True
 
-    def __init__(self, model: nn.Module, world_size: int, device: torch.device, precision: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, world_size: int, device: torch.device, precision: torch.dtype, wide_output: bool
+    ) -> None:
         if not is_sharded(model):
-            shard_model(model, world_size, device, precision)
+            shard_model(model, world_size, device, precision, wide_output)
         super().__init__(model, world_size)
         low = [p for p in self._trained if p.dtype != torch.float32]
         self.sums |= {p: torch.zeros_like(p, dtype=torch.float32) for p in low}
@@ -191,5 +198,5 @@ def make_parallel(
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, src=0)
     if config.strategy == "fsdp2":
-        return FullyShard(model, world_size, device, precision)
+        return FullyShard(model, world_size, device, precision, config.choice.output == "float32")
     return Replicate(model, world_size)

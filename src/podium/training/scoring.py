@@ -4,6 +4,7 @@ Legend: K tokens with loss, H hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from podium.training.output_layer import (
     logits_tail,
     output_scores,
     replace_forward,
+    widened_forward,
 )
 from podium.training.varlen import packed_attention
 
@@ -135,7 +137,8 @@ def run_model(model: nn.Module, micro: MicroBatch) -> Any:
         return (hidden.flatten(0, 1).index_select(0, micro.select)[None], *args[1:])
 
     # The model itself runs its head, because models scale or cap their logits afterwards in ways of their own.
-    with head.register_forward_pre_hook(choose):
+    wide = None if "forward" in vars(head) else widened_forward(head)  # score_tokens puts a function in its place
+    with head.register_forward_pre_hook(choose), nullcontext() if wide is None else replace_forward(head, wide):
         if micro.packed is None:
             return model(input_ids=micro.input_ids, use_cache=False)
         with packed_attention(model, micro.packed) as bounds:

@@ -188,7 +188,8 @@ def _read_shards(
         model.generation_config = transformers.GenerationConfig.from_pretrained(config.path)
     if config.gradient_checkpointing:
         checkpoint_layers(model)
-    shard_model(model, dist.get_world_size(), device, compute_dtype(device, parallel.precision))
+    precision = compute_dtype(device, parallel.choice.compute)
+    shard_model(model, dist.get_world_size(), device, precision, parallel.choice.output == "float32")
     cast(Any, model)._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 
 from podium.data import Batch
 from podium.data.masks import mask_columns, pack_ids, unpack_masks
-from podium.errors import DataError
+from podium.errors import ConfigError, DataError
 from podium.models import load_model
 from podium.rollout.sampling import KeptSet
 from podium.training import output_layer
 from podium.training.micro_batches import MicroBatch, cut
-from podium.training.output_layer import KeptTokens, LogitsTail, MaskedTokens, TokenScores, logits_tail
+from podium.training.output_layer import KeptTokens, LogitsTail, MaskedTokens, TokenScores, logits_tail, widen_output
 from podium.training.scoring import kept_tokens, run_model, score_tokens, token_masks
 from tests.unit.training.families import make
 from tests.unit.training.test_scoring import with_kept
@@ -364,3 +365,63 @@ def test_half_precision_computes_and_learns_as_the_model_does() -> None:
     assert torch.allclose(found.logprobs.double(), expected, atol=0.02)
     assert float((ours - theirs).norm() / theirs.norm()) < 0.02
     assert ours.dtype == head.weight.dtype
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 25])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_output_layer_in_float32_is_that_of_float64_under_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, family: str, kept: int
+) -> None:
+    """Log-probabilities, and the gradients of hidden states and weights, of the hidden states as they are."""
+    monkeypatch.setattr(output_layer, "_KEPT", kept)
+    model = make(family, **FAMILIES[family])
+    layer = cast(nn.Linear, model.get_output_embeddings())
+    generator = torch.Generator().manual_seed(3)
+    hidden_KH = (3 * torch.randn(9, layer.in_features, generator=generator)).bfloat16().requires_grad_()
+    targets_K = torch.randint(layer.out_features, (9,), generator=generator)
+    tail = logits_tail(model)
+    assert tail is not None
+    hidden_64, layer_64 = hidden_KH.detach().double().requires_grad_(), copy.deepcopy(layer).double()
+    expected_KV = (tail(layer_64(hidden_64)) / 0.7).log_softmax(-1)
+    expected_K = expected_KV.gather(1, targets_K[:, None])[:, 0]
+
+    def score() -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logprobs_K = output_layer.output_scores(hidden_KH, layer, targets_K, tail=tail, temperature=0.7).logprobs
+        return logprobs_K.detach(), *torch.autograd.grad(logprobs_K.sum(), [hidden_KH, layer.weight])
+
+    wanted = (expected_K, *torch.autograd.grad(expected_K.sum(), [hidden_64, layer_64.weight]))
+    assert float((score()[0] - expected_K.detach()).abs().max()) > 1e-4, "bfloat16 rounds"
+    widen_output(model)
+    found = score()
+    torch.testing.assert_close(found[0].double(), expected_K.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1], wanted[1].bfloat16(), rtol=2**-7, atol=1e-6)  # in the data type of the states
+    torch.testing.assert_close(found[2].double(), wanted[2], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("has_tail", [True, False])
+def test_scores_of_a_whole_model_come_from_the_layer_in_float32(
+    monkeypatch: pytest.MonkeyPatch, has_tail: bool
+) -> None:
+    """With chunks of logits, and in a model whose own function follows the layer, which sees them all."""
+    model, batch = make("llama", **FAMILIES["llama"]), recorded(temperature=0.7)
+    if not has_tail:
+        monkeypatch.setattr("podium.training.scoring.logits_tail", lambda _model: None)
+    (micro,) = cut(batch, 1000, packed=False)
+    head, states = cast(nn.Linear, model.get_output_embeddings()), list[Tensor]()
+    head.register_forward_pre_hook(lambda _head, args: states.append(args[0].detach()))
+    widen_output(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found_K = score_tokens(model, batch, micro).logprobs
+    states_KH = states[-1].flatten(0, 1).index_select(0, micro.select).double()
+    logits = states_KH @ head.weight.detach().double().T / 0.7
+    expected_K = logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
+    torch.testing.assert_close(found_K.double(), expected_K, rtol=1e-6, atol=1e-6)
+
+
+def test_an_output_layer_with_adapters_is_not_widened() -> None:
+    assert ADAPTED.lora is not None
+    untied = {**ADAPTED.config, "tie_word_embeddings": False}
+    model = load_model(replace(ADAPTED, config=untied, lora=replace(ADAPTED.lora, targets=("lm_head",))))
+    with pytest.raises(ConfigError, match=r"parallel\.precision\.output = float32: the output layer is a \w+, not a"):
+        widen_output(model)

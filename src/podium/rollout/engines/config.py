@@ -76,7 +76,16 @@ class EngineConfig:
 
 
 @section("engine.options")
-class NativeOptions:
+class OutputOptions:
+    """Options of the engine transformers, which native has too."""
+
+    float32_output: bool = False
+    """The output layer is computed in float32, from weights and hidden states of the engine's data type. It goes with
+    parallel.precision.output = float32."""
+
+
+@section("engine.options")
+class NativeOptions(OutputOptions):
     """Options of the engine native."""
 
     cuda_graphs: bool = False
@@ -114,7 +123,7 @@ class VllmOptions:
 
 
 OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
-    {AUTO: None, "native": NativeOptions, "transformers": None, "vllm": VllmOptions, REPLAY: ReplayOptions}
+    {AUTO: None, "native": NativeOptions, "transformers": OutputOptions, "vllm": VllmOptions, REPLAY: ReplayOptions}
 )
 """What Podium's own engines declare as ``Engine.options``, so that they are checked without importing torch."""
 

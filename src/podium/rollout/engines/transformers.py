@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from podium.devices import same_within_rounding
-from podium.errors import GenerationError
+from podium.errors import ConfigError, GenerationError
+from podium.rollout.engines.config import EngineConfig, OutputOptions
 from podium.rollout.engines.constraints import Guided, restrict_logits
 from podium.rollout.engines.draw import draw, leave_out, uniforms
 from podium.rollout.engines.model import ModelEngine
@@ -49,6 +51,19 @@ class TransformersEngine(ModelEngine):
 
     auto_rank = 1
     constrains = True
+    options = OutputOptions
+
+    def __init__(self, config: EngineConfig, model: nn.Module) -> None:
+        super().__init__(config, model)
+        declared = type(self).options  # an engine of the user's own may be derived from this one
+        self._wide_output = False
+        if declared is not None and issubclass(declared, OutputOptions):
+            self._wide_output = config.read_options(declared).float32_output
+        if self._wide_output and not isinstance(layer := self.model.get_output_embeddings(), nn.Linear):
+            raise ConfigError(
+                f"engine.options.float32_output: the output layer is a {type(layer).__name__}, not a linear layer; "
+                "leave the option out"
+            )
 
     @classmethod
     def supports(cls, model: nn.Module) -> str | None:
@@ -111,12 +126,14 @@ class TransformersEngine(ModelEngine):
         settings = GenerationConfig(
             do_sample=False, max_new_tokens=count, eos_token_id=stops, pad_token_id=pad, use_cache=True
         )
-        self.model.generate(
-            torch.tensor(tokens, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([processor]),
-        )
+        layer = self.model.get_output_embeddings()
+        with layer.register_forward_hook(_compute_in_float32) if self._wide_output else nullcontext():
+            self.model.generate(
+                torch.tensor(tokens, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=settings,
+                logits_processor=LogitsProcessorList([processor]),
+            )
 
     @cached_property
     def _takes_padding(self) -> bool:
@@ -140,6 +157,11 @@ class TransformersEngine(ModelEngine):
         watching = _Watching()
         self._generate(prompts, 2, None, watching)
         return torch.stack(watching.logits, 1).flatten(0, 1)
+
+
+def _compute_in_float32(layer: Any, args: Sequence[Tensor], output: Tensor) -> Tensor:
+    """The output of a linear layer, computed again in float32."""
+    return F.linear(args[0].float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 
 class _Watching(LogitsProcessor):

@@ -184,7 +184,7 @@ def bfloat16_keys(config: InferenceConfig, roles: Sequence[str]) -> list[str]:
     parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else None
     roles_by_device = {
         "model.dtype": config.model.dtype == _BFLOAT16 and (trains or (generates and config.engine.dtype is None)),
-        "parallel.precision": trains and parallel is not None and parallel.precision == _BFLOAT16,
+        "parallel.precision": trains and parallel is not None and parallel.choice.compute == _BFLOAT16,
         "engine.dtype": generates and config.engine.dtype == _BFLOAT16,
     }
     return [key for key, asks in roles_by_device.items() if asks]

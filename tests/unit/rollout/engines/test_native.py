@@ -10,7 +10,7 @@ import torch
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import EngineConfig, Finished, Request, make_engine
-from podium.rollout.engines.native import NativeEngine, cache, engine
+from podium.rollout.engines.native import NativeEngine, cache, decoder, engine
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
 
@@ -263,3 +263,32 @@ def test_wrong_requests_are_named(
     made = make_engine(EngineConfig(name=name), make_model("qwen3"))
     with pytest.raises(ConfigError, match=message):
         made.generate([[1, 2], prompt], SamplingParams(max_new_tokens=10), range(seeds + 1))
+
+
+@pytest.mark.parametrize("name", ["native", "transformers"])
+def test_an_output_layer_in_float32_rounds_no_logits(
+    make_model: MakeModel, prompts: list[list[int]], name: str
+) -> None:
+    """Under weights in bfloat16 the log-probability is that of the hidden state that the layer read."""
+    model = make_model("qwen2").bfloat16().requires_grad_(False)
+    states, apart = list[torch.Tensor](), dict[bool, float]()
+
+    def remember(hidden: torch.Tensor, dense: Any) -> torch.Tensor:
+        states.append(hidden.float())
+        return apply(hidden, dense)
+
+    apply = decoder._apply
+    for wide in (False, True):
+        made = make_engine(EngineConfig(name=name, options={"float32_output": wide}), model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoder, "_apply", remember)
+            hook = model.lm_head.register_forward_pre_hook(lambda _, args: states.append(args[0][:, -1].float()))
+            made.submit(Request(id="one", prompt=tuple(prompts[0]), params=SamplingParams(max_new_tokens=1), seed=1))
+            (done,) = made.poll()
+            assert isinstance(done, Finished)
+            hook.remove()
+        logits = states[-1][:1].double() @ model.lm_head.weight.double().T
+        expected = logits.log_softmax(-1)[0, int(done.completion.token_ids[0])]
+        apart[wide] = abs(float(expected) - float(done.completion.logprobs[0]))
+    assert apart[True] < 1e-6
+    assert apart[False] > 1e-5

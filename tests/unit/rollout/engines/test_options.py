@@ -87,7 +87,7 @@ def test_an_engine_reads_the_options_that_its_class_declares(install: Install, m
             {"cuda_graph": True},
             "unknown key engine.options.cuda_graph (value True): did you mean engine.options.cuda_graphs?",
         ),
-        ("transformers", {"depth": 1}, "unknown key engine.options.depth (value 1): this engine has no options"),
+        ("transformers", {"depth": 1}, "unknown key engine.options.depth (value 1): engine.options has float32_output"),
         ("auto", {"depth": 1}, "unknown key engine.options.depth (value 1): set engine.name to the engine that has it"),
     ],
 )

@@ -43,10 +43,12 @@ class Decoder:
     Args:
         weights: The weights.
         holes: Ids whose logits are minus infinity.
+        wide_output: Whether the output layer is computed in float32.
     """
 
-    def __init__(self, weights: DecoderWeights, holes: Sequence[int] = ()) -> None:
+    def __init__(self, weights: DecoderWeights, holes: Sequence[int] = (), *, wide_output: bool = False) -> None:
         self.weights = weights
+        self._wide_output = wide_output and weights.dtype != torch.float32
         self._holes = torch.tensor(holes, device=weights.device) if holes else None
         self._q_size = weights.heads * weights.head_dim
         self._q_and_k = [weights.heads, weights.kv_heads]
@@ -163,7 +165,10 @@ class Decoder:
         return _add(hidden, self.weights.activation(gate).mul_(up), layer.mlp.down)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = _apply(self._norm(hidden, self.weights.final_norm), self.weights.head).float()
+        head, inner = self.weights.head, self._norm(hidden, self.weights.final_norm)
+        if self._wide_output:
+            head = Dense(head.weight_t.float(), None if head.bias is None else head.bias.float())
+        logits = _apply(inner.to(head.weight_t.dtype), head).float()
         return logits if self._holes is None else logits.index_fill_(1, self._holes, -torch.inf)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

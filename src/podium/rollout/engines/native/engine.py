@@ -46,9 +46,10 @@ class NativeEngine(ModelEngine):
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)
-        self._decoder = Decoder(read_weights(self.model))
-        self._has_windows = any(layer.window is not None for layer in self._decoder.weights.layers)
         options = config.read_options(NativeOptions)
+        self._wide_output = options.float32_output
+        self._decoder = Decoder(read_weights(self.model), wide_output=self._wide_output)
+        self._has_windows = any(layer.window is not None for layer in self._decoder.weights.layers)
         self._budget_bytes = 0
         self._graphs = DecodeGraphs() if options.cuda_graphs else None
         if self._graphs is not None and (reason := graphless(self._decoder.weights)):
@@ -65,7 +66,7 @@ class NativeEngine(ModelEngine):
 
     def restrict(self, limit: int, holes: Sequence[int] = ()) -> None:
         super().restrict(limit, holes)
-        self._decoder = Decoder(read_weights(self.model, limit), holes)
+        self._decoder = Decoder(read_weights(self.model, limit), holes, wide_output=self._wide_output)
 
     @classmethod
     def supports(cls, model: nn.Module) -> str | None:
@@ -76,7 +77,7 @@ class NativeEngine(ModelEngine):
         limit, holes = self.text_ids or (None, ())
         weights = read_weights(self.model, limit)
         if self._graphs is None or not renew(self._decoder.weights, weights):
-            self._decoder = Decoder(weights, holes)
+            self._decoder = Decoder(weights, holes, wide_output=self._wide_output)
 
     def release(self) -> None:
         if not self._lanes.live:
