@@ -2,10 +2,12 @@
 
     python -m bench.real                      runs what is not in runs/real yet: half an hour on two quiet cores
     python -m bench.real --only full lora     these ways alone
+    python -m bench.real --seeds 2            this seed alone
     python -m bench.real --cpus 1             on a machine that is busy with other things
     python -m bench.real --report             runs nothing
 
 What the finished runs wrote goes into bench/real.json, and from there into docs/real-model.md, its picture and README.
+Figures of runs whose directories are gone stay there until their way and seed runs again.
 """
 
 from __future__ import annotations
@@ -144,19 +146,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "real")
     parser.add_argument("--only", nargs="+", choices=[*WAYS], default=[*WAYS])
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS)
     parser.add_argument("--cpus", type=int)
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
-    runs = list[Run]()
-    for way in options.only:
+    recorded = {(run["way"], run["seed"]): run for run in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    for way in WAYS:
         for seed in SEEDS:
             out = options.out / f"{way}-{seed}"
-            if not options.report:
+            if way in options.only and seed in options.seeds and not options.report:
                 train(way, seed, out, options.cpus)
             if (out / "cost.json").exists():
-                runs.append(read_run(way, seed, out))
+                recorded[way, seed] = read_run(way, seed, out)
+    runs = [recorded[way, seed] for way in WAYS for seed in SEEDS if (way, seed) in recorded]
     if not runs:
-        sys.exit(f"there is no finished run in {options.out}")
+        sys.exit(f"there is no finished run in {options.out} or in {RESULTS}")
     RESULTS.write_text(json.dumps(runs, indent=1, ensure_ascii=False) + "\n")
     draw(runs, PICTURE)
     for page in PAGES:
