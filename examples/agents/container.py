@@ -10,7 +10,10 @@ answer.txt has the answer of the task in the end. For podman: ``runner: podman``
 """
 
 import asyncio
+import functools
+import json
 import os
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +22,30 @@ from typing import Any
 from podium.rollout.environments import Client
 
 
+@functools.cache
+def user_options(runner: str) -> tuple[str, ...]:
+    """Return the options of the user who is the owner of /work in a container, which docker and podman without root
+    rights number differently. Any other user could write no answer.
+
+    Raises:
+        RuntimeError: The runner does not work.
+    """
+    info = subprocess.run([runner, "info", "--format={{json .}}"], capture_output=True, text=True)
+    if info.returncode:
+        raise RuntimeError(f"{runner} info ended with status {info.returncode}: {info.stderr[-300:]}")
+    facts, user = json.loads(info.stdout), f"--user={os.getuid()}:{os.getgid()}"
+    if facts.get("host", {}).get("security", {}).get("rootless"):  # podman's
+        return ("--userns=keep-id", user)
+    return ("--user=0:0",) if "name=rootless" in (facts.get("SecurityOptions") or ()) else (user,)
+
+
 def container_command(runner: str, image: str, name: str, folder: str, command: Sequence[str]) -> list[str]:
     """Return the command that starts a container, whose environment has the variables that are named here."""
     variables = [f"--env={variable}" for variable in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "MODEL")]
     limits = ["--memory=4g", "--cpus=2", "--pids-limit=512", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
-    place = [f"--volume={folder}:/work", "--workdir=/work", f"--user={os.getuid()}:{os.getgid()}"]
-    return [runner, "run", "--rm", f"--name={name}", *limits, *place, *variables, image, *command]
+    place = [f"--volume={folder}:/work:Z", "--workdir=/work", *user_options(runner)]  # Z: SELinux lets the agent in
+    end = ["--rm", "--stop-timeout=0"]  # podman would wait 10 s for an agent that ignores the end of its session
+    return [runner, "run", *end, f"--name={name}", *limits, *place, *variables, image, *command]
 
 
 async def play(
@@ -39,7 +60,8 @@ async def play(
     name = f"podium-{os.getpid()}-{client.session_id}"
     asked = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "MODEL": client.model}
     with tempfile.TemporaryDirectory() as folder:
-        line = container_command(runner, image, name, folder, [*command, str(task["prompt"])])
+        words = [*command, str(task["prompt"])]
+        line = await asyncio.to_thread(container_command, runner, image, name, folder, words)
         if shows:
             print(*line)
         agent = await asyncio.create_subprocess_exec(
@@ -53,6 +75,7 @@ async def play(
                 end = await asyncio.create_subprocess_exec(runner, "rm", "--force", name)
                 await end.wait()
         if agent.returncode:
-            raise RuntimeError(f"the agent ended with status {agent.returncode}: {errors.decode()[-300:]}")
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]  # a line alone is in the run's metrics
+            raise RuntimeError(f"the agent ended with status {agent.returncode}: {last[-300:]}")
         file = Path(folder) / "answer.txt"
         return float(file.is_file() and file.read_text().strip() == str(task["answer"]).strip())

@@ -1,10 +1,11 @@
 """The example of an agent in a container. A script stands in for docker: it starts the command with the variables, the
-directory and nothing else of what docker would give it. No container is started here."""
+directory and nothing else of what docker would give it. test_real_containers.py starts containers."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -25,6 +26,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "agents" / "container.py"
 RUNNER = """#!{python} -IS
 import os, sys
 
+if sys.argv[1] == "info":
+    print("{info}")
+    sys.exit()
 with open({log!r}, "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
 if sys.argv[1] == "run":
@@ -58,7 +62,7 @@ open("answer.txt", "w").write(said)
 
 def test_an_agent_in_a_container_has_its_session_and_ends_with_it(tmp_path: Path) -> None:
     log, runner, agent = tmp_path / "log", tmp_path / "docker", tmp_path / "agent.py"
-    runner.write_text(RUNNER.format(python=sys.executable, log=str(log)))
+    runner.write_text(RUNNER.format(python=sys.executable, log=str(log), info="{}"))
     runner.chmod(0o755)
     agent.write_text(AGENT)
     play = load_function(f"{EXAMPLE}:play", key="environment.name")
@@ -89,3 +93,19 @@ def test_an_agent_in_a_container_has_its_session_and_ends_with_it(tmp_path: Path
     assert {"--env=OPENAI_API_KEY", "--workdir=/work", "--cap-drop=ALL", "my-agent"} <= {*options}
     assert not any(one.startswith("1-1-0.") for one in options), "the key is not in the command"
     assert not any(Path(one.partition("=")[2].partition(":")[0]).exists() for one in options if "--volume" in one)
+
+
+@pytest.mark.parametrize(
+    ("info", "options"),
+    [
+        ('{"SecurityOptions": ["name=seccomp", "name=rootless"]}', ("--user=0:0",)),  # docker's
+        ('{"host": {"security": {"rootless": true}}}', ("--userns=keep-id", f"--user={os.getuid()}:{os.getgid()}")),
+        ('{"host": {"security": {"rootless": false}}}', (f"--user={os.getuid()}:{os.getgid()}",)),
+        ('{"SecurityOptions": null}', (f"--user={os.getuid()}:{os.getgid()}",)),
+    ],
+)
+def test_the_agent_is_the_owner_of_its_directory(info: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    runner = tmp_path / "docker"
+    runner.write_text(f"#!/bin/sh\necho '{info}'\n")
+    runner.chmod(0o755)
+    assert runpy.run_path(str(EXAMPLE))["user_options"](str(runner)) == options
