@@ -3,7 +3,7 @@
 import shlex
 from importlib.metadata import PackageNotFoundError, requires
 
-__all__ = ["install_command"]
+__all__ = ["explain_packages", "install_command"]
 
 
 def install_command(extra: str, only: str = "", *, package: str = "podium") -> str:
@@ -24,3 +24,12 @@ def install_command(extra: str, only: str = "", *, package: str = "podium") -> s
     names = [name.strip() for name, _, marker in parts if marker.replace('"', "'").strip() == f"extra == '{extra}'"]
     names = [name for name in names if not only or name.startswith(only)]
     return shlex.join(["pip", "install", *(names or [only or extra])])
+
+
+def explain_packages(group: str) -> str:
+    """Return the end of an error on a name that no installed package has: which packages bring others, and how those of
+    Podium's are installed. ``group`` is the group of entry points."""
+    return (
+        f"packages bring others through the entry point group {group}, and those of Podium's, podium-NAME, are "
+        "installed in its clone by: pip install ./plugins/podium-NAME"
+    )

@@ -4,6 +4,8 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
+import site
 import sys
 import sysconfig
 import threading
@@ -11,17 +13,20 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, Final
 
 from podium.errors import ConfigError, PodiumError
 from podium.exceptions import read_text
+from podium.extras import explain_packages
 from podium.migration import find_translation
 from podium.spelling import nearest_spellings
 
-__all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "load_function", "nearest", "what_raised"]
+__all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "find_installed", "is_installed"]
+__all__ += ["load_function", "load_installed", "nearest", "what_raised"]
 
 Known = Mapping[str, "str | Callable[..., Any]"]
 
@@ -32,12 +37,12 @@ _NONE_KNOWN: Final[Known] = MappingProxyType({})
 _loading = threading.RLock()
 
 
-def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> None:
+def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN, group: str = "") -> None:
     """Check the form of ``spec`` and import nothing. The arguments are those of :func:`load_function`.
 
     Raises:
-        ConfigError: ``spec`` is neither a known name nor of the form ``place:function``. The message names the nearest
-            known name.
+        ConfigError: ``spec`` is neither a known name nor that of an installed package, nor of the form
+            ``place:function``. The message names the nearest known name.
     """
     if OF_SCRIPT in spec:
         module, _, name = spec.partition(OF_SCRIPT)[2].rpartition(".")
@@ -49,19 +54,22 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> N
     module, _, attribute = spec.rpartition(":")
     if spec in known or (module and all(part.isidentifier() for part in attribute.split("."))):
         return
-    forms = ", ".join([*known, "module:function"])
+    installed = {entry.name for entry in entry_points(group=group)} if group else set[str]()
+    if spec in installed:
+        return
+    forms = ", ".join([*known, *sorted(installed - known.keys()), "module:function"])
     message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function"
     if translation := find_translation(key, spec):
         meant = "" if translation.missing else f"did you mean {translation.value}? "
         message = f"{message}; {meant}{translation.remark}".rstrip()
-    elif near := nearest_spellings(spec, known):
+    elif near := nearest_spellings(spec, [*known, *installed]):
         message += f"; did you mean {near[0]!r}?"
     if spec.isidentifier():
         message += f"; your own function is path/file.py:{spec} or module:{spec}"
-    raise ConfigError(message)
+    raise ConfigError(f"{message}; {explain_packages(group)}" if group else message)
 
 
-def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callable[..., Any]:
+def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN, group: str = "") -> Callable[..., Any]:
     """Return the function that ``spec`` names. A module is loaded once a process, and a file again when it has changed.
 
     >>> load_function("statistics:mean", key="reward.name")([1, 3])
@@ -72,12 +80,15 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callabl
             the working directory. The file may import its neighbors, as a script may.
         key: The configuration's key, for errors.
         known: Names that need no module or file. A value is a function, or a string in one of the two other forms.
+        group: The group of entry points through which packages bring further names; "" means none.
 
     Raises:
         ConfigError: The name, module, file or function does not exist; the message names the nearest one. Or the module
             raised an exception while it was loaded; the message names the statement.
     """
-    check_function_name(spec, key=key, known=known)
+    check_function_name(spec, key=key, known=known, group=group)
+    if group and spec not in known and (entry := find_installed(group, spec, key)) is not None:
+        return load_installed(entry, key)
     target = known.get(spec, spec)
     if not isinstance(target, str):
         return target
@@ -98,6 +109,46 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callabl
     if not callable(value):
         raise ConfigError(f"{subject}: {attribute!r} in {origin} is not a function but of type {type(value).__name__}")
     return value
+
+
+def find_installed(group: str, name: str, key: str) -> EntryPoint | None:
+    """Return the entry point that installed packages have for a name; None if there is none.
+
+    Raises:
+        ConfigError: Several packages have different ones.
+    """
+    entries = {entry.value: entry for entry in entry_points(group=group, name=name)}
+    if len(entries) > 1:
+        packages = " and ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in entries.values()))
+        raise ConfigError(f"{key} = {name!r} is a name in the packages {packages}: uninstall all of them but one")
+    return next(iter(entries.values()), None)
+
+
+def load_installed(entry: EntryPoint, key: str) -> Callable[..., Any]:
+    """Return the class or function of an entry point.
+
+    Raises:
+        ConfigError: It does not exist, or its module raised an exception while it was loaded.
+    """
+    subject = f"{key} = {entry.name!r}: {entry.value} of the package {entry.dist.name if entry.dist else 'unknown'}"
+    with _loading, what_raised(f"{subject} cannot be loaded"):
+        value = entry.load()
+    if not callable(value):
+        raise ConfigError(f"{subject} is no class or function but of type {type(value).__name__}")
+    return value
+
+
+def is_installed(entry: EntryPoint) -> bool:
+    """Whether a package is where Python installs packages, and no module of the working directory hides its own.
+
+    Elsewhere on ``sys.path``, such as in the working directory, metadata may come from somebody whom nobody trusts.
+    """
+    if entry.dist is None:
+        return False
+    paths = [*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))]
+    local = PathFinder.find_spec(entry.module.partition(".")[0], [os.getcwd()])
+    folder = os.path.realpath(str(entry.dist.locate_file("")))
+    return folder in map(os.path.realpath, paths) and (local is None or local.origin is None)
 
 
 def _import(name: str, attribute: str, subject: str) -> ModuleType:

@@ -158,6 +158,49 @@ def test_no_package_takes_the_name_of_an_engine_of_podiums_own(
     assert not mark.exists()
 
 
+REWARDS = {
+    "a name of its own": ("strangers", "strange", "beside:score"),
+    "the metadata of a package of Podium's": ("podium-rewards", "math", "beside:score"),
+    "a module of a package of Podium's": ("podium-rewards", "math", "podium_rewards.symbolic:mathematics"),
+}
+
+
+@pytest.mark.parametrize("what", REWARDS)
+def test_no_door_loads_a_reward_whose_package_is_not_where_packages_are_installed(
+    what: str,
+    archive: Path,
+    mark: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where Python looks into the working directory first, and a stranger's archive is unpacked there."""
+    package, name, value = REWARDS[what]
+    write_package(archive, package, {name: value}, "podium.rewards")
+    monkeypatch.syspath_prepend(archive)
+    run = write_run(archive, tmp_path, reward={"name": name})
+    (run / ".lock").write_text("")
+    for door in (
+        ["train", "grpo", "--resume", str(run), "--dry-run"],
+        ["train", "grpo", "--config", str(run / "config.yaml"), "--run.name", "mine", "--dry-run"],
+        ["eval", str(run), "--backend", "inline"],
+    ):
+        assert main(door) == 2, door
+        assert f"--reward.name {name}" in read_refusal(capsys), door
+    assert not mark.exists()
+
+
+def test_a_module_of_the_working_directory_is_no_installed_reward(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("podium_rewards")
+    config = tiny(GRPOConfig, tmp_path, reward={"name": "math"})
+    assert [keys for keys, _ in list_code(config) if keys[0] == "reward"] == []
+    (archive / "podium_rewards.py").write_text((archive / "beside.py").read_text())
+    monkeypatch.chdir(archive)
+    assert [keys for keys, _ in list_code(config) if keys[0] == "reward"] == [("reward", "name")]
+
+
 def test_samples_and_exports_of_a_strangers_run_need_no_functions(
     archive: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,7 +99,7 @@ def check_extras(folder: Path) -> None:
     """What is not installed is named with its remedy before anything starts."""
     cases: list[tuple[str, dict[str, str], list[str]]] = [
         ("pip install 'reasoning-gym>", {"data.train": "reasoning_gym:basic_arithmetic"}, []),
-        ("pip install 'math-verify[", {"reward.name": "math"}, []),
+        ("entry point group podium.rewards", {"reward.name": "math"}, []),
         ("pip install 'ray>", {}, ["--backend", "ray"]),
         ("entry point group podium.backends", {}, ["--backend", "another"]),
         ("entry point group podium.environments", {"environment.name": "another"}, []),

@@ -14,7 +14,7 @@ FORMATS = {"format_exc", "format_exception", "format_exception_only", "print_exc
 FORMATS |= {"TracebackException"}
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 # The module itself, and a program that an interpreter without Podium runs.
-SHOWS_THEM = ("podium/exceptions.py", "podium_verifiers/child.py", "podium/rewards/sandbox_program.py")
+SHOWS_THEM = ("podium/exceptions.py", "podium_verifiers/child.py", "podium_rewards/sandbox_program.py")
 
 
 def names_in(node: ast.AST | None) -> set[str]:

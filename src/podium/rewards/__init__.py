@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.rewards.chat_judge import Judge as Judge, judge as judge
     from podium.rewards.config import Grade as Grade, RewardConfig as RewardConfig
     from podium.rewards.grader import Grader as Grader
     from podium.rewards.keys import reads as reads
-    from podium.rewards.remote import RemoteReward as RemoteReward, ask_service as ask_service
     from podium.rewards.resolve import (
         NAMED_REWARDS as NAMED_REWARDS,
         RewardFn as RewardFn,
@@ -22,6 +20,5 @@ if TYPE_CHECKING:
         limit_length as limit_length,
         limit_repetition as limit_repetition,
     )
-    from podium.rewards.unit_tests import CodeReward as CodeReward, check_code as check_code
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -8,7 +8,7 @@ from podium.functions import load_function
 from podium.rewards.config import RewardConfig
 from podium.rewards.keys import declared_columns
 
-__all__ = ["NAMED_REWARDS", "RewardFn", "Rewards"]
+__all__ = ["GROUP", "NAMED_REWARDS", "RewardFn", "Rewards"]
 __all__ += ["check_weights", "columns_read", "list_rewards", "load_nearby", "name_of", "resolve_reward"]
 
 Score = float | Mapping[str, float] | Sequence[float | None] | None
@@ -25,38 +25,37 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
     "gsm8k": "podium.rewards.text:gsm8k",
     "overlong": "podium.rewards.text:overlong",
     "model": "podium.rewards.model:model",
-    "code": "podium.rewards.code:code",
     "format": "podium.rewards.shapes:FORMAT",
     "length": "podium.rewards.shapes:LENGTH",
     "choice": "podium.rewards.shapes:CHOICE",
     "repetition": "podium.rewards.shapes:REPETITION",
-    "math": "podium.rewards.symbolic:mathematics",
-    "reasoning_gym": "podium.rewards.gym:reasoning_gym",
 }
-"""The rewards that Podium brings, and the module of each."""
+"""The rewards of the core, and the module of each. Packages bring others through the entry point group ``GROUP``."""
 
-# What Podium's own rewards declare by podium.rewards.reads, so that it is known without the libraries that they need.
+GROUP: Final = "podium.rewards"
+
+# What the rewards of the core declare by podium.rewards.reads, so that it is known without loading them.
 _READ_COLUMNS: Final = {
-    **dict.fromkeys(("exact", "fraction", "gsm8k", "math", "choice"), frozenset({"answer"})),
-    **dict.fromkeys(("overlong", "code", "format", "length", "repetition"), frozenset[str]()),
+    **dict.fromkeys(("exact", "fraction", "gsm8k", "choice"), frozenset({"answer"})),
+    **dict.fromkeys(("overlong", "format", "length", "repetition"), frozenset[str]()),
     "model": frozenset({"model_score"}),
-    "reasoning_gym": frozenset({"metadata"}),
 }
 
 
 def resolve_reward(spec: str) -> RewardFn:
-    """Return the reward that ``spec`` names: one of ``NAMED_REWARDS``, or a form of :func:`load_function`.
+    """Return the reward that ``spec`` names: one of ``NAMED_REWARDS``, one of an installed package, or a form
+    of :func:`load_function`.
 
     Raises:
         ConfigError: The reward, its module, file or function does not exist, a library that the reward needs is not
             installed, or its module raised an exception.
     """
-    return load_function(spec, key="reward.name", known=NAMED_REWARDS)
+    return load_function(spec, key="reward.name", known=NAMED_REWARDS, group=GROUP)
 
 
 def load_nearby(reward: str | RewardFn) -> RewardFn | None:
-    """Return the function, where it is at hand or in a file; None where it is Podium's own or a module's, which only
-    grading processes load. Raises ConfigError as :func:`resolve_reward` does."""
+    """Return the function, where it is at hand or in a file or of an installed name; None where it is of the core or a
+    module's, which only grading processes load. Raises ConfigError as :func:`resolve_reward` does."""
     if not isinstance(reward, str):
         return reward
     is_of_module = ":" in reward and not reward.rpartition(":")[0].endswith(".py")

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -35,8 +36,8 @@ from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import ADVANTAGES, CORRECTIONS, LOSSES
 from podium.config import build_config, config_to_dict
 from podium.errors import ConfigError, DataError
-from podium.functions import OF_SCRIPT
-from podium.rewards import NAMED_REWARDS
+from podium.functions import OF_SCRIPT, find_installed, is_installed
+from podium.rewards.resolve import GROUP, NAMED_REWARDS
 from podium.rollout.engines.config import AUTO, OWN_OPTIONS, REPLAY, find_engines
 from podium.rollout.tasks.gym import PREFIX
 from podium.runs.files import LOCK
@@ -144,7 +145,14 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def _is_own_reward(name: str) -> bool:
-    return name in NAMED_REWARDS or OF_SCRIPT in name  # an object that a script has passed, which no name loads
+    if name in NAMED_REWARDS or OF_SCRIPT in name:  # an object that a script has passed, which no name loads
+        return True
+    entry = _find_reward(name)
+    return entry is not None and is_installed(entry)
+
+
+def _find_reward(name: str) -> EntryPoint | None:
+    return None if ":" in name else find_installed(GROUP, name, "reward.name")
 
 
 def _list_options(keys: Keys, options: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:
@@ -170,6 +178,8 @@ def _describe(config: Any, keys: Keys, value: Any) -> _Code:
             location = _module_of_engine(value)
         elif keys == ("environment", "name"):
             location = config.environment.code.rpartition(":")[0]
+        elif keys == ("reward", "name") and (entry := _find_reward(value)) is not None:
+            location = entry.module
         elif match := _FUNCTION.fullmatch(value):
             location = match["place"]
             if keys[1] != "options" and location.endswith(".py"):

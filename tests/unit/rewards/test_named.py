@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +33,7 @@ def test_exact_and_fraction(completion: str, answer: object, exact: float, fract
     assert resolve_reward("fraction")(completion, {"answer": answer}) == pytest.approx(fraction)
 
 
-@pytest.mark.parametrize("name", ["exact", "fraction", "gsm8k", "math"])
+@pytest.mark.parametrize("name", ["exact", "fraction", "gsm8k"])
 def test_a_row_without_an_answer_says_which_setting_to_change(name: str) -> None:
     with pytest.raises(ValueError, match=r"data\.answer_column"):
         resolve_reward(name)("1", {"question": "?"})
@@ -140,49 +138,3 @@ def test_gsm8k_reads_every_answer_of_the_data_set() -> None:
     assert len(rows) == 1319
     assert all(reward(row["answer"], row) == 1.0 for row in rows)
     assert all(reward(row["answer"] + "0", row) == 0.0 for row in rows if not row["answer"].endswith("#### 0"))
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "score"),
-    [
-        (r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
-        (r"thus $\frac{1}{2}$", "1/2", 1.0),
-        ("$1+x^2$", "x^2+1", 1.0),
-        ("it is 72.", "48 + 24 = 72\n#### 72", 1.0),
-        (r"\boxed{\{2,1\}}", r"$\{1,2\}$", 1.0),
-        (r"\boxed{3}", "x=3", 1.0),
-        (r"\boxed{4}", "3", 0.0),
-        ("no idea", "3", 0.0),
-    ],
-)
-def test_math(completion: str, answer: str, score: float) -> None:
-    assert resolve_reward("math")(completion, {"answer": answer}) == score
-
-
-def test_math_works_in_a_thread_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    scores: list[object] = []
-    reward = resolve_reward("math")
-    thread = threading.Thread(target=lambda: scores.append(reward(r"\boxed{1/2}", {"answer": "0.5"})))
-    thread.start()
-    thread.join()
-    assert scores == [1.0]
-    assert caplog.records == []
-
-
-def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
-    import reasoning_gym
-
-    reward = resolve_reward("reasoning_gym")
-    options: dict[str, Any] = {"min_terms": 2, "max_terms": 2}
-    row: dict[str, Any] = {**reasoning_gym.create_dataset("chain_sum", size=1, seed=3, **options)[0]}
-    row["task_options"] = options
-    answer: str = row["answer"]
-    assert reward(answer, row) == 1.0
-    assert reward(f"<think>hm 1</think> <answer> {answer} </answer> I hope", row) == 1.0
-    assert reward("no number", row) == 0.0
-    assert reward(f"<answer>{answer}</answer> no: <answer>x</answer>", row) == 0.0
-
-
-def test_reasoning_gym_refuses_rows_of_other_data() -> None:
-    with pytest.raises(ValueError, match="not of a reasoning_gym task"):
-        resolve_reward("reasoning_gym")("5", {"question": "2+3", "answer": "5"})

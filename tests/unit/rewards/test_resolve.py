@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
 
 from podium.errors import ConfigError
-from podium.rewards import NAMED_REWARDS, resolve_reward
+from podium.rewards import NAMED_REWARDS, Grader, RewardConfig, resolve_reward
 from podium.rewards.keys import declared_columns
-from podium.rewards.resolve import columns_read
+from podium.rewards.resolve import GROUP, columns_read
+from tests.integration.test_environment_plugins import write_package
 
 
 @pytest.mark.parametrize("name", sorted(NAMED_REWARDS))
@@ -39,7 +39,7 @@ def test_a_reward_that_declares_nothing_or_is_of_a_module_reads_nobody_knows_wha
     ("spec", "message"),
     [
         ("gsm8", r"did you mean 'gsm8k'\?"),
-        ("zzz", f"expected one of {', '.join(NAMED_REWARDS)}, module:function"),
+        ("zzz", rf"expected one of {', '.join(NAMED_REWARDS)}, .*module:function.* group podium\.rewards"),
         ("podium.rewards.text:exacd", r"has no 'exacd'; did you mean 'exact'\?"),
         ("podium.rewards.text:__name__", "is not a function"),
     ],
@@ -50,17 +50,33 @@ def test_a_wrong_name_is_explained(spec: str, message: str) -> None:
     assert f"reward.name = {spec!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "library", "package"),
-    [
-        ("math", "podium.rewards.symbolic", "math_verify", "math-verify"),
-        ("reasoning_gym", "podium.rewards.gym", "reasoning_gym", "reasoning-gym"),
-    ],
-)
-def test_a_library_that_is_missing_is_named_with_its_remedy(
-    name: str, module: str, library: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=rf"reward\.name = '{name}' needs .*pip install '{package}"):
-        resolve_reward(name)
+SCORE = "from podium.rewards import reads\n\n\n@reads('fen')\ndef score(completion, row):\n    return 0.25\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of installed packages."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{tmp_path.name}_chess.py").write_text(SCORE)  # no module of another test has this name
+    return tmp_path
+
+
+def test_a_package_brings_a_reward_by_name(folder: Path) -> None:
+    write_package(folder, "chess", {"chess": f"{folder.name}_chess:score", "exact": "os:getcwd"}, GROUP)
+    assert columns_read("chess") == {"fen"}
+    with Grader(RewardConfig(name=("chess", "exact"), processes=1), columns=["fen", "answer"]) as grader:
+        assert grader.grade(["a"], [{"fen": "8/8", "answer": "a"}])[0].parts == {"chess": 0.25, "exact": 1.0}
+
+
+def test_a_name_that_two_packages_have_is_refused(folder: Path) -> None:
+    write_package(folder, "chess", {"chess": f"{folder.name}_chess:score"}, GROUP)
+    write_package(folder, "checkers", {"chess": f"{folder.name}_chess:reads"}, GROUP)
+    with pytest.raises(ConfigError, match=r"reward\.name = 'chess' is a name in the packages checkers and chess"):
+        resolve_reward("chess")
+
+
+@pytest.mark.parametrize(("value", "says"), [("absent:score", "No module named 'absent'"), ("os:sep", "of type str")])
+def test_a_reward_of_a_package_that_cannot_be_loaded_is_one_error(folder: Path, value: str, says: str) -> None:
+    write_package(folder, "chess", {"chess": value}, GROUP)
+    with pytest.raises(ConfigError, match=rf"reward\.name = 'chess': {value} of the package chess .*{says}"):
+        resolve_reward("chess")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from podium.config import build_config, section
 from podium.errors import ConfigError
-from podium.functions import check_function_name, load_function, nearest, what_raised
+from podium.functions import check_function_name, load_function, load_installed, nearest
 from podium.rollout.service.budgets import BUDGETS
 
 __all__ = ["EnvironmentConfig", "SessionLimits", "find_environments", "load_environment"]
@@ -31,13 +31,7 @@ def load_environment(name: str) -> Any:
     """
     if ":" in name:
         return load_function(name, key=_KEY)
-    entry = _entry_of(name)
-    subject = f"{_KEY} = {name!r}: {entry.value} of the package {entry.dist.name if entry.dist else 'unknown'}"
-    with what_raised(f"{subject} cannot be loaded"):
-        environment = entry.load()
-    if not callable(environment):
-        raise ConfigError(f"{subject} is no class or function but of type {type(environment).__name__}")
-    return environment
+    return load_installed(_entry_of(name), _KEY)
 
 
 def _entry_of(name: str) -> EntryPoint:

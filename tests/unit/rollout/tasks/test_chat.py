@@ -247,7 +247,7 @@ def test_an_answer_that_is_neither_text_nor_messages_is_refused_by_name(tmp_path
     said = rf"the answer .*\({type(answer).__name__}\) is neither text nor messages.*data\.answer_column"
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: {said}"):
         encode_pairs(examples, byte_tokenizer(), DataConfig())
-    for name in ("exact", "fraction", "gsm8k", "math"):
+    for name in ("exact", "fraction", "gsm8k"):
         with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: reward\.name = '{name}': {said}"):
             check_answers(examples, RewardConfig(name=name))
     (tmp_path / "mine.py").write_text(Path(text.__file__).read_text())

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, RewardError
-from podium.rewards import Grade, Grader, RewardConfig, ask_service
+from podium.rewards import Grade, Grader, RewardConfig
+
+ask_service = pytest.importorskip("podium_rewards").ask_service
 
 Reply = Callable[[list[Any]], Any]
 

@@ -15,7 +15,8 @@ try:
     import math_verify
 except ImportError as error:
     raise ConfigError(
-        f"reward.name = 'math' needs math-verify, which cannot be imported ({error}): {install_command('math')}"
+        f"reward.name = 'math' needs math-verify, which cannot be imported ({error}): "
+        f"{install_command('math', package='podium-rewards')}"
     ) from error
 
 __all__ = ["mathematics"]

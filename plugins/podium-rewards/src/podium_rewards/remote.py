@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.rewards.endpoint import PAUSE_S, Endpoint, pauses_s
+from podium_rewards.endpoint import PAUSE_S, Endpoint, pauses_s
 
 __all__ = ["RemoteReward", "ask_service"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.rewards.keys import reads
-from podium.rewards.sandbox import Kind, Limits, check_sandbox, run_programs
+from podium_rewards.sandbox import Kind, Limits, check_sandbox, run_programs
 
 __all__ = ["CodeReward", "check_code", "find_code"]
 

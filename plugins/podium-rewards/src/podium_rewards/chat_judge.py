@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.rewards.endpoint import PAUSE_S, Endpoint, pauses_s
+from podium_rewards.endpoint import PAUSE_S, Endpoint, pauses_s
 
 __all__ = ["Judge", "judge"]
 

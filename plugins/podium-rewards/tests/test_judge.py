@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, RewardError
-from podium.rewards import Grade, Grader, RewardConfig, chat_judge, judge
+from podium.rewards import Grade, Grader, RewardConfig
+
+judge = pytest.importorskip("podium_rewards").judge
+chat_judge = importlib.import_module("podium_rewards.chat_judge")
 
 Reply = Callable[[str], "str | int"]
 ROW = {"prompt": "2 + 2?", "answer": "4"}
@@ -173,7 +177,7 @@ def test_many_groups_wait_beside_each_other_in_a_process_that_can_be_killed(tmp_
     """More completions than a grading process has at work of other rewards, in an order that ends all groups late."""
     with judging(rank) as (url, asked):
         (tmp_path / "my_judge.py").write_text(
-            f"from podium.rewards import judge\nscore = judge(url={url!r}, model='m', group=4, gather_s=120)\n"
+            f"from podium_rewards import judge\nscore = judge(url={url!r}, model='m', group=4, gather_s=120)\n"
         )
         settings = RewardConfig(name=f"{tmp_path}/my_judge.py:score", time_limit_s=1000)
         with Grader(settings) as grader:

@@ -1,0 +1,90 @@
+"""The rewards that the package brings by name."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError
+from podium.rewards import resolve_reward
+from podium.rewards.resolve import columns_read
+
+pytest.importorskip("podium_rewards")
+NAMES = {"code": set[str](), "math": {"answer"}, "reasoning_gym": {"metadata"}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_columns_that_a_reward_reads_are_known_before_a_run_starts(name: str) -> None:
+    pytest.importorskip({"math": "math_verify", "code": "podium_rewards"}.get(name, name))
+    assert columns_read(name) == NAMES[name]
+
+
+def test_a_row_without_an_answer_says_which_setting_to_change() -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match=r"data\.answer_column"):
+        resolve_reward("math")("1", {"question": "?"})
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        (r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"thus $\frac{1}{2}$", "1/2", 1.0),
+        ("$1+x^2$", "x^2+1", 1.0),
+        ("it is 72.", "48 + 24 = 72\n#### 72", 1.0),
+        (r"\boxed{\{2,1\}}", r"$\{1,2\}$", 1.0),
+        (r"\boxed{3}", "x=3", 1.0),
+        (r"\boxed{4}", "3", 0.0),
+        ("no idea", "3", 0.0),
+    ],
+)
+def test_math(completion: str, answer: str, score: float) -> None:
+    assert resolve_reward("math")(completion, {"answer": answer}) == score
+
+
+def test_math_works_in_a_thread_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    scores: list[object] = []
+    reward = resolve_reward("math")
+    thread = threading.Thread(target=lambda: scores.append(reward(r"\boxed{1/2}", {"answer": "0.5"})))
+    thread.start()
+    thread.join()
+    assert scores == [1.0]
+    assert caplog.records == []
+
+
+def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
+    import reasoning_gym
+
+    reward = resolve_reward("reasoning_gym")
+    options: dict[str, Any] = {"min_terms": 2, "max_terms": 2}
+    row: dict[str, Any] = {**reasoning_gym.create_dataset("chain_sum", size=1, seed=3, **options)[0]}
+    row["task_options"] = options
+    answer: str = row["answer"]
+    assert reward(answer, row) == 1.0
+    assert reward(f"<think>hm 1</think> <answer> {answer} </answer> I hope", row) == 1.0
+    assert reward("no number", row) == 0.0
+    assert reward(f"<answer>{answer}</answer> no: <answer>x</answer>", row) == 0.0
+
+
+def test_reasoning_gym_refuses_rows_of_other_data() -> None:
+    with pytest.raises(ValueError, match="not of a reasoning_gym task"):
+        resolve_reward("reasoning_gym")("5", {"question": "2+3", "answer": "5"})
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "library", "package"),
+    [
+        ("math", "podium_rewards.symbolic", "math_verify", "math-verify"),
+        ("reasoning_gym", "podium_rewards.gym", "reasoning_gym", "reasoning-gym"),
+    ],
+)
+def test_a_library_that_is_missing_is_named_with_its_remedy(
+    name: str, module: str, library: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"reward\.name = '{name}' needs .*pip install '{package}"):
+        resolve_reward(name)
