@@ -51,6 +51,25 @@ def test_reinforcement_and_a_teacher_are_one_loss_with_weights(tmp_path: Path, t
     assert row["loss/teacher_kl"] == pytest.approx(row["teacher/kl"], abs=1e-6)  # one update: the ratio is 1
 
 
+@pytest.mark.parametrize("divergence", ["reverse", pytest.param("forward", marks=pytest.mark.exhaustive)])
+def test_a_student_learns_from_the_most_probable_ids_of_its_teacher(
+    tmp_path: Path, teacher: Path, divergence: str
+) -> None:
+    """All ids of text are as many as there are, and fewer ids give a smaller divergence."""
+    kls: dict[int, list[float]] = {}
+    for top in (2, 1000):
+        options = {"teacher": str(teacher), "teacher_top_k": top, "teacher_divergence": divergence}
+        algorithm = {"loss": "teacher_kl", "options": options, "minibatches": 2}
+        run = train(settings_of(tmp_path / str(top), teacher, algorithm=algorithm, run={"steps": 6}))
+        kls[top] = [row["teacher/kl_top"] for row in metrics_rows(run)]
+        assert all((row["teacher/rest"] < 2e-6) == (top == 1000) for row in metrics_rows(run))
+        assert kls[top][-1] < kls[top][0]
+    assert 0 < kls[2][0] <= kls[1000][0]
+    with pytest.raises(ConfigError, match=r"teacher_top_k = 2 with sampling\.top_k"):
+        algorithm = {"loss": "teacher_kl", "options": {"teacher": str(teacher), "teacher_top_k": 2}}
+        settings_of(tmp_path, teacher, algorithm=algorithm, sampling={"top_k": 3})
+
+
 def test_answers_of_the_data_are_learned_beside_completions(tmp_path: Path) -> None:
     """With advantages of 0 the answers alone move the policy, to where fine-tuning on them would."""
     from podium.algorithms import AlgorithmConfig

@@ -173,6 +173,11 @@ class TeacherOptions:
 
     teacher: str = ""
     """The teacher's model is loaded from this directory, run or hub name. It has the vocabulary of model.path."""
+    teacher_top_k: int = Field(default=0, ge=0, le=65536)
+    """teacher_kl compares the policy with the teacher over the so many ids that the teacher finds most probable, and
+    over all others as one. 0 compares at the sampled token alone."""
+    teacher_divergence: Literal["reverse", "forward"] = "reverse"
+    """With teacher_top_k the divergence is KL(policy || teacher) (reverse) or KL(teacher || policy) (forward)."""
 
 
 _GRPO: Final = "Shao et al. 2024, arXiv:2402.03300, section 4.1.2"

@@ -12,6 +12,7 @@ ROLLOUT_LOGPROBS: Final = "rollout_logprobs"  # token column, float32: of the di
 OLD_LOGPROBS: Final = "old_logprobs"  # token column, float32: of the policy before its update
 REF_LOGPROBS: Final = "ref_logprobs"  # token column, float32: of the reference policy
 TEACHER_LOGPROBS: Final = "teacher_logprobs"  # token column, float32: of the teacher
+TEACHER_TOP: Final = "teacher_top"  # token column, float32 [N, 2k]: log-probabilities of the teacher's k likeliest, ids
 ANSWER_VALUES: Final = "answer_values"  # float64 [B]: summed log-probabilities of the row, or its score
 ENTROPY: Final = "entropy"  # token column, float32, nats
 SQUARED_PROBS: Final = "squared_probs"  # token column, float32: the policy's sum of squared probabilities over all ids

@@ -275,6 +275,12 @@ class PPOConfig(_TrainingConfig):
                 f"{self.algorithm.advantage!r}, which weighs the parts of the reward itself: set "
                 "algorithm.options.part_weights too, a mapping of the names of the parts to their weights"
             )
+        if self.algorithm.needs_teacher and self.algorithm.teacher.teacher_top_k and self.sampling.filtered:
+            raise ConfigError(
+                f"algorithm.options.teacher_top_k = {self.algorithm.teacher.teacher_top_k} with sampling.top_k, "
+                "top_p or min_p, which leave the policy only some of the ids that the teacher finds most probable: set "
+                "them to 0, 1 and 0, or leave teacher_top_k out"
+            )
         together = any({"policy", "reference"} <= {*roles} for roles, _ in self.processes)
         if self.algorithm.reference.reference_refresh and (self.model.lora is not None or not together):
             why = "model.lora" if self.model.lora is not None else "placement.pools"
@@ -293,11 +299,6 @@ class PPOConfig(_TrainingConfig):
                 f"environment.name = {self.environment.name!r} with algorithm.advantage = "
                 f"{self.algorithm.advantage!r}, whose baseline is the reward of a greedy completion: sessions "
                 "have none; choose another estimator, such as rloo"
-            )
-        if self.replays and estimator.needs_greedy:
-            raise ConfigError(
-                f"algorithm.advantage = {self.algorithm.advantage!r} with engine.name = 'replay': the reward of a "
-                "greedy completion, which it reads, is not recorded; choose another estimator"
             )
         if self.sampling.n < 2 and estimator.needs_groups:
             raise ConfigError(

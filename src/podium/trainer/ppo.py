@@ -77,7 +77,7 @@ _ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
 _KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
 _UPDATE_INPUTS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS),
-    *(fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
+    *(fields.TEACHER_TOP, fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
 )
 
 

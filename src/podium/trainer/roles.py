@@ -373,6 +373,7 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
                 "model": config.teacher_model,
                 "parallel": config.parallel,
                 "vocabulary": vocabulary_size(config.model),
+                "top_k": config.algorithm.teacher.teacher_top_k,
             }
         case "estimator":
             return {"algorithm": algorithm}

@@ -180,7 +180,11 @@ class TrainEngine:
         return [value for state in states for value in state.values()]
 
     def evaluate(
-        self, batch: Batch, compute: Callable[[MicroBatch], Mapping[str, Tensor]], outputs: Sequence[str]
+        self,
+        batch: Batch,
+        compute: Callable[[MicroBatch], Mapping[str, Tensor]],
+        outputs: Sequence[str],
+        widths: Mapping[str, tuple[int, ...]] | None = None,
     ) -> dict[str, Jagged]:
         """Compute token columns of ``batch`` without gradients.
 
@@ -188,13 +192,15 @@ class TrainEngine:
             batch: Has tokens and loss mask.
             compute: Returns float32 ``[K]`` by name for one micro-batch.
             outputs: The names.
+            widths: The further dimensions of a column that has some.
 
         Returns:
             A float32 token column for each name, on the CPU, 0 where there is no loss.
         """
         self._weights.wake()
         tokens = batch.jagged(fields.TOKENS)
-        results = {name: torch.zeros(len(tokens.values), device=self.device) for name in outputs}
+        widths = widths or {}
+        results = {name: torch.zeros(len(tokens.values), *widths.get(name, ()), device=self.device) for name in outputs}
         self.model.eval()
         micros = self._micro_batches(batch, ())
         with torch.no_grad(), Counting("micro-batches", len(micros)) as count:

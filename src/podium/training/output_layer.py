@@ -101,12 +101,18 @@ _EVERY_ID: Final = TextIds()
 
 class TokenScores(NamedTuple):
     """Log-probabilities of K tokens and, where asked for, entropies, the log-probabilities of the most probable tokens
-    in their places, and the sums of squared probabilities: float32 ``[K]``, in nats."""
+    in their places, and the sums of squared probabilities: float32 ``[K]``, in nats.
+
+    ``chosen`` are the log-probabilities ``[K, J]`` of the ids asked about, and ``top`` is float32 ``[K, 2 * J]``: the
+    log-probabilities of the J most probable tokens from the largest down, then their ids, which float32 holds exactly.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
     best: Tensor | None = None
     squares: Tensor | None = None
+    chosen: Tensor | None = None
+    top: Tensor | None = None
 
 
 class LogitsTail(NamedTuple):
@@ -141,12 +147,22 @@ class _Asked:
     masked: MaskedTokens | None = None
     squares: bool = False
     wide: bool = False
+    chosen_KJ: Tensor | None = None
+    top: int = 0
 
     def read_more(self, log_p: Tensor, kept: KeptTokens | None, count: int) -> Tensor:
-        """What ``best`` or ``squares`` ask for, ``[C]``; empty where neither does."""
+        """What ``best``, ``squares`` or ``top`` ask for, ``[C]`` or ``[C, 2 * J]``; empty where none does."""
+        if self.top:
+            return torch.cat([part.to(log_p.dtype) for part in log_p.detach().topk(self.top, -1)], -1)
         if self.squares:
             return _sum_squares(log_p.detach(), kept, count)
         return log_p.detach().amax(-1) if self.best else log_p.new_empty(0)
+
+    def read_chosen(self, log_p: Tensor, chunk: slice) -> Tensor:
+        """The log-probabilities ``[C, J]`` of the ids asked about; J is 0 where none are."""
+        if self.chosen_KJ is None:
+            return log_p.new_empty(chunk.stop - chunk.start, 0)
+        return log_p.gather(1, self.chosen_KJ[chunk])
 
     @cached_property
     def holes(self) -> Tensor | None:
@@ -306,6 +322,8 @@ def output_scores(
     entropy_grad: bool = False,
     best: bool = False,
     squares: bool = False,
+    chosen_KJ: Tensor | None = None,
+    top: int = 0,
     forward: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenScores:
     """Return log-probabilities of ``targets_K``, and entropies, under the distributions that ``layer`` gives.
@@ -322,11 +340,15 @@ def output_scores(
         entropy: Whether entropies are computed, without gradients unless ``entropy_grad``.
         best: Whether the log-probabilities of the most probable tokens are read, without gradients.
         squares: Whether the sums of squared probabilities are computed, without gradients, in place of ``best``.
+        chosen_KJ: The log-probabilities of these ids are computed too, with gradients: int64 ``[K, J]``.
+        top: The log-probabilities of so many most probable tokens are read, without gradients, in place of ``best``.
         forward: The function that runs the layer, if not its own call.
 
     Raises:
-        DataError: The numbers of targets and tokens differ.
+        DataError: The numbers of targets and tokens differ; or there are kept ids beside ``chosen_KJ`` or ``top``.
     """
+    if kept is not None and (top or chosen_KJ is not None):
+        raise DataError("the tokens were drawn from kept ids (sampling.top_k, top_p or min_p): other ids have none")
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
     request = _Asked(
@@ -341,19 +363,24 @@ def output_scores(
         masked,
         squares,
         layer in _wide,
+        chosen_KJ,
+        top,
     )
     layer_forward = forward or layer.forward
     if isinstance(layer, nn.Linear) and getattr(layer_forward, "__func__", None) is nn.Linear.forward:
         scores = cast("_Scores", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, request))
     else:
         scores = _by_checkpoints(hidden_KH, forward or layer, request)
-    more = None if squares else scores[2]
+    kind = "squares" if squares else "top" if top else "best"
     return TokenScores(
-        scores[0], scores[1] if entropy else None, more if best else None, scores[2] if squares else None
+        scores[0],
+        scores[1] if entropy else None,
+        chosen=None if chosen_KJ is None else scores[3],
+        **{kind: scores[2]} if squares or top or best else {},
     )
 
 
-_Scores = tuple[Tensor, Tensor, Tensor]
+_Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], asked: _Asked) -> _Scores:
@@ -365,7 +392,8 @@ def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], aske
         logprobs_C, log_p = _read(logits_CV, asked.targets_K[here], kept)
         more_C = asked.read_more(log_p, kept, len(logprobs_C))
         with torch.set_grad_enabled(asked.entropy_grad and torch.is_grad_enabled()):
-            return logprobs_C, _entropies(log_p, kept, len(logprobs_C)), more_C
+            entropies_C = _entropies(log_p, kept, len(logprobs_C))
+        return logprobs_C, entropies_C, more_C, asked.read_chosen(log_p, here)
 
     with torch.no_grad():
         vocabulary = forward(hidden_KH[:1]).shape[-1]
@@ -373,8 +401,7 @@ def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], aske
         cast("_Scores", checkpoint(score, hidden_KH[chunk], chunk, kept, use_reentrant=False))
         for chunk, kept in asked.chunks(vocabulary)
     ]
-    logprobs, entropies, more = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies), torch.cat(more)
+    return cast("_Scores", tuple(map(torch.cat, zip(*parts, strict=True))))
 
 
 class _LinearScores(torch.autograd.Function):
@@ -389,8 +416,11 @@ class _LinearScores(torch.autograd.Function):
             ctx.dtype = torch.float32
         ctx.asked = asked
         logprobs_K = torch.empty(len(hidden_KH), device=device)
-        entropy_K, asks_more = torch.zeros_like(logprobs_K), asked.best or asked.squares
+        entropy_K, asks_more = torch.zeros_like(logprobs_K), asked.best or asked.squares or asked.top > 0
         more_K = torch.zeros_like(logprobs_K if asks_more else logprobs_K[:0])
+        if asked.top:
+            more_K = more_K.new_zeros(len(hidden_KH), 2 * asked.top)
+        chosen_KJ = logprobs_K.new_zeros(len(hidden_KH), 0 if asked.chosen_KJ is None else asked.chosen_KJ.shape[1])
         limit = asked.text_ids.limit
         hidden, weight = hidden_KH.to(ctx.dtype), weight_VH[:limit].to(ctx.dtype)
         size = len(hidden) * len(weight) if asked.kept is None else len(asked.kept.ids)
@@ -400,6 +430,7 @@ class _LinearScores(torch.autograd.Function):
             logits_CV = _logits(hidden[chunk], weight, bias_V, asked)
             asked.leave_out(logits_CV, chunk, kept)
             logprobs_K[chunk], log_p = _read(logits_CV, asked.targets_K[chunk], kept)
+            chosen_KJ[chunk] = asked.read_chosen(log_p, chunk)
             if asked.entropy:
                 entropy_K[chunk] = _entropies(log_p, kept, len(logits_CV))
             if asks_more:
@@ -408,7 +439,7 @@ class _LinearScores(torch.autograd.Function):
                 log_ps.append(log_p)
         ctx.save_for_backward(hidden_KH, weight_VH, bias_V, entropy_K, *log_ps)
         ctx.mark_non_differentiable(more_K, *(() if asked.entropy_grad else (entropy_K,)))
-        return logprobs_K, entropy_K, more_K
+        return logprobs_K, entropy_K, more_K, chosen_KJ
 
     @staticmethod
     @once_differentiable
@@ -432,11 +463,12 @@ class _LinearScores(torch.autograd.Function):
                 request.leave_out(logits_CV, chunk, kept)
                 log_p = _read(logits_CV, request.targets_K[chunk], kept)[1]
                 del logits_CV
-            upstream = (gradients[0][chunk], gradients[1][chunk], entropy_K[chunk])
+            upstream = (gradients[0][chunk], gradients[1][chunk], entropy_K[chunk], gradients[3][chunk])
             grad_CV = _gradient(
                 log_p,
                 len(weight),
                 request.targets_K[chunk],
+                None if request.chosen_KJ is None else request.chosen_KJ[chunk],
                 kept,
                 *upstream,
                 with_entropy=request.entropy_grad,
@@ -503,10 +535,12 @@ def _gradient(
     log_p: Tensor,
     vocabulary: int,
     targets_C: Tensor,
+    chosen_CJ: Tensor | None,
     kept: KeptTokens | None,
     grad_logprobs_C: Tensor,
     grad_entropy_C: Tensor,
     entropy_C: Tensor,
+    grad_chosen_CJ: Tensor,
     *,
     with_entropy: bool,
     keeps: bool,
@@ -515,15 +549,18 @@ def _gradient(
 
     For the log-probability of target t: d/dz_j = [j = t] - p_j. For the entropy h: d/dz_j = -p_j (log p_j + h).
     """
+    sum_C = grad_logprobs_C if chosen_CJ is None else grad_logprobs_C + grad_chosen_CJ.sum(-1)
     token = slice(None) if kept is None else kept.token
     column = (slice(None), None) if kept is None else slice(None)
     if with_entropy:
         weight = (log_p + entropy_C[token][column]).mul_(grad_entropy_C[token][column])
-        gradient = log_p.exp().mul_(weight.add_(grad_logprobs_C[token][column])).neg_()
+        gradient = log_p.exp().mul_(weight.add_(sum_C[token][column])).neg_()
     else:
-        gradient = (log_p.exp() if keeps else log_p.exp_()).mul_(-grad_logprobs_C[token][column])
+        gradient = (log_p.exp() if keeps else log_p.exp_()).mul_(-sum_C[token][column])
     if kept is not None:
         places = kept.token * vocabulary + kept.ids
         flat = gradient.new_zeros(len(targets_C) * vocabulary)
         gradient = flat.index_add_(0, places, gradient).view(len(targets_C), vocabulary)
+    if chosen_CJ is not None:
+        gradient.scatter_add_(1, chosen_CJ, grad_chosen_CJ)
     return gradient.scatter_add_(1, targets_C[:, None], grad_logprobs_C[:, None])

@@ -79,6 +79,8 @@ def score_tokens(
     entropy_grad: bool = False,
     best: bool = False,
     squares: bool = False,
+    chosen_KJ: Tensor | None = None,
+    top: int = 0,
 ) -> TokenScores:
     """Make one forward pass over a micro-batch of ``batch``. Logits exist for a few tokens at a time.
 
@@ -90,6 +92,7 @@ def score_tokens(
         entropy: Whether the entropy is computed too, without gradients unless ``entropy_grad``.
         best: Whether the log-probability of the most probable token is read too. The batch then has no kept sets.
         squares: Whether the sum of squared probabilities is computed too, in place of ``best``.
+        chosen_KJ: As of :func:`.output_scores`, and ``top`` too.
 
     Raises:
         DataError: see :func:`kept_tokens` and :func:`token_masks`.
@@ -106,6 +109,8 @@ def score_tokens(
         "entropy_grad": entropy_grad,
         "best": best,
         "squares": squares,
+        "chosen_KJ": chosen_KJ,
+        "top": top,
     }
     if tail is None:  # the model changes the layer's values in a way of its own, so that it has to see them all
         logits = run_model(model, micro).logits[0]
@@ -124,7 +129,8 @@ def score_tokens(
     entropies = scores.entropy
     if entropies is not None and entropies.requires_grad:
         entropies = entropies + nothing
-    return scores._replace(logprobs=scores.logprobs + nothing, entropy=entropies)
+    chosen = None if scores.chosen is None else scores.chosen + nothing
+    return scores._replace(logprobs=scores.logprobs + nothing, entropy=entropies, chosen=chosen)
 
 
 def run_model(model: nn.Module, micro: MicroBatch) -> Any:

@@ -40,7 +40,7 @@ _COMPARED_ROWS = 4  # of each rank
 _SCORES = (fields.OLD_LOGPROBS, fields.ENTROPY, fields.SQUARED_PROBS)
 _LOSS_COLUMNS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS),
-    *(fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS),
+    *(fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS, fields.TEACHER_TOP),
 )
 
 
@@ -188,7 +188,10 @@ class Policy(Learner):
 
         def compute(micro: MicroBatch) -> TokenLoss:
             grad = algorithm.entropy_coef != 0
-            scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad)
+            top_ids = None
+            if fields.TEACHER_TOP in columns:
+                top_ids = micro.columns[fields.TEACHER_TOP].chunk(2, -1)[1].long()
+            scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad, chosen_KJ=top_ids)
             assert scores.entropy is not None
             if kept_N is not None:
                 kept_N[micro.index] = scores.logprobs.detach().float()
@@ -199,6 +202,7 @@ class Policy(Learner):
                     "tokens": micro.targets,
                     "logprobs": scores.logprobs,
                     "entropy": scores.entropy,
+                    **({} if scores.chosen is None else {"at_teacher_top": scores.chosen}),
                 },
                 figures={name: micro.columns[name] for name in figures},
                 step=self.engine.step_count,

@@ -57,15 +57,17 @@ class FrozenModel(Worker):
         if self._policy is None:
             self.engine.rest()
 
-    def score(self, batch: Batch, column: str) -> dict[str, Jagged]:
+    def score(self, batch: Batch, column: str, *, top: int = 0) -> dict[str, Jagged]:
         """Compute the log-probabilities of the tokens with loss as ``column``, 0 elsewhere: see
-        :func:`score_tokens`."""
+        :func:`score_tokens`. With ``top`` also ``teacher_top``, of the so many most probable ids."""
 
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            return {column: score_tokens(self.engine.model, batch, micro).logprobs}
+            scores = score_tokens(self.engine.model, batch, micro, top=top)
+            return {column: scores.logprobs, **({} if scores.top is None else {fields.TEACHER_TOP: scores.top})}
 
         with contextlib.nullcontext() if self._policy is None else cast(Any, self._policy.model).disable_adapter():
-            return self.engine.evaluate(batch, compute, (column,))
+            names = (column, fields.TEACHER_TOP) if top else (column,)
+            return self.engine.evaluate(batch, compute, names, {fields.TEACHER_TOP: (2 * top,)})
 
 
 class Reference(FrozenModel):
@@ -124,14 +126,22 @@ class Teacher(FrozenModel):
         model: The model.
         parallel: How model and batches are spread over ranks.
         vocabulary: The number of the policy's ids, over which distributions are where not all of them stand for text.
+        top_k: The log-probabilities of so many most probable ids are computed beside the sampled token's.
     """
 
-    def __init__(self, model: ModelConfig, parallel: ParallelConfig | None = None, *, vocabulary: int) -> None:
+    def __init__(
+        self, model: ModelConfig, parallel: ParallelConfig | None = None, *, vocabulary: int, top_k: int = 0
+    ) -> None:
         super().__init__(model, parallel)
-        self.vocabulary = vocabulary
+        self.vocabulary, self.top_k = vocabulary, top_k
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch) -> Batch:
-        """Compute ``teacher_logprobs`` of the tokens with loss, 0 elsewhere."""
-        ids = batch.meta.get("text_ids") or (self.vocabulary, ())
-        return Batch(self.score(batch.with_meta(text_ids=ids), fields.TEACHER_LOGPROBS), batch.meta)
+        """Compute ``teacher_logprobs`` of the tokens with loss, 0 elsewhere, and ``teacher_top`` likewise.
+
+        ``teacher_top`` has the log-probabilities of the ``top_k`` most probable ids and then these ids, if asked for.
+        """
+        limit, holes = batch.meta.get("text_ids") or (self.vocabulary, ())
+        top = min(self.top_k, limit - len(holes))
+        batch = batch.with_meta(text_ids=(limit, holes))
+        return Batch(self.score(batch, fields.TEACHER_LOGPROBS, top=top), batch.meta)

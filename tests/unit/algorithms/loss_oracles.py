@@ -108,6 +108,24 @@ def teacher_kl(rows: list[LossRow]) -> Losses:
     return losses, losses
 
 
+def teacher_top(logits: Array, taught: Array, top: int, *, forward: bool) -> tuple[Array, Array]:
+    """GKD (Agarwal et al. 2024) over the teacher's first ids and the rest: the divergence, and its slope by the logits.
+
+    With r the ratio by outcome and s_v the slope by p_v, the chain rule of softmax gives p_v (s_v - sum p s)."""
+    p, q = (np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (logits, taught))
+    inside = np.zeros_like(p)
+    np.put_along_axis(inside, np.argsort(-q, 1)[:, :top], 1.0, 1)
+    rest_p, rest_q = (np.maximum(1 - (x * inside).sum(1, keepdims=True), 1e-6) for x in (p, q))
+    r, rest = np.where(inside, p / q, 1.0), rest_p / rest_q
+    if forward:
+        value = -(inside * q * np.log(r)).sum(1) - (rest_q * np.log(rest))[:, 0]
+        slope = -inside * q / p + inside * (rest_q / rest_p) * (rest_p > 1e-6)
+    else:
+        value = (inside * p * np.log(r)).sum(1) + (rest_p * np.log(rest))[:, 0]
+        slope = inside * (np.log(r) + 1) - inside * (np.log(rest) + 1) * (rest_p > 1e-6)
+    return value, p * (slope - (p * slope).sum(1, keepdims=True))
+
+
 def reinforce(rows: list[LossRow]) -> Losses:
     """Williams 1992: -A log p."""
     return by_token(rows, lambda logp, _, advantage: (-advantage * logp, -advantage))

@@ -23,7 +23,7 @@ from podium.algorithms.declarations import (
     loss_ratio_to,
     loss_scales_advantage,
 )
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from tests.unit.algorithms import loss_oracles, oracles
 from tests.unit.algorithms.oracles import LossRow
 
@@ -221,3 +221,34 @@ def test_a_ratio_to_the_generator_takes_no_importance_weights(name: str) -> None
     ratio_N = (inputs.logprobs_N - inputs.rollout_logprobs_N).exp()
     torch.testing.assert_close(loss.metrics["policy/ratio_mean"], ratio_N.detach())
     torch.testing.assert_close(loss.metrics["mismatch/mean"], torch.ones_like(ratio_N))  # of the old policy, still
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+@pytest.mark.parametrize("top", [1, 3, 7])
+def test_the_divergence_from_a_teacher_over_its_most_probable_ids(divergence: str, top: int) -> None:
+    """GKD's divergence, whose gradient by the policy's logits is that of the formula; with all ids it is the whole."""
+    rng = np.random.default_rng(top)
+    logits_NV, taught_NV = (torch.from_numpy(rng.normal(size=(20, 7)) * 2) for _ in range(2))
+    logits_NV.requires_grad_()
+    best = taught_NV.log_softmax(-1).topk(top, -1)
+    log_p = logits_NV.log_softmax(-1)
+    columns = {
+        "logprobs": log_p[:, 0],
+        "teacher_logprobs": taught_NV.log_softmax(-1)[:, 0],
+        "teacher_top": torch.cat([best.values, best.indices.double()], 1),
+        "at_teacher_top": log_p.gather(1, best.indices),
+    }
+    options = {"teacher": "there", "teacher_top_k": top, "teacher_divergence": divergence}
+    config = AlgorithmConfig(loss="teacher_kl", options=options)
+    check_functions(config)
+    loss = policy_loss(LossInputs(offsets_B1=torch.tensor([0, 8, 20]), columns=columns), config.resolve())
+    (slopes_NV,) = torch.autograd.grad(loss.loss_N.sum(), logits_NV)
+    expected_N, expected_NV = loss_oracles.teacher_top(
+        logits_NV.detach().numpy(), taught_NV.numpy(), top, forward=divergence == "forward"
+    )
+    np.testing.assert_allclose(loss.loss_N.detach(), expected_N, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(slopes_NV, expected_NV, rtol=1e-6, atol=1e-6)
+    with pytest.raises(DataError, match="teacher_top_k is set, and the batch has no teacher_top"):
+        policy_loss(
+            LossInputs(offsets_B1=torch.tensor([0, 8, 20]), columns={"logprobs": log_p[:, 0]}), config.resolve()
+        )

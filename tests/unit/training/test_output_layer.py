@@ -425,3 +425,34 @@ def test_an_output_layer_with_adapters_is_not_widened() -> None:
     model = load_model(replace(ADAPTED, config=untied, lora=replace(ADAPTED.lora, targets=("lm_head",))))
     with pytest.raises(ConfigError, match=r"parallel\.precision\.output = float32: the output layer is a \w+, not a"):
         widen_output(model)
+
+
+@pytest.mark.parametrize("has_tail", [True, False])
+@pytest.mark.parametrize("kept", [0, 1 << 25])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi"])
+def test_log_probabilities_of_chosen_ids_and_the_most_probable_ones(
+    monkeypatch: pytest.MonkeyPatch, family: str, kept: int, has_tail: bool
+) -> None:
+    """With entropies and holes beside them, in their values and in the gradient of every parameter."""
+    monkeypatch.setattr(output_layer, "_KEPT", kept)
+    model, batch = make(family, **FAMILIES[family]), recorded(temperature=0.7).with_meta(text_ids=(46, (0, 3)))
+    if not has_tail:
+        monkeypatch.setattr("podium.training.scoring.logits_tail", lambda _model: None)
+    (micro,) = cut(batch, 1000, packed=False)
+    log_p = distributions(model, batch, micro, None, None)
+    best = log_p.detach().topk(5, -1)
+    pull_KJ = torch.randn(len(log_p), 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    targets_K = micro.targets[:, None]
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum()
+    wanted = (log_p.gather(1, best.indices) * pull_KJ).sum() + log_p.gather(1, targets_K).sum() + entropy
+    expected = torch.autograd.grad(wanted, list(model.parameters()))
+    chosen = score_tokens(model, batch, micro, entropy=True, entropy_grad=True, chosen_KJ=best.indices)
+    assert chosen.chosen is not None and chosen.entropy is not None
+    torch.testing.assert_close(chosen.chosen.double(), log_p.detach().gather(1, best.indices), rtol=1e-5, atol=1e-5)
+    total = (chosen.chosen * pull_KJ.float()).sum() + chosen.logprobs.sum() + chosen.entropy.sum()
+    for found, right in zip(torch.autograd.grad(total, list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        top = score_tokens(model, batch, micro, top=5).top
+    assert top is not None
+    torch.testing.assert_close(top.double(), torch.cat([best.values, best.indices.double()], 1), rtol=1e-5, atol=1e-5)
