@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.chaos.campaign import Campaign, Result
+from bench.chaos.campaign import Campaign, Result, Strike
 from bench.chaos.faults import FAULTS, OF_SESSIONS, OF_SINGLE_TURNS, ON_RAY
 from bench.chaos.report import MARK, collect, merge, section, summary_path, write_campaigns
-from bench.chaos.training import PROMPTS, STALENESS
+from bench.chaos.training import STALENESS
 from bench.chaos.victim import Victim
 from bench.report import machine, put_section
 
@@ -45,9 +45,10 @@ BACKENDS: dict[str, tuple[dict[str, Any], float]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=2, help="faults of each kind, in each schedule")
+    parser.add_argument("--a-run", type=int, default=10, help="faults of each run, one after another")
     parser.add_argument(
         "--minutes", type=float, default=math.inf,
-        help="begin no fault of a schedule after these; all kinds have had about as many",
+        help="begin no fault after these; all kinds and schedules have had about as many",
     )  # fmt: skip
     parser.add_argument("--schedules", nargs="+", default=tuple(STALENESS), choices=tuple(STALENESS))
     parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="kinds of faults (default: all that can be)")
@@ -58,6 +59,10 @@ def main() -> int:
         help="fork the fork servers of local from the controller, so that no time is spent on imports",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--replay", nargs="+", type=Strike.parse, metavar="FAULT#NUMBER",
+        help="let these faults strike one run, as they did in a campaign of the same seed and schedule",
+    )  # fmt: skip
     parser.add_argument("--folder", help="keep everything here; a campaign that was interrupted here goes on")
     parser.add_argument("--small-disk", action="store_true", help="put the runs on a small disk (as root), to fill it")
     parser.add_argument(
@@ -69,32 +74,52 @@ def main() -> int:
         parser.error("--warm is of the backend local, whose fork servers it forks")
     if options.report is not None:
         return report(options.report)
-    failed = 0
+    if options.replay and len(options.schedules) > 1:
+        parser.error("--replay is of one schedule; name it with --schedules")
     with ExitStack() as stack:
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-chaos-")))
         folder = folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         if options.small_disk:
             stack.enter_context(_small_disk(folder / "runs"))
-        faults = options.faults or _faults(options)
-        for schedule in options.schedules:
-            seed = f"{options.seed}/{schedule}"
-            victim = partial(_victim, folder, schedule, options.backend, options.sessions, options.warm, seed)
-            campaign = Campaign(folder, schedule, faults, options.kills, options.seed, victim, options.sessions)
-            began = time.monotonic()
-            wrong = campaign.run(_say, began + 60.0 * options.minutes)
-            rows = campaign.summary()
-            for row in rows:
-                _print({"schedule": schedule, **row})
-            found = {"backend": options.backend, "schedule": schedule, "sessions": options.sessions}
-            found |= {"warm": options.warm}
-            found |= {"prompts": campaign.steps * PROMPTS}
-            found |= {"seconds": round(time.monotonic() - began, 1), "wrong": wrong}
-            _print(found)
-            about = {**found, "machine": machine(os.getloadavg()[0]), "rows": rows}
-            summary_path(folder, schedule).write_text(json.dumps(about))
-            failed += bool(wrong)
-    return min(failed, 1)
+        campaigns = [_campaign(options, folder, schedule) for schedule in options.schedules]
+        if options.replay:
+            wrong = campaigns[0].run(options.replay, _say)
+            _print({"wrong": wrong})
+            return min(len(wrong), 1)
+        return _strike(campaigns, options, folder)
+
+
+def _campaign(options: argparse.Namespace, folder: Path, schedule: str) -> Campaign:
+    victim = partial(_victim, folder, schedule, options.backend, options.sessions, options.warm)
+    faults = options.faults or _faults(options)
+    return Campaign(
+        folder, schedule, faults, options.kills, options.seed, victim, options.sessions, faults_a_run=options.a_run
+    )
+
+
+def _strike(campaigns: Sequence[Campaign], options: argparse.Namespace, folder: Path) -> int:
+    """Give each schedule a run in turn until all have had their faults, and write what they led to."""
+    until = time.monotonic() + 60.0 * options.minutes
+    while time.monotonic() < until and any(campaign.plan() for campaign in campaigns):
+        for campaign in campaigns:
+            if (strikes := campaign.plan()) and time.monotonic() < until:
+                for text in campaign.run(strikes, _say, until):
+                    _print({"schedule": campaign.schedule, "wrong": text})
+                _write_summary(campaign, options, folder)
+    for campaign in campaigns:
+        for row in campaign.summary():
+            _print({"schedule": campaign.schedule, **row})
+        _print(campaign.about())
+    return int(any(campaign.about()["wrong"] for campaign in campaigns))
+
+
+def _write_summary(campaign: Campaign, options: argparse.Namespace, folder: Path) -> None:
+    """Write what a campaign has led to so far, with the median load of its runs."""
+    about = {"backend": options.backend, "sessions": options.sessions, "warm": options.warm, **campaign.about()}
+    load = statistics.median(run["load"] for run in campaign.runs)
+    summary = {**about, "machine": machine(load), "rows": campaign.summary()}
+    summary_path(folder, campaign.schedule).write_text(json.dumps(summary))
 
 
 def report(folders: Sequence[Path]) -> int:
@@ -112,10 +137,10 @@ def _faults(options: argparse.Namespace) -> list[str]:
     return [name for name in every if name not in never and (name != "disk_full" or options.small_disk)]
 
 
-def _victim(folder: Path, schedule: str, backend: str, sessions: bool, warm: bool, seed: str, name: str) -> Victim:
+def _victim(folder: Path, schedule: str, backend: str, sessions: bool, warm: bool, name: str) -> Victim:
     options, gone_s = BACKENDS[backend]
     about: dict[str, Any] = {"backend": backend, "options": options, "gone_s": gone_s}
-    return Victim(folder, name, schedule, seed=seed, sessions=sessions, warm=warm, **about)
+    return Victim(folder, name, schedule, sessions=sessions, warm=warm, **about)
 
 
 def _say(result: Result) -> None:

@@ -22,8 +22,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-__all__ = ["ODDS", "check_books", "check_ledger", "check_same", "same_lengths"]
+__all__ = ["ODDS", "check_books", "check_ledger", "check_same", "check_so_far", "same_lengths"]
 
+ENDLESS = 10**6
 ODDS = 0.001  # the largest p-value at which lengths count as other lengths
 _BEFORE = {"rolled_out": "taken", "graded": "rolled_out", "trained": "graded"}
 _TIMED = ("time", "tokens_per_s")  # metrics whose name begins so tell how fast the machine was
@@ -33,23 +34,42 @@ _COLUMNS = ("step", "prompt", "completion", "tokens", "reward", "advantage", "ve
 def check_books(
     disturbed: Path, undisturbed: Path, *, steps: int, prompts: int, staleness: int, sessions: bool = False
 ) -> list[str]:
-    """Check a run of ``steps`` steps of ``prompts`` prompts against its undisturbed twin.
+    """Check a run of ``steps`` steps of ``prompts`` prompts against the same steps of its undisturbed twin.
 
     Args:
         staleness: The most updates that a token may be behind the weights which it trains; with 0 the two runs must be
             the same to the bit, and with ``sessions`` the same in their tokens and rewards.
     """
     wrong = check_ledger(disturbed / "ledger.jsonl", prompts=steps * prompts, staleness=staleness)
-    wrong += [f"undisturbed: {text}" for text in check_ledger(undisturbed / "ledger.jsonl", prompts=steps * prompts)]
-    return wrong + check_same(disturbed, undisturbed, identical=staleness == 0, sessions=sessions)
+    return wrong + check_same(disturbed, undisturbed, steps=steps, identical=staleness == 0, sessions=sessions)
 
 
 def check_ledger(path: Path, *, prompts: int, staleness: int | None = None) -> list[str]:
     """Check that exactly the first ``prompts`` prompts were trained, each once and after it was taken, and that no
     token is more than ``staleness`` updates old."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return _check_lines(_ledger_lines(path), prompts, staleness)
+
+
+def check_so_far(path: Path, *, staleness: int) -> list[str]:
+    """Check the ledger of a run that goes on: as many prompts were trained as its last step says, in the order of the
+    data."""
+    lines = _ledger_lines(path)
+    prompts = 1 + max((prompt for line in _trained(lines) for prompt in line["prompts"]), default=-1)
+    return _check_lines(lines, prompts, staleness)
+
+
+def _ledger_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger, without one that is being written."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _trained(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [line for line in lines if line.get("state") == "trained"]
+
+
+def _check_lines(lines: Sequence[Mapping[str, Any]], prompts: int, staleness: int | None) -> list[str]:
     wrong = _order_of_states(lines)
-    trained = Counter(prompt for line in lines if line.get("state") == "trained" for prompt in line["prompts"])
+    trained = Counter(prompt for line in _trained(lines) for prompt in line["prompts"])
     wrong += [f"prompt {prompt} was trained {times} times" for prompt, times in trained.items() if times > 1]
     if missing := sorted(set(range(prompts)) - trained.keys()):
         wrong.append(f"{len(missing)} prompts were not trained, the first of them {missing[:5]}")
@@ -87,11 +107,11 @@ def _too_old(lines: Sequence[Mapping[str, Any]], staleness: int) -> list[str]:
     return wrong
 
 
-def check_same(disturbed: Path, undisturbed: Path, *, identical: bool, sessions: bool = False) -> list[str]:
-    """Check that both runs trained the same prompts in the same order, and completions of the same lengths. With
-    ``identical``, completions, metrics and weights must be the same to the bit, and with ``sessions`` the completions
-    alone."""
-    ours, theirs = _completions(disturbed), _completions(undisturbed)
+def check_same(disturbed: Path, undisturbed: Path, *, steps: int, identical: bool, sessions: bool = False) -> list[str]:
+    """Check that the first run trained the same prompts, in the same order, as the second run in its first ``steps``
+    steps, and completions of the same lengths. With ``identical``, completions, metrics and weights must be the same to
+    the bit, and with ``sessions`` the completions alone."""
+    ours, theirs = _completions(disturbed), _completions(undisturbed, steps)
     wrong: list[str] = []
     if [row["prompt"] for row in ours] != [row["prompt"] for row in theirs]:
         wrong.append("the prompts that trained are others, or in another order")
@@ -104,14 +124,14 @@ def check_same(disturbed: Path, undisturbed: Path, *, identical: bool, sessions:
         wrong.append(f"the completions of step {first} are not those of the undisturbed run")
     if sessions:
         return wrong
-    metrics, others = _metrics(disturbed), _metrics(undisturbed)
+    metrics, others = _metrics(disturbed), _metrics(undisturbed, steps)
     if [row["step"] for row in metrics] != [row["step"] for row in others]:
         wrong.append("metrics.jsonl does not have one row for each step")
     for one, other in zip(metrics, others, strict=False):
         if names := sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name)):
             wrong.append(f"step {one['step']}: {', '.join(names)} are not those of the undisturbed run")
             break
-    if _weights(disturbed) != _weights(undisturbed):
+    if _weights(disturbed, steps) != _weights(undisturbed, steps):
         wrong.append("the weights of the last checkpoint are not those of the undisturbed run")
     return wrong
 
@@ -132,19 +152,19 @@ def same_lengths(first: Sequence[int], second: Sequence[int]) -> float:
     return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101)))
 
 
-def _completions(run: Path) -> list[dict[str, Any]]:
-    files = sorted((run / "completions").glob("step-*.parquet"))
+def _completions(run: Path, steps: int = ENDLESS) -> list[dict[str, Any]]:
+    files = sorted((run / "completions").glob("step-*.parquet"))[:steps]
     return [row for file in files for row in pq.read_table(file, columns=list(_COLUMNS)).to_pylist()]
 
 
-def _metrics(run: Path) -> list[dict[str, Any]]:
+def _metrics(run: Path, steps: int = ENDLESS) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "step"]
+    steps = [row for row in rows if row["kind"] == "step" and row["step"] <= steps]
     return [{name: value for name, value in row.items() if not name.startswith(_TIMED)} for row in steps]
 
 
-def _weights(run: Path) -> dict[str, str]:
-    """The checksum of each file of tensors in the latest checkpoint."""
-    folder = run / "checkpoints" / "latest"
+def _weights(run: Path, step: int) -> dict[str, str]:
+    """The checksum of each file of tensors in the checkpoint of a step."""
+    folder = run / "checkpoints" / f"step-{step:06d}"
     files = sorted(folder.rglob("*.safetensors"))
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -21,7 +21,18 @@ from typing import Final, NamedTuple
 from bench.chaos.leftovers import Process, alive, below
 from podium.telemetry import Event, Note, Recovered, Waiting, WorkerLost, WorkerStarted
 
-__all__ = ["EVENTS", "HELPERS", "PAIRS", "Pair", "SecondFault", "find_helper", "find_worker", "read_pair"]
+__all__ = [
+    "EVENTS",
+    "HELPERS",
+    "PAIRS",
+    "Pair",
+    "SecondFault",
+    "find_helper",
+    "find_worker",
+    "is_held",
+    "read_pair",
+    "roles_of",
+]
 
 HELPERS: Final = {"fork_server": "podium.backends.local.server", "dispatcher": "podium.rewards.dispatcher"}
 """The processes of a controller that hold no role, and the module that each runs."""
@@ -109,6 +120,19 @@ def find_worker(home: Path, role: str) -> int:
     if not workers or not alive(workers[0]):
         raise ProcessLookupError(f"no process holds {role}")
     return workers[0].pid
+
+
+def roles_of(pids: Path) -> set[str]:
+    """The roles in the file ``pids`` of a run."""
+    return {role for line in pids.read_text().splitlines() for role in line.split()[0].split("+")}
+
+
+def is_held(pids: Path, role: str) -> bool:
+    """Whether the newest process of a role runs."""
+    try:
+        return bool(find_worker(pids.parent, role))
+    except ProcessLookupError:
+        return False
 
 
 def find_helper(controller: int, module: str) -> int:

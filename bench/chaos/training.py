@@ -64,7 +64,9 @@ _jumping("time_ns", 10**9)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 
 
-def configuration(folder: Path, name: str, schedule: str, steps: int, *, sessions: bool = False) -> dict[str, Any]:
+def configuration(
+    folder: Path, name: str, schedule: str, steps: int, *, sessions: bool = False, keep: int = 2
+) -> dict[str, Any]:
     """The configuration of the run ``name`` in ``folder``."""
     data = folder / "copy.jsonl"
     if not data.exists():
@@ -80,7 +82,7 @@ def configuration(folder: Path, name: str, schedule: str, steps: int, *, session
         "sampling": {"n": 4, "max_new_tokens": 24},
         "optim": {"lr": 1e-3 if schedule == "sync" else 1e-7},  # elsewhere no two runs learn the same: lengths drift
         "eval": {"items": 0},
-        "save": {"every": 2, "model": False},
+        "save": {"every": 2, "model": False, "keep": keep},
         "placement": {"layout": "split"},
     }  # fmt: skip
     if sessions:

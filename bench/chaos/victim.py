@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.leftovers import Process, alive, below, leftovers, process, segments
-from bench.chaos.pairs import find_helper, find_worker
+from bench.chaos.pairs import find_helper, find_worker, is_held, roles_of
 from bench.chaos.spares import SURROUNDINGS
 from bench.chaos.training import configuration, train
 from podium.trainer.preload import PRELOAD
@@ -73,9 +73,9 @@ class Victim:
 
     # -- its life --------------------------------------------------------------------------------------------------
 
-    def start(self, steps: int = ENDLESS) -> None:
-        """Start the run, or go on with it from its latest checkpoint."""
-        config = configuration(self.folder, self.name, self.schedule, steps, sessions=self._sessions)
+    def start(self, steps: int = ENDLESS, keep: int = 2) -> None:
+        """Start the run, or go on with it from its latest checkpoint, of which the last ``keep`` are kept."""
+        config = configuration(self.folder, self.name, self.schedule, steps, sessions=self._sessions, keep=keep)
         arguments = (config, str(self.home), str(self.temporary), self.backend, self._options, self._warm)
         self.temporary.mkdir(exist_ok=True)
         self._controller = self._context.Process(target=train, args=arguments)
@@ -159,6 +159,14 @@ class Victim:
                 raise Failed(f"no step {step} within {within_s:g} s: {self.said()}")
             time.sleep(0.02)
 
+    def wait_for_roles(self, within_s: float = PATIENCE_S) -> None:
+        """Wait until a living process holds each role that the run has had. Raises Failed if one is not replaced."""
+        path, until = self.home / "pids", time.monotonic() + within_s
+        while lost := sorted(role for role in roles_of(path) if not is_held(path, role)):
+            if not self.running() or time.monotonic() > until:
+                raise Failed(f"no process holds {', '.join(lost)} at step {self.step()}: {self.said()}")
+            time.sleep(0.02)
+
     def errors(self) -> list[dict[str, Any]]:
         """The errors that ended the run so far: type and text."""
         path = self.home / "errors.jsonl"
@@ -173,3 +181,4 @@ class Victim:
         """Delete the run and all its files."""
         shutil.rmtree(self.directory, ignore_errors=True)
         shutil.rmtree(self.home, ignore_errors=True)
+        self.orders.mkdir(parents=True)
