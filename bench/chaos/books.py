@@ -159,8 +159,8 @@ def _completions(run: Path, steps: int = ENDLESS) -> list[dict[str, Any]]:
 
 def _metrics(run: Path, steps: int = ENDLESS) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "step" and row["step"] <= steps]
-    return [{name: value for name, value in row.items() if not name.startswith(_TIMED)} for row in steps]
+    rows = [row for row in rows if row["kind"] == "step" and row["step"] <= steps]
+    return [{name: value for name, value in row.items() if not name.startswith(_TIMED)} for row in rows]
 
 
 def _weights(run: Path, step: int) -> dict[str, str]:

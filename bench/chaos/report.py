@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -96,6 +97,22 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(words) or "-"
 
 
+def _counts(campaigns: Sequence[Mapping[str, Any]]) -> str:
+    """Of a kind of faults in a schedule, the fewest and the most that met somebody to harm."""
+    harmed = Counter[tuple[str, str]]()
+    names = {row["fault"] for campaign in campaigns for row in campaign["rows"]}
+    for campaign in campaigns:
+        for name in names:
+            harmed[name, campaign["schedule"]] += 0
+        for row in campaign["rows"]:
+            missed = row["outcomes"].get("missed", {"count": 0})["count"]
+            harmed[row["fault"], campaign["schedule"]] += row["faults"] - missed
+    fewest, most = min(harmed.values(), default=0), max(harmed.values(), default=0)
+    return (
+        f", {fewest} of each in each schedule" if fewest == most else f", {fewest} to {most} of each in each schedule"
+    )
+
+
 def _spread(times: Sequence[float]) -> str:
     middle, slowest = times
     return f"{middle:.1f}" if f"{middle:.1f}" == f"{slowest:.1f}" else f"{middle:.1f} ({slowest:.1f})"
@@ -119,7 +136,10 @@ def section(campaigns: Sequence[Mapping[str, Any]]) -> str:
         loads = sorted(campaign["machine"]["load_before"] for campaign in same)
         load = f"{loads[0]:.0f}" if f"{loads[0]:.0f}" == f"{loads[-1]:.0f}" else f"{loads[0]:.0f} to {loads[-1]:.0f}"
         backend, words, where = kind
-        lines += [f"On `{backend}`, {faults:,} faults{words}. Measured on {where}, with a load of {load}:", ""]
+        lines += [
+            f"On `{backend}`, {faults:,} faults{words}{_counts(same)}. Measured on {where}, with a load of {load}:"
+        ]
+        lines += [""]
         lines += [f"| fault | {' | '.join(f'`{schedule}`' for schedule in STALENESS)} |"]
         lines += ["|---|" + "---|" * len(STALENESS)]
         for name in FAULTS:
@@ -138,6 +158,7 @@ def section(campaigns: Sequence[Mapping[str, Any]]) -> str:
         lines.append("")
     prompts = sum(campaign["prompts"] for campaign in campaigns)
     wrong = [f"{one['backend']}, {one['schedule']}: {text}" for one in campaigns for text in one["wrong"]]
-    lines.append(f"The books of these {len(campaigns)} runs, with {prompts:,} prompts: ")
+    runs = sum(campaign.get("runs", 1) for campaign in campaigns)
+    lines.append(f"The books of these {runs} runs, with {prompts:,} prompts: ")
     lines[-1] += "0 prompts skipped, 0 trained twice, nothing wrong." if not wrong else "; ".join(wrong)
     return "\n".join(lines)

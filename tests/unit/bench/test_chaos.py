@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -19,12 +20,14 @@ import pytest
 from bench import recovery, soak
 from bench.chaos import campaign as campaigns
 from bench.chaos.__main__ import PAGE, RESULTS, ROOT
-from bench.chaos.books import check_ledger, check_same, same_lengths
-from bench.chaos.campaign import Campaign, Result
+from bench.chaos.books import check_ledger, check_same, check_so_far, same_lengths
+from bench.chaos.campaign import Campaign, Result, Strike
 from bench.chaos.faults import Fault
 from bench.chaos.leftovers import alive, leftovers, process, segments
+from bench.chaos.pairs import is_held, roles_of
 from bench.chaos.report import MARK, collect, merge, section, write_campaigns
 from bench.chaos.spares import SURROUNDINGS
+from bench.chaos.training import PROMPTS
 from bench.report import machine, put_section
 
 Line = dict[str, Any]
@@ -81,14 +84,14 @@ def run_directory(
 ) -> Path:
     """A run of two steps with one completion each."""
     (folder / "completions").mkdir(parents=True)
-    (folder / "checkpoints" / "latest" / "policy").mkdir(parents=True)
+    (folder / "checkpoints" / "step-000002" / "policy").mkdir(parents=True)
     for number in (1, 2):
         row = {"step": number, "prompt": prompt, "completion": completion, "tokens": [1] * len(completion)}
         row |= {"reward": 1.0, "advantage": 0.0, "version": number - 1}
         pq.write_table(pa.Table.from_pylist([row]), folder / "completions" / f"step-00000{number}.parquet")
     rows = [{"kind": "step", "step": number, "time": os.getpid(), "time/step": 1.0, "loss": loss} for number in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "checkpoints" / "latest" / "policy" / "model.safetensors").write_bytes(bytes([weight]))
+    (folder / "checkpoints" / "step-000002" / "policy" / "model.safetensors").write_bytes(bytes([weight]))
     return folder
 
 
@@ -103,8 +106,8 @@ def run_directory(
 )
 def test_a_run_that_differs_is_found_wrong(tmp_path: Path, other: dict[str, Any], found: str) -> None:
     first, same = run_directory(tmp_path / "first"), run_directory(tmp_path / "same")
-    assert check_same(first, same, identical=True) == []
-    said = check_same(run_directory(tmp_path / "other", **other), first, identical=True)
+    assert check_same(first, same, steps=2, identical=True) == []
+    said = check_same(run_directory(tmp_path / "other", **other), first, steps=2, identical=True)
     assert len([text for text in said if found in text]) == 1, said
 
 
@@ -112,7 +115,7 @@ def test_a_run_that_lacks_a_row_of_metrics_is_found_wrong(tmp_path: Path) -> Non
     first, second = run_directory(tmp_path / "first"), run_directory(tmp_path / "second")
     path = second / "metrics.jsonl"
     path.write_text(path.read_text().splitlines(keepends=True)[0])
-    assert check_same(second, first, identical=True) == ["metrics.jsonl does not have one row for each step"]
+    assert check_same(second, first, steps=2, identical=True) == ["metrics.jsonl does not have one row for each step"]
 
 
 def test_lengths_that_are_biased_are_other_lengths() -> None:
@@ -139,14 +142,28 @@ def test_processes_and_files_that_are_left_are_named(tmp_path: Path) -> None:
     assert leftovers([one], tmp_path, segments(), 0.1) == [f"{tmp_path}/rest is left"]
 
 
-def test_a_campaign_goes_on_with_the_faults_that_are_missing(tmp_path: Path) -> None:
-    def campaign() -> Campaign:
-        return Campaign(tmp_path, "sync", ("policy", "save"), 3, 0, lambda name: pytest.fail(name))
+def campaign(folder: Path, faults: Sequence[str], kills: int, **options: Any) -> Campaign:
+    return Campaign(folder, "sync", faults, kills, 0, lambda name: pytest.fail(name), **options)
 
-    assert Counter(campaign().plan) == {"policy": 3, "save": 3}
-    results = [Result("sync", "save", "restarted", 1.0), Result("sync", "save", "restarted", 1.0)]
-    (tmp_path / "sync.results.jsonl").write_text("".join(json.dumps(one._asdict()) + "\n" for one in results))
-    assert Counter(campaign().plan) == {"policy": 3, "save": 1}
+
+def write_results(folder: Path, *results: Result) -> None:
+    lines = "".join(json.dumps(result._asdict()) + "\n" for result in results)
+    (folder / "sync.results.jsonl").write_text(lines)
+
+
+def test_a_campaign_goes_on_with_the_kinds_that_have_struck_least(tmp_path: Path) -> None:
+    assert Counter(strike.fault for strike in campaign(tmp_path, ("policy", "save"), 3).plan()) == {
+        "policy": 3,
+        "save": 3,
+    }
+    write_results(tmp_path, *[Result("sync", "save", outcome, 1.0) for outcome in ("restarted", "restarted", "missed")])
+    plan = campaign(tmp_path, ("policy", "save"), 3, faults_a_run=2).plan()
+    assert sorted(plan) == [Strike("policy", 0), Strike("policy", 1)]
+    plan = campaign(tmp_path, ("policy", "save"), 3).plan()
+    assert Counter(strike.fault for strike in plan) == {"policy": 3, "save": 1}
+    assert Strike("save", 3) in plan, "a fault that met nobody counts as a number, and not as a fault"
+    write_results(tmp_path, *[Result("sync", "save", "missed", 0.0)] * 6)
+    assert not campaign(tmp_path, ("save",), 3).plan(), "a kind that never meets anybody ends too"
 
 
 def test_a_spare_becomes_the_fork_server_that_it_is_shown_as(tmp_path: Path) -> None:
@@ -176,51 +193,138 @@ print(server.process.returncode, private.exists())
     assert done.stdout.splitlines() == ["[0] podium.backends.local.server", "True", "0 False"]
 
 
-def test_a_plan_strikes_with_all_kinds_in_turn(tmp_path: Path) -> None:
-    faults = ("policy", "save", "controller")
-    campaign = Campaign(tmp_path, "sync", faults, 4, 0, lambda name: pytest.fail(name))
-    rounds = [campaign.plan[number : number + 3] for number in range(0, 12, 3)]
+def test_plans_strike_with_all_kinds_in_turn(tmp_path: Path) -> None:
+    faults, rounds, results = ("policy", "save", "controller"), list[tuple[str, ...]](), list[Result]()
+    for _ in range(4):
+        plan = campaign(tmp_path, faults, 4, faults_a_run=3).plan()
+        rounds.append(tuple(strike.fault for strike in plan))
+        results += [Result("sync", strike.fault, "survived", 1.0, nth=strike.nth) for strike in plan]
+        write_results(tmp_path, *results)
     assert all(Counter(kinds) == Counter(faults) for kinds in rounds)
-    assert len({tuple(kinds) for kinds in rounds}) > 1, "every round has the same order"
+    assert len(set(rounds)) > 1, "every run has the same order"
+    assert not campaign(tmp_path, faults, 4).plan()
+
+
+def test_a_strike_is_read_back_from_its_text() -> None:
+    assert Strike.parse(str(Strike("policy, fork_server", 3))) == Strike("policy, fork_server", 3)
+    for text in ("policy", "policy#", "police#1", "policy#-1"):
+        with pytest.raises(ValueError, match="is no fault and its number"):
+            Strike.parse(text)
 
 
 class Unharmed:
-    """A run that takes a step whenever it is looked at, and that nothing harms."""
+    """A run that takes a step whenever it is looked at, and that nothing harms, with a ledger that balances."""
 
-    steps = 0
-
-    def __init__(self, name: str) -> None:
-        self.name, self.directory, self.starts = name, Path(name), list[int]()
+    def __init__(self, folder: Path, name: str, lines: Sequence[Line] = ()) -> None:
+        self.name, self.starts, self.steps, self.random = name, list[int](), 0, random.Random()
+        self.directory, self.home = folder / name, folder / f"{name}-home"
+        self.directory.mkdir()
+        self.lines = list(lines)
 
     def step(self) -> int:
         self.steps += 1
         return self.steps
 
-    def start(self, steps: int = 0) -> None:
+    def start(self, steps: int = 0, keep: int = 2) -> None:
         self.starts.append(steps)
+        (self.directory / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.lines))
 
     def __getattr__(self, name: str) -> Any:
         values: dict[str, Any] = {"running": True, "wait": 0, "errors": [], "leaves": []}
         return lambda *arguments: values.get(name)
 
 
-def test_a_campaign_that_ended_in_time_strikes_further_and_checks_its_books_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    booked, runs = list[int](), dict[str, Unharmed]()
+@pytest.fixture
+def booked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of each check of a run's books, which are well. The one kind of fault does nothing."""
+    steps_of_checks = list[int]()
     monkeypatch.setattr(campaigns, "FAULTS", {"nothing": Fault(lambda victim: None, at_once=True)})
-    monkeypatch.setattr(campaigns, "check_books", lambda *runs, steps, **about: booked.append(steps) or [])
+    monkeypatch.setattr(
+        campaigns, "check_books", lambda *runs, steps, **about: steps_of_checks.append(steps) or []
+    )  # fmt: skip
+    monkeypatch.setattr(campaigns, "check_ledger", lambda *arguments, **about: [])
+    monkeypatch.setattr(campaigns, "LATE_S", 0.0)
+    return steps_of_checks
 
-    def strike(until: float) -> int:
-        campaign = Campaign(tmp_path, "sync", ["nothing"], 3, 0, lambda name: runs.setdefault(name, Unharmed(name)))  # type: ignore[arg-type, return-value]  # a run without processes
-        assert campaign.run(until=until) == []
-        return len(campaign.results)
 
-    assert strike(-math.inf) == 0
-    assert strike(math.inf) == 3
-    assert strike(math.inf) == 3
-    assert booked[0] < booked[1] == booked[2]
-    assert runs["sync-disturbed"].starts == [0, booked[0], 0, booked[1], booked[1]]
+def unharmed(folder: Path, lines: Sequence[Line] = ()) -> tuple[Campaign, dict[str, Unharmed]]:
+    runs = dict[str, Unharmed]()
+
+    def victim(name: str) -> Any:
+        return runs.get(name) or runs.setdefault(name, Unharmed(folder, name, lines))
+
+    return Campaign(folder, "sync", ["nothing"], 3, 0, victim, faults_a_run=2), runs
+
+
+def test_several_faults_strike_a_run_whose_books_are_checked_at_its_end(tmp_path: Path, booked: list[int]) -> None:
+    running, runs = unharmed(tmp_path, step(1, [0, 1]))
+    assert running.run(running.plan()) == []
+    assert running.run(running.plan()) == []
+    assert not running.plan()
+    assert [run["faults"] for run in running.runs] == [["nothing#0", "nothing#1"], ["nothing#2"]]
+    assert [run["steps"] for run in running.runs] == booked
+    assert runs["sync-disturbed"].starts == [0, booked[0], 0, booked[1]], "each run begins anew"
+    assert running.about()["prompts"] == sum(booked) * PROMPTS
+    again = Campaign(tmp_path, "sync", ["nothing"], 3, 0, lambda name: pytest.fail(name))
+    assert (again.results, again.runs) == (running.results, running.runs)
+
+
+def test_a_campaign_whose_time_is_over_ends_its_run_after_a_fault(tmp_path: Path, booked: list[int]) -> None:
+    running, _ = unharmed(tmp_path)
+    assert running.run(running.plan(), until=-math.inf) == []
+    assert [run["faults"] for run in running.runs] == [["nothing#0"]]
+    assert len(booked) == 1
+
+
+def test_a_ledger_that_does_not_balance_after_a_fault_ends_the_run_and_names_its_faults(
+    tmp_path: Path, booked: list[int]
+) -> None:
+    running, _ = unharmed(tmp_path, [*step(1, [0, 1]), *step(2, [1, 3])])
+    first, again = running.run(running.plan())
+    assert "prompt 1 was trained 2 times; 1 prompts were not trained, the first of them [2]" in first
+    assert again == 'of a run with --seed 0 --replay "nothing#0"'
+    assert [result.outcome for result in running.results] == ["wrong"]
+    assert (tmp_path / "wrong" / "sync-0" / "run" / "ledger.jsonl").exists(), "the run's files are kept"
+    assert not booked
+
+
+def test_a_fault_draws_the_same_wherever_it_strikes(tmp_path: Path, booked: list[int]) -> None:
+    draws = list[float]()
+    campaigns.FAULTS["nothing"] = Fault(lambda victim: draws.append(victim.random.random()), at_once=True)
+    for number, strikes in enumerate(([Strike("nothing", 0), Strike("nothing", 1)], [Strike("nothing", 1)])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        running, _ = unharmed(folder)
+        running.run(strikes)
+    assert draws[0] != draws[1] == draws[2]
+
+
+def test_a_role_that_nobody_holds_is_named(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = process(child.pid)
+    assert started is not None
+    pids = tmp_path / "pids"
+    pids.write_text(f"policy+critic {started.pid} {started.started}\ngenerator {started.pid} {started.started - 1}\n")
+    try:
+        assert {role: is_held(pids, role) for role in roles_of(pids)} == {
+            "policy": True,
+            "critic": True,
+            "generator": False,
+        }
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_ledger_so_far_may_end_anywhere_and_must_have_every_prompt_before(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    lines = [json.dumps(line) + "\n" for line in [*step(1, [0, 1]), *step(2, [2, 3], behind=1), *step(3, [4, 5])[:2]]]
+    for end in range(len(lines)):
+        path.write_text("".join(lines[:end]) + lines[end][:9])
+        assert check_so_far(path, staleness=1) == []
+    assert check_so_far(path, staleness=0) == ["step 2 has a token that is 1 versions old; allowed are 0"]
+    path.write_text("".join(lines[4:8]))
+    assert check_so_far(path, staleness=1) == ["2 prompts were not trained, the first of them [0, 1]"]
 
 
 def test_the_page_is_what_the_results_say() -> None:
@@ -237,29 +341,28 @@ def test_campaigns_become_a_table(tmp_path: Path) -> None:
         Result("sync", "policy", "missed", 0.0),
         Result("sync", "memory", "surfaced", 12.0, 0.5, "MemoryError"),
     ]
-    lines = "".join(json.dumps(result._asdict()) + "\n" for result in results)
-    (tmp_path / "sync.results.jsonl").write_text(lines)
-    campaign = Campaign(tmp_path, "sync", (), 0, 0, lambda name: pytest.fail(name))
-    about = {"backend": "local", "schedule": "sync", "prompts": 4000, "wrong": [], "rows": campaign.summary()}
+    write_results(tmp_path, *results)
+    summary = campaign(tmp_path, (), 0).summary()
+    about = {"backend": "local", "schedule": "sync", "prompts": 4000, "wrong": [], "rows": summary}
     (tmp_path / "sync.summary.json").write_text(json.dumps({**about, "machine": machine(0.0)}))
 
-    campaigns = collect([tmp_path])
+    figures = collect([tmp_path])
 
-    write_campaigns(tmp_path / "results.json", campaigns)
-    assert json.loads((tmp_path / "results.json").read_text()) == campaigns
-    text = section(campaigns)
-    assert "On `local`, 4 faults. Measured on " in text
+    write_campaigns(tmp_path / "results.json", figures)
+    assert json.loads((tmp_path / "results.json").read_text()) == figures
+    text = section(figures)
+    assert "On `local`, 4 faults, 1 to 2 of each in each schedule. Measured on " in text
     assert ", with a load of 0:" in text
     assert "| SIGKILL of the policy | 2 survived, 2.0 (3.0); 1 missed | - | - |" in text
     assert "1 surfaced after 0.5, 12.0" in text
     assert "with 4,000 prompts: 0 prompts skipped, 0 trained twice, nothing wrong." in text
-    campaigns[0]["wrong"] = ["prompt 3 was trained 2 times"]
-    assert "local, sync: prompt 3 was trained 2 times" in section(campaigns)
-    older = {**campaigns[0], "machine": {**campaigns[0]["machine"], "when": "2026-01-01"}, "schedule": "sync"}
-    assert merge([older, campaigns[0], {**older, "warm": True}], campaigns) == [
+    figures[0]["wrong"] = ["prompt 3 was trained 2 times"]
+    assert "local, sync: prompt 3 was trained 2 times" in section(figures)
+    older = {**figures[0], "machine": {**figures[0]["machine"], "when": "2026-01-01"}, "schedule": "sync"}
+    assert merge([older, figures[0], {**older, "warm": True}], figures) == [
         older,
         {**older, "warm": True},
-        *campaigns,
+        *figures,
     ]
     with pytest.raises(FileNotFoundError, match="no campaign has ended there"):
         collect([tmp_path / "nowhere"])
