@@ -115,12 +115,12 @@ test-newest:  ## tests of models, training and engines with the newest libraries
 
 test-wheel: $(STAMP)  ## build the wheel and use it in a fresh environment without extras and compiler: two minutes
 	@rm -rf dist
-	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .
+	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist . ./plugins/podium-view
 	@rm -rf .venvs/$@
 	@$(WHEEL_PYTHON) -m venv .venvs/$@
 	@.venvs/$@/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
 	@grep -v '^torch==' constraints.txt > .venvs/$@/constraints.txt
-	@.venvs/$@/bin/pip install -q --disable-pip-version-check --only-binary=:all: -c .venvs/$@/constraints.txt dist/podium-*.whl
+	@.venvs/$@/bin/pip install -q --disable-pip-version-check --only-binary=:all: -c .venvs/$@/constraints.txt dist/podium*.whl
 	@.venvs/$@/bin/pip check --disable-pip-version-check
 	@.venvs/$@/bin/python -I tests/packaging/check_wheel.py
 
@@ -161,7 +161,7 @@ help:  ## this list
 
 # One call installs the build of torch chosen here and everything else, so that pip says each thing once. A choice with
 # options, such as an index, goes first and alone: they hold for torch only. Progress is shown unless this is a refresh.
-$(RUNTIME): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt plugins/podium-view/pyproject.toml
 	@if [[ -z "$(PYTHON)" ]]; then \
 		echo "Podium needs Python 3.11 or newer; python3 here is $$(python3 --version 2>&1 || true)." \
 			"Install one, or name one: make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; fi
@@ -172,7 +172,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@grep -v '^torch==' constraints.txt > .venv/constraints.txt
 	@pip="$(BIN)/pip install --disable-pip-version-check $$([[ ! -e $@ ]] || echo -q)"; \
 		$(if $(word 2,$(TORCH_SPEC)),$$pip $(TORCH_SPEC);) \
-		$$pip -c .venv/constraints.txt $(firstword $(TORCH_SPEC)) -e '.[plot]'
+		$$pip -c .venv/constraints.txt $(firstword $(TORCH_SPEC)) -e '.[plot]' -e plugins/podium-view
 	@touch $@
 
 # The plugins go without what they require: each of their tests is skipped, and counted, where its library is absent.

@@ -17,7 +17,7 @@ from podium.errors import CheckpointError, ConfigError
 from podium.runs.records import RunRecord
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer, Summary
-from podium.view.run import Run
+from podium_view.run import Run
 from tests.integration.test_reward_model import write_scorer
 from tests.integration.training import metrics_rows, tiny
 

@@ -15,8 +15,8 @@ from podium.errors import ConfigError
 from podium.runs.records import RunRecord
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.view.run import Run
 from podium.workers import Policy
+from podium_view.run import Run
 from tests.integration.training import tiny
 
 HERE = f"of the script, {__name__}"

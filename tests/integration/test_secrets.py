@@ -17,8 +17,8 @@ from podium.errors import ConfigError
 from podium.secrecy import MASK
 from podium.trainer import GRPOConfig
 from podium.trainer.checks.plan import describe_plan
-from podium.view.export import export_page
-from podium.view.run import Run
+from podium_view.export import export_page
+from podium_view.run import Run
 from tests.integration.secret_world import KEY
 from tests.integration.test_environments import TEMPLATE
 from tests.integration.training import tiny, train

@@ -16,7 +16,7 @@ from podium.runs.records import RunRecord
 from podium.runs.run_files import RunFiles
 from podium.telemetry import Event, Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.view.completions import Completions
+from podium_view.completions import Completions
 from tests.integration.training import metrics_rows, tiny, train
 from tests.unit.rewards.test_panel import fails
 

@@ -92,7 +92,7 @@ def check_training(folder: Path) -> None:
     assert (folder / "runs/wheel/summary.json").is_file()
     podium(folder, "sample", "runs/wheel", "--prompt", "12=")
     podium(folder, "view", "runs/wheel", "--export", "run.html")
-    assert "class CurvesView" in (folder / "run.html").read_text(), "the wheel lacks the page of podium view"
+    assert "class CurvesView" in (folder / "run.html").read_text(), "the wheel of podium-view lacks its page"
 
 
 def check_extras(folder: Path) -> None:

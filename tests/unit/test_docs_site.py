@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.view.chromium import CHROMIUM, Chromium
+from tests.chromium import CHROMIUM, Chromium
 
 ROOT = Path(__file__).parents[2]
 CUT = """[document.documentElement, ...document.querySelectorAll("article *, nav *")].filter(part =>

@@ -81,8 +81,8 @@ def test_only_targets_for_developers_install_development_tools(target: str, tool
 
 def test_the_core_names_no_plugin() -> None:
     packages = [path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")]
-    assert len(packages) == 7
-    words = {"migration", "rewards", "testing"}  # of the language, so that the core may have them
+    assert len(packages) == 8
+    words = {"migration", "rewards", "testing", "view"}  # of the language, so that the core may have them
     names = {name.removeprefix("podium-") for name in packages} - words
     names |= {f"podium{mark}{word}" for word in words for mark in "-_"}
     for path in (ROOT / "src" / "podium").rglob("*"):

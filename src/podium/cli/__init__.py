@@ -15,10 +15,11 @@ from importlib.metadata import EntryPoint, entry_points
 import podium
 from podium.errors import PodiumError, RunInterrupted
 from podium.exceptions import describe_error
+from podium.extras import explain_packages
 from podium.functions import nearest
 from podium.lazy import without_collector
 
-__all__ = ["COMMANDS", "find_commands", "main"]
+__all__ = ["COMMANDS", "describe_commands", "find_commands", "load_command", "main"]
 
 COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft|dpo|rm"),
@@ -28,7 +29,6 @@ COMMANDS = {
     "export": ("export", "write a run's model or checkpoint for transformers, vLLM, peft or the hub"),
     "changes": ("changes", "show which held-out prompts broke, and which were mended, between two evaluations"),
     "runs": ("runs", "list runs; show, compare or remove them"),
-    "view": ("view", "show runs in a browser: curves, completions, timeline and failures"),
     "backends": ("backends", "list the installed backends, and what each can do"),
     "completion": ("completion", "print a script for completion in bash, zsh or fish"),
 }
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _no_command(command, installed)
     try:
         with without_collector():
-            run = installed[command].load() if installed else _load_command(command)
+            run = load_command(command)
         status: int = run(rest)
         return status
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
@@ -79,7 +79,20 @@ def find_commands() -> Mapping[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group="podium.commands") if entry.name not in COMMANDS}
 
 
-def _load_command(name: str) -> Callable[[Sequence[str]], int]:
+def describe_commands() -> dict[str, str]:
+    """The help of each command. That of a package's is the summary in the metadata of the package."""
+    texts = {name: text for name, (_, text) in COMMANDS.items()}
+    for name, entry in find_commands().items():
+        summary: str = (entry.dist.metadata["Summary"] or "").rstrip(".") if entry.dist else ""
+        package = entry.dist.name if entry.dist else entry.module
+        texts[name] = f"{summary[0].lower()}{summary[1:]} ({package})" if summary else f"of the package {package}"
+    return texts
+
+
+def load_command(name: str) -> Callable[[Sequence[str]], int]:
+    """Return the function of a command of Podium's or of an installed package."""
+    if name not in COMMANDS:
+        return find_commands()[name].load()
     return getattr(import_module(f"podium.cli.{COMMANDS[name][0]}"), f"run_{name}")
 
 
@@ -124,14 +137,13 @@ def _no_command(word: str, installed: Mapping[str, EntryPoint]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"podium {podium.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND [...]")
-    for name, (_, text) in COMMANDS.items():
-        commands.add_parser(name, help=text)
-    for name, entry in installed.items():
-        commands.add_parser(name, help=f"of the package {entry.dist.name if entry.dist else entry.module}")
+    for name, text in describe_commands().items():
+        commands.add_parser(name, help=text.replace("%", "%%"))
     if not word.startswith("-"):
+        names = [*COMMANDS, *installed]
         parser.error(
-            f"there is no command {word!r}{nearest(word.lower(), [*COMMANDS, *installed])}; the commands are "
-            f"{', '.join([*COMMANDS, *installed])}"
+            f"there is no command {word!r}{nearest(word.lower(), names)}; the commands are {', '.join(names)}; "
+            f"{explain_packages('podium.commands')}"
         )
     parser.parse_args([word])  # prints help or the version and exits, or refuses the option and exits with 2
     return 2

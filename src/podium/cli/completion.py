@@ -10,7 +10,6 @@ import io
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import NamedTuple
 
 from podium.config import Key, keys_of
@@ -54,9 +53,10 @@ def run_completion(arguments: Sequence[str]) -> int:
 
 
 def _words() -> _Words:
-    from podium.cli import COMMANDS, find_commands
+    from podium.cli import describe_commands
 
-    options = {name: dict.fromkeys(_options_of(name), "") for name in COMMANDS if name != "completion"}
+    commands = describe_commands()
+    options = {name: dict.fromkeys(_options_of(name), "") for name in commands if name != "completion"}
     train_options = options.pop("train")
     keys = {recipe: keys_of(cls) for recipe, cls in RECIPES.items()}
     options |= {f"train {recipe}": {**train_options, **_helps(keys[recipe])} for recipe in RECIPES}
@@ -64,17 +64,17 @@ def _words() -> _Words:
         options[name] |= _helps(keys_of(InferenceConfig))
     values: dict[str, Sequence[str]] = {"--backend": sorted(backends())}
     values |= {f"--{key.path}": choices for many in keys.values() for key in many if (choices := _values(key))}
-    texts = {name: text for name, (_, text) in COMMANDS.items()} | dict.fromkeys(find_commands(), "")
-    return _Words(texts, options, values)
+    return _Words(commands, options, values)
 
 
 def _options_of(command: str) -> list[str]:
-    """The options in the help of a command."""
-    from podium.cli import COMMANDS
+    """The options in the help of a command; none of a package's command that cannot be loaded."""
+    from podium.cli import COMMANDS, load_command
 
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-        getattr(import_module(f"podium.cli.{COMMANDS[command][0]}"), f"run_{command}")(["--help"])
+    broken = () if command in COMMANDS else (Exception,)
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit, *broken):
+        load_command(command)(["--help"])
     text = output.getvalue().partition("\n\n")[2]  # without the line of usage
     return list(dict.fromkeys(re.findall(r"^  (?:-\w, )?(--[a-z][a-z-]*)", text, re.MULTILINE)))
 

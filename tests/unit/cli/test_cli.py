@@ -16,6 +16,7 @@ from datasets import config as datasets_config
 from huggingface_hub import constants
 
 import podium
+import podium.cli
 from podium.cli import main
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import inference_config
@@ -106,6 +107,24 @@ def test_help_of_commands(capsys: pytest.CaptureFixture[str], arguments: list[st
         main(arguments)
     assert ended.value.code == 0
     assert "podium" in capsys.readouterr().out
+
+
+def test_the_help_describes_the_commands_of_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert re.search(r"^ +view +show runs in a browser: .*\(podium-view\)$", capsys.readouterr().out, re.M | re.S)
+
+
+def test_a_command_of_a_package_that_is_absent_says_how_it_is_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(podium.cli, "entry_points", lambda group: [])
+    with pytest.raises(SystemExit) as ended:
+        main(["view", "runs/x"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "there is no command 'view'" in said
+    assert "podium-NAME, are installed in its clone by: pip install ./plugins/podium-NAME" in said
 
 
 def test_a_mistake_is_one_clean_message(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:

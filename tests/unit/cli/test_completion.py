@@ -20,6 +20,7 @@ CASES = [
     (["train", "grpo", "--dry"], ["--dry-run"]),
     (["eval", "runs/x", "--eval.it"], ["--eval.items"]),
     (["sample", "--prom"], ["--prompt"]),
+    (["view", "--exp"], ["--export"]),  # of a package
 ]
 
 

@@ -17,7 +17,7 @@ from podium.errors import ConfigError
 from podium.runs.directory import RunDirectory
 from podium.runs.records import RunRecord
 from podium.runs.run_files import RunFiles
-from podium.view.run import Run
+from podium_view.run import Run
 
 RUN = """
 import sys

@@ -18,6 +18,7 @@ from podium.errors import DataError
 from podium.runs.run_files import RunFiles
 
 SOURCE = Path(podium.__file__).parent
+VIEW = Path(__file__).parents[3] / "plugins/podium-view/src/podium_view"
 OS = {"open", "mkfifo", "replace", "rename", "unlink", "remove", "mkdir", "makedirs", "rmdir", "removedirs", "truncate"}
 OS |= {"listdir", "scandir", "walk", "symlink", "link", "fwalk", "chmod", "chown", "utime", "readlink"}
 METHODS = {"read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "unlink", "rmdir", "symlink_to", "touch"}
@@ -58,7 +59,7 @@ LOOKED_AT = "in a folder that RunFiles has made, or looked at just before: see t
 LOGS = "in logs/, which a resume has looked at; open_log follows no link"
 PERSON = "what the person names: data, models, configurations, and where results go"
 PRIVATE = "a directory of the process alone, or of this machine"
-PACKAGES = ("cli", "models", "processes", "rewards", "runs", "runtime", "telemetry", "trainer", "view", "workers")
+PACKAGES = ("cli", "models", "processes", "rewards", "runs", "runtime", "telemetry", "trainer", "workers")
 """Those that know runs, or get paths of their files. Backends get that of logs/, for :func:`.open_log`."""
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "cli/__init__.py": ("os.open", PRIVATE),
@@ -69,7 +70,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "mkdir read_text rglob save_pretrained shutil.which tempfile.TemporaryDirectory write_text",
         PERSON,
     ),
-    "cli/view.py": ("iterdir", PERSON),
     "models/loading.py": ("read_text save_pretrained", LOOKED_AT),
     "models/manifest.py": ("iterdir open read_bytes write_text", LOOKED_AT),
     "models/model_files.py": (
@@ -101,6 +101,9 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "telemetry/sinks/console.py": ("os.open", PRIVATE),
     "telemetry/sinks/jsonl.py": ("mkdir open", PERSON),
     "telemetry/sinks/trace.py": ("mkdir open", PERSON),
+    "podium_view/command.py": ("iterdir", PERSON),
+    "podium_view/completions.py": ("ParquetFile", OPENED),
+    "podium_view/page.py": ("read_text", PRIVATE),
     "trainer/completion_files.py": ("ParquetWriter write_table", OPENED),
     "trainer/data_objects.py": (
         "ParquetWriter mkdir open replace unlink write_table",
@@ -108,8 +111,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "trainer/measure.py": ("tempfile.TemporaryDirectory", "logs of workers that are only timed, and removed"),
     "trainer/replay.py": ("ParquetFile", OPENED),
-    "view/completions.py": ("ParquetFile", OPENED),
-    "view/page.py": ("read_text", PRIVATE),
     "workers/learner.py": ("mkdir", LOOKED_AT),
 }
 
@@ -117,8 +118,10 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
 def test_nothing_else_touches_a_run() -> None:
     """Every call that takes a path is known, with the reason why it touches no run, or does so after RunFiles."""
     calls: dict[str, str] = {}
-    for file in sorted(file for package in PACKAGES for file in (SOURCE / package).rglob("*.py")):
-        name = str(file.relative_to(SOURCE))
+    files = [(file, SOURCE) for package in PACKAGES for file in (SOURCE / package).rglob("*.py")]
+    files += [(file, VIEW.parent) for file in VIEW.rglob("*.py")]
+    for file, root in files:
+        name = str(file.relative_to(root))
         names = " ".join(sorted({*find_calls(ast.parse(file.read_text()))}))
         if names and name != "runs/run_files.py" and not name.startswith("workers/weight_sync/"):
             calls[name] = names

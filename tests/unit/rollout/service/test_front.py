@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from podium.rollout.service.front import Front, Phase, Visitor
-from podium.view.server import ViewServer
+from podium_view.server import ViewServer
 from tests.integration.test_serve import NOBODY, OTHER_USERS
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
 from tests.waits import LONG_S, wait_until

@@ -12,12 +12,12 @@ from podium.runs.comparison import UNCOMPARED
 from podium.runs.named_files import PLACES
 from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, is_run, name_data
 from podium.runs.run_files import RunFiles
-from podium.view.completions import Completions
-from podium.view.curves import Curves
-from podium.view.evaluations import Evaluations
-from podium.view.failures import Failures
-from podium.view.numbers import number
-from podium.view.timeline import Timeline, traces
+from podium_view.completions import Completions
+from podium_view.curves import Curves
+from podium_view.evaluations import Evaluations
+from podium_view.failures import Failures
+from podium_view.numbers import number
+from podium_view.timeline import Timeline, traces
 
 __all__ = ["Run", "is_shown"]
 

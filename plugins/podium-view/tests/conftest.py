@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.view.made_runs import write_run
+from tests.made_runs import write_run
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from podium.cli import main
-from podium.view.export import export_page
-from podium.view.page import page
-from podium.view.run import Run
-from tests.unit.view.made_runs import HOSTILE, word_tokenizer, write_run
+from podium_view.export import export_page
+from podium_view.page import page
+from podium_view.run import Run
+from tests.made_runs import HOSTILE, word_tokenizer, write_run
 
 
 def answers(html: str) -> dict[str, Any]:

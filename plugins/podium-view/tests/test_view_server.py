@@ -19,8 +19,8 @@ import pytest
 
 from podium.cli import main
 from podium.errors import ConfigError
-from podium.view.run import Run
-from podium.view.server import ViewServer
+from podium_view.run import Run
+from podium_view.server import ViewServer
 
 
 class Answer(NamedTuple):

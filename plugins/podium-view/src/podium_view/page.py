@@ -42,7 +42,7 @@ def page(title: str, answers: str = "", note: str = "") -> str:
         answers: Compressed answers, for an exported page. "" means that the page asks a server.
         note: Note on an exported page about what it leaves out.
     """
-    folder = files("podium.view") / "page"
+    folder = files("podium_view") / "page"
     script = "\n".join(_EXPORT.sub("", _IMPORT.sub("", (folder / f"{name}.js").read_text())) for name in _SCRIPTS)
     style = (folder / "style.css").read_text()
     policy = (

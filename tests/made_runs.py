@@ -1,6 +1,6 @@
 """Directories of runs for the tests of ``podium view``, made by the writers that a real run has.
 
-python -m tests.unit.view.made_runs FOLDER [COMPLETIONS] [TOKENS]    # one to look at, with words as tokens
+python -m tests.made_runs FOLDER [COMPLETIONS] [TOKENS]    # one to look at, with words as tokens
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _documentation() -> list[str]:
-    docs = Path(__file__).parents[3] / "docs"
+    docs = Path(__file__).parents[1] / "docs"
     return [page.read_text() for page in sorted(docs.glob("*.md"))]
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from podium.errors import ConfigError, DataError
 from podium.runs.run_files import GrowingFile, RunFiles
-from podium.view.run import Run
-from tests.unit.view.made_runs import write_evaluations, write_run
+from podium_view.run import Run
+from tests.made_runs import write_evaluations, write_run
 
 
 def test_a_run_in_a_few_facts(made: Path) -> None:

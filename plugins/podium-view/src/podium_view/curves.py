@@ -7,7 +7,7 @@ from podium.errors import DataError
 from podium.runs.records import METRICS, metric_of, parse_rows
 from podium.runs.run_files import GrowingFile, RunFiles
 from podium.telemetry.held_out import ACCURACY, Metric
-from podium.view.numbers import number
+from podium_view.numbers import number
 
 __all__ = ["Curves"]
 

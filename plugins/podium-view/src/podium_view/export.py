@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any, Final
 
 from podium.errors import DataError
-from podium.view.page import page
-from podium.view.run import Run
-from podium.view.server import encode_answer
+from podium_view.page import page
+from podium_view.run import Run
+from podium_view.server import encode_answer
 
 __all__ = ["export_page"]
 

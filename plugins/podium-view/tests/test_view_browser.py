@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from podium.view.export import export_page
-from podium.view.run import Run
-from podium.view.server import ViewServer
-from tests.unit.view.chromium import CHROMIUM, Chromium
-from tests.unit.view.made_runs import HOSTILE, word_tokenizer, write_evaluations, write_run
+from podium_view.export import export_page
+from podium_view.run import Run
+from podium_view.server import ViewServer
+from tests.chromium import CHROMIUM, Chromium
+from tests.made_runs import HOSTILE, word_tokenizer, write_evaluations, write_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from podium.errors import DataError
 from podium.runs.run_files import RunFiles
-from podium.view.numbers import number
+from podium_view.numbers import number
 
 __all__ = ["Completions", "CompletionsFile"]
 

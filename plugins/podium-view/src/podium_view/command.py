@@ -12,7 +12,7 @@ from typing import Final
 from podium.errors import ConfigError
 from podium.runs.run_files import RunFiles
 from podium.telemetry.formatting import visible
-from podium.view.run import Run, is_shown
+from podium_view.run import Run, is_shown
 
 __all__ = ["run_view"]
 
@@ -36,14 +36,14 @@ def run_view(arguments: Sequence[str]) -> int:
 
     runs = [Run(path, name) for path, name in _list_directories([Path(run) for run in parsed.runs])]
     if parsed.export is not None:
-        from podium.view.export import export_page
+        from podium_view.export import export_page
 
         text = export_page(runs).encode("utf-8", "replace")
         RunFiles(parsed.export.parent).write(text, parsed.export.name)
         sys.stdout.write(f"{visible(str(parsed.export))}: {len(text) / 2**20:.1f} MiB\n")
         return 0
     from podium.processes import close_memory
-    from podium.view.server import ViewServer
+    from podium_view.server import ViewServer
 
     close_memory()
 

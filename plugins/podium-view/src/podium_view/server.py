@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.service.front import Front, Phase
-from podium.view.page import page
-from podium.view.run import Run
+from podium_view.page import page
+from podium_view.run import Run
 
 __all__ = ["ViewServer"]
 

@@ -10,8 +10,8 @@ from urllib.parse import unquote
 from podium.errors import DataError
 from podium.runs.files import SET
 from podium.runs.run_files import RunFiles
-from podium.view.completions import CompletionsFile
-from podium.view.numbers import number
+from podium_view.completions import CompletionsFile
+from podium_view.numbers import number
 
 __all__ = ["Evaluations"]
 

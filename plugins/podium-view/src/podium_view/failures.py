@@ -12,8 +12,8 @@ from podium.runs.ledger import Entry
 from podium.runs.records import LEDGER
 from podium.runs.run_files import GrowingFile, RunFiles
 from podium.runs.typed import read_json
-from podium.view.curves import Curves
-from podium.view.timeline import Timeline
+from podium_view.curves import Curves
+from podium_view.timeline import Timeline
 
 __all__ = ["Failures"]
 

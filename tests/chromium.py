@@ -1,6 +1,6 @@
 """A headless Chromium for tests, driven over two pipes by its DevTools protocol. Nothing of it is installed by pip.
 
-python -m tests.unit.view.chromium FILE.png VIEW RUN…    # a picture, of VIEW such as completions/0/12/3
+python -m tests.chromium FILE.png VIEW RUN…    # a picture, of VIEW such as completions/0/12/3
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Chromium:
 
 
 if __name__ == "__main__":
-    from podium.view.run import Run
-    from podium.view.server import ViewServer
+    from podium_view.run import Run
+    from podium_view.server import ViewServer
 
     file, view, *runs = sys.argv[1:]
     with ViewServer([Run(Path(run), Path(run).name) for run in runs]) as server, Chromium(height=760) as browser:
