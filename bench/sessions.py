@@ -84,7 +84,7 @@ class Echo:
         """Forget a session."""
         self.admission.end(name)
 
-    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Any:
+    async def score(self, ids: Sequence[int], **how: Any) -> Any:
         """Nothing is scored here."""
         raise NotImplementedError
 

@@ -6,6 +6,7 @@
     POST /v1/messages              conversations, as the Messages API of Anthropic has them
     POST /tokenize  /detokenize    texts to ids, and back
     POST /inference/v1/generate    ids in; ids, log-probabilities and versions out
+    POST /inference/v1/score       ids in; their log-probabilities and the most probable tokens out
     GET  /v1/models  /health  /metrics
 
 A session is named by the path, as in ``/sessions/NAME/v1/chat/completions``, so that a client is in it which is only
@@ -21,7 +22,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -47,6 +48,7 @@ from podium.rollout.service.wire import (
     DetokenizeRequest,
     GenerateRequest,
     Refusal,
+    ScoreRequest,
     TokenizeRequest,
     parse,
 )
@@ -74,6 +76,7 @@ def make_app(service: Service, access: str | Access) -> App:
         "/v1/chat/completions": api.chat,
         "/v1/completions": api.completions,
         "/inference/v1/generate": api.generate,
+        "/inference/v1/score": api.score,
         "/v1/responses": api.converse,
         "/v1/messages": api.converse,
         "/v1/messages/count_tokens": api.count,
@@ -119,10 +122,6 @@ class _Api:
         return asked_for
 
     async def _ask(self, request: Request, body: Any, asked_for: ChatRequest, dialect: Dialect | None = None) -> Asked:
-        if asked_for.top_logprobs and self.service.rules is not None:
-            raise Refusal(
-                400, "top_logprobs: a run does not compute these; leave it out", "top_logprobs", "unsupported"
-            )
         clips, hints = dialect is not None and dialect.clips, dialect is not None
         question = self.service.chat(asked_for, session_of(request, body), clips=clips, hints=hints)
         if asked_for.top_logprobs and question.constraint is not None:
@@ -270,6 +269,14 @@ class _Api:
         usage = self._usage([question], answers)
         return JSONResponse({"request_id": f"gen-{uuid.uuid4().hex}", "choices": choices, "usage": usage})
 
+    async def score(self, request: Request) -> Response:
+        asked_for = parse(ScoreRequest, as_json(await read_body(request)))
+        if self.service.rules is not None:
+            raise Refusal(400, "/inference/v1/score is not for sessions of training: use top_logprobs there")
+        how: Any = asked_for.model_dump(include={"first", "top", "temperature"})
+        (scored,) = await while_there(request, [self.service.score(asked_for.token_ids, **how)])
+        return JSONResponse(asdict(scored))
+
     async def models(self, request: Request) -> Response:
         service = self.service
         card = {
@@ -305,7 +312,8 @@ class _Api:
     # -- streams ---------------------------------------------------------------------------------------------------
 
     def _stream(self, asked_for: ChatRequest, asked: Asked) -> AsyncGenerator[tuple[int, Delta | Answer]]:
-        late = bool(asked_for.top_logprobs) and asked.params.filtered  # what top-p and top-k kept is known at the end
+        # What top-p and top-k kept is known at the end, and a run records no answer whose alternatives it cannot tell.
+        late = asked.top > 0 and (asked.params.filtered or self.service.rules is not None)
         return self.service.stream(asked, tokens=bool(asked_for.logprobs), late=late)
 
     async def _chat_stream(
@@ -435,7 +443,9 @@ class _Api:
         sampled, start = piece.sampled, piece.start
         top: Sequence[Sequence[tuple[int, float]]] = [()] * (len(sampled.ids) - start)
         if asked_for.top_logprobs and top:
-            top = await self.service.most_probable(asked, sampled, asked_for.top_logprobs, start)
+            top = (
+                await self.service.most_probable(asked, sampled, start) if sampled.top is None else sampled.top[start:]
+            )
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self.service.decode([token], special=True)

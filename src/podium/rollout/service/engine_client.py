@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
+import math
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from podium.devices import end_idle_threads
 from podium.errors import ConfigError, GenerationError
+from podium.rollout.engines.draw import leave_out
 from podium.rollout.engines.requests import Aborted, Event, Failed, Finished, Request, RequestId, Tokens
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.admission import Admission
@@ -176,36 +179,42 @@ class EngineClient:
                 self._thread = threading.Thread(target=self._run, name="podium-serve", daemon=True)
                 self._thread.start()
 
-    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:
-        """As :meth:`.TokenSource.score`. The engine's model reads the text in one pass, beside what it draws."""
-        return await asyncio.to_thread(self._score, list(ids), top, temperature)
+    async def score(
+        self, ids: Sequence[int], *, first: int = 1, top: int = 0, temperature: float = 1.0, session: str = ""
+    ) -> Scored:
+        """As :meth:`.TokenSource.score`. The engine's model reads the text in passes of its own, beside what it draws:
+        one, or as many as its logits need memory for."""
+        return await asyncio.to_thread(self._score, list(ids), first, top, temperature)
 
-    def _score(self, ids: list[int], top: int, temperature: float) -> Scored:
+    def _score(self, ids: list[int], first: int, top: int, temperature: float) -> Scored:
         model = getattr(self.engine, "model", None)
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
-                f"{type(self.engine).__name__} gives no log-probabilities of prompts; serve by engine.name native or "
-                "transformers"
+                f"{type(self.engine).__name__} gives no log-probabilities of texts, which top_logprobs and echo need: "
+                "leave them out, or use engine.name native or transformers"
             )
-        if len(ids) * self.engine.vocabulary > _MOST_LOGITS:
-            most = _MOST_LOGITS // self.engine.vocabulary
-            raise ConfigError(
-                f"the log-probabilities of {len(ids)} tokens are too many for one request; {most} are the limit"
-            )
-        self.engine.check("the prompt", ids, SamplingParams(max_new_tokens=1))
-        device = next(model.parameters()).device
+        if len(ids) > 1:  # nothing is read after the last token
+            self.engine.check("the text", ids[:-1], SamplingParams(max_new_tokens=1))
+        device, most = next(model.parameters()).device, max(1, _MOST_LOGITS // self.engine.vocabulary)
+        parts: list[tuple[Tensor, ...]] = []
         with self._scoring, self.engine.gate, torch.inference_mode():
-            logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
-            chosen = torch.tensor(ids[1:], device=device)
-            parts = [
-                _scores(logits[at : at + _ROWS] / temperature, chosen[at : at + _ROWS], min(top, logits.shape[-1]))
-                for at in range(0, len(ids) - 1, _ROWS)
-            ]
+            version = self.engine.version
+            for start in range(first, len(ids), most):
+                rows = slice(start - 1, min(start + most, len(ids)) - 1)
+                logits = _read_logits(model, torch.tensor([ids[: rows.stop]], device=device), rows, most)
+                chosen = torch.tensor(ids[start : rows.stop + 1], device=device)
+                parts += [
+                    _scores(logits[at : at + _ROWS] / temperature, chosen[at : at + _ROWS], top, self.engine.text_ids)
+                    for at in range(0, len(chosen), _ROWS)
+                ]
         columns = (torch.cat(of).tolist() for of in zip(*parts, strict=True)) if parts else ([], [], [], [], [])
         logprobs, best, values, top_ids, top_values = columns
         end_idle_threads()
-        pairs = zip(top_ids, top_values, strict=True)
-        return Scored(logprobs, best, values, [[*zip(*pair, strict=True)] for pair in pairs] if top else ())
+        likely = [
+            [(id, value) for id, value in zip(*place, strict=True) if value > -math.inf]
+            for place in zip(top_ids, top_values, strict=True)
+        ]
+        return Scored(logprobs, best, values, likely if top else (), version)
 
     def _run(self) -> None:
         """Drive the engine while requests are in flight."""
@@ -232,7 +241,24 @@ def _deliver(found: Sequence[tuple[_Events, Event]]) -> None:
         events.put_nowait(event)
 
 
-def _scores(logits: Tensor, chosen: Tensor, top: int) -> tuple[Tensor, ...]:
+def _read_logits(model: torch.nn.Module, ids_1L: Tensor, rows: slice, most: int) -> Tensor:
+    """Return the logits after some of the tokens, the last of them included. Raises ConfigError if all logits are more
+    than ``most`` rows, and the model cannot compute a part of them."""
+    partial = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if not partial and ids_1L.shape[1] > most:
+        raise ConfigError(
+            f"the log-probabilities of {ids_1L.shape[1]} tokens are too many for one request; {most} are the limit"
+        )
+    options = {"logits_to_keep": rows.stop - rows.start} if partial else {}
+    logits: Tensor = model(input_ids=ids_1L, use_cache=False, **options).logits[0]
+    return logits[-(rows.stop - rows.start) :]
+
+
+def _scores(
+    logits: Tensor, chosen: Tensor, top: int, text_ids: tuple[int, tuple[int, ...]] | None
+) -> tuple[Tensor, ...]:
     logprobs = logits.float().log_softmax(-1)
-    best, most = logprobs.max(-1), logprobs.topk(top, -1)
-    return logprobs.gather(-1, chosen[:, None])[:, 0], best.indices, best.values, most.indices, most.values
+    best, chosen_logprobs = logprobs.max(-1), logprobs.gather(-1, chosen[:, None])[:, 0]
+    drawable = leave_out(logprobs, text_ids)  # which overwrites those of holes
+    most = drawable.topk(min(top, drawable.shape[-1]), -1)
+    return chosen_logprobs, best.indices, best.values, most.indices, most.values

@@ -25,13 +25,13 @@ from podium.errors import ConfigError, GenerationError
 from podium.rollout.service.admission import Admission
 from podium.rollout.service.constraints import read_masks
 from podium.rollout.service.sessions import Sampled
+from podium.rollout.service.token_source import Scored
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import SessionRoom, Tokens
     from podium.rollout.sampling import SamplingParams
     from podium.rollout.service.concurrency import Caller
-    from podium.rollout.service.token_source import Scored
 
 __all__ = ["SILENT_S", "RemoteTokens"]
 
@@ -121,8 +121,23 @@ class RemoteTokens:
                 **({} if constraint is None else constraint.wire),
             },
         }
+        size = len(prompt) + params.max_new_tokens
+        sample = self._sample(await self._post("generate", body, session, size, len(prompt)), params)
+        self.admission.note(session, len(prompt) + len(sample.ids))
+        yield sample
+
+    async def _post(self, action: str, body: Mapping[str, Any], session: str, size: int, begins: int | None) -> Any:
+        """Return what a generator answers, that of the session as long as it lives.
+
+        Args:
+            action: The last part of the path.
+            body: The request.
+            session: The session; "" for none.
+            size: The most tokens that the request may hold.
+            begins: The length of the prompt of a call of the session, which may wait for memory; None for no call.
+        """
         client = self._client
-        until_s, size, reason = time.monotonic() + self._patience_s, len(prompt) + params.max_new_tokens, ""
+        until_s, reason = time.monotonic() + self._patience_s, ""
         while time.monotonic() < until_s:
             if client.is_closed:
                 raise GenerationError("the connections were closed while a session still waited for an answer")
@@ -137,10 +152,7 @@ class RemoteTokens:
             generator.in_flight += size
             asked_s = time.monotonic()
             try:
-                async with self.admission.turn(session, len(prompt), self.room, generator):
-                    ended, generator.ended_sessions = generator.ended_sessions, []
-                    sent = {**body, "ended_sessions": ended} if ended else body
-                    answer = await client.post(f"{generator.url}/inference/v1/generate", json=sent)
+                answer = await self._send(client, generator, action, body, session, begins)
             except httpx2.HTTPError as error:
                 reason = f"{type(error).__name__}: {error}"
                 if not client.is_closed:
@@ -152,10 +164,7 @@ class RemoteTokens:
                 generator.in_flight -= size
             until_s += time.monotonic() - asked_s
             if answer.status_code == httpx2.codes.OK:
-                sample = self._sample(answer.json(), params)
-                self.admission.note(session, len(prompt) + len(sample.ids))
-                yield sample
-                return
+                return answer.json()
             reason = _reason(answer)
             if answer.status_code == httpx2.codes.TOO_MANY_REQUESTS:
                 await asyncio.sleep(float(answer.headers.get("Retry-After", _PAUSE_S)))
@@ -165,15 +174,36 @@ class RemoteTokens:
                 self._lose(generator)
         raise GenerationError(f"no generator answered within {self._patience_s:g} s; the last reason: {reason}")
 
+    async def _send(
+        self,
+        client: httpx2.AsyncClient,
+        generator: _Generator,
+        action: str,
+        body: Mapping[str, Any],
+        session: str,
+        begins: int | None,
+    ) -> httpx2.Response:
+        url = f"{generator.url}/inference/v1/{action}"
+        if begins is None:
+            return await client.post(url, json=body)
+        async with self.admission.turn(session, begins, self.room, generator):
+            ended, generator.ended_sessions = generator.ended_sessions, []
+            return await client.post(url, json={**body, "ended_sessions": ended} if ended else body)
+
     def end_session(self, name: str) -> None:
         """As :meth:`.TokenSource.end_session`. A generator hears of it with the next request to it."""
         self.admission.end(name)
         if (generator := self._of.pop(name, None)) is not None:
             generator.ended_sessions.append(name)
 
-    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:
-        """Raise ConfigError, because generators in other processes only give tokens."""
-        raise ConfigError("a run does not give log-probabilities of prompts; podium serve does")
+    async def score(
+        self, ids: Sequence[int], *, first: int = 1, top: int = 0, temperature: float = 1.0, session: str = ""
+    ) -> Scored:
+        """As :meth:`.TokenSource.score`."""
+        body = {"token_ids": list(ids), "first": first, "top": top, "temperature": temperature}
+        scored = await self._post("score", body, session, len(ids), None)
+        scored["top"] = [[*map(tuple, others)] for others in scored["top"]]
+        return Scored(**scored)
 
     @asynccontextmanager
     async def connected(self) -> AsyncGenerator[None]:

@@ -35,7 +35,8 @@ _IN_SESSIONS: Final = {
     **dict.fromkeys(("/v1/models", _MODEL), "GET"),
     **dict.fromkeys(("/tokenize", "/detokenize"), "POST"),
 }
-_METHODS: Final = {**_IN_SESSIONS, "/inference/v1/generate": "POST", "/metrics": "GET", _OPEN: "GET"}
+_IDS: Final = ("/inference/v1/generate", "/inference/v1/score")
+_METHODS: Final = {**_IN_SESSIONS, **dict.fromkeys(_IDS, "POST"), "/metrics": "GET", _OPEN: "GET"}
 PATHS: Final = (*_METHODS,)
 """The paths outside of sessions."""
 

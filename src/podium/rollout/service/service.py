@@ -70,6 +70,7 @@ class Asked:
         stops: Texts that end an answer.
         caller: The request that it belongs to.
         constraint: What may be drawn, if not everything.
+        top: How many of the most probable tokens are told at each place.
     """
 
     prompt: Sequence[int]
@@ -86,6 +87,7 @@ class Asked:
     departure: Departure | None = None
     stops: Sequence[str] = ()
     constraint: Constraint | None = None
+    top: int = 0
 
 
 Certain: TypeAlias = Callable[[Asked, Sequence[int]], Delta]
@@ -294,6 +296,7 @@ class Service:
             continues=continues,
             departure=departure,
             stops=(*request.stops, *self.stops),
+            top=request.top_logprobs,
         )
 
     def options_of(self, request: ChatRequest, *, hints: bool = False) -> dict[str, Any]:
@@ -387,30 +390,36 @@ class Service:
         rules = replace(rules, stop=()) if isinstance(rules, RequestParams) else rules  # the service looks for texts
         return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
 
-    async def score(self, ids: Sequence[int]) -> Scored:
+    async def score(self, ids: Sequence[int], **how: Any) -> Scored:
         """Return the log-probabilities of a text's tokens. Raises Refusal if the service cannot compute them."""
         try:
-            return await self.source.score(ids)
+            return await self.source.score(ids, **how)
         except ConfigError as error:
             raise Refusal(400, str(error)) from None
 
-    async def most_probable(
-        self, asked: Asked, drawn: Sampled, count: int, first: int = 0
-    ) -> list[list[tuple[int, float]]]:
-        """Return for each drawn token from ``first`` on the ``count`` most probable ones with their log-probabilities,
-        among those that top-p and top-k kept. Raises Refusal if the service cannot compute them."""
+    async def most_probable(self, asked: Asked, drawn: Sampled, first: int = 0) -> list[list[tuple[int, float]]]:
+        """Return for each drawn token from ``first`` on the most probable ones with their log-probabilities, among
+        those that top-p and top-k kept; none where other weights have drawn the token. Raises Refusal if the service
+        cannot compute them."""
         try:
-            temperature = asked.params.temperature or 1.0
-            scored = await self.source.score([*asked.prompt, *drawn.ids], top=count, temperature=temperature)
+            scored = await self.source.score(
+                [*asked.prompt, *drawn.ids], first=len(asked.prompt) + first, top=asked.top,
+                temperature=asked.params.temperature or 1.0, session=asked.name,
+            )  # fmt: skip
         except ConfigError as error:
-            raise Refusal(400, str(error), "top_logprobs") from None
-        start = len(asked.prompt) - 1 + first
-        shifts = [one - other for one, other in zip(drawn.logprobs[first:], scored.logprobs[start:], strict=True)]
+            raise Refusal(400, str(error), "top_logprobs", "unsupported") from None
+        shifts = [one - other for one, other in zip(drawn.logprobs[first:], scored.logprobs, strict=True)]
         kept = drawn.kept[first:] if drawn.kept else [None] * len(shifts)
         return [
             [(token, logprob + shift) for token, logprob in top if ids is None or token in ids]
-            for top, shift, ids in zip(scored.top[start:], shifts, kept, strict=True)
+            if version == scored.version
+            else []
+            for top, shift, ids, version in zip(scored.top, shifts, kept, drawn.versions[first:], strict=True)
         ]
+
+    async def _with_top(self, asked: Asked, drawn: Sampled) -> Sampled:
+        """A completion with the most probable tokens, before it is recorded: what is refused is not trained on."""
+        return replace(drawn, top=await self.most_probable(asked, drawn)) if asked.top and drawn.ids else drawn
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
@@ -424,7 +433,7 @@ class Service:
         async with aclosing(self._pieces(asked, number, tokens=bool(asked.stops))) as pieces:
             async for piece in pieces:
                 if piece.finish_reason:
-                    return piece
+                    return await self._with_top(asked, piece)
         raise AssertionError("a source ends with all of a completion")
 
     async def answer(self, asked: Asked, number: int = 0) -> Answer:
@@ -483,7 +492,8 @@ class Service:
                 elif not late:
                     for piece in sent[number].advance(text, sampled):
                         yield number, piece
-        for number, answer in enumerate(self.read(asked, [samples[number] for number in range(count)])):
+        whole = [await self._with_top(asked, samples[number]) for number in range(count)]
+        for number, answer in enumerate(self.read(asked, whole)):
             for piece in sent[number].end(answer):
                 yield number, piece
 

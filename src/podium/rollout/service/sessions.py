@@ -41,6 +41,7 @@ class Sampled:
         kept: Where top-k or top-p were used, the ids that each token was drawn from; else None.
         masks: Where a grammar or bans restricted the ids, each token's packed mask; else None.
         reused: The number of the prompt's tokens that the engine had not to compute again.
+        top: The most probable tokens at each place, with their logarithms, where they were asked for; else None.
     """
 
     ids: Sequence[int]
@@ -50,13 +51,15 @@ class Sampled:
     kept: Sequence[Sequence[int]] | None = None
     masks: Sequence[bytes] | None = None
     reused: int = 0
+    top: Sequence[Sequence[tuple[int, float]]] | None = None
 
     def first(self, count: int) -> Sampled:
         """The first ``count`` of them."""
         kept = None if self.kept is None else self.kept[:count]
         masks = None if self.masks is None else self.masks[:count]
         ids, logprobs, versions = self.ids[:count], self.logprobs[:count], self.versions[:count]
-        return Sampled(ids, logprobs, versions, self.finish_reason, kept, masks, self.reused)
+        top = None if self.top is None else self.top[:count]
+        return Sampled(ids, logprobs, versions, self.finish_reason, kept, masks, self.reused, top)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,16 +23,18 @@ class Scored:
     """How probable each of L tokens is after those before it.
 
     Attributes:
-        logprobs: L - 1 natural logarithms; nothing comes before the first token.
-        best: L - 1 ids, the most probable token at each place.
-        best_logprobs: L - 1 natural logarithms, those of ``best``.
-        top: L - 1 lists of the most probable tokens, each with its natural logarithm, where they were asked for.
+        logprobs: L natural logarithms.
+        best: L ids, the most probable token at each place.
+        best_logprobs: L natural logarithms, those of ``best``.
+        top: L lists of the most probable tokens, each with its natural logarithm, where they were asked for.
+        version: The version of the weights that say so.
     """
 
     logprobs: Sequence[float]
     best: Sequence[int]
     best_logprobs: Sequence[float]
     top: Sequence[Sequence[tuple[int, float]]] = ()
+    version: int = 0
 
 
 class TokenSource(Protocol):
@@ -104,8 +106,11 @@ class TokenSource(Protocol):
         """Take note that no further call of a session comes. What is remembered of it may go."""
         ...
 
-    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:
-        """Return the log-probabilities of a text's tokens, and those of the ``top`` most probable ones at each place.
+    async def score(
+        self, ids: Sequence[int], *, first: int = 1, top: int = 0, temperature: float = 1.0, session: str = ""
+    ) -> Scored:
+        """Return the log-probabilities of a text's tokens from ``first`` on, and the ``top`` most probable tokens at
+        each place that may be drawn. Nothing comes before token 0. One generator serves a session, as in ``stream``.
 
         Raises:
             ConfigError: This source gives no such log-probabilities, or the ids do not fit the model.

@@ -19,6 +19,7 @@ __all__ = [
     "DetokenizeRequest",
     "GenerateRequest",
     "Refusal",
+    "ScoreRequest",
     "TokenizeRequest",
     "parse",
 ]
@@ -268,6 +269,18 @@ class GenerateRequest(BaseModel):
     stream: bool = False
     session: str = ""  # of which the engine may keep keys and values
     ended_sessions: list[str] = []
+
+
+class ScoreRequest(BaseModel):
+    """The body of ``/inference/v1/score``: ids in; the log-probabilities of those from ``first`` on out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    token_ids: list[int] = Field(min_length=1)
+    first: int = Field(default=1, ge=1)
+    top: int = Field(default=0, ge=0, le=20)
+    temperature: Temperature = Field(default=1.0, gt=0, le=100)
 
 
 class TokenizeRequest(BaseModel):

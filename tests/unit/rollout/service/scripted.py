@@ -87,7 +87,7 @@ class Scripted:
             await asyncio.sleep(self._pause_s)
         yield Sampled(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
 
-    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Scored:
+    async def score(self, ids: Sequence[int], **how: Any) -> Scored:
         """Fail: what a test has written down has no probabilities."""
         raise AssertionError("no prompt is scored here")
 
