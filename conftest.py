@@ -48,6 +48,8 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 def missing_requirement(mark: str) -> str | None:
     """Why tests with `mark` cannot run here, or None if they can."""
     if mark in ("ray", "vllm"):
+        if not importlib.util.find_spec(f"podium_{mark}"):
+            return f"podium-{mark} is not installed: pip install --no-deps -e plugins/podium-{mark}"
         return None if importlib.util.find_spec(mark) else f"{mark} is not installed: pip install {mark}"
     import torch  # only when a gpu test was collected: importing it takes longer than most tests
 

@@ -31,7 +31,7 @@ SMOKE_TESTS: Final = (
     "tests/contract/test_backends.py::TestBackends::test_a_death_is_named_now_and_later_until_restart[ray]",
 )
 """A training on a cluster of two nodes, a user's own script that starts a cluster, and a process that is killed."""
-FOLDERS: Final = ("src/podium/backends/ray", "src/podium/runtime", "src/podium/data", "plugins/podium-testing/src")
+FOLDERS: Final = ("plugins/podium-ray", "src/podium/runtime", "src/podium/data", "plugins/podium-testing/src")
 
 
 def compute_digests(root: Path = ROOT) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""What the extras of Podium's packages install, as a command for somebody who has no index with Podium."""
+"""Commands that install what is missing, for somebody who has no index with Podium."""
 
+import re
 import shlex
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import EntryPoint, PackageNotFoundError, requires
 
-__all__ = ["explain_packages", "install_command"]
+__all__ = ["explain_packages", "install_command", "library_command", "repair_command"]
 
 
 def install_command(extra: str, only: str = "", *, package: str = "podium") -> str:
@@ -24,6 +25,23 @@ def install_command(extra: str, only: str = "", *, package: str = "podium") -> s
     names = [name.strip() for name, _, marker in parts if marker.replace('"', "'").strip() == f"extra == '{extra}'"]
     names = [name for name in names if not only or name.startswith(only)]
     return shlex.join(["pip", "install", *(names or [only or extra])])
+
+
+def repair_command(entry: EntryPoint, error: BaseException) -> str:
+    """Return the ``pip install`` command for the library whose absence raised ``error`` while ``entry`` was loaded, or
+    "" if something else is wrong."""
+    missing = (error.name or "") if isinstance(error, ImportError) else ""
+    return library_command(entry, missing.partition(".")[0])
+
+
+def library_command(entry: EntryPoint, library: str) -> str:
+    """Return the ``pip install`` command for a library that the package of ``entry`` requires, or "" if it does not."""
+    for line in (entry.dist.requires if entry.dist else None) or []:
+        requirement, _, marker = line.partition(";")
+        name = re.match(r"[\w.-]+", requirement)
+        if name and name.group().replace("-", "_") == library.replace("-", "_") and "extra ==" not in marker:
+            return shlex.join(["pip", "install", requirement.strip()])
+    return ""
 
 
 def explain_packages(group: str) -> str:

@@ -17,7 +17,7 @@ SUITE = "(inline or local) and not ray and (broadcast_reaches or restart_makes o
 def environment(tmp_path: Path) -> dict[str, str]:
     """One in which ``import ray`` raises ImportError, in every process."""
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('no Ray here')\n")
+    (tmp_path / "ray" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')\n")
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
@@ -43,9 +43,9 @@ def test_the_backend_says_what_to_install(environment: dict[str, str]) -> None:
         "import podium, podium.errors\n"
         "try:\n    podium.connect('ray')\nexcept podium.errors.ConfigError as error:\n    print(error)",
     )
-    assert out == "backend 'ray' cannot be loaded: no Ray here; try: pip install 'ray>=2.50'\n"
+    assert out == "backend 'ray' cannot be loaded: No module named 'ray'; try: pip install 'ray>=2.50'\n"
 
 
 def test_it_is_listed_as_not_usable(environment: dict[str, str]) -> None:
     out = run(environment, "-c", "from podium.cli import main; main()", "backends")
-    assert "ray        not usable here: no Ray here" in out
+    assert "ray        not usable here: No module named 'ray': pip install 'ray>=2.50'\n" in out

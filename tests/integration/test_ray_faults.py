@@ -54,7 +54,7 @@ def test_an_exception_is_raised_while_siblings_are_busy(pair: Handle[Busy]) -> N
 def test_while_ray_takes_its_time_the_log_says_for_what(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("podium.backends.ray.backend.START_SAYS_S", 0.5)
+    monkeypatch.setattr("podium_ray.backend.START_SAYS_S", 0.5)
     (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with (

@@ -46,7 +46,7 @@ def places(cluster: Cluster, pool: ResourcePool, **options: Any) -> list[tuple[i
 
 
 def test_accelerators_are_in_order_as_ray_does_not_give_them() -> None:
-    from podium.backends.ray.placement import in_order
+    from podium_ray.placement import in_order
 
     assert in_order(["6", "7", "10", "3", "1"]) == ["1", "3", "6", "7", "10"]
 

@@ -228,7 +228,7 @@ def test_a_server_for_a_client_that_did_not_start_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     """Three times in all; then the error says where Ray's log is."""
-    from podium.backends.ray import backend
+    from podium_ray import backend
 
     asked: list[Any] = []
 
@@ -376,7 +376,7 @@ time.sleep(600)
 
 
 def test_a_ray_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from podium.backends.ray import connect
+    from podium_ray import connect
 
     def init(**how: Any) -> None:
         raise Exception("The current node timed out during startup.\nThe raylet said:\n" + "a line\n" * 40)

@@ -100,7 +100,7 @@ def check_extras(folder: Path) -> None:
     cases: list[tuple[str, dict[str, str], list[str]]] = [
         ("pip install 'reasoning-gym>", {"data.train": "reasoning_gym:basic_arithmetic"}, []),
         ("entry point group podium.rewards", {"reward.name": "math"}, []),
-        ("pip install 'ray>", {}, ["--backend", "ray"]),
+        ("pip install ./plugins/podium-NAME", {}, ["--backend", "ray"]),
         ("entry point group podium.backends", {}, ["--backend", "another"]),
         ("entry point group podium.environments", {"environment.name": "another"}, []),
         ("pip install 'wandb>", {"run.trackers": "[wandb]"}, []),

@@ -52,7 +52,7 @@ def test_all_but_the_smoke_test_are_left_out_aloud(tmp_path: Path, processes: tu
     said = run(tmp_path, *processes)
     assert "4 passed" in said
     assert "5 tests with Ray were left out" in said
-    assert "src/podium/backends/ray, src/podium/runtime, src/podium/data, plugins/podium-testing/src" in said
+    assert "plugins/podium-ray, src/podium/runtime, src/podium/data, plugins/podium-testing/src" in said
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,8 @@ def test_a_smoke_test_that_is_gone_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "part"),
     [
-        ("src/podium/backends/ray/wire.py", "src/podium/backends/ray"),
+        ("plugins/podium-ray/src/podium_ray/wire.py", "plugins/podium-ray"),
+        ("plugins/podium-ray/tests/test_x.py", "plugins/podium-ray"),
         ("src/podium/backends/process.py", "src/podium/backends/*.py"),
         ("src/podium/runtime/calls/call.py", "src/podium/runtime"),
         ("src/podium/data/new.py", "src/podium/data"),

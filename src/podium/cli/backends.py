@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from podium.exceptions import read_text
+from podium.extras import explain_packages, repair_command
 from podium.runtime import backends
 
 __all__ = ["run_backends"]
@@ -21,6 +22,7 @@ def run_backends(arguments: Sequence[str]) -> int:
     for point in sorted(backends().values(), key=lambda point: point.name):
         sys.stdout.write(f"{point.name:<10} {_describe(point)}\n{'':<10} {point.value}\n")
     sys.stdout.write('use one by name: podium train … --backend NAME, or podium.connect("NAME")\n')
+    sys.stdout.write(f"{explain_packages('podium.backends')}\n")
     return 0
 
 
@@ -36,7 +38,8 @@ def _describe(point: EntryPoint) -> str:
                 capabilities = dataclasses.asdict(made.capabilities)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - one that does not work here is still worth naming
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        return f"not usable here: {kind}{read_text(error)}"
+        remedy = repair_command(point, error)
+        return f"not usable here: {kind}{read_text(error)}" + (f": {remedy}" if remedy else "")
     can = [name for name, able in capabilities.items() if able]
     cannot = [name for name, able in capabilities.items() if not able]
     return f"can: {', '.join(can) or 'only the basics'}" + (f"; cannot: {', '.join(cannot)}" if cannot else "")

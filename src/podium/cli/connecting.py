@@ -35,7 +35,7 @@ def parse_with_backend(
         "--backend",
         default=default,
         metavar="NAME",
-        help=f"{default} (default), {others}, ray, ray://HOST:PORT, or another; its options: --backend.OPTION VALUE",
+        help=f"{default} (default), {others}, one of a package, or NAME://ADDRESS; its options: --backend.OPTION VALUE",
     )
     parsed, rest = parser.parse_known_args(arguments)
     words: list[str] = []

@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
               podium train dpo --data.train pairs.jsonl --model.path runs/sft/model
               podium train grpo --resume runs/NAME
               podium train grpo --replay runs/NAME --algorithm.loss gspo
-              podium train grpo --config run.yaml --backend ray --backend.address auto
+              podium train grpo --config run.yaml --backend local --backend.log_dir logs
             """
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,

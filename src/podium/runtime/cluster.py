@@ -225,7 +225,7 @@ class Cluster:
             start_timeout_s: Deadline of the whole start, from the processes to the last constructor.
             distributed: Whether the processes form a torch.distributed process group before the constructors run.
                 Default: if torch is loaded and the backend has collectives.
-            options: Options of the backend for each process, such as Ray's actor options.
+            options: Options of the backend for each process, such as those of an actor.
             detached: The group outlives this controller. Others find it by ``attach(name)``, and ``stop(name)`` ends
                 it. A pool that holds resources must be detached too.
             returns: Default for endpoints that do not set ``returns``. "ref" leaves the tensors of results with the
@@ -484,7 +484,9 @@ class Cluster:
         if self.capabilities.concurrent:
             refuse_in_a_fork(self._watch.process, f"{what}()")
         if detached and not self._backend.capabilities.detached:
-            raise ConfigError(f"{what}(): backend {self.backend_name!r} has no detached groups; use 'ray'")
+            raise ConfigError(
+                f"{what}(): backend {self.backend_name!r} has no detached groups; `podium backends` shows who has"
+            )
 
 
 def _slot_by_slot(

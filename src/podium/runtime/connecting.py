@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.exceptions import describe_error, read_text
-from podium.extras import install_command
+from podium.extras import explain_packages, repair_command
 from podium.functions import nearest
 from podium.runtime.backend import Backend
 from podium.runtime.cluster import Cluster
@@ -55,7 +55,7 @@ def backends() -> dict[str, EntryPoint]:
 
 
 def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, **options: Any) -> Cluster:
-    """Connect to a backend by name: "inline", "local", "ray", or any installed one.
+    """Connect to a backend by name: "inline", "local", or that of an installed package.
 
     Where "local" cannot run, as on macOS, "inline" takes its place, and a line on stderr says so.
 
@@ -136,18 +136,18 @@ def _load_backend(scheme: str, backend: str) -> type[Backend]:
     entries = backends()
     if scheme not in entries:
         raise ConfigError(
-            f"no backend {backend!r}; installed are {', '.join(sorted(entries))}{nearest(scheme, entries)}; others "
-            "come with packages through the entry point group podium.backends (docs/backends.md)"
+            f"no backend {backend!r}; installed are {', '.join(sorted(entries))}{nearest(scheme, entries)}; "
+            f"{explain_packages('podium.backends')} (docs/backends.md)"
         )
     entry = entries[scheme]
     try:
         cls: Any = entry.load()
     except (Exception, SystemExit) as error:
         what = read_text(error) if isinstance(error, ImportError) else describe_error(error)
-        is_own = entry.module.startswith("podium.")
         other = f"another version of the package of {entry.value}, or what that package requires"
-        remedy = install_command(scheme) if is_own else other
-        raise ConfigError(f"backend {scheme!r} cannot be loaded: {what}; try: {remedy}") from error
+        raise ConfigError(
+            f"backend {scheme!r} cannot be loaded: {what}; try: {repair_command(entry, error) or other}"
+        ) from error
     if not (inspect.isclass(cls) and issubclass(cls, Backend)):
         raise ConfigError(f"backend {scheme!r}: {entry.value} is no subclass of podium.runtime.Backend")
     if missing := sorted(cls.__abstractmethods__):

@@ -85,7 +85,7 @@ def _visible(worker: podium.Worker) -> str:
 @pytest.mark.ray
 def test_fractions_that_fill_two_accelerators_ask_ray_for_two() -> None:
     """Although eighteen ninths are a little more in floating point."""
-    from podium.backends.ray.placement import Inventory
+    from podium_ray.placement import Inventory
 
     for parts in (9, 10):
         assert Inventory()._rays("node", [{"gpu": 1 / parts}] * 2 * parts) == {"GPU": 2.0}

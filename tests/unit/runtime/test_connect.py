@@ -36,11 +36,27 @@ def test_a_name_that_is_no_backend_gets_the_nearest() -> None:
         podium.connect("locla")
 
 
+def test_a_backend_of_a_package_that_is_not_installed_comes_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("elsewhere", "elsewhere://head:1"):
+        with pytest.raises(
+            ConfigError, match=r"no backend .*podium\.backends.*by: pip install \./plugins/podium-NAME \(docs"
+        ):
+            podium.connect(name)
+    assert main(["backends"]) == 0
+    assert "by: pip install ./plugins/podium-NAME\n" in capsys.readouterr().out
+    assert main(["train", "grpo", "--data.train", "absent", "--backend", "elsewhere"]) == 2
+    assert "pip install ./plugins/podium-NAME" in " ".join(capsys.readouterr().err.split())
+
+
 PLUGINS = {
     "ends": "raise SystemExit(3)",
     "raises": "raise RuntimeError('no driver')",
     "unwritten": "def (",
     "empty": "",
+    "without_library": "import absent_library.part",
+    "without_other": "import absent_other",
     "function": "def Backend(): ...",
     "partial": "from podium.runtime import Backend as Base\nclass Backend(Base):\n    def nodes(self): return []",
     "bare": (
@@ -55,6 +71,10 @@ PLUGINS = {
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plugins-0.dist-info").mkdir()
     points = "".join(f"{name} = plugin_{name}:Backend\n" for name in PLUGINS)
+    (tmp_path / "plugins-0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: plugins\nVersion: 0\nRequires-Dist: podium\nRequires-Dist: absent-library<3,>=2\n"
+        "Requires-Dist: absent-other>=1; extra == 'more'\n"
+    )
     (tmp_path / "plugins-0.dist-info" / "entry_points.txt").write_text(f"[podium.backends]\n{points}")
     for name, text in PLUGINS.items():
         (tmp_path / f"plugin_{name}.py").write_text(text)
@@ -68,6 +88,8 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("raises", "cannot be loaded: RuntimeError: no driver"),
         ("unwritten", "cannot be loaded: SyntaxError"),
         ("empty", "cannot be loaded: AttributeError"),
+        ("without_library", r"No module named 'absent_library'; try: pip install 'absent-library<3,>=2'$"),
+        ("without_other", r"No module named 'absent_other'; try: another version of the package"),
         ("function", "is no subclass of podium.runtime.Backend"),
         ("partial", "does not implement close, pack, rendezvous, start_processes, unpack"),
     ],
@@ -82,6 +104,7 @@ def test_plugins_that_cannot_be_loaded_break_no_command(plugins: None, capsys: p
     out = capsys.readouterr().out
     assert "raises     not usable here: RuntimeError: no driver" in out
     assert "unwritten  not usable here: SyntaxError" in out
+    assert "not usable here: No module named 'absent_library': pip install 'absent-library<3,>=2'\n" in out
     assert "local      can: processes" in out
     assert main(["train", "grpo", "--keys", "--backend", "inline"]) == 0
     with podium.connect("inline"):

@@ -231,7 +231,7 @@ class PlacingContract:
             lambda: cluster.pool([1], detached=True),
             lambda: cluster.start(Counter.bind(), detached=True),
         ):
-            refuses(ConfigError, "no detached groups; use 'ray'", refused)
+            refuses(ConfigError, "no detached groups; `podium backends` shows who has", refused)
 
     def test_a_worker_knows_its_place_before_its_constructor_runs(self, cluster: Cluster) -> None:
         worker = cluster.start(Place.bind(), cluster.pool([3]), name="places", distributed=False)

@@ -20,9 +20,9 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from podium.backends.ray.connect import ray
 from podium.errors import PlacementError
 from podium.runtime.messages import Node, Place
+from podium_ray.connect import ray
 
 __all__ = ["Inventory", "Reservation", "in_order"]
 

@@ -20,14 +20,14 @@ from ray.exceptions import RayActorError, RayError
 
 from podium.backends.files import Files, Log
 from podium.backends.process import Surroundings
-from podium.backends.ray.actor import GROUPS, ProcessActor
-from podium.backends.ray.connect import connect, disconnect, ray, remove_at_end
-from podium.backends.ray.placement import Inventory
-from podium.backends.ray.process import RayProcess, Replies
-from podium.backends.ray.wire import Parcel, RayStore, pack
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Node, OnDeath, Place, ProcessSpec
+from podium_ray.actor import GROUPS, ProcessActor
+from podium_ray.connect import connect, disconnect, ray, remove_at_end
+from podium_ray.placement import Inventory
+from podium_ray.process import RayProcess, Replies
+from podium_ray.wire import Parcel, RayStore, pack
 
 __all__ = ["RayBackend"]
 

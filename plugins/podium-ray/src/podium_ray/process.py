@@ -19,12 +19,12 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from podium.backends.files import Log
 from podium.backends.interrupts import Interrupts
-from podium.backends.ray.connect import ray
-from podium.backends.ray.wire import FULL, NO_VALUES, Parcel, bare_name, no_room, wire_to_outcome
 from podium.exceptions import read_text
 from podium.processes import is_stopped
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, Failure, OnDeath, Reply, Request
+from podium_ray.connect import ray
+from podium_ray.wire import FULL, NO_VALUES, Parcel, bare_name, no_room, wire_to_outcome
 
 __all__ = ["RayProcess", "Replies"]
 

@@ -21,10 +21,10 @@ from typing import Any
 import ray as typed
 from ray._private import ray_constants
 
-from podium.backends.ray.cleanup import Tidier
 from podium.errors import ConfigError
 from podium.exceptions import read_text
 from podium.processes import children_of
+from podium_ray.cleanup import Tidier
 
 __all__ = ["connect", "disconnect", "ray", "remove_at_end"]
 

@@ -31,7 +31,7 @@ def objects() -> Iterator[tuple[Bytes, int]]:
 
 @pytest.fixture
 def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    from podium.backends.ray import private
+    from podium_ray import private
 
     monkeypatch.setattr(private, "_read_raylets", lambda: iter([os.getpid()]))
     private._files.clear()
@@ -47,7 +47,7 @@ def count_descriptors_and_mappings() -> tuple[int, int]:
 
 
 def test_what_is_written_is_the_readers_own(private: object, objects: tuple[Bytes, int]) -> None:
-    from podium.backends.ray.private import map_privately
+    from podium_ray.private import map_privately
 
     memory, _ = objects
     for begin, nbytes in ((100, 2 * MIB), (4096 * 3 + 7, 3 * MIB + 5), (0, 8 * MIB)):
@@ -63,7 +63,7 @@ def test_what_is_written_is_the_readers_own(private: object, objects: tuple[Byte
 
 
 def test_a_mapping_ends_with_its_last_array_and_keeps_its_owner(private: object, objects: tuple[Bytes, int]) -> None:
-    from podium.backends.ray.private import map_privately
+    from podium_ray.private import map_privately
 
     memory, _ = objects
     owner = np.zeros(1)
@@ -81,7 +81,7 @@ def test_a_mapping_ends_with_its_last_array_and_keeps_its_owner(private: object,
 def test_without_the_file_or_for_little_there_is_no_mapping(
     private: object, objects: tuple[Bytes, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from podium.backends.ray import private as module
+    from podium_ray import private as module
 
     memory, descriptor = objects
     assert module.map_privately(memory.ctypes.data, MIB - 1, memory) is None

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from podium.backends.process import THREAD_VARIABLES, Surroundings, accelerators, interface_of, log_to, visibility
-from podium.backends.ray.connect import ray
-from podium.backends.ray.wire import Parcel, RayStore, outcome_to_wire, read_bare_name
 from podium.runtime.worker_process import WorkerProcess
+from podium_ray.connect import ray
+from podium_ray.wire import Parcel, RayStore, outcome_to_wire, read_bare_name
 
 __all__ = ["GROUPS", "ProcessActor"]
 

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
-from podium.backends.ray.connect import ray
-from podium.backends.ray.private import map_privately
 from podium.data.store import ALIGN, Block, BlockInfo, Bytes, PlainBlock, TensorStore
 from podium.errors import RefLostError, SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
 from podium.runtime.worker_process import Outcome, pack_outcome
+from podium_ray.connect import ray
+from podium_ray.private import map_privately
 
 __all__ = ["FULL", "NO_VALUES", "Parcel", "RayStore", "bare_name", "no_room", "outcome_to_wire", "pack"]
 __all__ += ["read_bare_name", "wire_to_outcome"]
