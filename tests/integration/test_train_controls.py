@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -113,6 +113,24 @@ def test_a_reference_that_cannot_follow_is_refused(tmp_path: Path, sections: dic
         tiny(GRPOConfig, tmp_path, algorithm=algorithm, **sections)
     with pytest.raises(ConfigError, match=r"unknown key algorithm\.options\.reference_refresh"):
         train(tiny(GRPOConfig, tmp_path, algorithm={"options": {"reference_refresh": 2}}))
+
+
+@pytest.mark.exhaustive
+def test_routers_are_balanced_alike_over_ranks_and_with_recomputed_layers(tmp_path: Path) -> None:
+    """The shares of the experts are those of all ranks."""
+    shape = {name: value for name, value in cast("dict[str, Any]", MODEL["config"]).items() if name != "head_dim"}
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    rows: list[list[float]] = []
+    for ranks, strategy, again in ((1, "replicate", False), (2, "replicate", False), (2, "fsdp2", True)):
+        folder = tmp_path / f"{ranks}-{strategy}"
+        folder.mkdir()
+        model = {**MODEL, "config": {**shape, **experts}, "gradient_checkpointing": again}
+        sections: dict[str, Any] = {"placement": {"ranks": ranks}, "parallel": {"strategy": strategy}, "model": model}
+        algorithm = {"minibatches": 2, "options": {"router_balance": 1.0}}
+        run = train(tiny(GRPOConfig, folder, algorithm=algorithm, **sections, **KEPT), "local")
+        rows.append([row[name] for row in metrics_rows(run) for name in ("policy/router_balance", metrics.GRAD_NORM)])
+    assert rows[1] == pytest.approx(rows[0], rel=1e-4)
+    assert rows[2] == pytest.approx(rows[0], rel=1e-4)
 
 
 def test_the_entropy_bonus_follows_its_target_and_resumes_bit_by_bit(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from podium.algorithms.declarations import (
     CriticOptions,
     Declaration,
     ReferenceOptions,
+    RouterOptions,
     TeacherOptions,
     advantage_declaration,
     correction_declaration,
@@ -226,6 +227,11 @@ class AlgorithmConfig:
         return self.read_options(ReferenceOptions) if self.needs_reference else ReferenceOptions()
 
     @property
+    def router_balance(self) -> float:
+        """The coefficient of the auxiliary loss of a mixture of experts."""
+        return self.read_options(RouterOptions).router_balance
+
+    @property
     def critic_warmup(self) -> int:
         """The number of steps at the beginning of a run in which only the critic is trained."""
         return self.read_options(CriticOptions).critic_warmup
@@ -298,6 +304,7 @@ class AlgorithmConfig:
             *((f"loss {name}", loss_declaration(name)) for name in self.losses),
             *((f"correction {name}", correction_declaration(name)) for name in self.corrections),
             *([("teacher", Declaration(options=TeacherOptions))] if self.needs_teacher else []),
+            *([("router", Declaration(options=RouterOptions))] if self.router_balance else []),
             *([("reference", Declaration(options=ReferenceOptions))] if self.reference.reference_refresh else []),
         ]
         settings: dict[str, Setting] = {}

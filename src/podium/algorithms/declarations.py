@@ -34,6 +34,7 @@ __all__ = [
     "PartOptions",
     "PassOptions",
     "ReferenceOptions",
+    "RouterOptions",
     "TeacherOptions",
     "advantage_declaration",
     "correction_declaration",
@@ -149,6 +150,14 @@ class ReferenceOptions:
     """After every so many steps the policy becomes the reference. 0 keeps the model that the run began with."""
     reference_mix: float = Field(default=1.0, gt=0, le=1)
     """The reference moves this share of the way to the policy. 1 makes it the policy."""
+
+
+@section("algorithm.options")
+class RouterOptions:
+    """How a mixture of experts keeps its routers even: Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6."""
+
+    router_balance: float = Field(default=0.0, ge=0, le=1e6)
+    """The auxiliary loss of the routers is multiplied by this coefficient and added to the policy's loss."""
 
 
 @section("algorithm.options")

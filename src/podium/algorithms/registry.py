@@ -13,6 +13,7 @@ from podium.algorithms.declarations import (
     LOSSES,
     Declaration,
     ReferenceOptions,
+    RouterOptions,
     TeacherOptions,
     advantage_declaration,
     correction_declaration,
@@ -95,6 +96,7 @@ def check_functions(config: AlgorithmConfig) -> None:
             )
     if config.needs_reference:
         declared.append(Declaration(options=ReferenceOptions))
+    declared += [Declaration(options=RouterOptions)] * ("router_balance" in config.options)
     declared += _check_corrections(config)
     for declaration in declared:
         build_config(type(config), declaration.defaults, key="Declaration.defaults")

@@ -3,12 +3,13 @@
 import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, check_functions, loss_declaration, policy_loss
 from podium.algorithms.declarations import correction_declaration, loss_scales_advantage
@@ -26,6 +27,7 @@ from podium.telemetry import metrics
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
 from podium.training.config import check_dropout
 from podium.training.micro_batches import MicroBatch
+from podium.training.routing import Route, count_choices, find_routers, measure_balance, record_routes
 from podium.training.scoring import score_tokens
 from podium.workers.learner import Learner
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
@@ -89,6 +91,12 @@ class Policy(Learner):
         """As :meth:`.Learner.rest`. If a generator in the same process reads the weights, they stay."""
         read = any(worker.reads_policy for worker in self.ctx.colocated.values() if isinstance(worker, WeightReceiver))
         self.engine.rest(weights=weights and not read)
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        if self.algorithm.router_balance:
+            find_routers(model)  # raises an error if the model has none
+        return model
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch, entropy: bool = False, squares: bool = False) -> Batch:
@@ -180,6 +188,7 @@ class Policy(Learner):
         flat = _has_no_other_term(algorithm) and fields.ADVANTAGES in batch
         flat = flat and self.engine.is_flat(batch, fields.ADVANTAGES)
         figures = {} if flat else self._minibatch_figures(batch, columns, algorithm)
+        shares_LE = self._expert_shares(batch) if algorithm.router_balance and not flat else None
         self._scored = kept_N = None
         if fields.ROLLOUT_LOGPROBS in batch and fields.OLD_LOGPROBS not in batch:
             unscored_N = sampled_N if flat else sampled_N ^ batch.jagged(fields.LOSS_MASK).values
@@ -191,13 +200,18 @@ class Policy(Learner):
             top_ids = None
             if fields.TEACHER_TOP in columns:
                 top_ids = micro.columns[fields.TEACHER_TOP].chunk(2, -1)[1].long()
-            scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad, chosen_KJ=top_ids)
+            with nullcontext(list[Route]()) if shares_LE is None else record_routes(self.model) as routes:
+                scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad, chosen_KJ=top_ids)
             assert scores.entropy is not None
             if kept_N is not None:
                 kept_N[micro.index] = scores.logprobs.detach().float()
+            routing: dict[str, Tensor] = {}
+            if shares_LE is not None:
+                routing["router_balance"] = measure_balance(routes, micro.select, shares_LE)
             inputs = LossInputs(
                 offsets_B1=micro.offsets,
                 columns={
+                    **routing,
                     **{name: micro.columns[name] for name in columns},
                     "tokens": micro.targets,
                     "logprobs": scores.logprobs,
@@ -349,6 +363,23 @@ class Policy(Learner):
         names = [name for name, asked in zip(_SCORES, (True, entropy, squares), strict=True) if asked]
         return self.engine.evaluate(batch, compute, names)
 
+    def _expert_shares(self, batch: Batch) -> Tensor:
+        """The experts' shares of the choices for the tokens with loss of all ranks, ``[L, E]``, from a pass without
+        gradients."""
+        counts = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        def count(micro: MicroBatch) -> Mapping[str, Tensor]:
+            nonlocal counts
+            with record_routes(self.model) as routes:
+                score_tokens(self.model, batch, micro)
+            counts = counts + count_choices(routes, micro.select)
+            return {}
+
+        self.engine.evaluate(batch, count, ())
+        every = self.engine.parallel.gather_objects(counts.cpu())
+        total_LE = sum((part for part in every if part.ndim), torch.zeros((), dtype=torch.float64)).to(self.device)
+        return total_LE / total_LE.sum(-1, keepdim=True) if total_LE.ndim else total_LE
+
     def _minibatch_figures(self, batch: Batch, columns: Sequence[str], algorithm: AlgorithmConfig) -> dict[str, Jagged]:
         """Token columns that ``minibatch`` functions of loss and corrections compute from the tokens of all ranks.
 
@@ -389,7 +420,7 @@ class Policy(Learner):
 
 def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
-    if algorithm.entropy_coef or algorithm.needs_reference:
+    if algorithm.entropy_coef or algorithm.needs_reference or algorithm.router_balance:
         return False
     return all(map(loss_scales_advantage, algorithm.sampled_losses))
 

@@ -37,12 +37,15 @@ __all__ = ["correction_weights", "policy_loss"]
 MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
 WEIGHT_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose truncated weight was cut to the cap
 LEFT_OUT: Final = "mismatch/left_out"  # share of tokens that corrections leave out
+ROUTER_BALANCE: Final = "policy/router_balance"  # auxiliary loss of a mixture of experts, 1 if its routers are even
 
 _RESERVED: Final = frozenset({LOSS, GRAD_NORM, LEARNING_RATE, SKIPPED_STEPS})  # of the step, not of a token
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``w · loss + kl_coef · KL(policy || reference) - entropy_coef · entropy`` at each token, ``[N]``.
+
+    With ``algorithm.options.router_balance`` the column ``router_balance`` is added, times that coefficient.
 
     The loss is the one that ``config.loss`` names, or the sum of several with their weights, of which each is reported
     as ``loss/NAME``. If one declares ``ratio_to="rollout"``, its ``old_logprobs_N`` are those of the generator. w are
@@ -89,6 +92,11 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     if coef := EntropyController.of(config.entropy_coef).coef:
         _require(inputs, "entropy", "algorithm.entropy_coef is not 0")
         loss_N = loss_N - coef * wide(inputs.entropy_N)
+    if balance := config.router_balance:
+        _require(inputs, "router_balance", "algorithm.options.router_balance is not 0")
+        balance_N = wide(inputs.columns["router_balance"])
+        loss_N = loss_N + balance * balance_N
+        metrics[ROUTER_BALANCE] = balance_N.detach()
     if "entropy" in inputs.columns:
         metrics[ENTROPY] = wide(inputs.entropy_N.detach())
     return TokenLoss(loss_N, metrics, maxima)
