@@ -190,6 +190,22 @@ def test_no_door_loads_a_reward_whose_package_is_not_where_packages_are_installe
     assert not mark.exists()
 
 
+def test_no_door_loads_a_tracker_whose_package_is_not_where_packages_are_installed(
+    archive: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_package(archive, "strangers", {"strange": "beside:score"}, "podium.trackers")
+    monkeypatch.syspath_prepend(archive)
+    run = write_run(archive, tmp_path, run={"trackers": {"strange": {"project": "sums"}}})
+    (run / ".lock").write_text("")
+    for door in (
+        ["train", "grpo", "--resume", str(run), "--dry-run"],
+        ["train", "grpo", "--config", str(run / "config.yaml"), "--run.name", "mine", "--dry-run"],
+    ):
+        assert main(door) == 2, door
+        assert "--run.trackers '{" in read_refusal(capsys), door
+    assert not mark.exists()
+
+
 def test_a_module_of_the_working_directory_is_no_installed_reward(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ def check_extras(folder: Path) -> None:
         ("pip install ./plugins/podium-NAME", {}, ["--backend", "ray"]),
         ("entry point group podium.backends", {}, ["--backend", "another"]),
         ("entry point group podium.environments", {"environment.name": "another"}, []),
-        ("pip install 'wandb>", {"run.trackers": "[wandb]"}, []),
+        ("entry point group podium.trackers", {"run.trackers": "[wandb]"}, []),
         ("pip install 'vllm>", {"engine.name": "vllm"}, []),
     ]
     for remedy, changes, words in cases:

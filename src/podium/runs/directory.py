@@ -44,9 +44,10 @@ from podium.runs.files import SET, free_name, step_of
 from podium.runs.named_files import PLACES
 from podium.runs.records import CONFIG, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
 from podium.runs.run_files import RunFiles
+from podium.runs.trackers import load_tracker
 from podium.secrecy import mask_command, mask_text
 from podium.telemetry import Event, Note, subscribe
-from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
+from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TraceSink, TrackedRun
 
 __all__ = ["RunDirectory", "Summary", "library_versions"]
 
@@ -246,24 +247,23 @@ class RunDirectory:
         """Make the sinks of a run: its files, ``console`` if there is one, and the trackers of ``config``.
 
         Raises:
-            ConfigError: A tracker is not installed.
+            ConfigError: A tracker is not installed, or cannot work here.
         """
         yield JsonlSink(self.metrics_path, self.files.append(METRICS))
         yield TraceSink(self.trace_path, file=self.files.create(self.trace_path.name))
         if console is not None:
             yield ConsoleSink(console=console, log=self.log)
-        arguments: dict[str, Any] = {"name": self.path.name, "config": config_to_dict(config)}
-        for tracker, options in config.run.tracking.items():
-            match tracker:
-                case "tensorboard":
-                    yield TensorBoardSink(self.files.make_folder("tensorboard"), config=arguments["config"])
-                case "wandb":
-                    self.files.make_folder("wandb")
-                    again = {"id": self._read_tracker_id(), "resume": "allow"}
-                    yield WandbSink(folder=self.path, **arguments, **again, **options.for_wandb())
-                case "trackio":
-                    again = {"resume": "allow"} if self.files.kind(CONFIG) else {}
-                    yield TrackioSink(**arguments, **again, **options.for_trackio())
+        for name, options in config.run.tracking.items():
+            run = TrackedRun(
+                name=self.path.name,
+                path=self.path,
+                config=config_to_dict(config),
+                options={**config_to_dict(options), "tags": list(options.tags)},
+                is_resumed=bool(self.files.kind(CONFIG)),
+                make_folder=self.files.make_folder,
+                read_id=self._read_tracker_id,
+            )
+            yield load_tracker(name).of_run(run)
 
     def _read_tracker_id(self) -> str:
         """Return the tracker's id of this run, which stays the same when the run is resumed."""

@@ -44,6 +44,7 @@ from podium.runs.files import LOCK
 from podium.runs.named_files import PLACES, find_again, find_current_values
 from podium.runs.run_files import RunFiles
 from podium.runs.schedules import SCHEDULES
+from podium.runs.trackers import find_tracker
 
 __all__ = ["check_code", "check_source", "list_code", "remember_code"]
 
@@ -118,6 +119,7 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
     yield from ((("reward", "name"), name) for name in config.reward.names if not _is_own_reward(name))
     if hasattr(config, "optim") and config.run.schedule not in SCHEDULES:
         yield ("run", "schedule"), config.run.schedule
+    yield from _list_trackers(config) if hasattr(config, "optim") else ()
     algorithm = getattr(config, "algorithm", None)
     if isinstance(algorithm, AlgorithmConfig):
         losses = [name for name in algorithm.losses if name not in LOSSES]
@@ -147,12 +149,22 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
 def _is_own_reward(name: str) -> bool:
     if name in NAMED_REWARDS or OF_SCRIPT in name:  # an object that a script has passed, which no name loads
         return True
-    entry = _find_reward(name)
+    entry = _find_entry(("reward", "name"), name)
     return entry is not None and is_installed(entry)
 
 
-def _find_reward(name: str) -> EntryPoint | None:
-    return None if ":" in name else find_installed(GROUP, name, "reward.name")
+def _list_trackers(config: Any) -> Iterator[tuple[Keys, Any]]:
+    keys = ("run", "trackers")
+    for name in config.run.trackers:
+        if (entry := _find_entry(keys, name)) is not None and not is_installed(entry):
+            yield keys, name
+
+
+def _find_entry(keys: Keys, name: str) -> EntryPoint | None:
+    """Return the entry point that packages have for the name of a reward or a tracker."""
+    if keys == ("run", "trackers"):
+        return find_tracker(name)
+    return find_installed(GROUP, name, "reward.name") if keys == ("reward", "name") and ":" not in name else None
 
 
 def _list_options(keys: Keys, options: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:
@@ -178,7 +190,7 @@ def _describe(config: Any, keys: Keys, value: Any) -> _Code:
             location = _module_of_engine(value)
         elif keys == ("environment", "name"):
             location = config.environment.code.rpartition(":")[0]
-        elif keys == ("reward", "name") and (entry := _find_reward(value)) is not None:
+        elif (entry := _find_entry(keys, value)) is not None:
             location = entry.module
         elif match := _FUNCTION.fullmatch(value):
             location = match["place"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 Role = Literal["policy", "reference", "teacher", "critic", "reward", "estimator", "generator", "rollout"]
-Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
 
 
 @section("run.trackers")
@@ -42,15 +41,6 @@ class TrackerOptions:
     """Runs with the same group are shown together."""
     tags: tuple[str, ...] = ()
     """wandb shows these words beside the run."""
-
-    def for_wandb(self) -> dict[str, Any]:
-        """Arguments of ``wandb.init``."""
-        options = {"entity": self.entity, "group": self.group, "tags": list(self.tags)}
-        return {"project": self.project, **{name: value for name, value in options.items() if value}}
-
-    def for_trackio(self) -> dict[str, Any]:
-        """Arguments of ``trackio.init``."""
-        return {"project": self.project, **({"group": self.group} if self.group else {})}
 
 
 @section("run")
@@ -87,18 +77,18 @@ class RunConfig:
     policy.update."""
     show_samples: int = Field(default=0, ge=0, le=10**6)
     """The terminal shows this many completions after each step."""
-    trackers: tuple[Tracker, ...] | Mapping[Tracker, Any] = ()
-    """Metrics also go to these trackers, as in [wandb], or with options (project, entity, group, tags), as in
-    {wandb: {project: sums}}. metrics.jsonl is always written."""
+    trackers: tuple[str, ...] | Mapping[str, Any] = ()
+    """Metrics also go to these trackers of installed packages, as in [wandb], or with options (project, entity, group,
+    tags), as in {wandb: {project: sums}}. metrics.jsonl is always written."""
 
     def __post_init__(self) -> None:
         check_function_name(self.schedule, key="run.schedule", known=SCHEDULES)
         _ = self.tracking  # raises an error if an option is unknown
 
     @property
-    def tracking(self) -> dict[Tracker, TrackerOptions]:
+    def tracking(self) -> dict[str, TrackerOptions]:
         """The trackers and the options of each. Raises ConfigError for an option that is wrong."""
-        options_by_tracker: Mapping[Tracker, Any] = (
+        options_by_tracker: Mapping[str, Any] = (
             self.trackers if isinstance(self.trackers, Mapping) else dict.fromkeys(self.trackers)
         )
         return {

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,10 +23,12 @@ from podium.runs.directory import RunDirectory, Summary, library_versions
 from podium.runs.ledger import Ledger
 from podium.runs.paths import resolve_resume, run_path
 from podium.runs.records import RunRecord
-from podium.telemetry import EvalFinished, Event, PhaseStarted, StepFinished, emit, metrics
-from podium.telemetry.sinks import JsonlSink, Sink
+from podium.runs.trackers import load_tracker
+from podium.telemetry import EvalFinished, PhaseStarted, StepFinished, emit, metrics
+from podium.telemetry.sinks import JsonlSink
 from podium.trainer import GRPOConfig, config_to_yaml
 from podium.trainer.completion_files import CompletionsLog
+from tests.integration.test_environment_plugins import write_package
 from tests.integration.training import tiny
 from tests.unit.trainer.test_completions import rollouts, scored
 
@@ -309,32 +310,59 @@ def test_every_metric_of_the_documentation_exists_and_the_other_way_round() -> N
     assert documented == named - {*prefixes} - stages | {prefix + what for prefix, what in prefixes.items()}
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What wandb.init is given; tests/unit/telemetry/test_trackers.py runs W&B itself where it is installed."""
-    given: list[dict[str, Any]] = []
+TRACKER = """
+from pathlib import Path
+from podium.errors import ConfigError
+from podium.telemetry.sinks import Tracker
 
-    class Recorded(Sink):
-        def __init__(self, **options: Any) -> None:
-            super().__init__()
-            given.append(options)
+class Notes(Tracker):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
 
-        def handle(self, event: Event) -> None:
-            pass
+    @classmethod
+    def of_run(cls, run):
+        return cls(run.make_folder("notes") / f"{run.name} {run.options['project']} {run.is_resumed} {run.read_id()}")
 
-    monkeypatch.setattr("podium.runs.directory.WandbSink", Recorded)
-    asked = {"trackers": {"wandb": {"project": "sums", "group": "a", "tags": ["x"]}}}
-    config = tiny(GRPOConfig, tmp_path, run=asked)
+    def handle(self, event):
+        with self.path.open("a") as file:
+            file.write(type(event).__name__)
+
+class Missing(Notes):
+    @classmethod
+    def check(cls):
+        raise ConfigError("install pen and paper")
+"""
+
+
+def test_a_package_brings_a_tracker_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"{tmp_path.name}_notes"  # no module of another test has this name
+    (tmp_path / f"{module}.py").write_text(TRACKER)
+    points = {"notes": f"{module}:Notes", "missing": f"{module}:Missing", "wrong": f"{module}:Path"}
+    write_package(tmp_path, "notes", points, "podium.trackers")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tiny(GRPOConfig, tmp_path, run={"trackers": {"notes": {"project": "sums"}}})
+    names: list[str] = []
     for resume in (False, True):
         run = RunDirectory(tmp_path / "run", resume=resume)
-        for sink in list(run.sinks(config, None)):
+        *files, notes = run.sinks(config, None)
+        with notes:
+            emit(StepFinished(1, {"loss": 1.0}))
+        for sink in files:
             sink.close()
         run.write_config("")
+        names = sorted(path.name for path in (run.path / "notes").iterdir())
         run.close()
-    first, second = given
-    assert (first["project"], first["group"], first["tags"]) == ("sums", "a", ["x"])
-    assert "entity" not in first
-    assert first["id"] == second["id"]
-    assert second["resume"] == "allow"
+    (first, second), number = (name.rsplit(" ", 1) for name in names), names[0].rpartition(" ")[2]
+    assert (first, second) == (["run sums False", number], ["run sums True", number])
+    assert [path.read_text() for path in (tmp_path / "run" / "notes").iterdir()] == ["StepFinished"] * 2
+    for name, message in (
+        ("note", r"run\.trackers names 'note', and no tracker .*did you mean 'notes'.* group podium\.trackers"),
+        ("missing", "install pen and paper"),
+        ("wrong", r"run\.trackers names 'wrong': .*:Path is no class of podium\.telemetry\.sinks\.Tracker"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_tracker(name)
 
 
 def test_an_unknown_option_of_trackers_is_named_with_the_nearest(tmp_path: Path) -> None:

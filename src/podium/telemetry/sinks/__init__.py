@@ -1,6 +1,6 @@
 """The sinks that show and store events. Each is used as ``with Sink(...):`` or through ``attach()`` and ``close()``.
 
-The names are looked up on first use, so that importing this package imports neither rich nor a tracker.
+The names are looked up on first use, so that importing this package does not import rich.
 """
 
 from typing import TYPE_CHECKING
@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from podium.telemetry.sinks.console import ConsoleSink as ConsoleSink
     from podium.telemetry.sinks.jsonl import JsonlSink as JsonlSink
     from podium.telemetry.sinks.trace import TraceSink as TraceSink
-    from podium.telemetry.sinks.trackers import (
-        TensorBoardSink as TensorBoardSink,
-        TrackioSink as TrackioSink,
-        WandbSink as WandbSink,
-    )
+    from podium.telemetry.sinks.trackers import TrackedRun as TrackedRun, Tracker as Tracker
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

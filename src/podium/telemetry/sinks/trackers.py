@@ -1,245 +1,47 @@
-"""TensorBoard, W&B and Trackio. Each package is imported when its sink is built, and named if it is missing."""
+"""The door for trackers of packages: what they are, and what they get of a run."""
 
-import importlib
-import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Self
 
-from podium.errors import ConfigError
-from podium.extras import install_command
-from podium.secrecy import mask
-from podium.telemetry.events import (
-    CompletionsSampled,
-    EvalFinished,
-    Event,
-    PhaseStarted,
-    RunSummarized,
-    Sample,
-    StepFinished,
-)
 from podium.telemetry.sinks.base import Sink
 
-__all__ = ["TensorBoardSink", "TrackerSink", "TrackioSink", "WandbSink"]
-
-_COLUMNS: Final = ("prompt", "completion", "reward", "expected")
-_SUMMARY: Final = "summary/"
+__all__ = ["TrackedRun", "Tracker"]
 
 
-class TrackerSink(Sink):
-    """Scalars over steps, samples, and at the end a summary. A second phase continues the count of the first, because
-    trackers have a single axis.
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """What a tracker gets of a run.
+
+    Attributes:
+        name: The name of the run's directory.
+        path: The run's directory.
+        config: The run's configuration, nested, with its secrets: :func:`podium.secrecy.mask` hides them.
+        options: The options of ``run.trackers`` by name: project, entity, group and tags.
+        is_resumed: Whether the run has begun before.
+        make_folder: It makes a directory of this name in the run's directory.
+        read_id: It returns an id of the run, which stays the same when the run is resumed.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._offset = 0
-        self._last = 0
-        self._drawn: dict[int, tuple[Sample, ...]] = {}  # ahead of the steps that are trained; W&B takes steps in order
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    options: Mapping[str, Any]
+    is_resumed: bool
+    make_folder: Callable[[str], Path]
+    read_id: Callable[[], str]
 
-    def _require(self, module: str, package: str) -> Any:
-        try:
-            return importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(
-                f"{type(self).__name__} needs the package {package!r}, which cannot be imported here ({error}): "
-                f"{install_command('trackers', package)}"
-            ) from error
 
+class Tracker(Sink):
+    """A sink that ``run.trackers`` names. A package has it in the entry point group ``podium.trackers``."""
+
+    @classmethod
+    def check(cls) -> None:
+        """Check that the tracker can work here, before a run starts. Raises ConfigError with the remedy."""
+
+    @classmethod
     @abstractmethod
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record finite `values` at `step`."""
-
-    def log_samples(self, name: str, step: int, samples: tuple[Sample, ...]) -> None:
-        """Record completions at `step` as `name`; a tracker without tables leaves them out."""
-
-    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
-        """Record the figures of a run that ended after `step`, and the picture at the path `curve` unless it is ""."""
-
-    def begin(self, first_step: int) -> None:
-        """Prepare for steps from `first_step`. A resumed run may have recorded that step before it was killed."""
-
-    def handle(self, event: Event) -> None:
-        match event:
-            case PhaseStarted(first_step=first):
-                # The last step of the phase before; 0 for the first phase, also in a run that is resumed.
-                self._offset = self._last if first == 1 else self._offset
-                self.begin(self._offset + first)
-            case StepFinished(step=step, metrics=values):
-                self._last = self._offset + step
-                self.log(self._last, {name: float(value) for name, value in values.items() if math.isfinite(value)})
-                self._log_drawn()
-            case EvalFinished():
-                self._log_evaluation(event)
-            case CompletionsSampled(step=step, samples=samples):
-                self._drawn[self._offset + step] = samples
-                self._log_drawn()
-            case RunSummarized(step=step, figures=figures, curve=curve):
-                finite = {name: value for name, value in figures.items() if value is not None and _is_finite(value)}
-                self.log_summary(self._offset + step, finite, curve)
-            case _:
-                pass
-
-    def _log_drawn(self) -> None:
-        for step in [step for step in self._drawn if step <= self._last]:
-            self.log_samples("samples", step, self._drawn.pop(step))
-
-    def _log_evaluation(self, event: EvalFinished) -> None:
-        step = self._offset + event.step
-        values = {f"eval/{name}": value for name, value in event.figures.items()}
-        sets = {
-            f"eval/{evaluation.name}" if evaluation.name else "eval": evaluation
-            for evaluation in (event, *event.others)
-        }
-        for name, evaluation in sets.items():
-            values |= {f"{name}/{figure}": value for figure, value in evaluation.figures.items()}
-        self.log(step, {name: value for name, value in values.items() if math.isfinite(value)})
-        for name, evaluation in sets.items():
-            if evaluation.samples:
-                self.log_samples(f"{name}/samples", step, evaluation.samples)
-
-
-class TensorBoardSink(TrackerSink):
-    """Event files in `folder`: ``tensorboard --logdir FOLDER``. `config` are the hyperparameters, nested."""
-
-    def __init__(self, folder: str | Path, config: Mapping[str, Any] | None = None) -> None:
-        super().__init__()
-        self._require("tensorboard", "tensorboard")
-        self._make = self._require("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        self._folder, self._config = str(folder), dict(_leaves(mask(config or {})))
-        self._made: Any = None
-
-    def begin(self, first_step: int) -> None:
-        if self._made is None and first_step > 1:  # what a killed run wrote of these steps is not shown
-            self._made = self._make(self._folder, flush_secs=10, purge_step=first_step)
-
-    @property
-    def _writer(self) -> Any:
-        if self._made is None:
-            self._made = self._make(self._folder, flush_secs=10)
-        return self._made
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def log_samples(self, name: str, step: int, samples: tuple[Sample, ...]) -> None:
-        for number, sample in enumerate(samples, 1):
-            expected = "" if sample.expected is None else f"expected\n{sample.expected}\n"
-            shown = f"reward\n{sample.reward:g}\n{expected}prompt\n{sample.prompt}\ncompletion\n{sample.completion}"
-            lines = [f"    {line}" for line in shown.splitlines()]  # four spaces make a line of Markdown verbatim
-            self._writer.add_text(f"{name}/{number}", "\n".join(lines), step)
-
-    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
-        table = "\n".join(f"| {name} | {_show(value)} |".replace("\n", " ") for name, value in figures.items())
-        self._writer.add_text("summary", f"| figure | value |\n|---|---|\n{table}", step)
-        numbers = {
-            _SUMMARY + name: float(figure) for name, figure in figures.items() if isinstance(figure, int | float)
-        }
-        plain = {
-            name: setting if isinstance(setting, bool | int | float | str) else str(setting)
-            for name, setting in self._config.items()
-        }
-        self._writer.add_hparams(plain, numbers, run_name=".", global_step=step)
-        if curve:
-            from PIL import Image  # matplotlib, which drew the picture, needs it too
-
-            with Image.open(curve) as picture:
-                self._writer.add_image("curve", _pixels(picture.convert("RGB")), step, dataformats="HWC")
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-class _RunSink(TrackerSink):
-    """A tracker whose ``init`` returns a run. `options` go to ``init``."""
-
-    package = ""
-
-    def __init__(
-        self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
-        super().__init__()
-        self._module = self._require(self.package, self.package)
-        self._run = self._module.init(project=project, name=name, config=mask(config or {}), **options)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    @abstractmethod
-    def table(self, rows: list[dict[str, Any]]) -> Any:
-        """Make a table of the tracker's own of rows that all have the same columns."""
-
-    def log_samples(self, name: str, step: int, samples: tuple[Sample, ...]) -> None:
-        rows = [{column: getattr(sample, column) for column in _COLUMNS} for sample in samples]
-        self._run.log({name: self.table(rows)}, step=step)
-
-    def _log_curve(self, step: int, curve: str) -> None:
-        if curve:
-            self._run.log({"curve": self._module.Image(curve)}, step=step)
-
-
-class WandbSink(_RunSink):
-    """A Weights & Biases run in `folder`; `options` go to ``wandb.init``: ``mode="offline"``, ``id``, ``resume``, …"""
-
-    package = "wandb"
-
-    def __init__(self, project: str, *, folder: str | Path | None = None, **options: Any) -> None:
-        if folder is not None:
-            options["dir"] = str(folder)
-        super().__init__(project, **options)
-
-    def table(self, rows: list[dict[str, Any]]) -> Any:
-        return self._module.Table(columns=list(_COLUMNS), data=[list(row.values()) for row in rows])
-
-    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
-        self._log_curve(step, curve)
-        self._run.summary.update({_SUMMARY + name: value for name, value in figures.items()})
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class TrackioSink(_RunSink):
-    """A Trackio run, kept on this machine: ``trackio show``. `options` go to ``trackio.init``."""
-
-    package = "trackio"
-
-    def table(self, rows: list[dict[str, Any]]) -> Any:
-        return self._module.Table(data=rows)
-
-    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
-        rows = [{"figure": name, "value": _show(value)} for name, value in figures.items()]
-        numbers = {
-            _SUMMARY + name: float(figure) for name, figure in figures.items() if isinstance(figure, int | float)
-        }
-        self._run.log({**numbers, "summary": self.table(rows)}, step=step)
-        self._log_curve(step, curve)
-
-    def finish(self) -> None:
-        # The module's own: a finished run that Trackio still holds is finished again at exit.
-        self._module.finish()
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values by the dotted paths of their keys."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _is_finite(value: float | str) -> bool:
-    return isinstance(value, str) or math.isfinite(value)
-
-
-def _show(value: float | str) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _pixels(picture: Any) -> Any:
-    import numpy as np
-
-    return np.asarray(picture)
+    def of_run(cls, run: TrackedRun) -> Self:
+        """Make the tracker of a run. Raises ConfigError."""

@@ -9,7 +9,6 @@ import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields as dataclass_fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -17,7 +16,6 @@ from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, check_functio
 from podium.algorithms.declarations import CLIPPING_LOSSES
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
-from podium.extras import install_command
 from podium.functions import OF_SCRIPT, describe_object
 from podium.models import ModelConfig
 from podium.models.weight_files import read_stored_tensors
@@ -34,6 +32,7 @@ from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.records import check_run
 from podium.runs.schedules import find_schedule
+from podium.runs.trackers import load_tracker
 from podium.runtime import Bound
 from podium.telemetry import Note, emit
 
@@ -99,9 +98,7 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
     load_schedule(config.run.schedule)
     check_engine(config.engine)
     for tracker in config.run.trackers:
-        if find_spec(tracker) is None:
-            command = install_command("trackers", tracker)
-            raise ConfigError(f"run.trackers names {tracker}, which is not installed: {command}")
+        load_tracker(tracker)
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     paths["reward.path"] = config.reward.path
     if isinstance(config, PPOConfig):

@@ -12,15 +12,17 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 from PIL import Image
 
 from podium.errors import ConfigError
+from podium.runs.directory import RunDirectory
 from podium.telemetry import (
     CompletionsSampled,
     EvalFinished,
+    Event,
     PhaseStarted,
     RunSummarized,
     Sample,
@@ -28,8 +30,12 @@ from podium.telemetry import (
     emit,
     flush,
 )
-from podium.telemetry.sinks import TensorBoardSink, TrackioSink, WandbSink
-from podium.telemetry.sinks.trackers import TrackerSink
+from podium.telemetry.sinks import Sink, TrackedRun
+from podium.trainer import GRPOConfig
+from tests.integration.training import tiny
+
+trackers: Any = pytest.importorskip("podium_trackers")
+TensorBoardSink, TrackioSink, WandbSink = trackers.TensorBoardSink, trackers.TrackioSink, trackers.WandbSink
 
 SAMPLES = (Sample("2 + 2?", "4\n<b>", 1.0, "4"),)
 
@@ -53,11 +59,15 @@ SUMMARY = {"after/accuracy": 0.6, "finished": 1.0}
 CONFIG = {"run": {"seed": 1}, "model": {"lora": None}, "data": {"eval": ["a", "b"]}}
 
 
-class Recorded(TrackerSink):
+class Recorded(trackers.TrackerSink):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.summaries: list[tuple[int, dict[str, float | str], str]] = []
+
+    @classmethod
+    def of_run(cls, run: TrackedRun) -> Self:
+        return cls()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.rows.append((step, dict(values)))
@@ -189,12 +199,16 @@ def test_trackio_keeps_the_run_on_this_machine(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from podium.telemetry.sinks import TrackioSink
-from tests.unit.telemetry.test_trackers import CONFIG, one_run
+import importlib.util
+from podium_trackers import TrackioSink
+spec = importlib.util.spec_from_file_location("test_trackers", sys.argv[2])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+CONFIG, one_run = module.CONFIG, module.one_run
 with TrackioSink("podium-test", name="a", config=CONFIG):
     one_run(Path(sys.argv[1]))
 """
-    command = [sys.executable, "-c", script, str(tmp_path / "curve.png")]
+    command = [sys.executable, "-c", script, str(tmp_path / "curve.png"), __file__]
     subprocess.run(command, check=True, env={**os.environ, "TRACKIO_DIR": str(tmp_path)})
     with contextlib.closing(sqlite3.connect(tmp_path / "podium-test.db")) as database:
         rows = database.execute("select step, metrics from metrics order by step").fetchall()
@@ -228,3 +242,37 @@ def test_a_missing_package_is_named_with_its_remedy(sink: Any, package: str, mon
     monkeypatch.setitem(cast("dict[str, Any]", sys.modules), package, None)
     with pytest.raises(ConfigError, match=f"pip install '{package}>="):
         sink()
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Recorded(trackers.WandbSink):
+        def __init__(self, **options: Any) -> None:
+            Sink.__init__(self)
+            given.append(options)
+
+        def handle(self, event: Event) -> None:
+            pass
+
+        def finish(self) -> None:
+            pass
+
+        @classmethod
+        def check(cls) -> None:
+            pass
+
+    monkeypatch.setattr(trackers, "WandbSink", Recorded)
+    asked = {"trackers": {"wandb": {"project": "sums", "group": "a", "tags": ["x"]}}}
+    config = tiny(GRPOConfig, tmp_path, run=asked)
+    for resume in (False, True):
+        run = RunDirectory(tmp_path / "run", resume=resume)
+        for sink in list(run.sinks(config, None)):
+            sink.close()
+        run.write_config("")
+        run.close()
+    first, second = given
+    assert (first["project"], first["group"], first["tags"]) == ("sums", "a", ["x"])
+    assert "entity" not in first
+    assert first["id"] == second["id"]
+    assert second["resume"] == "allow"
