@@ -122,6 +122,18 @@ def test_sessions_are_drawn_beside_the_policy_and_apart_from_it(tmp_path: Path) 
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
+def test_runs_end_completions_with_texts_and_sessions_tell_what_else_is_probable(tmp_path: Path) -> None:
+    """What is trained is what was sampled, up to the token that completes a text."""
+    sampling = {"max_new_tokens": 8, "stop_token_ids": ["7", "33"], "top_k": 9}
+    run = train(sessions_of("alternatives", tmp_path, sampling=sampling, run={"steps": 1}), "local")
+    (row,) = metrics_rows(run)
+    assert (row[metrics.SESSIONS_FAILED], row[metrics.SESSIONS_ROWS]) == (0, 16)
+    assert row[metrics.MISMATCH_MAX] < 1e-4
+    (path,) = (run / "completions").glob("*.parquet")
+    reasons = pq.read_table(path).to_pydict()["finish_reason"]
+    assert {*reasons} == {"stop", "length"}
+
+
 def test_sessions_go_on_with_new_weights_and_each_token_has_its_version(tmp_path: Path) -> None:
     """What the current weights have drawn, the policy finds as probable, also behind tokens of older weights."""
     ahead = {"run": {"steps": 8, "schedule": "asynchronous"}, "placement": {"layout": "split"}}

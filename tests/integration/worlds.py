@@ -46,6 +46,23 @@ def agent(task: Task, client: Client, temperature: float = 1.7) -> float:
     return digits(second.choices[0].message.content or "")
 
 
+def alternatives(task: Task, client: Client, count: int = 3) -> float:
+    """Asks what else is probable at each place, and ends with an error where that is not told."""
+    import openai
+
+    with openai.OpenAI(base_url=client.base_url, api_key=client.api_key) as api:
+        asked: Any = {"messages": [{"role": "user", "content": task["prompt"]}], "logprobs": True}
+        asked |= {"top_logprobs": count} if count else {}
+        choice = api.chat.completions.create(model=client.model, **asked).choices[0]
+    for entry in choice.logprobs.content:  # type: ignore[union-attr] - it was asked for
+        assert len(entry.top_logprobs) == count
+        assert all(other.logprob < 0 for other in entry.top_logprobs)
+        assert all(
+            abs(other.logprob - entry.logprob) < 1e-4 for other in entry.top_logprobs if other.token == entry.token
+        )
+    return digits(choice.message.content or "")
+
+
 async def unlucky(task: Task, client: Client) -> float:
     """Raises, hangs, or is over without a word, as the task says."""
     number = int(task["answer"])

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import Aborted, Engine, EngineConfig, Failed, Finished, Request, Tokens, make_engine, vllm
+from podium.rollout.engines.stops import count_to_stop
 from podium.rollout.engines.vllm import VllmEngine
-from podium.rollout.sampling import Completion, SamplingParams
+from podium.rollout.sampling import Completion, RequestParams, SamplingParams
 
 from .conftest import MakeModel, compute_trained_logprobs
 
@@ -106,6 +108,24 @@ def last_events(engine: Any, **asked: SamplingParams) -> dict[Any, Any]:
 
 class TestWithVllm:
     pytestmark = with_vllm
+
+    @pytest.mark.parametrize("top_k", [0, 5])
+    def test_a_completion_ends_with_the_token_that_completes_a_text(self, engine: Engine, top_k: int) -> None:
+        prompts = [[1, 2, 3], [4, 5]]
+        params = RequestParams(max_new_tokens=24, n=4, top_k=top_k)
+        whole = engine.generate(prompts, params, range(8))
+        engine.decode = lambda ids: "".join(f"<{id}>" for id in ids)
+        stops = tuple({f"{completion.token_ids[6]}><{completion.token_ids[7]}" for completion in whole[:3]})
+        ended = engine.generate(prompts, replace(params, stop=stops), range(8))
+        for first, second in zip(whole, ended, strict=True):
+            count = count_to_stop(first.token_ids.tolist(), stops, engine.decode) or len(first)
+            assert second.token_ids.tolist() == first.token_ids[:count].tolist()
+            assert (second.finish_reason, bool(second.stop)) == (("stop", True) if count < 24 else ("length", False))
+            assert (second.kept is None) == (first.kept is None)
+            if second.kept is not None:
+                assert len(second.kept.offsets) == count + 1
+        assert sum(completion.finish_reason == "stop" for completion in ended) >= 3
+        check(ended, engine.model, prompts, params)  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
     def test_logprobs_agree_before_and_after_new_weights(
