@@ -142,6 +142,7 @@ def test_examples_beyond_the_models_positions_are_refused_before_anything_starts
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own imports
 def test_several_evaluation_sets_are_scored_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("podium_trackers")
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": "00"}) + "\n" for n in range(9)))
