@@ -20,7 +20,7 @@ from typing import Any
 from podium.rollout.environments.client import Client
 from podium.rollout.environments.config import SessionLimits
 from podium.rollout.environments.runner import live
-from podium.rollout.service.gateway import Gateway
+from podium_serve.gateway import Gateway
 
 __all__ = ["converse", "measure_load"]
 

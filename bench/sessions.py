@@ -34,12 +34,12 @@ from podium.rollout.environments.runner import live
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.admission import Admission
 from podium.rollout.service.chat_format import chat_format
-from podium.rollout.service.gateway import Gateway
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
+from podium_serve.gateway import Gateway
 
 SESSIONS, TURNS, ANSWER = 1000, 10, 16
 RESULTS = Path(__file__).with_suffix(".json")

@@ -32,7 +32,8 @@ import torch
 import podium
 from podium.models import ModelConfig, load_model
 from podium.telemetry import metrics
-from podium.trainer import GRPOConfig, InferenceConfig, build_config, served
+from podium.trainer import GRPOConfig, InferenceConfig, build_config
+from podium_serve import served
 from tests.integration.training import MODEL, metrics_rows, tiny, train
 from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of
 

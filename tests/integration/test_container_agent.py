@@ -17,7 +17,7 @@ from podium.functions import load_function
 from podium.rollout.environments.config import SessionLimits
 from podium.rollout.environments.runner import Episode, live
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.gateway import Gateway
+from podium_serve.gateway import Gateway
 from tests.unit.rollout.service.scripted import scripted
 
 pytest.importorskip("uvicorn")

@@ -16,9 +16,9 @@ from podium.functions import load_function
 from podium.rollout.environments.config import SessionLimits
 from podium.rollout.environments.runner import Episode, live
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.gateway import Gateway
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig
+from podium_serve.gateway import Gateway
 from tests.integration.containers import PYTHON, use_image
 from tests.integration.test_environments import TEMPLATE
 from tests.integration.training import metrics_rows, tiny, train

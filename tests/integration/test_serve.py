@@ -17,20 +17,20 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from podium.connections.owner import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.errors import PodiumError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.admission import Admission
 from podium.rollout.service.chat_format import ChatFormat
-from podium.rollout.service.connection_owner import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.rollout.service.engine_client import EngineClient
-from podium.rollout.service.gateway import Gateway
-from podium.rollout.service.server import listen
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
+from podium_serve.gateway import Gateway
+from podium_serve.server import listen
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -68,8 +68,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     tokenizer = char_tokenizer(ALPHABET, chat_template=TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from podium.cli import main
 from podium.errors import ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.processes import children_of
-from podium.trainer import InferenceConfig, build_config, served
+from podium.trainer import InferenceConfig, build_config
+from podium_serve import served
 from tests.integration.processes import listeners_of
 from tests.waits import all_end, wait_until
 from tests.warm_python import WarmPopen, run_python

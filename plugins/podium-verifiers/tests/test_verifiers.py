@@ -18,9 +18,9 @@ from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.environments.runner import Episode, live
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.gateway import Gateway
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium_serve.gateway import Gateway
 from tests.integration.test_environments import TEMPLATE
 from tests.integration.training import metrics_rows, tiny
 from tests.unit.rollout.service.scripted import scripted

@@ -25,7 +25,6 @@ COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft|dpo|rm"),
     "eval": ("inference", "score the model of a run, or another model, on held-out prompts"),
     "sample": ("inference", "print completions of a run's model, or of another model"),
-    "serve": ("serve", "answer the OpenAI API with a run's model, or another model"),
     "export": ("export", "write a run's model or checkpoint for transformers, vLLM, peft or the hub"),
     "changes": ("changes", "show which held-out prompts broke, and which were mended, between two evaluations"),
     "runs": ("runs", "list runs; show, compare or remove them"),

@@ -111,12 +111,13 @@ def run_suite(suite: Suite, config: Any, cluster: Any, name: str) -> dict[str, A
     """
     from podium.models import load_tokenizer
     from podium.models.loading import longest_text
-    from podium.trainer import served
+    from podium.rollout.services import load_service
 
     harness, token = _HARNESSES[suite.name], secrets.token_urlsafe(32)
+    service = load_service(f"--suite {suite.name}")
     with (
         tempfile.TemporaryDirectory(prefix="podium-suite-") as folder,
-        served(config, cluster, model=name, token=token) as model,
+        service.served(config, cluster, model=name, token=token) as model,
     ):
         tokenizer, results = Path(folder, "tokenizer"), Path(folder, "results")
         load_tokenizer(config.model.tokenizer_source).save_pretrained(tokenizer)

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
     from podium.trainer.preferences import PreferenceTrainer as PreferenceTrainer
     from podium.trainer.preload import PRELOAD as PRELOAD
-    from podium.trainer.serving import ServedModel as ServedModel, served as served
     from podium.trainer.sft import SFTTrainer as SFTTrainer
 else:
     _load_export, __dir__, __all__ = lazy_exports(__name__)

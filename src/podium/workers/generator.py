@@ -18,13 +18,14 @@ from podium.rollout.engines.journal import Drawn, Journal, read_journals
 from podium.rollout.engines.stops import before_stop
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.rollout.service.engine_client import EngineClient
+from podium.rollout.services import load_service
 from podium.rollout.tasks.config import DataConfig
 from podium.runtime import concat, endpoint, shard
 from podium.workers.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from podium.rollout.engines.requests import PromptTokens, SessionRoom
-    from podium.rollout.service.server import Server
+    from podium.rollout.services import Server
 
 __all__ = ["Generator"]
 
@@ -114,7 +115,7 @@ class Generator(WeightReceiver):
         host: str = "",
         port: int = 0,
     ) -> str:
-        """Answer requests over HTTP beside all other calls, until the worker ends: see :mod:`podium.rollout.service`.
+        """Answer requests over HTTP beside all other calls, until the worker ends: see :mod:`podium.rollout.services`.
 
         Args:
             data: How conversations are written.
@@ -129,13 +130,11 @@ class Generator(WeightReceiver):
             The address of each rank, such as ``http://127.0.0.1:43210``.
 
         Raises:
-            ConfigError: The extra ``serve`` is not installed.
+            ConfigError: No installed package speaks HTTP.
             PodiumError: The address or port cannot be used.
         """
-        from podium.rollout.service import serve_engine
-
         host = host or self.ctx.address
-        server = serve_engine(
+        server = load_service("a generator that answers requests").serve_engine(
             self._ready_engine(), self._tokenizer, data, sampling, model=model, token=token, host=host, port=port
         )
         self._servers.append(server)

@@ -23,7 +23,6 @@ from podium.data import Batch, Jagged, fields
 from podium.data.masks import mask_columns
 from podium.data.sampled_text import text_column
 from podium.errors import ConfigError
-from podium.extras import install_command
 from podium.models.config import ModelConfig
 from podium.models.loading import longest_text
 from podium.models.tokenizers import load_tokenizer
@@ -39,8 +38,8 @@ from podium.rollout.environments.resolve import ResolvedEnvironment, longest_ses
 from podium.rollout.environments.runner import Episode, Trajectory, live
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
-from podium.rollout.service.gateway import Gateway
 from podium.rollout.service.service import Service
+from podium.rollout.services import load_service, open_gateway
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.runtime import Worker, concat, endpoint, gather, shard
@@ -53,9 +52,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from podium.rollout.service.chat_format import ChatFormat
-    from podium.rollout.service.generator_client import RemoteTokens
     from podium.rollout.service.sessions import Row
     from podium.rollout.service.token_source import TokenSource
+    from podium.rollout.services import RemoteSource
     from podium.workers.generator import Generator
 
 __all__ = ["Rollout"]
@@ -83,12 +82,12 @@ class Rollout(Worker):
         self._room = asyncio.Semaphore(environment.limits.side_by_side)  # also of steps that are collected side by side
         ports, number = environment.limits.port_range, self.ctx.local_rank
         ports = [*ports[number:], *ports[:number]]  # the same worker takes the same port when it is restarted
-        self._gateway = Gateway(environment.limits.host, ports)
+        self._gateway = open_gateway(environment.limits.host, ports)
         self._offers = _make_offers(self._environment, environment.limits, data)
         if self._offers is not None:
             self._gateway.admit(self._offers, token)
         self._making = threading.Lock()
-        self._remote: RemoteTokens | None = None
+        self._remote: RemoteSource | None = None
         self._token = self._url = ""
         self._reports: dict[str, dict[str, Any]] = {}
         self._noted: deque[str] = deque(maxlen=_NOTES)
@@ -108,7 +107,7 @@ class Rollout(Worker):
                 None for no limit.
 
         Raises:
-            ConfigError: The extra ``serve`` is not installed.
+            ConfigError: No installed package speaks HTTP.
         """
         with self._making:
             if room is not None:
@@ -116,15 +115,9 @@ class Rollout(Worker):
             if self._remote is not None:
                 self._remote.connect(urls, positions, room)
                 return
-            try:
-                from podium.rollout.service.generator_client import RemoteTokens
-            except ImportError as error:
-                raise ConfigError(
-                    f"a request to a generator in another process needs {error.name}, which is not installed: "
-                    f"{install_command('serve')}"
-                ) from None
-            self._remote = RemoteTokens(urls, token)
-            self._remote.positions, self._remote.room = positions, room
+            service = load_service("a request to a generator in another process")
+            self._remote = service.connect_generators(urls, token)
+            self._remote.connect(urls, positions, room)
 
     @endpoint(dispatch=shard(args=("tasks",)), collect=concat(any_rows=True), returns="ref", concurrent=True)
     async def live(self, tasks: Batch, sampling: SamplingParams) -> Batch:

@@ -76,7 +76,10 @@ def test_mistakes_and_help_wait_for_no_heavy_import(words: str, said: str, neede
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["trian"], "there is no command 'trian'; did you mean 'train'?; the commands are train, eval, sample, serve,"),
+        (
+            ["trian"],
+            "there is no command 'trian'; did you mean 'train'?; the commands are train, eval, sample,",
+        ),
         (["EVAL"], "; did you mean 'eval'?"),
         (["fly"], "there is no command 'fly'; the commands are train, "),
         (

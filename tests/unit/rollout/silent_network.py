@@ -13,10 +13,10 @@ from typing import Any
 
 from bench.sessions import Echo
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service import generator_client
-from podium.rollout.service.app import make_app
-from podium.rollout.service.server import Server
 from podium.rollout.service.sessions import Sampled
+from podium_serve import generator_client
+from podium_serve.app import make_app
+from podium_serve.server import Server
 from tests.unit.rollout.test_generator_client import service_of
 
 SET_FLAGS, UP = 0x8914, 0x1  # SIOCSIFFLAGS and IFF_UP of netdevice(7)

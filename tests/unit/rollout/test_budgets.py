@@ -120,8 +120,8 @@ def test_an_agent_may_handle_its_limit() -> None:
 def test_an_agent_over_http_ends_by_its_limit_or_a_full_context(dialect: str, full: bool) -> None:
     openai: Any = pytest.importorskip("openai")
     anthropic: Any = pytest.importorskip("anthropic")
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     async def play(task: Task, client: Client) -> float:
         base = f"{server.url}/sessions/{client.session_id}"

@@ -26,10 +26,10 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from podium.rollout.service import generator_client
-from podium.rollout.service.app import make_app
-from podium.rollout.service.generator_client import RemoteTokens
-from podium.rollout.service.server import Server
+from podium_serve import generator_client
+from podium_serve.app import make_app
+from podium_serve.generator_client import RemoteTokens
+from podium_serve.server import Server
 from tests.waits import LONG_S
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby, pairwise
 from typing import Any
 
-from podium.rollout.service.metrics import Metrics, add_line
+from podium_serve.metrics import Metrics, add_line
 
 
 def asked(*requests: tuple[str, int]) -> str:

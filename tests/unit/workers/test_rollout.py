@@ -34,8 +34,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from podium.rollout.service.app import make_app
-from podium.rollout.service.server import Server
+from podium_serve.app import make_app
+from podium_serve.server import Server
 from tests.waits import LONG_S, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=3)

@@ -21,8 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
+from podium.connections.front import Front, Phase
 from podium.errors import ConfigError, DataError
-from podium.rollout.service.front import Front, Phase
 from podium_view.page import page
 from podium_view.run import Run
 

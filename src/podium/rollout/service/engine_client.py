@@ -176,7 +176,7 @@ class EngineClient:
             self.engine.submit(*(request for request, _ in due.values()))
             self._waiting |= {id: (loop, events) for id, (_, events) in due.items()}
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="podium-serve", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="podium-requests", daemon=True)
                 self._thread.start()
 
     async def score(

@@ -25,8 +25,8 @@ pytest.importorskip("uvicorn")
     ],
 )
 def test_what_the_host_says_decides_about_other_users(host: str, at: str, status: str) -> None:
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     service, _, _ = scripted()
     with Server(make_app(service, TOKEN), host) as server:

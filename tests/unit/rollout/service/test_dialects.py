@@ -31,8 +31,8 @@ def serve(
     *answers: Any, template: str = CHATML, rules: SamplingParams | None = None, pause_s: float = 0.0
 ) -> Iterator[Any]:
     """Serve a model that says what is written down. Yields the address, the service and its source."""
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     service, source, tokenizer = scripted(*answers, template=template, pause_s=pause_s)
     if rules is not None:

@@ -182,9 +182,9 @@ def test_a_form_keeps_what_stands_around_a_call() -> None:
 @pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[4], FAMILIES[5]], ids=lambda family: family.name)
 def test_a_generator_elsewhere_draws_by_the_same_grammar(family: Family) -> None:
     pytest.importorskip("uvicorn")
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.generator_client import RemoteTokens
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.generator_client import RemoteTokens
+    from podium_serve.server import Server
 
     wishes = [{"tools": TOOLS, "tool_choice": NAMED}, {"response_format": json_schema(SHORT)}]
 
@@ -208,8 +208,8 @@ def test_a_generator_elsewhere_draws_by_the_same_grammar(family: Family) -> None
 
 def test_other_dialects_and_streams_have_forms_too() -> None:
     pytest.importorskip("uvicorn")
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     tool_of = {"name": "look", "parameters": TOOLS[0]["function"]["parameters"]}
     with Server(make_app(random_service(make_tokenizer("bytes")), TOKEN)) as server:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.front import Front, Phase, Visitor
+from podium.connections.front import Front, Phase, Visitor
 from podium_view.server import ViewServer
 from tests.integration.test_serve import NOBODY, OTHER_USERS
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
@@ -64,8 +64,8 @@ class Fronted:
 
 @contextmanager
 def serve(kind: str, *answers: Any, **how: Any) -> Iterator[Fronted]:
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     clock = Clock()
     how = {**SLOW, "look_s": 1e6, "clock": clock, **how}
@@ -144,7 +144,7 @@ def strangers(user: int, port: int, count: int) -> Iterator[Callable[[], int]]:
 @pytest.mark.parametrize("kind", ["serve", "view", "gateway"])
 def test_another_user_gets_an_answer_and_no_place(kind: str) -> None:
     """1,524 connections are more than the 1,024 open files that most systems allow."""
-    from podium.rollout.service.gateway import Gateway
+    from podium_serve.gateway import Gateway
 
     def check(port: int, answers: Callable[[], bool], places: Callable[[], int]) -> None:
         with strangers(NOBODY, port, 1524) as count_open:

@@ -15,11 +15,11 @@ import pytest
 from podium.errors import ConfigError, GenerationError, PodiumError
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service import gateway as gateway_module
-from podium.rollout.service.gateway import Gateway
 from podium.rollout.service.keys import SessionKeys
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Session
+from podium_serve import gateway as gateway_module
+from podium_serve.gateway import Gateway
 from tests.unit.rollout.service.scripted import USER, posted, scripted
 
 pytest.importorskip("uvicorn")

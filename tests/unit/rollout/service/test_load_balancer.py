@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service import exchange, serve_load_balancer
+from podium_serve import exchange, serve_load_balancer
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
 from tests.waits import LONG_S, wait_until
 
@@ -22,8 +22,8 @@ pytest.importorskip("uvicorn")
 @contextlib.contextmanager
 def served(*answers: str, balanced: bool = True) -> Iterator[tuple[str, Any]]:
     """Serve what ``answers`` say. Gives the address, which is the load balancer's if there is one, and the service."""
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     service, _, _ = scripted(*answers)
     with Server(make_app(service, TOKEN)) as server:

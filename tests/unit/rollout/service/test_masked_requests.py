@@ -12,14 +12,14 @@ import torch
 from podium.data import Batch, Jagged, fields
 from podium.data.masks import mask_columns
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.app import make_app
-from podium.rollout.service.generator_client import RemoteTokens
-from podium.rollout.service.server import Server
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Row
 from podium.rollout.service.wire import ChatRequest, Refusal
 from podium.training.micro_batches import cut
 from podium.training.scoring import score_tokens
+from podium_serve.app import make_app
+from podium_serve.generator_client import RemoteTokens
+from podium_serve.server import Server
 from tests.unit.rollout.service.engine import engine_service
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted
 

@@ -16,9 +16,9 @@ from podium.rollout.environments.outside import Outside
 from podium.rollout.environments.resolve import longest_session_s, resolve_environment
 from podium.rollout.environments.runner import Episode, live
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.gateway import Gateway
 from podium.rollout.tasks.config import DataConfig
 from podium.trainer.checks.preflight import check_environment
+from podium_serve.gateway import Gateway
 from tests.unit.rollout.service.scripted import USER, scripted
 
 pytest.importorskip("uvicorn")

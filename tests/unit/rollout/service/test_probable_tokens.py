@@ -15,17 +15,17 @@ from podium.models import char_tokenizer
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service import engine_client
-from podium.rollout.service.generator_client import RemoteTokens
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.wire import ChatRequest
+from podium_serve.generator_client import RemoteTokens
 from tests.unit.rollout.service.engine import random_service
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL, TOKEN, USER, posted
 
 pytest.importorskip("uvicorn")
 
-from podium.rollout.service.app import make_app
-from podium.rollout.service.server import Server
+from podium_serve.app import make_app
+from podium_serve.server import Server
 
 RULES = SamplingParams(max_new_tokens=8, temperature=0.7)
 ASK: dict[str, Any] = {"messages": [USER], "logprobs": True}

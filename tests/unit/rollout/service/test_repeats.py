@@ -15,9 +15,9 @@ from tests.unit.rollout.service.scripted import TOKEN, USER, scripted
 
 pytest.importorskip("starlette")
 
-from podium.rollout.service.app import make_app
-from podium.rollout.service.repeats import Repeats, _replay
-from podium.rollout.service.server import Server
+from podium_serve.app import make_app
+from podium_serve.repeats import Repeats, _replay
+from podium_serve.server import Server
 
 PATH = "/sessions/s/v1/chat/completions"
 

@@ -17,8 +17,8 @@ LOST = GenerationError("the generator is lost")
 
 
 def asked(service: Service, **more: Any) -> tuple[int, str]:
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     with Server(make_app(service, TOKEN)) as server:
         return posted(f"{server.url}/sessions/s/v1/chat/completions", {"messages": [USER], "n": 3, **more})

@@ -100,9 +100,9 @@ def test_a_session_with_a_request_in_flight_is_not_forgotten() -> None:
 
 @pytest.mark.parametrize("where", ["path", "header", "metadata"])
 def test_the_name_of_a_session_has_a_length(where: str) -> None:
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.load_balancer import make_load_balancer
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.load_balancer import make_load_balancer
+    from podium_serve.server import Server
 
     service, _, _ = scripted()
     name = "n" * 257
@@ -219,8 +219,8 @@ def test_work_on_many_texts_lets_others_run() -> None:
 
 def test_four_thousand_prompts_do_not_hold_up_another_request() -> None:
     """The other one has its answer while most of the many wait; so had the many all been submitted before."""
-    from podium.rollout.service.app import make_app
-    from podium.rollout.service.server import Server
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
 
     service, drawn = engine_service()
     with Server(make_app(service, TOKEN)) as server:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.rollout.service.budgets import LIMIT_REACHED
-from podium.rollout.service.dialects import Event, Usage, check_fields, list_parts, refuse
 from podium.rollout.service.wire import Refusal
+from podium_serve.dialects import Event, Usage, check_fields, list_parts, refuse
 
 if TYPE_CHECKING:
     from podium.rollout.service.pieces import Answer, Delta

@@ -34,12 +34,7 @@ from podium.errors import PodiumError
 from podium.rollout.engines.stops import before_stop
 from podium.rollout.service.concurrency import in_turns
 from podium.rollout.service.constraints import write_masks
-from podium.rollout.service.dialects import Dialect, Usage, Writer, stream_events
-from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
-from podium.rollout.service.messages import Messages
-from podium.rollout.service.metrics import App, Metrics
 from podium.rollout.service.pieces import Answer, Delta, Progress
-from podium.rollout.service.routes import PATHS, find_dialect, make_routes
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.wire import (
     WISHES,
@@ -52,6 +47,11 @@ from podium.rollout.service.wire import (
     TokenizeRequest,
     parse,
 )
+from podium_serve.dialects import Dialect, Usage, Writer, stream_events
+from podium_serve.exchange import Streamed, as_json, read_body, session_of, while_there
+from podium_serve.messages import Messages
+from podium_serve.metrics import App, Metrics
+from podium_serve.routes import PATHS, find_dialect, make_routes
 
 if TYPE_CHECKING:
     from podium.rollout.service.keys import Access

@@ -15,9 +15,9 @@ from podium.cli.inference import connect, model_parser, open_config
 from podium.cli.status import StatusSink
 from podium.errors import ConfigError
 from podium.processes import close_memory
-from podium.rollout.service import check_serving
 from podium.runtime.connecting import backend_class
 from podium.trainer.preload import PRELOAD
+from podium_serve import check_serving, served
 
 __all__ = ["run_serve"]
 
@@ -54,8 +54,6 @@ def run_serve(arguments: Sequence[str]) -> int:
         with StatusSink(f"loading {name}"):
             backend_class(backend.name, backend.options).prepare(PRELOAD)  # while this process imports
             config = stack.enter_context(open_config(options.model, options.config, overrides))
-            from podium.trainer import served
-
             cluster = stack.enter_context(connect(backend))
             where = {"model": name, "token": token, "host": options.host, "port": options.port}
             model = stack.enter_context(served(config, cluster, **where))

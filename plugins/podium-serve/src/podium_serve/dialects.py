@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from podium.errors import PodiumError
-from podium.rollout.service.exchange import Streamed
 from podium.rollout.service.wire import Refusal
+from podium_serve.exchange import Streamed
 
 if TYPE_CHECKING:
     from podium.rollout.service.pieces import Answer, Delta

@@ -1,4 +1,4 @@
-"""A model that answers the OpenAI API during a block: see :mod:`podium.rollout.service`.
+"""A model that answers the OpenAI API during a block: see :mod:`podium_serve`.
 
 one rank       client ─▶ its service
 several        client ─▶ load balancer ─▶ the service of a rank
@@ -15,7 +15,6 @@ from typing import Final
 from podium.errors import PodiumError
 from podium.models import load_tokenizer
 from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.service import check_serving, serve_load_balancer
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.config import InferenceConfig
 from podium.runs.model_paths import resolve_models
@@ -23,8 +22,9 @@ from podium.runtime import Cluster, Handle
 from podium.trainer.checks.preflight import with_stop_tokens
 from podium.trainer.roles import start_generator
 from podium.workers import Generator
+from podium_serve import check_serving, serve_load_balancer
 
-__all__ = ["ServedModel", "served"]
+__all__ = ["ServedModel", "serve_model"]
 
 _LOOK_S: Final = 0.2  # between two checks that the workers live
 
@@ -52,23 +52,10 @@ class ServedModel:
 
 
 @contextmanager
-def served(
-    config: InferenceConfig, cluster: Cluster, *, model: str, token: str, host: str = "127.0.0.1", port: int = 0
+def serve_model(
+    config: InferenceConfig, cluster: Cluster, *, model: str, token: str, host: str, port: int
 ) -> Iterator[ServedModel]:
-    """Start generators that answer over HTTP during the block.
-
-    Args:
-        config: Settings of the model, its engine and the conversations, and in ``placement`` the number of ranks.
-        cluster: Where the generators run. All of its processes must be on this machine.
-        model: The name of the model for clients.
-        token: The bearer token that clients send.
-        host: The address to listen at. On loopback, the default, other users of the machine are refused.
-        port: The port; 0 chooses a free port.
-
-    Raises:
-        ConfigError: The extra ``serve`` is not installed, the model cannot be loaded, or ``token`` is empty.
-        PodiumError: The address or port cannot be used.
-    """
+    """As :func:`podium_serve.served`."""
     check_serving(host, port, token)
     config = resolve_models(config)
     tokenizer = load_tokenizer(config.model.tokenizer_source)

@@ -19,8 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Se
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from podium.errors import ConfigError, GenerationError, PodiumError
-from podium.extras import install_command
+from podium.errors import GenerationError, PodiumError
 from podium.rollout.service.keys import SessionKeys, root_of
 from podium.rollout.service.wire import Refusal
 
@@ -49,8 +48,7 @@ class Gateway:
         ports: The ports, of which the first free one is taken; 0 is any free port.
 
     Raises:
-        ConfigError: The extra ``serve`` is not installed, or no agent could know the address.
-        PodiumError: The address cannot be used, or no port is free.
+        PodiumError: The address cannot be used, no port is free, or no agent could know the address.
 
     Attributes:
         keys: The keys of sessions.
@@ -77,7 +75,7 @@ class Gateway:
         """Answer requests of the sessions of a call during the block, which are named ``CALL-NUMBER``.
 
         Gives a function that returns the address, such as ``http://127.0.0.1:4321``. Any thread may call it. It raises
-        ConfigError where the extra ``serve`` is not installed, and GenerationError after the block.
+        GenerationError after the block.
         """
         loop = asyncio.get_running_loop()
         self._services[call] = service
@@ -117,14 +115,9 @@ class Gateway:
                 self._socket.close()
 
     def _listen(self) -> None:
-        try:
-            from podium.rollout.service.front import Front
-            from podium.rollout.service.server import in_url, listen_at_first
-        except ImportError as error:
-            raise ConfigError(
-                f"an agent requested the address of the model, which needs {error.name}, which is not installed: "
-                f"{install_command('serve')}"
-            ) from None
+        from podium.connections.front import Front
+        from podium_serve.server import in_url, listen_at_first
+
         public = in_url(_public_host(self._host))
         self._socket = Front(listen_at_first(self._host, self._ports, key="environment.options"))
         self._url = f"http://{public}:{self._socket.getsockname()[1]}"
@@ -132,7 +125,7 @@ class Gateway:
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._socket is None:
             self._listen()
-        from podium.rollout.service.server import fronted
+        from podium_serve.server import fronted
 
         self._loop = loop
         self._server = fronted(self._answer, self._socket)  # pyright: ignore[reportArgumentType] - it is a Front
@@ -143,15 +136,15 @@ class Gateway:
     async def _answer(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Hand a request to the service of its session. The service checks its token."""
         if self._admitted is not None and is_outside_path(scope.get("path", "")):
-            from podium.rollout.service.outside import make_outside_app
+            from podium_serve.outside import make_outside_app
 
             self._outside = self._outside or make_outside_app(*self._admitted)
             await self._outside(scope, receive, send)
             return
         call = _call_of(scope)
         if call not in self._apps:
-            from podium.rollout.service.app import make_app
-            from podium.rollout.service.routes import PATHS, make_routes
+            from podium_serve.app import make_app
+            from podium_serve.routes import PATHS, make_routes
 
             service = self._services.get(call)
             if service is None:
@@ -167,7 +160,7 @@ def is_outside_path(path: str) -> bool:
 
 
 async def _refuse(request: Request) -> Response:
-    from podium.rollout.service.exchange import session_of
+    from podium_serve.exchange import session_of
 
     name = session_of(request, None)
     raise Refusal(404, f"the session {name!r} is over, or was never open; use the base_url that the run gave", "")

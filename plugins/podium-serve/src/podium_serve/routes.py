@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from podium.errors import ConfigError, PodiumError
-from podium.rollout.service.dialects import Dialect
-from podium.rollout.service.exchange import session_of
 from podium.rollout.service.keys import Access, OneToken
-from podium.rollout.service.messages import Messages
-from podium.rollout.service.repeats import Repeats
-from podium.rollout.service.responses import Responses
 from podium.rollout.service.wire import Refusal
+from podium_serve.dialects import Dialect
+from podium_serve.exchange import session_of
+from podium_serve.messages import Messages
+from podium_serve.repeats import Repeats
+from podium_serve.responses import Responses
 
 __all__ = ["PATHS", "Handler", "find_dialect", "guard", "make_application", "make_routes"]
 

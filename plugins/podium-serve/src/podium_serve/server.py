@@ -15,8 +15,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from podium.connections.front import IDLE_S, Front, Phase
 from podium.errors import PodiumError
-from podium.rollout.service.front import IDLE_S, Front, Phase
 
 __all__ = ["Server", "fronted", "in_url", "listen", "listen_at_first"]
 

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from podium.rollout.service.exchange import as_json, read_body, while_there
 from podium.rollout.service.keys import OneToken
-from podium.rollout.service.repeats import Repeats
-from podium.rollout.service.routes import guard, make_application
 from podium.rollout.service.wire import Refusal
+from podium_serve.exchange import as_json, read_body, while_there
+from podium_serve.repeats import Repeats
+from podium_serve.routes import guard, make_application
 
 if TYPE_CHECKING:
     from podium.rollout.environments.offers import Offer, Offers

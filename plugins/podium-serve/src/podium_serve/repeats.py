@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from podium.rollout.service.exchange import read_body, while_there
 from podium.rollout.service.wire import Refusal
+from podium_serve.exchange import read_body, while_there
 
 __all__ = ["Repeats"]
 

@@ -1,0 +1,65 @@
+"""The door of packages that speak HTTP: what it says where none is installed, and that podium-serve fits it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from podium.cli import find_commands, main
+from podium.errors import ConfigError
+from podium.rollout import services
+from podium.rollout.services import HttpService, load_service, open_gateway
+
+REMEDY = r"pip install \./plugins/podium-NAME"
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no package be installed but Podium."""
+    monkeypatch.setattr(services, "entry_points", lambda **_: ())
+    monkeypatch.setattr("podium.cli.entry_points", lambda **_: ())
+
+
+def test_the_installed_service_has_the_functions_of_the_contract() -> None:
+    service = load_service("a test")
+    names = [name for name in vars(HttpService) if not name.startswith("_")]
+    assert len(names) == 4
+    for name in names:
+        wanted = [*inspect.signature(getattr(HttpService, name)).parameters][1:]
+        assert [*inspect.signature(getattr(service, name)).parameters][: len(wanted)] == wanted
+    assert find_commands()["serve"].load()
+
+
+def test_without_a_service_the_error_says_what_needs_it_and_how_to_install_one(bare: None) -> None:
+    with pytest.raises(ConfigError, match=f"a test needs a package that speaks HTTP.*{REMEDY}"):
+        load_service("a test")
+    with pytest.raises(ConfigError, match=f"environment.options.host and ports needs.*{REMEDY}"):
+        open_gateway("0.0.0.0", (0,))
+    with pytest.raises(ConfigError, match=f"environment.options.host and ports needs.*{REMEDY}"):
+        open_gateway("127.0.0.1", (8900,))
+
+
+def test_sessions_without_an_address_need_no_service(bare: None) -> None:
+    gateway, service = open_gateway("127.0.0.1", range(1)), Any
+
+    async def live() -> None:
+        async with gateway.open(service, "1-1") as address:  # type: ignore[arg-type] - a gateway without HTTP asks none
+            key = gateway.keys.key_of("1-1-0")
+            assert gateway.keys.scope_of(key) == "1-1-0"
+            with pytest.raises(ConfigError, match=f"an agent that requests the address of the model.*{REMEDY}"):
+                address()
+
+    asyncio.run(live())
+    gateway.close()
+
+
+def test_the_command_that_is_missing_is_answered_by_the_packages_that_bring_commands(
+    bare: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "runs/one"])
+    error = capsys.readouterr().err
+    assert "there is no command 'serve'" in error and "pip install ./plugins/podium-NAME" in error
