@@ -97,7 +97,7 @@ test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an
 	@.venvs/monarch/bin/python -m pytest plugins/podium-monarch/tests --all $(ARGS)
 
 test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs, in an environment of its own
-	@.venvs/vllm/bin/python -m pytest $$(grep -rl --include='*.py' 'mark\.vllm' tests) -m vllm $(ARGS)
+	@.venvs/vllm/bin/python -m pytest $$(grep -rl --include='*.py' 'mark\.vllm' tests plugins) -m vllm $(ARGS)
 
 test-clients: $(CLIENTS:%=.client-%)  ## agents of other libraries, each in an environment of its own: three minutes
 

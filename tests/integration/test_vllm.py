@@ -14,13 +14,14 @@ import torch
 from podium import Cluster, connect
 from podium.data import Batch, Jagged
 from podium.models import ModelConfig
-from podium.rollout.engines import EngineConfig, vllm
+from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import colocate
 from podium.telemetry import metrics
 from podium.trainer import PRELOAD
 from podium.training import OptimConfig, ParallelConfig
 from podium.workers import ColocatedSync, Generator, Policy, StreamedSync, WeightSync
+from podium_vllm import engine as engine_module
 from tests.integration.test_environments import config_of, train
 from tests.integration.training import MODEL, losses, metrics_rows
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
@@ -74,8 +75,8 @@ class Spread(Generator):
     """A CPU stands for two accelerators."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        vllm._accelerators = lambda ranks: [torch.device("cpu")] * ranks
-        vllm.PART_BYTES = 5000
+        engine_module._accelerators = lambda ranks: [torch.device("cpu")] * ranks
+        engine_module.PART_BYTES = 5000
         super().__init__(model, engine)
 
 

@@ -104,7 +104,7 @@ def check_extras(folder: Path) -> None:
         ("entry point group podium.backends", {}, ["--backend", "another"]),
         ("entry point group podium.environments", {"environment.name": "another"}, []),
         ("entry point group podium.trackers", {"run.trackers": "[wandb]"}, []),
-        ("pip install 'vllm>", {"engine.name": "vllm"}, []),
+        ("entry point group podium.engines", {"engine.name": "vllm"}, []),
     ]
     for remedy, changes, words in cases:
         values = {"run.name": "other", "data.train": "rows.jsonl", **changes}

@@ -12,7 +12,7 @@ import pytest
 import podium
 
 ROOT = Path(podium.__file__).parent
-EXTRAS = {"podium.rollout.engines.vllm": "vllm", "podium.rollout.environments.mcp": "mcp"}
+EXTRAS = {"podium.rollout.environments.mcp": "mcp"}
 """Packages that need an extra, and the library by which the extra is known."""
 
 

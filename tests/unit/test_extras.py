@@ -69,6 +69,13 @@ def test_no_text_proposes_to_install_podium_by_name() -> None:
             for text in read_texts(path):
                 assert "podium[" not in text, path
                 commands += re.findall(r"pip install\s+(\S+)", text)
-    plain = {"vllm", "flash-attn", "inspect-ai", "lighteval[litellm]", "lm-eval[api]", "/plugins/podium-NAME"}
+    plain = {
+        "flash-attn",
+        "inspect-ai",
+        "lighteval[litellm]",
+        "lm-eval[api]",
+        "/plugins/podium-NAME",
+        "/plugins/podium-vllm",
+    }
     assert {command.strip("`'\".,);}") for command in commands} <= {*plain, "-e", "command"}
     assert len(commands) >= 3

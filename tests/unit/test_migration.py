@@ -18,7 +18,7 @@ from podium.config import build_config, keys_of, load_config
 from podium.errors import ConfigError
 from podium.migration import Equivalent, Table, find_equivalent, find_translation, read_tables, read_values
 from podium.rewards.resolve import resolve_reward
-from podium.rollout.engines.config import EngineConfig, VllmOptions
+from podium.rollout.engines.config import EngineConfig, NativeOptions
 from podium.runs.config import RECIPES
 from podium.trainer import GRPOConfig, InferenceConfig, SFTConfig
 
@@ -346,7 +346,7 @@ def test_a_recipe_answers_with_keys_that_it_has() -> None:
 
 def test_options_of_a_component_are_its_own() -> None:
     with pytest.raises(ConfigError) as caught:
-        EngineConfig(name="vllm", options={"beta": 1}).read_options(VllmOptions)
+        EngineConfig(name="native", options={"beta": 1}).read_options(NativeOptions)
     assert "kl_coef" not in str(caught.value)
     assert find_equivalent("engine.options.nothing") is None
 

@@ -3,7 +3,6 @@
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.extras import install_command
 from podium.runs.config import RECIPES
 from podium_migration.conversion import Conversion, is_installed
 from podium_migration.sources import Settings
@@ -255,11 +254,11 @@ def _convert_model(c: Conversion) -> None:
     if c.is_set("fsdp") or c.is_set("deepspeed"):
         c.set("parallel.strategy", "fsdp2")
     if c.settings.values.get("use_vllm"):
-        if is_installed("vllm"):
+        if is_installed("podium_vllm") and is_installed("vllm"):
             c.set("engine.name", "vllm")
         else:
             c.values.pop("engine.name", None)
-            c.lose("use_vllm", f"vllm is not installed here; engine.name vllm needs {install_command('vllm')}")
+            c.lose("use_vllm", "vllm is not installed here; in Podium's clone: pip install ./plugins/podium-vllm")
     if c.recipe != "grpo" and c.is_set("max_length"):
         c.set(
             "data.max_prompt_tokens",

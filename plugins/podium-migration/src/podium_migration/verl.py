@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from podium.extras import install_command
 from podium_migration.conversion import Conversion, is_installed
 from podium_migration.sources import Settings
 
@@ -206,7 +205,7 @@ def _convert_sampling(c: Conversion) -> None:
     if c.is_set(f"{ROLLOUT}.val_kwargs.temperature") and not samples and c.get(f"{ROLLOUT}.val_kwargs.temperature"):
         c.notes["eval.temperature"] = "verl ignores val_kwargs.temperature while val_kwargs.do_sample is false."
     engine = c.values.pop("engine.name", None)
-    if engine == "vllm" and is_installed("vllm"):
+    if engine == "vllm" and is_installed("podium_vllm") and is_installed("vllm"):
         c.set("engine.name", "vllm")
         for name, option in (
             ("tensor_model_parallel_size", "tensor_parallel_size"),
@@ -215,7 +214,7 @@ def _convert_sampling(c: Conversion) -> None:
             if c.settings.values.get(f"{ROLLOUT}.{name}"):
                 c.set(f"engine.options.{option}", c.get(f"{ROLLOUT}.{name}"))
     elif engine == "vllm":
-        c.lose(f"{ROLLOUT}.name", f"vllm is not installed here; engine.name vllm needs {install_command('vllm')}")
+        c.lose(f"{ROLLOUT}.name", "vllm is not installed here; in Podium's clone: pip install ./plugins/podium-vllm")
     if c.is_set(f"{ROLLOUT}.gpu_memory_utilization"):
         c.lose(
             f"{ROLLOUT}.gpu_memory_utilization",

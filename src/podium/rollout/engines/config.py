@@ -12,10 +12,11 @@ from pydantic import Field
 
 from podium.config import build_config, section
 from podium.errors import ConfigError
+from podium.extras import explain_packages
 from podium.migration import find_translation
 from podium.spelling import nearest_spellings
 
-__all__ = ["EngineConfig", "VllmOptions", "find_engines"]
+__all__ = ["EngineConfig", "find_engines"]
 
 AUTO: Final = "auto"
 REPLAY: Final = "replay"
@@ -29,8 +30,8 @@ class EngineConfig:
 
     name: str = AUTO
     """This engine generates completions: native (Llama, Mistral, Qwen 2 and 3, SmolLM3), transformers (any
-    architecture), vllm (after pip install vllm), or another installed engine. auto chooses native where it supports
-    the model, and transformers otherwise. replay generates nothing: the run of engine.options.run has recorded the
+    architecture), or one of an installed package. auto chooses native where it supports the model, and transformers
+    otherwise. replay generates nothing: the run of engine.options.run has recorded the
     completions."""
     max_sequences: int = Field(default=128, ge=1, le=65536)
     """The engine decodes at most this many completions at the same time."""
@@ -54,7 +55,8 @@ class EngineConfig:
             raise ConfigError(
                 f"engine.name = {self.name!r}: expected {AUTO} or an installed engine: "
                 f"{', '.join(sorted(find_engines()))}{hint}; an engine of your own is chosen by the name of its "
-                "entry point in the group podium.engines, not by module:Class: see docs/engines.md"
+                "entry point in the group podium.engines, not by module:Class: see docs/engines.md; "
+                f"{explain_packages('podium.engines')}"
             )
 
     @property
@@ -104,26 +106,8 @@ class ReplayOptions:
     """The completions are those that the run in this directory has recorded."""
 
 
-@section("engine.options")
-class VllmOptions:
-    """Options of the engine vllm."""
-
-    enforce_eager: bool | None = None
-    """vLLM runs without CUDA graphs, which start slowly and take memory. null means true on a CPU, which has no CUDA
-    graphs, and false on GPUs.
-    """
-    max_model_len: int | None = Field(default=None, ge=1, le=10**9)
-    """A prompt and its completion have at most this many tokens together. null means the model's positions, or as many
-    as fit into the cache."""
-    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """vLLM spreads each layer over this many accelerators of the generator's slot, with a process for each. The model
-    that new weights are written into is then in the memory of the CPU."""
-    prefill_tokens: int = Field(default=PREFILL_TOKENS, ge=1, le=10**9)
-    """One forward pass of the engine takes at most this many prompt tokens."""
-
-
 OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
-    {AUTO: None, "native": NativeOptions, "transformers": OutputOptions, "vllm": VllmOptions, REPLAY: ReplayOptions}
+    {AUTO: None, "native": NativeOptions, "transformers": OutputOptions, REPLAY: ReplayOptions}
 )
 """What Podium's own engines declare as ``Engine.options``, so that they are checked without importing torch."""
 

@@ -15,7 +15,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 
 from podium.errors import ConfigError
 from podium.exceptions import read_text
-from podium.extras import install_command
+from podium.extras import library_command
 from podium.rollout.engines.config import AUTO, OWN_OPTIONS, EngineConfig, find_engines
 
 if TYPE_CHECKING:
@@ -122,13 +122,11 @@ def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
 
 
 def _check_package(name: str) -> None:
-    """Check that the package of an engine that is an extra, and is named after that package, can be imported."""
+    """Check that a library that an engine's package requires, and after which the engine is named, can be imported."""
     entry = find_engines().get(name)
-    extras = entry.dist.metadata.get_all("Provides-Extra") or [] if entry and entry.dist else []
-    if name in extras and find_spec(name) is None:
-        raise ConfigError(
-            f"engine.name = {name!r}: {name} is not installed: {install_command(name)}, or use engine.name=auto"
-        )
+    command = library_command(entry, name) if entry else ""
+    if command and find_spec(name) is None:
+        raise ConfigError(f"engine.name = {name!r}: {name} is not installed: {command}, or use engine.name=auto")
 
 
 def _automatic() -> list[tuple[str, type[Engine]]]:

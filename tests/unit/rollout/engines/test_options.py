@@ -16,9 +16,8 @@ from podium.config import load_config
 from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.rollout.engines import EngineConfig, check_engine, find_engines, make_engine
-from podium.rollout.engines.config import OWN_OPTIONS, ReplayOptions, VllmOptions
+from podium.rollout.engines.config import OWN_OPTIONS, NativeOptions, ReplayOptions
 from podium.rollout.engines.installed import engine_class
-from podium.rollout.engines.vllm import VllmEngine
 from podium.trainer import GRPOConfig
 from podium.trainer.checks.preflight import check_settings
 
@@ -104,27 +103,27 @@ def test_a_wrong_option_is_refused_with_the_engine_and_the_key(
 
 def test_text_is_no_number_in_options_also_from_the_command_line() -> None:
     config = load_config(
-        GRPOConfig, None, ["--data.train=chain_sum", "--engine.name=vllm", "--engine.options.max_model_len", "64"]
+        GRPOConfig, None, ["--data.train=chain_sum", "--engine.name=native", "--engine.options.prefill_tokens", "64"]
     )
-    assert config.engine.options == {"max_model_len": 64}
-    assert config.engine.read_options(VllmOptions).max_model_len == 64
-    with pytest.raises(ConfigError, match=r"engine.options.max_model_len = '64': expected an integer from 1 to 1e9"):
-        EngineConfig(name="vllm", options={"max_model_len": "64"}).read_options(VllmOptions)
+    assert config.engine.options == {"prefill_tokens": 64}
+    assert config.engine.read_options(NativeOptions).prefill_tokens == 64
+    with pytest.raises(ConfigError, match=r"engine.options.prefill_tokens = '64': expected an integer from 1 to 1e9"):
+        EngineConfig(name="native", options={"prefill_tokens": "64"}).read_options(NativeOptions)
 
 
 @pytest.mark.parametrize("name", ["my_engine:Engine", "mine"])
 def test_an_unknown_name_says_how_an_engine_of_ones_own_is_chosen(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"entry point in the group podium\.engines, not by module:Class: see docs/engin"
+        ConfigError, match=r"not by module:Class: see docs/engines.md; .*group podium\.engines, .*podium-NAME"
     ):
         EngineConfig(name=name)
 
 
 def test_a_class_that_is_used_without_a_name_is_named_by_its_options() -> None:
     with pytest.raises(ConfigError) as refused:
-        EngineConfig(options={"enforce_eagr": True}).read_options(VllmOptions)
+        EngineConfig(options={"cuda_graph": True}).read_options(NativeOptions)
     assert str(refused.value).startswith(
-        "podium.rollout.engines.config.VllmOptions: unknown key engine.options.enforce"
+        "podium.rollout.engines.config.NativeOptions: unknown key engine.options.cuda_graph"
     )
 
 
@@ -166,15 +165,9 @@ def test_the_options_of_the_page_on_engines_are_read(tmp_path: Path) -> None:
     assert options.max_batch == 4
 
 
-def test_options_of_vllm_are_typed() -> None:
-    assert EngineConfig(name="vllm", options={"max_model_len": 99}).read_options(VllmOptions).max_model_len == 99
-    with pytest.raises(ConfigError, match=r"'vllm': unknown key engine.options.enforce_eagr .*options.enforce_eager\?"):
-        EngineConfig(name="vllm", options={"enforce_eagr": True}).read_options(VllmOptions)
-
-
 def test_podiums_own_engines_are_checked_without_importing_torch() -> None:
     own: dict[str, Any] = {"native": engine_class("native"), "transformers": engine_class("transformers")}
-    declared = {name: cls.options for name, cls in {**own, "vllm": VllmEngine}.items()} | {"replay": ReplayOptions}
+    declared = {name: cls.options for name, cls in own.items()} | {"replay": ReplayOptions}
     assert declared == {name: options for name, options in OWN_OPTIONS.items() if name != "auto"}
     script = (
         "import sys; from podium.rollout.engines import EngineConfig, check_engine;"

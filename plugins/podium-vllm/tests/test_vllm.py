@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.engines import Aborted, Engine, EngineConfig, Failed, Finished, Request, Tokens, make_engine, vllm
+from podium.rollout.engines import Aborted, Engine, EngineConfig, Failed, Finished, Request, Tokens, make_engine
 from podium.rollout.engines.stops import count_to_stop
-from podium.rollout.engines.vllm import VllmEngine
 from podium.rollout.sampling import Completion, RequestParams, SamplingParams
+from podium_vllm import engine as engine_module
+from podium_vllm.engine import VllmEngine, VllmOptions
+from tests.unit.rollout.engines.conftest import MakeModel, compute_trained_logprobs, make_model
 
-from .conftest import MakeModel, compute_trained_logprobs
+__all__ = ["make_model"]  # a fixture
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 CONFIG = EngineConfig(name="vllm", cache_gib=0.25, max_sequences=16)
@@ -32,6 +34,12 @@ with_vllm = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 def test_where_it_is_missing_the_error_says_how_to_get_it(make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match=r"engine.name = 'vllm': vllm is not installed: pip install 'vllm>=0\.32'"):
         make_engine(CONFIG, make_model("qwen3"))
+
+
+def test_options_are_typed() -> None:
+    assert EngineConfig(name="vllm", options={"max_model_len": 99}).read_options(VllmOptions).max_model_len == 99
+    with pytest.raises(ConfigError, match=r"'vllm': unknown key engine.options.enforce_eagr .*options.enforce_eager\?"):
+        EngineConfig(name="vllm", options={"enforce_eagr": True}).read_options(VllmOptions)
 
 
 @pytest.fixture
@@ -49,7 +57,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def start(model: Any, cache_gib: float | None = None, **options: Any) -> Any:
     config = EngineConfig(cache_gib=cache_gib, options=options)
     assert VllmEngine.model_device(config, torch.device("cuda")).type == ("cpu" if options else "cuda")
-    return vllm._make_engine(config, model, torch.bfloat16)
+    return engine_module._make_engine(config, model, torch.bfloat16)
 
 
 def test_several_accelerators_go_to_vllms_own_executor(make_model: MakeModel, started: list[dict[str, Any]]) -> None:
@@ -173,7 +181,7 @@ class TestWithVllm:
     def test_a_kept_set_that_cannot_be_listed_is_an_error(
         self, engine: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("podium.rollout.engines.vllm.MOST_KEPT", 4)
+        monkeypatch.setattr("podium_vllm.engine.MOST_KEPT", 4)
         with pytest.raises(GenerationError, match=r"sampling\.top_p=0\.99 .* keep more than \d tokens"):
             engine.generate(prompts, SamplingParams(max_new_tokens=4, top_p=0.99), range(10))
         engine.generate(prompts, SamplingParams(max_new_tokens=4), range(10))
@@ -181,7 +189,7 @@ class TestWithVllm:
     def test_a_kept_set_that_cannot_be_listed_fails_its_request_alone(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("podium.rollout.engines.vllm.MOST_KEPT", 4)
+        monkeypatch.setattr("podium_vllm.engine.MOST_KEPT", 4)
         last = last_events(
             engine, wide=SamplingParams(max_new_tokens=4, top_p=0.99), plain=SamplingParams(max_new_tokens=4)
         )
@@ -267,7 +275,7 @@ class TestWithVllm:
         self, make_model: MakeModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """And another dtype is vLLM's own conversion, without a copy of the model."""
-        monkeypatch.setattr("podium.rollout.engines.vllm.free_memory_bytes", lambda _: 2**30)
+        monkeypatch.setattr("podium_vllm.engine.free_memory_bytes", lambda _: 2**30)
         model = make_model("qwen3")
         engine: Any = make_engine(EngineConfig(name="vllm", dtype="bfloat16"), model)
         assert engine._engine.vllm_config.cache_config.kv_cache_memory_bytes == 2**28

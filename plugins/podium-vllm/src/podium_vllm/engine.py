@@ -34,17 +34,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from podium.config import section
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.engines.config import EngineConfig, VllmOptions
+from podium.rollout.engines.config import PREFILL_TOKENS, EngineConfig
 from podium.rollout.engines.draw import leave_out
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, Tokens, conclude
 
-__all__ = ["VllmEngine"]
+__all__ = ["VllmEngine", "VllmOptions"]
 
 COLDEST: Final = 0.01  # vLLM raises a temperature between 0 and this one to this one
 HOTTEST: Final = 2.0  # the highest temperature that vLLM takes
@@ -53,6 +55,24 @@ TIES: Final = 32  # top-k keeps all tokens that are as probable as the k-th, and
 PROBE: Final = "probe"  # the id of the request that checks new weights
 PART_BYTES: Final = 256 * 2**20  # of the weights that go to the processes of vLLM's executor in one message
 TOLERANCES: Final = {torch.float32: 0.01}  # of the log-probability of the probe's token; 0.5 for any other dtype
+
+
+@section("engine.options")
+class VllmOptions:
+    """Options of the engine vllm."""
+
+    enforce_eager: bool | None = None
+    """vLLM runs without CUDA graphs, which start slowly and take memory. null means true on a CPU, which has no CUDA
+    graphs, and false on GPUs.
+    """
+    max_model_len: int | None = Field(default=None, ge=1, le=10**9)
+    """A prompt and its completion have at most this many tokens together. null means the model's positions, or as many
+    as fit into the cache."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """vLLM spreads each layer over this many accelerators of the generator's slot, with a process for each. The model
+    that new weights are written into is then in the memory of the CPU."""
+    prefill_tokens: int = Field(default=PREFILL_TOKENS, ge=1, le=10**9)
+    """One forward pass of the engine takes at most this many prompt tokens."""
 
 
 @dataclass(frozen=True)
