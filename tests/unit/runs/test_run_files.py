@@ -18,7 +18,8 @@ from podium.errors import DataError
 from podium.runs.run_files import RunFiles
 
 SOURCE = Path(podium.__file__).parent
-VIEW = Path(__file__).parents[3] / "plugins/podium-view/src/podium_view"
+PLUGINS = Path(__file__).parents[3] / "plugins"
+READERS = [PLUGINS / "podium-changes/src", PLUGINS / "podium-view/src"]
 OS = {"open", "mkfifo", "replace", "rename", "unlink", "remove", "mkdir", "makedirs", "rmdir", "removedirs", "truncate"}
 OS |= {"listdir", "scandir", "walk", "symlink", "link", "fwalk", "chmod", "chown", "utime", "readlink"}
 METHODS = {"read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "unlink", "rmdir", "symlink_to", "touch"}
@@ -88,7 +89,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "processes/supervisor.py": ("os.open", PRIVATE),
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
     "rewards/processes.py": ("os.open", LOGS),
-    "runs/changes.py": ("ParquetFile", OPENED),
     "runs/comparison.py": ("mkdir savefig", PERSON),
     "runs/directory.py": ("rmdir", "the parents that were made for a run's directory"),
     "runs/export.py": ("iterdir mkdir open rglob shutil.copyfileobj write_text", PERSON),
@@ -101,6 +101,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "telemetry/sinks/console.py": ("os.open", PRIVATE),
     "telemetry/sinks/jsonl.py": ("mkdir open", PERSON),
     "telemetry/sinks/trace.py": ("mkdir open", PERSON),
+    "podium_changes/evaluations.py": ("ParquetFile", OPENED),
     "podium_view/command.py": ("iterdir", PERSON),
     "podium_view/completions.py": ("ParquetFile", OPENED),
     "podium_view/page.py": ("read_text", PRIVATE),
@@ -119,7 +120,7 @@ def test_nothing_else_touches_a_run() -> None:
     """Every call that takes a path is known, with the reason why it touches no run, or does so after RunFiles."""
     calls: dict[str, str] = {}
     files = [(file, SOURCE) for package in PACKAGES for file in (SOURCE / package).rglob("*.py")]
-    files += [(file, VIEW.parent) for file in VIEW.rglob("*.py")]
+    files += [(file, folder) for folder in READERS for file in folder.rglob("*.py")]
     for file, root in files:
         name = str(file.relative_to(root))
         names = " ".join(sorted({*find_calls(ast.parse(file.read_text()))}))

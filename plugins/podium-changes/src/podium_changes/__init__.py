@@ -28,8 +28,8 @@ def run_changes(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if len(options.names) > 2:
         raise ConfigError("expected two evaluations: give RUN, or RUN@STEP twice")
-    from podium.runs.changes import find_evaluations, find_run, without_completions
     from podium.runs.records import RunRecord
+    from podium_changes.evaluations import find_evaluations, find_run, without_completions
 
     sets = find_evaluations(options.names)
     for run in dict.fromkeys(find_run(path) for paths in sets.values() for path in paths):
@@ -48,8 +48,8 @@ def run_changes(arguments: Sequence[str]) -> int:
 
 def _show(first: Path, second: Path, count: int) -> None:
     """Print what changed between the evaluations in two files, and ``count`` prompts of each kind."""
-    from podium.runs.changes import compare_evaluations
     from podium.telemetry.held_out import ACCURACY
+    from podium_changes.evaluations import compare_evaluations
 
     changes = compare_evaluations(first, second)
     metric, is_accuracy = changes.metric, changes.metric.name == ACCURACY
