@@ -1,14 +1,15 @@
 """Writes the pages of the reference from the code: `python docs/reference/write.py`. A test says when they are old.
 
 The first page lists all public names. A page of names has a line for each public name of some modules, which
-mkdocstrings replaces by its docstring. The page of keys has every configuration key. The tables of defaults on the
-pages "coming from" are those of podium.migration.
+mkdocstrings replaces by its docstring. The page of keys has every configuration key. The page of packages has every
+package in plugins/. The tables of defaults on the pages "coming from" are those of podium.migration.
 """
 
 import importlib
 import inspect
 import json
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,40 @@ def _as_typed(value: Any) -> str:
 
 def pages() -> dict[Path, str]:
     """The text of every page that is written here, as a whole or in part, by its file."""
-    texts = {page.file: page_of(page) for page in PAGES} | {"index.md": index_page(), "keys.md": keys_page()}
+    texts = {page.file: page_of(page) for page in PAGES}
+    texts |= {"index.md": index_page(), "keys.md": keys_page(), "packages.md": packages_page()}
     return {HERE / file: text for file, text in texts.items()} | {path: fill_page(path) for path in _with_defaults()}
+
+
+# -- packages in plugins/ --------------------------------------------------------------------------------------------
+
+_PACKAGES = """# Packages
+
+Podium itself has the trainers, the workers, the backends `inline` and `local`, the engines `native` and `transformers`,
+rewards and environments. Each package below is one of its own, in
+[plugins/](https://github.com/podium-rl/podium/tree/main/plugins). Podium finds its names through Python's entry points,
+by the door that is open to a package of yours, too. Neither Podium nor these packages are on a package index yet:
+install those that you use together with Podium, in the clone, such as
+`pip install . ./plugins/podium-view './plugins/podium-rewards[math]'`.
+
+| package | what it adds | its names, by the group of entry points | extras |
+|---|---|---|---|
+"""
+
+
+def packages_page() -> str:
+    """A row for each package in plugins/, from its pyproject.toml."""
+    lines = list[str]()
+    for file in sorted((HERE.parents[1] / "plugins").glob("*/pyproject.toml")):
+        project = tomllib.loads(file.read_text())["project"]
+        name, groups = project["name"], project.get("entry-points", {})
+        names = "; ".join(
+            f"{', '.join(f'`{entry}`' for entry in entries)} of `{group}`" for group, entries in groups.items()
+        )
+        extras = ", ".join(f"`{extra}`" for extra in project.get("optional-dependencies", {}))
+        page = f"https://github.com/podium-rl/podium/tree/main/plugins/{name}"
+        lines.append(f"| [{name}]({page}) | {project['description']} | {names} | {extras} |")
+    return _PACKAGES + "\n".join(lines) + "\n"
 
 
 # -- defaults of other projects --------------------------------------------------------------------------------------
