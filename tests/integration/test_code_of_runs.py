@@ -22,7 +22,7 @@ from podium.config import config_to_yaml, load_config
 from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.models import ModelConfig, load_model, load_tokenizer
-from podium.rollout.engines import find_engines
+from podium.rollout.engines import EngineConfig, find_engines
 from podium.runs.checkpoints import TrainerState
 from podium.runs.named_code import list_code
 from podium.trainer import GRPOConfig, PPOTrainer
@@ -156,6 +156,13 @@ def test_no_package_takes_the_name_of_an_engine_of_podiums_own(
     install_engine(archive, monkeypatch, request, "native")
     assert find_engines()["native"].module.startswith("podium.")
     assert not mark.exists()
+
+
+def test_the_engine_of_an_installed_package_is_no_code_of_a_run_and_its_options_are() -> None:
+    if "vllm" not in find_engines():
+        pytest.skip("podium-vllm is not installed")
+    config = GRPOConfig(model=ModelConfig(**MODEL), engine=EngineConfig(name="vllm", options={"module": "beside"}))
+    assert list(list_code(config)) == [(("engine", "options", "module"), "beside")]
 
 
 REWARDS = {

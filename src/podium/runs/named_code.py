@@ -102,7 +102,8 @@ def list_code(config: Any, sections: Collection[str] | None = None) -> Iterator[
     """Yield each value that may name code and is not a name of Podium's own, with its keys.
 
     Of an engine, an environment, a loss and an advantage estimator that are not Podium's own, these are all options but
-    numbers, because nobody here knows what they mean.
+    numbers, because nobody here knows what they mean. The name of an engine, a reward or a tracker of an installed
+    package is not listed.
 
     Args:
         config: A configuration of a run, or of a model that is used.
@@ -131,11 +132,10 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
         if algorithm.advantage not in ADVANTAGES or losses or corrections:
             yield from _list_options(("algorithm", "options"), algorithm.options)
     engine = config.engine
-    is_own = engine.name in OWN_OPTIONS and (
-        engine.name in (AUTO, REPLAY) or _module_of_engine(engine.name).startswith("podium.")
-    )
-    if not is_own:
-        yield ("engine", "name"), engine.name
+    if not _is_own_engine(engine.name):
+        entry = find_engines().get(engine.name)
+        if entry is None or not is_installed(entry):
+            yield ("engine", "name"), engine.name
         yield from _list_options(("engine", "options"), engine.options)
     if config.environment.name:
         yield ("environment", "name"), config.environment.name
@@ -144,6 +144,10 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
     if not all(source.startswith(PREFIX) for source in filter(None, sources)):
         options = {name: value for name, value in config.data.options.items() if name not in _DATA_OPTIONS}
         yield from _list_options(("data", "options"), options)
+
+
+def _is_own_engine(name: str) -> bool:
+    return name in (AUTO, REPLAY) or (name in OWN_OPTIONS and _module_of_engine(name).startswith("podium."))
 
 
 def _is_own_reward(name: str) -> bool:

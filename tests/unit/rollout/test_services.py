@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from podium.cli import find_commands, main
+from podium.config import build_config
 from podium.errors import ConfigError
 from podium.rollout import services
 from podium.rollout.services import HttpService, load_service, open_gateway
+from podium.trainer import GRPOConfig
+from podium.trainer.checks.preflight import check_services
 
 REMEDY = r"pip install \./plugins/podium-NAME"
 
@@ -63,3 +66,23 @@ def test_the_command_that_is_missing_is_answered_by_the_packages_that_bring_comm
         main(["serve", "runs/one"])
     error = capsys.readouterr().err
     assert "there is no command 'serve'" in error and "pip install ./plugins/podium-NAME" in error
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("split", "tests.unit.rollout.test_services:play"), ("colocated", "service")]
+)
+def test_a_run_whose_sessions_need_a_service_is_refused_before_its_workers_start(
+    bare: None, layout: str, name: str
+) -> None:
+    config = build_config(GRPOConfig, {"environment": {"name": name}, "placement": {"layout": layout}})
+    with pytest.raises(ConfigError, match=f"needs a package that speaks HTTP.*{REMEDY}"):
+        check_services(config)
+
+
+def test_a_run_whose_sessions_stay_in_their_processes_needs_no_service(bare: None) -> None:
+    environment = {"name": "tests.unit.rollout.test_services:play"}
+    check_services(build_config(GRPOConfig, {"environment": environment, "placement": {"layout": "colocated"}}))
+
+
+async def play(task: Any, client: Any) -> float:
+    return 0.0

@@ -28,6 +28,7 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.outside import read_token
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.sampling import RequestParams, SamplingParams
+from podium.rollout.services import load_service
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.records import check_run
@@ -50,6 +51,7 @@ __all__ = [
     "check_given",
     "check_lengths",
     "check_reward",
+    "check_services",
     "check_settings",
     "check_tokens",
     "check_vocabulary",
@@ -92,6 +94,7 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
     else:
         if config.environment.name:
             check_environment(config.environment, config.data)
+            check_services(config)
         else:
             check_data(config.data)
         check_reward(config.reward, reward)
@@ -131,6 +134,18 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
             f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "
             "data.train"
         )
+
+
+def check_services(config: PPOConfig | SFTConfig) -> None:
+    """Check that a package speaks HTTP, where sessions need one that is known before they begin.
+
+    Raises:
+        ConfigError: Generators in processes of their own or a service elsewhere need one, and none is installed.
+    """
+    if config.environment.is_outside:
+        load_service(f"environment.name = {config.environment.name!r}")
+    if not any({"generator", "rollout"} <= {*roles} for roles, _ in config.processes):
+        load_service(f"placement: {config.environment.name!r} with generators in processes of their own")
 
 
 def find_unused_settings(config: InferenceConfig) -> list[str]:
