@@ -1,4 +1,4 @@
-"""Count the names in src/ that say nothing of the thing, and fail above a limit: style for readers, held by a number.
+"""Count the names in src/ and in plugins/*/src that say nothing of the thing, and fail above a limit.
 
     python .ci/names.py [--list]
 
@@ -51,7 +51,7 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def read_modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*(root / "src").rglob("*.py"), *root.glob("plugins/*/src/**/*.py")]):
         yield path, ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -77,4 +77,4 @@ def main(root: Path, *, lists: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).parents[1] / "src", lists="--list" in sys.argv[1:]))
+    sys.exit(main(Path(__file__).parents[1], lists="--list" in sys.argv[1:]))

@@ -21,10 +21,12 @@ def names() -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("folder", ["src", "plugins/podium-words/src/podium_words"])
 def test_vague_names_and_participles_are_found(
-    names: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    names: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
 ) -> None:
-    (tmp_path / "module.py").write_text("def _told(rows):\n    for one in rows:\n        found = one\n")
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "module.py").write_text("def _told(rows):\n    for one in rows:\n        found = one\n")
     assert names.main(tmp_path, lists=False) == 1
     output = capsys.readouterr().out
     assert "1000.0 of 1,000 assignments" in output
@@ -34,5 +36,6 @@ def test_vague_names_and_participles_are_found(
 
 def test_nouns_verbs_and_properties_pass(names: ModuleType, tmp_path: Path) -> None:
     source = "class Run:\n    @property\n    def finished(self):\n        row = seed_all()\n        return row\n"
-    (tmp_path / "module.py").write_text(source + "\ndef seed_all():\n    settings = {}\n    return settings\n")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "module.py").write_text(source + "\ndef seed_all():\n    settings = {}\n    return settings\n")
     assert names.main(tmp_path, lists=False) == 0

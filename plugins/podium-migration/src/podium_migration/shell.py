@@ -101,61 +101,61 @@ _SEPARATORS: Final = ("\n", ";", "&&", "||", "|", "&", ";;")
 
 def _split_words(text: str, separators: bool = False) -> list[str]:
     words: list[str] = []
-    place, start = 0, None
-    while place < len(text):
-        letter = text[place]
+    index, start = 0, None
+    while index < len(text):
+        letter = text[index]
         if letter == "#" and start is None:
-            place = text.find("\n", place) if "\n" in text[place:] else len(text)
+            index = text.find("\n", index) if "\n" in text[index:] else len(text)
             continue
-        if letter in " \t\n;|&" and not (letter == "&" and text[place - 1] == ">"):
+        if letter in " \t\n;|&" and not (letter == "&" and text[index - 1] == ">"):
             if start is not None:
-                words.append(text[start:place])
+                words.append(text[start:index])
                 start = None
-            double = text[place : place + 2] if text[place : place + 2] in _SEPARATORS else letter
+            double = text[index : index + 2] if text[index : index + 2] in _SEPARATORS else letter
             if separators and double.strip(" \t"):
                 words.append(double)
             elif separators and letter == "\n":
                 words.append(letter)
-            place += len(double)
+            index += len(double)
             continue
-        start = place if start is None else start
-        place = _skip_part(text, place)
+        start = index if start is None else start
+        index = _skip_part(text, index)
     return [*words, text[start:]] if start is not None else words
 
 
-def _skip_part(text: str, place: int) -> int:
-    """The place behind the part of a word that begins at ``place``: a letter, or what quotes or brackets enclose."""
-    letter = text[place]
+def _skip_part(text: str, index: int) -> int:
+    """The index behind the part of a word that begins at ``index``: a letter, or what quotes or brackets enclose."""
+    letter = text[index]
     if letter == "\\":
-        return place + 2
+        return index + 2
     if letter == "'":
-        return _behind(text, "'", place + 1)
+        return _behind(text, "'", index + 1)
     if letter == '"':
-        place += 1
-        while place < len(text) and text[place] != '"':
-            place = _skip_part(text, place) if text[place] in "\\$`" else place + 1
-        return place + 1
+        index += 1
+        while index < len(text) and text[index] != '"':
+            index = _skip_part(text, index) if text[index] in "\\$`" else index + 1
+        return index + 1
     if letter == "`":
-        return _behind(text, "`", place + 1)
-    opening = text[place : place + 2]
+        return _behind(text, "`", index + 1)
+    opening = text[index : index + 2]
     if opening not in ("$(", "${", "=("):
-        return place + 1
+        return index + 1
     start, end = opening[1], {"(": ")", "{": "}"}[opening[1]]
-    place, depth = place + 2, 1
-    while place < len(text) and depth:
-        depth += (text[place] == start) - (text[place] == end)
-        if text[place] == "#" and start == "(" and text[place - 1] in " \n\t":
-            place = _behind(text, "\n", place)
-        elif text[place] in "\\'\"`" or (text[place] == "$" and start == "{"):
-            place = _skip_part(text, place)
+    index, depth = index + 2, 1
+    while index < len(text) and depth:
+        depth += (text[index] == start) - (text[index] == end)
+        if text[index] == "#" and start == "(" and text[index - 1] in " \n\t":
+            index = _behind(text, "\n", index)
+        elif text[index] in "\\'\"`" or (text[index] == "$" and start == "{"):
+            index = _skip_part(text, index)
         else:
-            place += 1
-    return place
+            index += 1
+    return index
 
 
 def _behind(text: str, end: str, start: int) -> int:
-    place = text.find(end, start)
-    return len(text) if place < 0 else place + 1
+    index = text.find(end, start)
+    return len(text) if index < 0 else index + 1
 
 
 class _Expansion:
@@ -170,10 +170,10 @@ class _Expansion:
         return [item for item in self.items if item or text.startswith(("'", '"'))]
 
     def _add(self, text: str, quoted: bool = False) -> None:
-        place = 0
-        while place < len(text):
-            end = place + 1 if quoted and text[place] in "'\"" else _skip_part(text, place)
-            part = text[place:end]
+        index = 0
+        while index < len(text):
+            end = index + 1 if quoted and text[index] in "'\"" else _skip_part(text, index)
+            part = text[index:end]
             if part.startswith("'") and not quoted:
                 self.items[-1] += part[1:-1]
             elif part.startswith('"') and not quoted:
@@ -191,7 +191,7 @@ class _Expansion:
                 self._add_parameter(match[0])
             else:
                 self.items[-1] += part
-            place = end
+            index = end
 
     def _add_parameter(self, text: str) -> None:
         match = _PARAMETER.fullmatch(text)

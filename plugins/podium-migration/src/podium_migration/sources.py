@@ -169,7 +169,7 @@ def _read_options(text: str) -> Settings:
         recipe = next((word for word in words[1:3] if words[0].endswith("trl") and word in _TRL_COMMANDS), recipe)
         scripts = [re.search(r"(grpo|sft|dpo|reward)", word) for word in words if word.endswith(".py")]
         recipe = recipe or next((match[1] for match in scripts if match), "")
-        start = next((place for place, word in enumerate(words) if word.endswith((".py", *_TRL_COMMANDS))), 0)
+        start = next((index for index, word in enumerate(words) if word.endswith((".py", *_TRL_COMMANDS))), 0)
         launcher = [item for word in words[:start] for item in word.split("=")]  # options of accelerate or torchrun
         for name, value in itertools.pairwise(launcher):
             if name.replace("-", "_") in ("__num_processes", "__nproc_per_node") and value.isdigit():
@@ -200,7 +200,7 @@ def _read_python(path: Path, text: str) -> Settings:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"{path} is no Python: {error}") from None
-    known = {
+    definitions = {
         name: f"{path}:{name}" for node in ast.walk(tree) for name in [getattr(node, "name", "")] if _defines(node)
     }
     imported = {
@@ -209,7 +209,7 @@ def _read_python(path: Path, text: str) -> Settings:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    known |= {name: place for name, place in imported.items() if name not in known}
+    definitions |= {name: origin for name, origin in imported.items() if name not in definitions}
     constants = {
         target.id: node.value
         for node in tree.body
@@ -239,7 +239,7 @@ def _read_python(path: Path, text: str) -> Settings:
             other = name if imported.get(name, "").startswith("trl") and name.endswith(("Config", "Trainer")) else other
             continue
         for key, node in named.items():
-            value = _evaluate(node, constants, known)
+            value = _evaluate(node, constants, definitions)
             if value is UNDECIDED:
                 undecided.append(key)
             else:
@@ -264,14 +264,16 @@ _TRAINER: Final = {
 }
 
 
-def _evaluate(node: ast.expr, constants: Mapping[str, ast.expr], known: Mapping[str, str]) -> Any:
-    """The value of an expression: plain values, constants of the module, and what ``known`` has for a name."""
+def _evaluate(node: ast.expr, constants: Mapping[str, ast.expr], definitions: Mapping[str, str]) -> Any:
+    """The value of an expression: plain values, constants of the module, and what ``definitions`` has for a name."""
     if isinstance(node, ast.Name) and node.id in constants and constants[node.id] is not node:
-        return _evaluate(constants[node.id], {key: value for key, value in constants.items() if key != node.id}, known)
+        return _evaluate(
+            constants[node.id], {key: value for key, value in constants.items() if key != node.id}, definitions
+        )
     if isinstance(node, ast.Name):
-        return known.get(node.id, UNDECIDED)
+        return definitions.get(node.id, UNDECIDED)
     if isinstance(node, ast.List | ast.Tuple):
-        items = [_evaluate(item, constants, known) for item in node.elts]
+        items = [_evaluate(item, constants, definitions) for item in node.elts]
         return UNDECIDED if UNDECIDED in items else items
     try:
         return ast.literal_eval(node)
