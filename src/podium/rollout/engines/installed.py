@@ -114,7 +114,7 @@ def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
     if config.name == AUTO:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise ConfigError(f"engine.name is 'auto', and no installed engine can run this model: {listed}")
-    others = ", ".join(name for name in find_engines() if name != config.name)
+    others = ", ".join(sorted(name for name in find_engines() if name != config.name))
     raise ConfigError(
         f"engine.name is {config.name!r}, which cannot run this model: {reasons[config.name]}; use engine.name=auto or "
         f"one of {others}"
