@@ -35,6 +35,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
 from podium_serve.app import make_app
+from podium_serve.generator_client import RemoteTokens
 from podium_serve.server import Server
 from tests.waits import LONG_S, wait_until
 
@@ -145,7 +146,7 @@ def rollout_worker(
 
 def lost_generators(worker: Rollout) -> int:
     """How many generators have been lost so far."""
-    assert worker._remote is not None
+    assert isinstance(worker._remote, RemoteTokens)
     return sum(generator.lost_s > 0 for generator in worker._remote._generators)
 
 
