@@ -167,7 +167,9 @@ class Dice:
         self.log.append(([*prompt], drawn))
         yield drawn
 
-    async def score(self, ids: Sequence[int], *, top: int = 0, temperature: float = 1.0) -> Any:
+    async def score(
+        self, ids: Sequence[int], *, first: int = 1, top: int = 0, temperature: float = 1.0, session: str = ""
+    ) -> Any:
         raise NotImplementedError
 
     def _drawn(self) -> list[int]:
