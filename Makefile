@@ -84,8 +84,8 @@ test-seconds: $(STAMP)  ## the everyday tests; record the seconds of each file i
 recipes: $(STAMP)  ## train the recipes of agents, each run to its bar, and write their figures: an hour
 	@$(BIN)/python -m bench.recipes $(ARGS)
 
-test-fast: $(STAMP)  ## the unit tests, without the slow ones
-	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope -m "not slow" tests/unit $(ARGS)
+test-fast: $(STAMP)  ## the unit tests and those of the plugins, without the slow ones
+	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope -m "not slow" tests/unit plugins $(ARGS)
 
 docs: $(STAMP)  ## build the documentation's site into site/; ARGS=serve shows it on localhost while you write
 	@$(BIN)/python -m zensical $(if $(filter serve,$(ARGS)),serve,build --strict)
