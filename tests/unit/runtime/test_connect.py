@@ -223,9 +223,9 @@ def test_a_worker_is_told_nothing(launched: Any, capsys: pytest.CaptureFixture[s
 def test_each_process_of_torchrun_is_told_who_starts_workers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import podium\n"
-        "try:\n    podium.connect('local')\n"
-        "except podium.ConfigError as error:\n    print('REFUSED', error)\n"
+        "import os, podium\n"
+        "try:\n    podium.connect('local')\n"  # both processes have one pipe, in which a single write stays whole
+        "except podium.ConfigError as error:\n    os.write(1, f'REFUSED {error}\\n'.encode())\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
