@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from podium.errors import ConfigError
 from podium.extras import explain_packages
-from podium.functions import what_raised
+from podium.functions import find_installed, what_raised
 from podium.rollout.service.keys import SessionKeys
 from podium.rollout.service.token_source import TokenSource
 
@@ -129,7 +129,7 @@ def load_service(purpose: str) -> HttpService:
         purpose: What needs it, as the subject of a sentence.
 
     Raises:
-        ConfigError: No installed package has one, or it cannot be loaded.
+        ConfigError: No installed package has one, several have, or it cannot be loaded.
     """
     entry = _find_entry()
     if entry is None:
@@ -165,7 +165,7 @@ class _NoGateway:
 
 
 def _find_entry() -> EntryPoint | None:
-    return next((entry for entry in entry_points(group=_GROUP) if entry.name == _NAME), None)
+    return find_installed(_GROUP, _NAME, _GROUP)
 
 
 def _explain_missing(purpose: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import pytest
 from podium.cli import find_commands, main
 from podium.config import build_config
 from podium.errors import ConfigError
-from podium.rollout import services
 from podium.rollout.services import HttpService, load_service, open_gateway
 from podium.trainer import GRPOConfig
 from podium.trainer.checks.preflight import check_services
@@ -22,7 +22,7 @@ REMEDY = r"pip install \./plugins/podium-NAME"
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets no package be installed but Podium."""
-    monkeypatch.setattr(services, "entry_points", lambda **_: ())
+    monkeypatch.setattr("podium.functions.entry_points", lambda **_: ())
     monkeypatch.setattr("podium.cli.entry_points", lambda **_: ())
 
 
@@ -86,3 +86,10 @@ def test_a_run_whose_sessions_stay_in_their_processes_needs_no_service(bare: Non
 
 async def play(task: Any, client: Any) -> float:
     return 0.0
+
+
+def test_two_packages_with_a_service_are_refused_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint("http", module, "podium.services") for module in ("first_package", "second_package")]
+    monkeypatch.setattr("podium.functions.entry_points", lambda **_: entries)
+    with pytest.raises(ConfigError, match="first_package and second_package: uninstall all of them but one"):
+        load_service("a test")

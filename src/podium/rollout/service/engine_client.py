@@ -211,8 +211,8 @@ class EngineClient:
         logprobs, best, values, top_ids, top_values = columns
         end_idle_threads()
         likely = [
-            [(id, value) for id, value in zip(*place, strict=True) if value > -math.inf]
-            for place in zip(top_ids, top_values, strict=True)
+            [(id, value) for id, value in zip(*row, strict=True) if value > -math.inf]
+            for row in zip(top_ids, top_values, strict=True)
         ]
         return Scored(logprobs, best, values, likely if top else (), version)
 

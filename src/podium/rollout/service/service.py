@@ -408,7 +408,7 @@ class Service:
             )  # fmt: skip
         except ConfigError as error:
             raise Refusal(400, str(error), "top_logprobs", "unsupported") from None
-        shifts = [one - other for one, other in zip(drawn.logprobs[first:], scored.logprobs, strict=True)]
+        shifts = [sampled - score for sampled, score in zip(drawn.logprobs[first:], scored.logprobs, strict=True)]
         kept = drawn.kept[first:] if drawn.kept else [None] * len(shifts)
         return [
             [(token, logprob + shift) for token, logprob in top if ids is None or token in ids]
@@ -492,8 +492,8 @@ class Service:
                 elif not late:
                     for piece in sent[number].advance(text, sampled):
                         yield number, piece
-        whole = [await self._with_top(asked, samples[number]) for number in range(count)]
-        for number, answer in enumerate(self.read(asked, whole)):
+        completions = [await self._with_top(asked, samples[number]) for number in range(count)]
+        for number, answer in enumerate(self.read(asked, completions)):
             for piece in sent[number].end(answer):
                 yield number, piece
 
