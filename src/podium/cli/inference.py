@@ -40,18 +40,18 @@ def run_eval(arguments: Sequence[str]) -> int:
     parser = model_parser("eval", "Score a model on held-out prompts.")
     parser.add_argument(
         "--suite",
-        metavar="HARNESS:TASK",
-        help="have lm-eval, lighteval or inspect, as you have installed it, evaluate the model by requests, as in "
-        "lm-eval:gsm8k; what stands behind -- are arguments of the harness",
+        metavar="NAME:TASK",
+        help="have a suite of an installed package evaluate the model on TASK; what stands behind -- are arguments "
+        "of the suite",
     )
-    parser.add_argument("--harness", metavar="PATH", help="the command of the harness, if it is not on the path")
+    parser.add_argument("--harness", metavar="PATH", help="the command that the suite starts, if it is not on the path")
     parser.add_argument("--output", metavar="FILE", help="write the results of a suite here, not beside the run's")
     arguments, further = _split_arguments(arguments)
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
     if options.suite is not None:
         return _run_suite(options, overrides, backend, further)
     if further or options.harness or options.output:
-        raise ConfigError("--harness, --output and arguments behind -- belong to --suite HARNESS:TASK: give it")
+        raise ConfigError("--harness, --output and arguments behind -- belong to --suite NAME:TASK: give it")
     with (
         StatusSink(f"loading {options.model}"),
         open_config(options.model, options.config, overrides, needs=_SCORES) as config,
@@ -82,8 +82,8 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[
 
 
 def _run_suite(options: argparse.Namespace, overrides: Sequence[str], backend: Backend, further: Sequence[str]) -> int:
-    """Have a harness evaluate the model, and print and keep its results. Returns the exit status."""
-    from podium.cli.suites import find_suite, keep_results, run_suite, write_table
+    """Have a suite evaluate the model, and print and keep its results. Returns the exit status."""
+    from podium.cli.suites import find_suite, keep_results, write_table
 
     suite = find_suite(options.suite, options.harness, further)
     name = Path(options.model).name or options.model
@@ -92,8 +92,10 @@ def _run_suite(options: argparse.Namespace, overrides: Sequence[str], backend: B
         open_config(options.model, options.config, overrides) as config,
         connect(backend) as cluster,
     ):
-        record = run_suite(suite, config, cluster, name)
-    sys.stdout.writelines(f"{line}\n" for line in write_table(record["results"]))
+        results = suite.run(config, cluster, name)
+    sys.stdout.writelines(f"{line}\n" for line in write_table(results))
+    harness, _, task = options.suite.partition(":")
+    record = {"suite": harness, "task": task, "arguments": [*further], "results": results}
     if (file := keep_results(options.model, record, options.output)) is not None:
         sys.stdout.write(f"{file}\n")
     return 0

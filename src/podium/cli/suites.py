@@ -1,141 +1,56 @@
-"""``podium eval MODEL --suite HARNESS:TASK``: an installed evaluation harness asks a model that this command serves.
-
-podium eval ── served() ─▶ http://127.0.0.1:PORT/v1 ◀─ requests ── lm_eval | lighteval | inspect, a subprocess
-    └───────────── reads its results ◀─────────────────── a folder that is removed afterwards
-"""
+"""``podium eval MODEL --suite NAME:TASK``: a suite of an installed package evaluates the model."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import secrets
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import quote
 
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError
+from podium.extras import explain_packages
+from podium.functions import find_installed, load_installed, nearest
 
-__all__ = ["Suite", "find_suite", "keep_results", "run_suite", "write_table"]
+__all__ = ["PreparedSuite", "find_suite", "keep_results", "write_table"]
 
-Results = dict[str, dict[str, float]]
-"""Figures by the names of tasks. The standard error of a figure NAME is NAME_stderr."""
-
-_END_S: Final = 10.0
-_STDERR: Final = 2  # the descriptor: sys.stderr may have none
+_GROUP: Final = "podium.suites"
 
 
-@dataclass(frozen=True)
-class _Served:
-    """A served model, as a harness is to ask it.
+class PreparedSuite(Protocol):
+    """A task of a suite. An entry point of the group ``podium.suites`` is a function that returns it for a task, the
+    path of ``--harness`` or None, and the arguments behind ``--``. The function raises ConfigError for what it refuses,
+    before a model is loaded."""
 
-    Attributes:
-        name: The model's name there.
-        url: The address below which ``/completions`` is.
-        folder: The directory of the model's tokenizer.
-        positions: The longest sequence that it takes; None if nobody knows.
-    """
+    def run(self, config: Any, cluster: Any, name: str) -> Mapping[str, Mapping[str, float]]:
+        """Evaluate the model of a configuration on a cluster. Returns figures by the names of tasks.
 
-    name: str
-    url: str
-    folder: str
-    positions: int | None
-
-
-@dataclass(frozen=True)
-class _Harness:
-    """An evaluation harness.
-
-    Attributes:
-        command: The name of its command.
-        install: What installs it.
-        arguments: Its arguments, of a served model, a task and a folder for results.
-        read: Reads the results in that folder.
-    """
-
-    command: str
-    install: str
-    arguments: Callable[[_Served, str, str], list[str]]
-    read: Callable[[Path], Results]
+        Args:
+            config: The settings of ``podium eval``.
+            cluster: Where workers run.
+            name: What the model is called.
+        """
+        ...
 
 
-@dataclass(frozen=True)
-class Suite:
-    """A harness, found on this machine, and its task.
-
-    Attributes:
-        name: The name of the harness.
-        task: What it evaluates, as it is called there.
-        program: Path of its command.
-        arguments: Further arguments of the user's.
-    """
-
-    name: str
-    task: str
-    program: str
-    arguments: Sequence[str]
-
-
-def find_suite(spec: str, program: str | None, arguments: Sequence[str]) -> Suite:
-    """Return the suite that ``HARNESS:TASK`` names. ``program`` is the path of its command, if it is not on the path.
+def find_suite(spec: str, program: str | None, arguments: Sequence[str]) -> PreparedSuite:
+    """Return the task of a suite that ``NAME:TASK`` names, with the path of ``--harness`` and further arguments.
 
     Raises:
-        ConfigError: There is no such harness, it is not installed, or no task was given.
+        ConfigError: No installed package has the suite, or the suite refuses the task or the arguments.
     """
     name, _, task = spec.partition(":")
-    if name not in _HARNESSES or not task:
-        raise ConfigError(f"--suite {spec}: expected HARNESS:TASK, with the harness {', '.join(_HARNESSES)}")
-    harness = _HARNESSES[name]
-    path = shutil.which(program or harness.command)
-    if path is None:
-        where = f"there is no command {program}" if program else f"its command {harness.command} is not on the path"
+    if not name or not task:
+        raise ConfigError(f"--suite {spec}: expected NAME:TASK, the name of a suite and its task")
+    entry = find_installed(_GROUP, name, "--suite")
+    if entry is None:
+        names = sorted({entry.name for entry in entry_points(group=_GROUP)})
+        listing = f"; installed are {', '.join(names)}" if names else ""
         raise ConfigError(
-            f"--suite {spec} needs {name}, and {where}: {harness.install}, best in an environment of its own, and give "
-            f"the path of its command by --harness, as in --harness ~/{name}/bin/{harness.command}"
+            f"--suite {spec}: there is no suite {name!r}{nearest(name, names)}{listing}; {explain_packages(_GROUP)}"
         )
-    return Suite(name, task, path, arguments)
-
-
-def run_suite(suite: Suite, config: Any, cluster: Any, name: str) -> dict[str, Any]:
-    """Serve the model while the harness asks it. Returns what is kept of it, with ``results``.
-
-    Raises:
-        PodiumError: The harness failed, or left no results. Its own output is on stderr.
-    """
-    from podium.models import load_tokenizer
-    from podium.models.loading import longest_text
-    from podium.rollout.services import load_service
-
-    harness, token = _HARNESSES[suite.name], secrets.token_urlsafe(32)
-    service = load_service(f"--suite {suite.name}")
-    with (
-        tempfile.TemporaryDirectory(prefix="podium-suite-") as folder,
-        service.served(config, cluster, model=name, token=token) as model,
-    ):
-        tokenizer, results = Path(folder, "tokenizer"), Path(folder, "results")
-        load_tokenizer(config.model.tokenizer_source).save_pretrained(tokenizer)
-        results.mkdir()
-        served_model = _Served(name, f"{model.url}/v1", str(tokenizer), longest_text(config.model))
-        arguments = [*harness.arguments(served_model, suite.task, str(results)), *suite.arguments]
-        env = {**os.environ, "OPENAI_API_KEY": token, "OPENAI_BASE_URL": served_model.url}
-        status = _run([suite.program, *arguments], env)
-        if status:
-            raise PodiumError(f"{suite.name} ended with status {status}; its output above says why")
-        try:
-            figures = harness.read(results)
-        except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-            raise PodiumError(
-                f"{suite.name} ended and left no results that can be read ({type(error).__name__}: {error}): this "
-                "version may write them in another form"
-            ) from None
-    return {"suite": suite.name, "task": suite.task, "arguments": [*suite.arguments], "results": figures}
+    return load_installed(entry, "--suite")(task, program, arguments)
 
 
 def write_table(results: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
@@ -171,100 +86,3 @@ def keep_results(model: str, record: Mapping[str, Any], output: str | None) -> s
     with folder.replace(f"{step_name(step or 0)}.json") as file:
         file.write(text.encode())
     return str(folder.absolute / f"{step_name(step or 0)}.json")
-
-
-def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run a command whose output goes to stderr, and end it with the block. Returns its status."""
-    sys.stderr.write(f"{shlex.join(command)}\n")
-    sys.stderr.flush()
-    with _ending(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=_STDERR)) as process:
-        return process.wait()
-
-
-@contextlib.contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _ask_lm_eval(model: _Served, task: str, folder: str) -> list[str]:
-    where = {
-        "model": model.name,
-        "base_url": f"{model.url}/completions",
-        "num_concurrent": "8",
-        "tokenizer_backend": "huggingface",
-        "tokenizer": model.folder,
-        "tokenized_requests": "True",
-        **({"max_length": str(model.positions)} if model.positions else {}),
-    }
-    settings = ",".join(f"{key}={value}" for key, value in where.items())
-    return ["run", "--tasks", task, "--model", "local-completions", "--model_args", settings, "--output_path", folder]
-
-
-def _ask_lighteval(model: _Served, task: str, folder: str) -> list[str]:
-    settings = f"model_name=openai/{model.name},base_url={model.url}"
-    return ["endpoint", "litellm", settings, task, "--output-dir", folder]
-
-
-def _ask_inspect(model: _Served, task: str, folder: str) -> list[str]:
-    address = ["--model", f"openai/{model.name}", "--model-base-url", model.url]
-    return ["eval", task, *address, "--log-dir", folder, "--log-format", "json", "--display", "plain"]
-
-
-def _read_tasks(folder: Path) -> Results:
-    """The results of lm-eval and of lighteval: ``{"results": {TASK: {METRIC: value}}}``."""
-    file = next(iter(sorted(folder.rglob("results_*.json"), reverse=True)))
-    tasks: dict[str, dict[str, Any]] = json.loads(file.read_text())["results"]
-    return {task: _name_figures(row) for task, row in tasks.items() if _name_figures(row)}
-
-
-def _name_figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a task. lm-eval calls them METRIC,FILTER, and their errors METRIC_stderr,FILTER."""
-    figures: dict[str, float] = {}
-    for key, value in row.items():
-        name, _, chosen = key.partition(",")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        plain, error = (name.removesuffix("_stderr"), "_stderr") if name.endswith("_stderr") else (name, "")
-        if name != "sample_len":
-            figures[plain + (f",{chosen}" if chosen not in ("", "none") else "") + error] = float(value)
-    return figures
-
-
-def _read_inspect(folder: Path) -> Results:
-    """The logs of inspect: ``{"eval": {"task": …}, "results": {"scores": [{"name": …, "metrics": {…}}]}}``."""
-    results: Results = {}
-    for file in sorted(folder.rglob("*.json")):
-        log = json.loads(file.read_text())
-        if "eval" not in log:
-            continue
-        if log.get("status") != "success":
-            raise ValueError(f"the task {log['eval']['task']} ended as {log.get('status')}")
-        row = results.setdefault(str(log["eval"]["task"]), {})
-        for score in log["results"]["scores"]:
-            for name, metric in score["metrics"].items():
-                row[f"{score['name']}/{name}"] = float(metric["value"])
-    if not results:
-        raise ValueError("no log")
-    return {
-        task: {
-            (f"{name.rpartition('/')[0]}/accuracy_stderr" if name.endswith("/stderr") else name): value
-            for name, value in row.items()
-        }
-        for task, row in results.items()
-    }
-
-
-_HARNESSES: Final[Mapping[str, _Harness]] = {
-    "lm-eval": _Harness("lm_eval", "pip install 'lm-eval[api]' transformers", _ask_lm_eval, _read_tasks),
-    "lighteval": _Harness("lighteval", "pip install 'lighteval[litellm]'", _ask_lighteval, _read_tasks),
-    "inspect": _Harness("inspect", "pip install inspect-ai openai", _ask_inspect, _read_inspect),
-}

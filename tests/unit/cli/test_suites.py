@@ -1,93 +1,66 @@
-"""Harnesses: which is found, how it is called, and how its results are read."""
+"""Suites of packages: how they are found, refused and kept."""
 
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from podium.cli import main, suites
-from podium.cli.suites import find_suite, keep_results, write_table
+from podium.cli.suites import find_suite, keep_results
 from podium.errors import ConfigError
 
 
-def make_command(folder: Path, name: str) -> str:
-    path = folder / name
-    path.write_text("#!/bin/sh\n")
-    path.chmod(0o755)
-    return str(path)
+def prepare(task: str, program: str | None, arguments: Any) -> Any:
+    if task == "unknown":
+        raise ConfigError("no such task")
+    return task, program, arguments
 
 
-def test_a_harness_is_found_on_the_path_or_where_its_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = make_command(tmp_path, "lm_eval")
-    assert find_suite("lm-eval:a,b", program, ["--limit", "3"]).program == program
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert (suite := find_suite("lm-eval:a:b", None, ())).program == program
-    assert suite.task == "a:b"
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint("helm", f"{__name__}:prepare", "podium.suites")]
+
+    def list_entries(group: str, name: str | None = None) -> list[EntryPoint]:
+        return [entry for entry in entries if group == entry.group and name in (None, entry.name)]
+
+    monkeypatch.setattr("podium.functions.entry_points", list_entries)
+    monkeypatch.setattr(suites, "entry_points", list_entries)
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_suite_of_a_package_takes_the_task_and_the_arguments() -> None:
+    assert find_suite("helm:a:b", "/bin/helm", ["--limit"]) == ("a:b", "/bin/helm", ["--limit"])
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    ("spec", "program", "error"),
+    ("spec", "error"),
     [
-        ("lm-eval", None, "expected HARNESS:TASK"),
-        ("lm-eval:", None, "expected HARNESS:TASK"),
-        ("helm:x", None, "lm-eval, lighteval, inspect"),
-        ("lighteval:x", None, "pip install 'lighteval.*--harness"),
-        ("inspect:x", "/nowhere/inspect", "there is no command /nowhere/inspect"),
+        ("helm", "expected NAME:TASK"),
+        ("helm:", "expected NAME:TASK"),
+        (":x", "expected NAME:TASK"),
+        ("held:x", "did you mean 'helm'.*installed are helm; .*group podium.suites.*pip install ./plugins/podium-NAME"),
+        ("helm:unknown", "no such task"),
     ],
 )
-def test_a_harness_that_is_absent_is_refused_with_the_remedy(
-    spec: str, program: str | None, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
+def test_a_suite_that_is_absent_is_refused_with_the_remedy(spec: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        find_suite(spec, program, ())
+        find_suite(spec, None, ())
 
 
 def test_it_is_refused_before_a_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path), "--suite", "helm:x"]) == 2
-    assert "expected HARNESS:TASK" in capsys.readouterr().err
+    assert "there is no suite 'helm'" in capsys.readouterr().err
     assert main(["eval", str(tmp_path), "--", "--limit", "3"]) == 2
     assert "belong to --suite" in capsys.readouterr().err
 
 
-def test_results_of_lm_eval_are_numbers_with_their_errors(tmp_path: Path) -> None:
-    results = {
-        "copy": {"name": "copy", "alias": "copy", "sample_len": 15, "exact_match,none": 0.25,
-                 "exact_match_stderr,none": 0.1, "acc,strict": 0.5, "acc_stderr,strict": "N/A"},
-        "group": {"alias": "group"},
-    }  # fmt: skip
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "results_2026-01-01T00-00-00.json").write_text(json.dumps({"results": results}))
-    read: Any = suites._read_tasks(tmp_path)
-    assert read == {"copy": {"exact_match": 0.25, "exact_match_stderr": 0.1, "acc,strict": 0.5}}
-    assert [*write_table(read)] == ["copy  exact_match  0.2500  ± 0.1000", "copy  acc,strict   0.5000"]
-
-
-def test_results_of_inspect_are_those_of_its_scorers(tmp_path: Path) -> None:
-    metrics = {"accuracy": {"name": "accuracy", "value": 0.5}, "stderr": {"name": "stderr", "value": 0.1}}
-    log: dict[str, Any] = {"status": "success", "eval": {"task": "sums"}}
-    log["results"] = {"scores": [{"name": "match", "metrics": metrics}]}
-    (tmp_path / "log.json").write_text(json.dumps(log))
-    assert suites._read_inspect(tmp_path) == {"sums": {"match/accuracy": 0.5, "match/accuracy_stderr": 0.1}}
-    (tmp_path / "log.json").write_text(json.dumps({**log, "status": "error"}))
-    with pytest.raises(ValueError, match="ended as error"):
-        suites._read_inspect(tmp_path)
-
-
-def test_the_arguments_name_the_served_model() -> None:
-    model = suites._Served("m", "http://127.0.0.1:1/v1", "/tokenizer", 64)
-    words = " ".join(suites._ask_lm_eval(model, "copy", "/out"))
-    assert "model=m,base_url=http://127.0.0.1:1/v1/completions" in words and "max_length=64" in words
-    assert "openai/m" in " ".join(suites._ask_inspect(model, "x.py", "/out"))
-    assert "base_url=http://127.0.0.1:1/v1" in " ".join(suites._ask_lighteval(model, "x", "/out"))
-
-
 def test_results_of_a_model_without_a_run_are_written_where_its_user_says(tmp_path: Path) -> None:
-    record = {"suite": "lm-eval", "task": "copy", "results": {}}
+    record = {"suite": "helm", "task": "copy", "results": {}}
     assert keep_results(str(tmp_path), record, None) is None
     assert keep_results(str(tmp_path), record, str(tmp_path / "x.json")) == str(tmp_path / "x.json")
-    assert json.loads((tmp_path / "x.json").read_text())["suite"] == "lm-eval"
+    assert json.loads((tmp_path / "x.json").read_text())["suite"] == "helm"

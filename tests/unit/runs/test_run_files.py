@@ -67,10 +67,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "cli/export.py": ("tempfile.TemporaryDirectory", PRIVATE),
     "cli/inference.py": ("open", PERSON),
     "cli/presets/__init__.py": ("glob read_text", "files of the package"),
-    "cli/suites.py": (
-        "mkdir read_text rglob save_pretrained shutil.which tempfile.TemporaryDirectory write_text",
-        PERSON,
-    ),
+    "cli/suites.py": ("write_text", PERSON),
     "models/loading.py": ("read_text save_pretrained", LOOKED_AT),
     "models/manifest.py": ("iterdir open read_bytes write_text", LOOKED_AT),
     "models/model_files.py": (
