@@ -20,13 +20,14 @@ import itertools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 # How often Monarch looks for a proc's end: once a second unless told, and told only here.
@@ -226,11 +227,22 @@ class _MonarchProcess(ProcessHandle):
         self._answers.send((self.key, cause))
 
 
+_REDIRECT: Final = """
+import os, sys
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+os.dup2(log, 1), os.dup2(log, 2)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
 def _command(log_path: Path) -> Any:
-    """Monarch's own, with the output into the log from the first byte on."""
+    """Return Monarch's own command, with the output into the log from the first byte on.
+
+    The redirection is not left to a shell: dash drops variables whose names are no identifiers of a shell.
+    """
     command = default_bootstrap_cmd()
-    command.args = ["-c", 'exec "$@" >>"$0" 2>&1', str(log_path), command.program, *command.args]
-    command.program = "/bin/sh"
+    command.args = ["-I", "-S", "-c", _REDIRECT, str(log_path), command.program, *command.args]
+    command.program = sys.executable
     return command
 
 
