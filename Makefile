@@ -81,6 +81,9 @@ test-ray: $(STAMP)  ## every test with Ray: ten minutes; if all pass, `make test
 test-seconds: $(STAMP)  ## the everyday tests; record the seconds of each file in tests/seconds.json
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --record-seconds $(ARGS)
 
+test-alone: $(STAMP)  ## each file of the everyday tests in a process of its own, in random order; continues where it was stopped
+	@$(BIN)/python -m tests.isolation --processes $(TEST_PROCESSES) $(ARGS)
+
 recipes: $(STAMP)  ## train the recipes of agents, each run to its bar, and write their figures: an hour
 	@$(BIN)/python -m bench.recipes $(ARGS)
 
@@ -198,4 +201,4 @@ $(STAMP): $(RUNTIME) $(PLUGINS:%=%/pyproject.toml)
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke real env check lint format test test-all test-ray test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-clients test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke real env check lint format test test-all test-ray test-seconds test-alone test-fast recipes docs fuzz test-monarch test-vllm test-clients test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help

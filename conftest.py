@@ -10,6 +10,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported anywhere: tests run beside one another and start workers, which inherit this. Two torch
@@ -39,9 +40,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
-from tests import scheduling, warm_python
+from tests import isolation, scheduling, warm_python
 from tests.ray_selection import RaySelection
 
+# A failed assertion of a contract suite shows its values, as one of a test does.
+CONTRACTS = Path(__file__).parent / "plugins" / "podium-testing" / "src" / "podium_testing"
+pytest.register_assert_rewrite(*(f"podium_testing.{path.stem}" for path in CONTRACTS.glob("[a-z]*.py")))
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
@@ -61,6 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-seconds", action="store_true", help="write the seconds of each file into tests/seconds.json"
     )
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests of each file in random order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,6 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if exhaustive:
             config.hook.pytest_deselected(items=exhaustive)
             items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    if (seed := config.getoption("--shuffle")) is not None:
+        isolation.shuffle(items, seed)
     items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
     for item in items:
         if item.get_closest_marker("ray") is not None:
