@@ -229,6 +229,7 @@ class Campaign:
             time.sleep(0.02)
         if victim.running():
             if fault.outcome in ("surfaces", "restarts"):
+                victim.write_stacks()
                 raise Failed(f"the run has not ended within {patience_s:g} s: {victim.said()}")
             victim.wait_for_step(goal)
             return "survived", "", 0.0

@@ -45,8 +45,9 @@ MODEL = {
 RAY = {"RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "150"}
 """Without these, Ray hardly starts beside what else keeps the machine busy."""
 
-_CLOCK = """
-import os, time
+_IN_EVERY_INTERPRETER = """
+import faulthandler, os, signal, time
+faulthandler.register(signal.SIGUSR1)  # write the stacks of all threads to stderr, see Victim.write_stacks
 def _jumping(name, unit):
     true = getattr(time, name)
     def now():
@@ -135,10 +136,10 @@ def train(
     os.setsid()
     clock = home / "clock" / "sitecustomize.py"  # which every interpreter runs that is started below this one
     clock.parent.mkdir(exist_ok=True)
-    clock.write_text(_CLOCK)
+    clock.write_text(_IN_EVERY_INTERPRETER)
     os.environ |= {ORDERS: str(home / "orders"), "TMPDIR": temporary, "PYTHONPATH": str(clock.parent), **RAY}
     tempfile.tempdir = None
-    exec(_CLOCK, {})
+    exec(_IN_EVERY_INTERPRETER, {})
     if warm:
         make_spares(PRELOAD)
 

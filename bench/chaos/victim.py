@@ -7,10 +7,13 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,7 @@ class Victim:
         """Wait for the controller's end. Returns its exit code."""
         self._controller.join(within_s)
         if self.running():
+            self.write_stacks()
             raise Failed(f"the run has not ended within {within_s:g} s")
         code: int = self._controller.exitcode
         return code
@@ -156,6 +160,7 @@ class Victim:
                 if self.step() < step:
                     raise Failed(f"the run ended at step {self.step()}: {self.said()}")
             elif time.monotonic() > until:
+                self.write_stacks()
                 raise Failed(f"no step {step} within {within_s:g} s: {self.said()}")
             time.sleep(0.02)
 
@@ -176,6 +181,17 @@ class Victim:
         """The end of what the run has printed."""
         path = self.home / "output"
         return path.read_text(errors="replace")[-3000:] if path.exists() else ""
+
+    def write_stacks(self) -> None:
+        """Have all processes of a run that hangs write the stacks of their threads: the controller to ``output``, the
+        workers to their logs."""
+        for pid in [self.controller, *below(self.controller)]:
+            with suppress(OSError):
+                caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                if caught and int(caught[1], 16) & 1 << (signal.SIGUSR1 - 1):  # the signal would end any other process
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)  # until all have written
 
     def forget(self) -> None:
         """Delete the run and all its files."""

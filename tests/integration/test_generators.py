@@ -190,6 +190,30 @@ def test_what_a_sync_interrupts_that_lost_another_generator_is_drawn_again(handl
         assert {version for batch in drawn() for version in batch.dense("version").tolist()} == {7}
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_error_of_a_generator_during_a_sync_that_succeeds_is_raised(handles: list[Any], whole: bool) -> None:
+    def before(to: Sequence[Handle[Any]]) -> None:
+        handles[0].spoil()  # as an error of its own, while the weights come
+        assert wait_for(lambda: handles[0].counts()[0][1] > 0, LIMIT_S)
+
+    def draw() -> Exception | None:
+        try:
+            if whole:
+                generators.generate(prompts(4, version=7), SAMPLING)
+            else:
+                for part in generators.draw(1, [prompts(1, version=7)] * 4, SAMPLING):
+                    part.result(LIMIT_S)
+        except PodiumError as error:
+            return error
+        return None
+
+    with Generators(handles, Sending(handles, before), Losses(3), apart=True, capacity=4) as generators:
+        drawn = in_thread(draw)
+        wait_until_asked(handles, 2 if whole else 4)
+        generators.sync_weights(7)
+        assert "the weights came only in part" in str(drawn())
+
+
 @pytest.mark.parametrize("most", [3, 1])
 def test_a_generator_that_is_lost_before_it_has_its_weights_is_restarted_again(handles: list[Any], most: int) -> None:
     times: list[int] = []

@@ -203,10 +203,7 @@ class Generators:
                     if step is not None and not isinstance(asked.call, PodiumError):
                         self._check_suspects(number, [(step, prompts)], error)
                     number = self._restart_or_leave_out(number, error)
-                elif self._is_interrupted(asked.sent_s):
-                    with self.changing:
-                        pass
-                else:
+                elif not self._was_interrupted_after_sync(asked.sent_s):
                     raise
                 again = prompts.with_meta(begun=begun) if begun else prompts
                 asked = self._ask(number, again, sampling, step is not None)
@@ -284,8 +281,16 @@ class Generators:
             self._todo.put(partial(self._lose, number, lost))
 
     def _is_interrupted(self, sent_s: float) -> bool:
-        """Whether a failed or failing sync may have ended a call that was sent at ``sent_s``."""
-        return self._apart and not self._closed and (self._syncing or self._interrupted_s >= sent_s)
+        """Whether a sync that failed may have ended a call that was sent at ``sent_s``."""
+        return self._apart and not self._closed and self._interrupted_s >= sent_s
+
+    def _was_interrupted_after_sync(self, sent_s: float) -> bool:
+        """As ``_is_interrupted``, once the sync in progress is over. An error that merely came during a sync which
+        succeeds is the generator's own, and is raised."""
+        if self._apart and (self._syncing or self._is_interrupted(sent_s)):
+            with self.changing:
+                pass
+        return self._is_interrupted(sent_s)
 
     def _is_lost(self, number: int) -> bool:
         """Whether a generator is lost, or is being restarted."""
@@ -473,16 +478,21 @@ class Generators:
             self._check_suspects(number, [(other.step, other.prompts) for other in lost], error)
             self._lose(number, error)
             again()
-        elif isinstance(error, PodiumError) and self._is_interrupted(part.sent_s):
-            threading.Thread(target=self._once_weights_are_there, args=(again,), daemon=True).start()
-        else:
-            self._in_flight.discard(part)
-            if not part.drawn.done():
-                part.drawn.set_exception(error)
+        elif isinstance(error, PodiumError) and (self._syncing or self._is_interrupted(part.sent_s)):
+            refuse = partial(self._refuse_part, part, error)
 
-    def _once_weights_are_there(self, do: Callable[[], None]) -> None:
-        with self.changing:
-            self._todo.put(do)
+            def decide() -> None:
+                self._todo.put(again if self._was_interrupted_after_sync(part.sent_s) else refuse)
+
+            threading.Thread(target=decide, daemon=True).start()
+        else:
+            self._refuse_part(part, error)
+
+    def _refuse_part(self, part: _Part, error: Exception) -> None:
+        """Raise ``error`` where the part is waited for."""
+        self._in_flight.discard(part)
+        if not part.drawn.done():
+            part.drawn.set_exception(error)
 
     def _lose(self, number: int, error: PodiumError) -> None:
         """Restart a generator while the others continue."""
