@@ -13,29 +13,45 @@ __all__ = ["MASK", "find_masked", "find_secrets", "is_secret", "mask", "mask_com
 
 MASK: Final = "<secret>"
 
-_WORDS: Final = r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|NETRC|DSN"
+_WORDS: Final = r"SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|COOKIE|WEBHOOK|NETRC|DSN|BEARER|JWT"
 _VARIABLE: Final = re.compile(
-    rf"({_WORDS}|TOKEN|KEY|AUTH)S?(_|$)|_(PASS|PWD|PAT)$|^(AWS_|PAT$)", re.IGNORECASE
+    rf"({_WORDS}|TOKEN|KEY|AUTH|CONNECTION_STRING)S?(_|$)|(^|_|SSH)PASS$|_(PWD|PAT)$|^(AWS_|PAT$)", re.IGNORECASE
 )  # of environments, where hardly another variable is called so
 _KEY: Final = re.compile(
-    rf"(^|_)(({_WORDS})S?(_URL|_VALUE)?|AUTH|AUTHORIZATION|BEARER|PASS|PWD|PAT|TOKEN"
+    rf"(^|_)(({_WORDS})S?(_URL|_VALUE)?|AUTH|AUTHORIZATION|PASS|PWD|PAT|TOKEN"
     r"|(API|ACCESS|PRIVATE|SECRET|AUTH|SIGNING|ENCRYPTION|ACCOUNT|SERVICE|SESSION|LICENSE|MASTER|ADMIN)_?KEYS?)$"
 )  # of options, where a key may also be that of a mapping
+_KEY_OF_NUMBER: Final = re.compile(r"(^|_)(PASSWORD|PASSWD|PASSCODE|SECRET|PASS|PWD)$")
+_LEAST_NUMBER: Final = 1000  # which is a password of digits; a smaller one counts something
+_PERHAPS: Final = re.compile(
+    r"(KEY|TOKEN|AUTH|PASS|PW|SIG|SIGNATURE|HMAC|SALT|OTP|SAS|LICEN[CS]E|HEADER)S?(_ID|_HEADER|_VALUE)?$"
+)  # of options whose value says whether it is a secret
 _NO_KEY: Final = re.compile(
     r"(^|_)(STOP|PAD|PADDING|EOS|BOS|UNK|MASK|SEP|CLS|SPECIAL|END|START|BEGIN|FIRST|LAST|THINK\w*|IMAGE|VIDEO|AUDIO)_TOKEN$"
 )
 _WORD: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # between the words of apiKey
 # What may stand at each place of a long text is bounded, so that the search takes a time proportional to its length.
 _SIGN: Final = re.compile(
-    r"(?P<head>[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@'\"]*:)[^/\s@'\"]+(?=@)"  # the password of a URL
+    r"(?P<head>[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@'\"]*:)[^/\s'\"]+(?=@)"  # the password of a URL
     r"|(?P<scheme>\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{12,}"
     r"|\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|sk_(?:live|test)_[A-Za-z0-9]{16,}"
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_[A-Za-z0-9_]{16,}|glpat-[A-Za-z0-9_-]{16,}|wandb_v1_[A-Za-z0-9_]{16,}"
     r"|xox[abeprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{35}|npm_[A-Za-z0-9]{30,}"
+    r"|(?:gsk_|xai-|nvapi-|pplx-|r8_|dop_v1_|tgp_v1_|rpa_|lsv2_[a-z]{2}_|glsa_|hvs\.|dckr_pat_|tskey-[a-z]+-|xapp-|ya29\.)"
+    r"[A-Za-z0-9_-]{16,}|SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}"
     r"|pypi-[A-Za-z0-9_-]{30,}|eyJ[A-Za-z0-9_-]{10,1000}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+)"
     r"|(?P<hook>https://(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[^\s'\"]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
 )
+_NAMED: Final = re.compile(
+    r"(?P<head>(?:key|token|secret|password|passwd|passphrase|pwd|sig|signature|credential|authorization|auth)s?"
+    r"['\"]?[\s=:]{1,4}['\"]?(?:(?:token|key|apikey)\s{1,3})?)(?P<value>[A-Za-z0-9_+/=.~%-]{12,1000})"
+    r"|(?<=://)(?P<user>[A-Za-z0-9_+=.~%-]{12,1000})(?=@)",
+    re.IGNORECASE,
+)  # a secret by the name before it, if it looks like one
+_RUN: Final = re.compile(r"[A-Za-z0-9]{12,}")
+_CHANGE: Final = re.compile(r"(?<=[A-Za-z])[0-9]|(?<=[0-9])[A-Za-z]")
+_LEAST_CHANGES: Final = 3  # between letters and digits
 _SHORTEST: Final = 8  # characters of a secret that is looked for in other texts
 _SHORTEST_VARIABLE: Final = 16  # where it is a variable's value, which may be an ordinary word
 _DEEPEST: Final = 60
@@ -50,15 +66,19 @@ def find_secrets(allowed: Collection[str] = (), env: Mapping[str, str] | None = 
     return [
         name
         for name, value in (os.environ if env is None else env).items()
-        if name not in allowed and (_VARIABLE.search(name) or _SIGN.search(value) or _is_wandb(name, value))
+        if name not in allowed and (_VARIABLE.search(name) or next(_find_signs(value), "") or _is_wandb(name, value))
     ]
 
 
 def is_secret(key: str, value: object) -> bool:
     """Return whether the value of a key of the configuration is a secret because of the key."""
-    words = _WORD.sub("_", key.rpartition(".")[2]).replace("-", "_").upper()
-    is_text = isinstance(value, str) and value != "" and not _NO_KEY.search(words)
-    return is_text and (_KEY.search(words) is not None or _is_wandb(words, str(value)))
+    words = _split_words(key)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) >= _LEAST_NUMBER and _KEY_OF_NUMBER.search(words) is not None
+    if not isinstance(value, str) or not value or _NO_KEY.search(words):
+        return False
+    looks_drawn = _PERHAPS.search(words) is not None and _is_drawn(value)
+    return looks_drawn or _KEY.search(words) is not None or _is_wandb(words, value)
 
 
 def mask(value: Any, key: str = "") -> Any:
@@ -76,7 +96,7 @@ def mask_text(text: str) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         if secret in text and len(secret) >= (_SHORTEST if secret in _known else _SHORTEST_VARIABLE):
             text = text.replace(secret, MASK)
-    return _SIGN.sub(_replace, text)
+    return _hide_signs(text)
 
 
 def mask_command(words: Sequence[str]) -> list[str]:
@@ -95,7 +115,11 @@ def mask_command(words: Sequence[str]) -> list[str]:
 def find_masked(value: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of the keys whose values were masked."""
     if isinstance(value, Mapping):
-        for name, entry in cast("Mapping[Any, Any]", value).items():
+        entries = cast("Mapping[Any, Any]", value)
+        if any(MASK in str(name) for name in entries):  # a source with a password, for one
+            yield path
+            return
+        for name, entry in entries.items():
             yield from find_masked(entry, f"{path}.{name}".strip("."))
     elif isinstance(value, list | tuple):
         yield from dict.fromkeys(
@@ -114,17 +138,56 @@ def _mask(value: Any, key: str, depth: int) -> Any:
     if depth > _DEEPEST:
         return value
     if isinstance(value, Mapping):
-        return {name: _mask(entry, str(name), depth + 1) for name, entry in cast("Mapping[Any, Any]", value).items()}
+        of_secret = f"{key}_" if _KEY.search(_split_words(key)) else ""
+        entries = cast("Mapping[Any, Any]", value).items()
+        return {_hide(name): _mask(entry, f"{of_secret}{name}", depth + 1) for name, entry in entries}
     if isinstance(value, list | tuple):
-        return [_mask(entry, key, depth + 1) for entry in cast("Sequence[Any]", value)]
+        masked, option = list[Any](), ""
+        for entry in cast("Sequence[Any]", value):
+            masked.append(_mask(entry, option or key, depth + 1))
+            option = entry if isinstance(entry, str) and entry.startswith("--") else ""  # of a command line
+        return masked
+    if value != MASK and is_secret(key, value):
+        _known.add(str(value))
+        return MASK
+    return _hide(value)
+
+
+def _hide(value: Any) -> Any:
+    """Return a text without what looks like a secret by itself, which is known from then on; anything else as it is."""
     if not isinstance(value, str) or value == MASK:
         return value
-    if is_secret(key, value):
-        _known.add(value)
-        return MASK
-    for match in _SIGN.finditer(value):
-        _known.add(match[0][len(match["head"] or match["scheme"] or match["hook"] or "") :])
-    return _SIGN.sub(_replace, value)
+    _known.update(_find_signs(value))
+    return _hide_signs(value)
+
+
+def _find_signs(text: str) -> Iterator[str]:
+    """Yield the parts of a text that look like secrets."""
+    for match in _SIGN.finditer(text):
+        yield match[0][len(match["head"] or match["scheme"] or match["hook"] or "") :]
+    for match in _NAMED.finditer(text):
+        if _is_drawn(part := match["value"] or match["user"]):
+            yield part
+
+
+def _hide_signs(text: str) -> str:
+    def replace(match: re.Match[str]) -> str:
+        is_drawn = _is_drawn(match["value"] or match["user"])
+        return f"{match['head'] or ''}{MASK}" if is_drawn else match[0]
+
+    return _NAMED.sub(replace, _SIGN.sub(_replace, text))
+
+
+def _is_drawn(text: str) -> bool:
+    """Whether a text is a word in which letters and digits alternate, as in a key that a program has drawn."""
+    if text.startswith(("/", ".", "~")) or re.search(r"\s", text):
+        return False
+    return any(len(_CHANGE.findall(run)) >= _LEAST_CHANGES for run in _RUN.findall(text))
+
+
+def _split_words(key: str) -> str:
+    """Return the last part of a dotted key as words of capital letters with underscores between."""
+    return _WORD.sub("_", key.rpartition(".")[2]).replace("-", "_").upper()
 
 
 def _mask_word(key: str, value: str) -> str:

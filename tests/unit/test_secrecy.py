@@ -28,6 +28,10 @@ SIGNED = {
     "a URL": "postgres://user:hunter2@db.example/x",
     "a URL without a user": "redis://:hunter2@cache:6379",
     "a header": "Bearer abcdefghijkl.mnop",
+    "groq": "gsk_" + "aB3" * 9,
+    "nvidia": "nvapi-" + "aB3_" * 9,
+    "replicate": "r8_" + "aB3" * 9,
+    "sendgrid": "SG." + "aB3" * 7 + "." + "aB3" * 9,
     "a hook": "https://hooks.slack.com/services/T0/B0/XXXX",
 }
 
@@ -61,6 +65,76 @@ def test_a_key_that_names_a_secret_hides_its_text_however_deep(key: str) -> None
     assert SECRET not in json.dumps(masked)
     assert masked["environment"]["options"]["judges"][0]["how"] == {key: MASK}
     assert mask({key: 3, f"{key}_file": "a"}) == {key: 3, f"{key}_file": "a"}
+
+
+DRAWN = "Zq7vK2mP9xL4wR8t"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "openai_key", "openaiKey", "judge_key", "hf_keys", "api_tokens", "tokens", "myAPIToken", "key", "deploy_key",
+        "access_key_id", "signature", "sas", "auth_header", "passcode", "jwt", "otp",
+    ],
+)  # fmt: skip
+def test_a_key_that_may_name_a_secret_hides_what_a_program_has_drawn(key: str) -> None:
+    assert DRAWN not in json.dumps(mask({"options": {key: DRAWN, "more": [{key: [DRAWN]}]}}))
+    plain = {key: "step-000012-of-200"} if key not in ("passcode", "jwt") else {}
+    assert mask({**plain, "name": DRAWN, f"{key}_column": DRAWN}) == {**plain, "name": DRAWN, f"{key}_column": DRAWN}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"credentials": {"user": "u", "value": DRAWN}},
+        {"auth": ["user", DRAWN]},
+        {"args": ["--api-key", DRAWN]},
+        {"args": [f"--api-key={DRAWN}", "-v"]},
+        {"env": [f"JUDGE_TOKEN={DRAWN}"]},
+        {"command": f"curl -H 'X-Api-Key: {DRAWN}' host"},
+        {"connection": f"Server=x;AccountKey={DRAWN};Port=1"},
+        {"url": f"https://host/x?api_key={DRAWN}&n=2"},
+        {"url": f"https://host/x?v=1&sig={DRAWN}"},
+        {"remote": f"https://{DRAWN}@host/me/x.git"},
+        {"cache": f"redis://:a@{DRAWN}@host:6379"},
+        {"file": json.dumps({"private_key": DRAWN})},
+        {f"https://me:{DRAWN}@host/train.jsonl": 0.5, "other.jsonl": 0.5},
+    ],
+    ids=str,
+)
+def test_a_secret_is_hidden_wherever_its_name_stands(values: dict[str, Any]) -> None:
+    masked = mask({"options": values})
+    assert DRAWN not in json.dumps(masked) and MASK in json.dumps(masked)
+    assert [*find_masked(masked)], "a resume asks for it"
+    text = json.dumps(values) if "credentials" not in values and "auth" not in values else f"got {DRAWN}"
+    assert DRAWN not in mask_text(text)
+
+
+def test_a_password_of_digits_is_hidden() -> None:
+    assert mask({"password": 31415926, "other": {"db_password": 2718}}) == {
+        "password": MASK,
+        "other": {"db_password": MASK},
+    }
+    assert mask({"max_tokens": 4096, "secret": True, "eos_token": 151643}) == {
+        "max_tokens": 4096,
+        "secret": True,
+        "eos_token": 151643,
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "missing key: model.layers.10.mlp.experts.3.down_proj.w1.weight",
+        "key=step-000012, token: <|im_end|>, auth = none, signature: (completion, row)",
+        "https://a1b2c3d4e5f6.cloudfront.net/x/y.jsonl",
+        "the checkpoint has sha256 0123456789abcdef0123456789abcdef01234567",
+        "no token 123456789012 and no tokens 151643, 151644",
+        "token runs/2026-11-27-043347-grpo of Qwen/Qwen3-0.6B-Instruct-2507",
+    ],
+)
+def test_a_name_before_a_plain_word_hides_nothing(text: str) -> None:
+    assert mask_text(text) == text
 
 
 @pytest.mark.parametrize("text", SIGNED.values(), ids=SIGNED)
@@ -98,8 +172,17 @@ def test_variables_are_secrets_by_name_or_value(monkeypatch: pytest.MonkeyPatch)
         "WANDB_API_KEY": "1",
         "X_WEBHOOK_URL": "1",
     }
+    hidden |= {"SSHPASS": "1", "PASS": "1", "AZURE_STORAGE_CONNECTION_STRING": "1", "MY_BEARER": "1", "LOGIN_JWT": "1"}
+    hidden |= {"STORE": f"AccountName=a;AccountKey={DRAWN}"}
     hidden |= {"DATABASE_URL": SIGNED["a URL"], "NOTE": SIGNED["github"], "PODIUM_TOKEN": "1", "AWS_PROFILE": "1"}
-    plain = {"PATH_": "1", "HOME_URL": "https://host/x", "COMPAT": "1", "PATTERN": "1", "MY_KEYBOARD": "1"}
+    plain = {
+        "PATH_": "1",
+        "HOME_URL": "https://host/x",
+        "COMPAT": "1",
+        "COMPASS": "1",
+        "PATTERN": "1",
+        "MY_KEYBOARD": "1",
+    }
     for name, value in {**hidden, **plain}.items():
         monkeypatch.setenv(name, value)
     assert {*find_secrets()} >= {*hidden}

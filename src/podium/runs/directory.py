@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import platform
 import re
 import shlex
@@ -59,6 +60,7 @@ _OURS: Final = re.compile(
     r"|checkpoints|tensorboard|wandb|profile|\..*"
 )
 _OF_ONE_START: Final = re.compile(r"trace(-\d+)?\.json|(metrics|ledger)\.jsonl|summary\.json")
+_WRITTEN_BY_LIBRARIES: Final = ("profile", "tensorboard")
 _WITH_LINKS: Final = ("checkpoints", "wandb")  # `latest`, and what wandb links to what it has written
 
 
@@ -154,10 +156,12 @@ class RunDirectory:
         if resume:
             check_run(self.path)
             for name in filter(_OURS.fullmatch, self.files.names()):  # what this run will write, before it has trained
-                if self.files.is_folder(name):
-                    self.files.names(name) if name in _WITH_LINKS else self.files.check(name)
-                else:
+                if not self.files.is_folder(name):
                     self.files.open(name).close()
+                elif name not in _WITH_LINKS:
+                    self.files.check(name, is_written=name in _WRITTEN_BY_LIBRARIES)
+                elif links := self._find_links_out(name):
+                    raise DataError(f"{self.path}/{name}/{links[0]} is a link out of its folder: remove it")
             return
         if is_run(self.path):
             self.files.lock().close()  # for a run that is still running, the error names its process
@@ -170,6 +174,15 @@ class RunDirectory:
         foreign = [name for name in self.files.names() if not _OURS.fullmatch(name)] if self.path.exists() else []
         if foreign:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
+
+    def _find_links_out(self, folder: str) -> list[str]:
+        """The links in a folder that do not lead to an entry beside them. No path of a checkpoint comes from a link."""
+        texts = {name: self.files.read_link(folder, name) or "" for name in self.files.names(folder)}
+        return (
+            []
+            if folder == "checkpoints"
+            else [name for name, text in texts.items() if os.path.isabs(text) or ".." in Path(text).parts]
+        )
 
     def _forget(self) -> None:
         """Remove the files of a run without results, whose name the new run takes. The old run's logs and configuration

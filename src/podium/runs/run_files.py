@@ -31,6 +31,8 @@ _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_FILE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)
 _READ_AT_ONCE: Final = 1 << 24
 _SMALL_FILE: Final = 1 << 18  # config.yaml, places.json and summary.json have a few thousand bytes
+_LARGE_FILE: Final = 1 << 30
+_MOST_HOLLOW: Final = 16  # times as many bytes as are on the disk
 _ATTEMPTS: Final = 60_000  # a millisecond apart: is_locked() holds the lock for an instant
 
 
@@ -118,11 +120,17 @@ class RunFiles:
             elif kind:
                 raise _refuse(self._name((*names, name)))
 
-    def check(self, *names: str) -> Path:
-        """Return the path of a folder for code that opens paths itself. Raises DataError if something in it is neither
-        a regular file nor a folder."""
-        for _ in self.walk(*names):
-            pass
+    def check(self, *names: str, is_written: bool = False) -> Path:
+        """Return the path of a folder for code that opens paths itself, and may write to its files if ``is_written``.
+        Raises DataError if something in it is neither a folder nor a regular file that :meth:`open` opens, or has a
+        second name although it may be written to."""
+        for name in self.walk(*names):
+            with suppress(FileNotFoundError), self._parent((*names, name)) as (folder, last):
+                status = os.stat(last, dir_fd=folder, follow_symlinks=False)
+                if is_written and status.st_nlink > 1:
+                    raise _refuse(self._name((*names, name)), "has another name (hard link)")
+                if _is_hollow(status):
+                    self.open(*names, name).close()
         return self.absolute.joinpath(*names)
 
     def signature(self, *names: str) -> tuple[int, int]:
@@ -317,13 +325,31 @@ class RunFiles:
                 raise
         status = os.fstat(descriptor)
         is_file, is_written = stat.S_ISREG(status.st_mode), flags & os.O_ACCMODE != os.O_RDONLY
+        what = ""
         if not is_file or (is_written and status.st_nlink > 1):
+            what = "has another name (hard link)" if is_file else "no regular file"
+        elif _is_hollow(status) and _has_hole(descriptor):
+            what = f"has {status.st_size:,} bytes, of which nearly all are holes"
+        if what:
             os.close(descriptor)
-            raise _refuse(self._name(names), "has another name (hard link)" if is_file else "no regular file")
+            raise _refuse(self._name(names), what)
         return descriptor
 
     def _name(self, names: tuple[str, ...]) -> str:
         return str(self.path.joinpath(*names))
+
+
+def _is_hollow(status: os.stat_result) -> bool:
+    """Whether a file is large and has hardly a block on the disk, as one of holes, which fits into a small archive."""
+    return status.st_size > max(_LARGE_FILE, status.st_blocks * 512 * _MOST_HOLLOW)
+
+
+def _has_hole(descriptor: int) -> bool:
+    """Whether a file has a hole. A file system that compresses files, or does not count their blocks, has others."""
+    size = os.lseek(descriptor, 0, os.SEEK_END)
+    is_hollow = os.lseek(descriptor, 0, os.SEEK_HOLE) < size
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return is_hollow
 
 
 def _refuse(path: str, what: str = "no regular file") -> DataError:

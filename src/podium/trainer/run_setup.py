@@ -188,7 +188,7 @@ def open_run(
     saver = Saver(directory.checkpoints, config.save, texts, beside=kept.cluster.capabilities.concurrent)
     stack.callback(saver.close)
     stack.callback(kept.grader.drop)
-    traces = directory.files.check("profile")
+    traces = directory.files.check("profile", is_written=True)
     roles = stack.enter_context(start_roles(kept.cluster, config, options.workers, traces))
     generators = _make_generators(config, roles, kept, directory) if roles.generators else None
     if generators is not None:

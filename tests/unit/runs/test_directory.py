@@ -99,6 +99,30 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.parametrize("name", ["profile/update-0.json", "tensorboard/events.out"])
+def test_a_second_name_of_a_file_that_a_library_writes_is_refused(run: RunDirectory, tmp_path: Path, name: str) -> None:
+    run.write_config("run: {}")
+    (tmp_path / "mine").write_text("mine")
+    (run.path / name).parent.mkdir()
+    os.link(tmp_path / "mine", run.path / name)
+    run.close()
+    with pytest.raises(DataError, match=rf"{name} is a link, or has another name"):
+        RunDirectory(run.path, resume=True)
+
+
+def test_no_link_leads_a_tracker_out_of_its_folder(run: RunDirectory, tmp_path: Path) -> None:
+    run.write_config("run: {}")
+    (run.path / "wandb" / "run-1").mkdir(parents=True)
+    (run.path / "wandb" / "latest-run").symlink_to("run-1")
+    run.close()
+    RunDirectory(run.path, resume=True).close()
+    for target in (tmp_path, "../..", "run-1/../../logs"):
+        (run.path / "wandb" / "run-2").symlink_to(target)
+        with pytest.raises(DataError, match=r"wandb/run-2 is a link out of its folder"):
+            RunDirectory(run.path, resume=True)
+        (run.path / "wandb" / "run-2").unlink()
+
+
 @pytest.mark.parametrize("name", ["logs/controller.log", "logs/policy-0.log", "metrics.jsonl"])
 def test_a_link_in_place_of_a_file_that_grows_is_refused(run: RunDirectory, tmp_path: Path, name: str) -> None:
     """A stranger's run would add lines to any file of the user's, such as one that a shell reads at its start."""

@@ -229,6 +229,26 @@ def test_a_folder_that_becomes_a_link_meanwhile_is_not_followed(files: RunFiles,
     assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["file", "inner"]
 
 
+def test_a_second_name_is_refused_where_libraries_write_by_paths(files: RunFiles) -> None:
+    os.link(files.path / "twice", files.path / "folder" / "update.json")
+    assert files.check("folder") == files.absolute / "folder"
+    with pytest.raises(DataError, match=r"folder/update\.json is a link, or has another name \(hard link\)"):
+        files.check("folder", is_written=True)
+
+
+def test_a_large_file_of_holes_is_not_read(files: RunFiles) -> None:
+    """Its gigabytes would fill the memory, and an archive that brings it has a few bytes."""
+    with (files.path / "folder" / "file").open("ab") as file:
+        file.truncate(1 << 40)
+    for method in (files.open, files.read, files.read_small, files.append):
+        with pytest.raises(DataError, match="folder/file is a link, or has 1,099,511,627,776 bytes, of which nearly"):
+            method("folder", "file")
+    with pytest.raises(DataError, match="holes"):
+        files.check("folder")
+    os.truncate(files.path / "folder" / "file", 1 << 20)
+    assert len(files.read("folder", "file")) == 1 << 20
+
+
 def test_another_user_prepares_a_run(tmp_path: Path) -> None:
     """The links are those of a second user, who may not write to the victim's files."""
     if os.getuid() != 0:
