@@ -15,6 +15,7 @@ A section stands beside the class that it configures. Its fields are its keys; t
 """
 
 import dataclasses
+import datetime
 import functools
 import os
 import re
@@ -323,14 +324,18 @@ def _load_yaml(text: str) -> object:
 
 
 def _check_plain(value: object) -> None:
-    """Raise ValueError for text that cannot be written, and for values that references repeat without end."""
+    """Raise ValueError for values that no file of a run can hold, and for those that references repeat without end."""
     level = [value]
     for _ in range(_DEEPEST):
-        for text in level:
-            if isinstance(text, str) and _NO_TEXT.search(text):
+        for node in level:
+            if isinstance(node, str) and _NO_TEXT.search(node):
                 raise ValueError(
-                    f"{text[:60]!r} contains a character that is not text: NUL, or half of a surrogate pair"
+                    f"{node[:60]!r} contains a character that is not text: NUL, or half of a surrogate pair"
                 )
+            if isinstance(node, int) and node.bit_length() > _MOST_BITS:
+                raise ValueError(f"a whole number has {node.bit_length()} bits, and {_MOST_BITS} are the most")
+            if not isinstance(node, _PLAIN):
+                raise ValueError(f"a value is of type {type(node).__name__}: write it as text, in quotes, or as a list")
         items = (cast("Mapping[Any, Any]", node).items() if isinstance(node, Mapping) else () for node in level)
         lists = (cast("list[Any]", node) if isinstance(node, list) else () for node in level)
         level = list(islice(chain(chain.from_iterable(chain.from_iterable(items)), *lists), _LARGEST + 1))
@@ -341,6 +346,8 @@ def _check_plain(value: object) -> None:
     raise ValueError(_TOO_MUCH)
 
 
+_PLAIN = (str, int, float, types.NoneType, list, Mapping, datetime.date)
+_MOST_BITS = 64
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _DEEPEST, _LARGEST = 50, 100_000
 _TOO_MUCH = f"its values are nested more than {_DEEPEST} deep, or more than {_LARGEST} on one level"

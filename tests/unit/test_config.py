@@ -245,6 +245,11 @@ def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [1", "is not valid YAML"),
+        ("steps: 0x" + "f" * 5000, "a whole number has 20000 bits, and 64 are the most"),
+        ("steps: 1" + ":59" * 5000, "bits, and 64 are the most"),
+        ("steps: !!set {a, b}", "a value is of type set: write it as text"),
+        ("steps: !!binary aGk=", "a value is of type bytes"),
+        ("steps: !!omap [a: 1]", "a value is of type tuple"),
         ("- 1", "holds list, and a configuration is a mapping"),
         ("optim:\n  lr: 1\n  schedule: cosine\n  lr: 2", r"'lr' appears twice[^$]*line 4, column 3"),
     ],

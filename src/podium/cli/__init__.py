@@ -4,6 +4,7 @@ Each command imports what it needs when it runs, so that help and mistakes are a
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from podium.exceptions import describe_error
 from podium.extras import explain_packages
 from podium.functions import nearest
 from podium.lazy import without_collector
+from podium.telemetry.formatting import visible
 
 __all__ = ["COMMANDS", "describe_commands", "find_commands", "load_command", "main"]
 
@@ -32,11 +34,23 @@ COMMANDS = {
 }
 
 
+class _VisibleFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def _spell_warnings() -> None:
+    """Spell out the control characters of warnings, which repeat what stands in files."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_VisibleFormatter())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 2 for an error of Podium's, 130 or 143 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    _spell_warnings()
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     installed = {} if command in COMMANDS else find_commands()
     if command not in COMMANDS and command not in installed:
@@ -53,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         else:
-            sys.stderr.write(f"podium {command}: {_in_short(error)}\n")
+            sys.stderr.write(f"podium {command}: {visible(_in_short(error))}\n")
         return 2
     except Exception as error:
         from podium.processes import explain_limit

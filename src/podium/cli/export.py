@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from podium.errors import ConfigError, PodiumError
+from podium.telemetry.formatting import visible
 
 __all__ = ["run_export"]
 
@@ -48,7 +49,7 @@ def run_export(arguments: Sequence[str]) -> int:
     source = dataclasses.replace(source, overrides=overrides)
     source.check()
     for remark in source.remarks():
-        sys.stderr.write(f"{remark}\n")
+        sys.stderr.write(f"{visible(remark)}\n")
     with contextlib.ExitStack() as stack:
         folder = options.to or str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model")
         export_model(source, Path(folder), merge=options.merge)

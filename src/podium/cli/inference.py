@@ -23,6 +23,7 @@ from podium.runs.config import InferenceConfig, recipe_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.records import RunRecord, flatten, is_run
+from podium.telemetry.formatting import visible
 
 if TYPE_CHECKING:
     from podium.runs.evaluation import Evaluation
@@ -144,7 +145,7 @@ def run_sample(arguments: Sequence[str]) -> int:
             sample = stack.enter_context(open_sampler(config, stack.enter_context(connect(backend))))
         for number, prompt in enumerate(prompts):
             for completion in sample(prompt, number):
-                sys.stdout.write(completion + "\n")
+                sys.stdout.write((visible(completion) if sys.stdout.isatty() else completion) + "\n")
             sys.stdout.flush()
     return 0
 
@@ -196,7 +197,7 @@ def open_config(
     source = find_model(model)
     if source is not None:
         for remark in remarks(config, source.run, _with_train(needs, bool(config.data.eval))):
-            sys.stderr.write(f"{remark}\n")
+            sys.stderr.write(f"{visible(remark)}\n")
         for key, text in RunRecord(source.run).of_script.items():
             if key.startswith("script.") and key != "script.data":
                 sys.stderr.write(f"the run had {text}, as its {key.removeprefix('script.')}, which is not used here\n")

@@ -70,7 +70,7 @@ def _parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentP
 
 
 def _list(runs: Sequence[RunRecord]) -> None:
-    from podium.telemetry.formatting import duration
+    from podium.telemetry.formatting import duration, visible
 
     lines = [("run", "state", "step", "held-out", "took", "last written")]
     for run in runs:
@@ -78,33 +78,35 @@ def _list(runs: Sequence[RunRecord]) -> None:
         total = run.settings.get("run.steps")
         step = f"{run.step} of {total}" if isinstance(total, int) else str(run.step)
         name = f"{run.path} (replay)" if run.replay_of else str(run.path)
-        lines.append((name, run.state, step, _held_out(run), duration(run.seconds), when))
+        lines.append((visible(name), run.state, step, _held_out(run), duration(run.seconds), when))
     _write_table(lines)
 
 
 def _show(run: RunRecord) -> None:
     from podium.runs.records import name_data
-    from podium.telemetry.formatting import duration
+    from podium.telemetry.formatting import duration, visible
 
-    sys.stdout.write(f"{run.path}: {_describe_run(run)}, took {duration(run.seconds)}\n")
+    sys.stdout.write(f"{visible(str(run.path))}: {_describe_run(run)}, took {duration(run.seconds)}\n")
     chosen = ("model.path", "data.train", "environment.name", "reward.name", "run.seed", "run.schedule", "optim.lr")
     shown = {**run.settings, "data.train": name_data(run.settings)}
     settings = {key: shown[key] for key in chosen if shown.get(key) not in (None, "", {})} | run.of_script
     sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in settings.items())}\n")
     for name in ("best_checkpoint", "model_path"):
         if path := run.result(name):
-            sys.stdout.write(f"  {name.replace('_', ' ')}: {path}\n")
+            sys.stdout.write(f"  {name.replace('_', ' ')}: {visible(str(path))}\n")
     _draw(run)
 
 
 def _describe_run(run: RunRecord) -> str:
     """Return a line about a run: its state, what judges it, and the states of its prompts."""
+    from podium.telemetry.formatting import visible
+
     facts = [run.progress, *([f"replay of {run.replay_of}"] if run.replay_of else [])]
     if run.judged is not None:
         facts.append(f"held-out {_held_out(run)}")
     prompts = run.prompts
     facts += [f"{count} prompts {name.replace('_', ' ')}" for name, count in prompts.counts().items()]
-    facts += [f"({count} dropped: {reason})" for reason, count in prompts.reasons.items()]
+    facts += [f"({count} dropped: {visible(reason)})" for reason, count in prompts.reasons.items()]
     return ", ".join(facts)
 
 
@@ -142,11 +144,12 @@ def _compare(arguments: Sequence[str]) -> int:
     from podium.runs.comparison import differing, groups_of, plot_runs
     from podium.runs.records import find_runs
     from podium.telemetry import metrics
+    from podium.telemetry.formatting import visible
 
     runs = [run for path in options.paths for run in find_runs(Path(path))]
     if len(runs) < 2:
         raise ConfigError(f"{options.paths[0]} is one run: give at least two to compare")
-    names = [run.path.name for run in runs]
+    names = [visible(run.path.name) for run in runs]
     _write_table(
         [("", *names)]
         + [(key, *(_short(value) for value in values)) for key, values in differing(runs).items()]
@@ -160,7 +163,7 @@ def _compare(arguments: Sequence[str]) -> int:
     if not metric or all(run.last(metric) is None for run in runs):
         raise ConfigError(f"--metric {metric or 'NAME'}: no metric of this name is in metrics.jsonl of these runs")
     groups = groups_of(runs)
-    picture = plot_runs(groups, [group[0].path.name for group in groups], metric, Path(options.out))
+    picture = plot_runs(groups, [visible(group[0].path.name) for group in groups], metric, Path(options.out))
     sys.stdout.write(f"{metric}: {picture}\n")
     return 0
 

@@ -30,7 +30,7 @@ class StatusSink(Sink):
             self._status = Console(stderr=True).status(Text(visible(what)))
             self._status.start()
         else:
-            sys.stderr.write(f"{what}\n")
+            sys.stderr.write(f"{visible(what)}\n")
             sys.stderr.flush()
 
     def handle(self, event: Event) -> None:
@@ -38,7 +38,7 @@ class StatusSink(Sink):
         if isinstance(event, Waiting) and not event.what.startswith("loading ") and event.what != self._what:
             self._what = event.what
             if self._status is None:
-                sys.stderr.write(f"{event.what}\n")
+                sys.stderr.write(f"{visible(event.what)}\n")
                 sys.stderr.flush()
         counts = describe_counts(event.counts) if isinstance(event, Progressing) else ""
         if self._status is not None and isinstance(event, Waiting | Progressing):

@@ -29,6 +29,7 @@ from podium.runs.named_files import PLACES, as_given, read_objects
 from podium.runs.run_files import RunFiles
 from podium.runs.typed import Amount, Count, Number, read_json, read_lines
 from podium.secrecy import mask
+from podium.telemetry.formatting import visible
 from podium.telemetry.held_out import ACCURACY, Metric
 
 __all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "RunRecord"]
@@ -90,7 +91,8 @@ class RunRecord:
                     )
             settings = flatten(mask(as_given(values, self.path)))
             objects = read_objects(text.decode(errors="replace"))
-            return dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
+            shown = dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
+            return {visible(key): visible(value) if isinstance(value, str) else value for key, value in shown.items()}
         return {}
 
     @property
@@ -102,7 +104,10 @@ class RunRecord:
     @property
     def of_script(self) -> dict[str, str]:
         """The settings that stand for objects which the script of the run passed."""
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.settings.items()}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, default=str)
+            for key, value in self.settings.items()
+        }
         return {key: text for key, text in texts.items() if OF_SCRIPT in text or key.startswith("script.")}
 
     @property
@@ -275,6 +280,8 @@ def _check_row(row: Any) -> Any:
     for name, value in row.items():
         if name in _Fields.__annotations__ or value is None:
             continue
+        if visible(name) != name:
+            raise ValueError(f"{name!r:.40} has control characters, which no name of a metric has")
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
             raise ValueError(f"{name} = {value!r:.40}: expected a finite number")
         if row["kind"] == "eval" and Metric(name.partition("/")[0]).is_share and not 0 <= value <= 1:

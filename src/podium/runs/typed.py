@@ -17,6 +17,7 @@ import pydantic
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from podium.errors import DataError
+from podium.telemetry.formatting import visible
 
 __all__ = ["Amount", "Count", "Figure", "Number", "read_json", "read_lines", "write_json"]
 
@@ -133,4 +134,4 @@ def _shorten(value: Any) -> str:
         text = value if isinstance(value, str) else repr(value)
     except (ValueError, RecursionError):  # of integers that are too long to be written
         text = f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return visible(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")

@@ -95,6 +95,41 @@ def test_a_damaged_file_counts_as_a_missing_one(tmp_path: Path, text: str) -> No
     assert "run.steps" not in record.settings
 
 
+def test_what_a_run_says_moves_no_cursor(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Escape sequences clear a terminal, set its title, and some terminals take commands by them."""
+    escape, quoted = "\\e]0;x\\a\\e[2J", r"\u001b[2J"
+    run = tmp_path / "runs" / "on\x1b[2Je"
+    run.mkdir(parents=True)
+    settings = f'{{steps: 5, seed: 0, "{escape}": "{escape}"}}'
+    model, reward = f'model: {{path: "{escape}"}}', f'reward: {{name: ["{escape}"]}}'
+    (run / "config.yaml").write_text(f"run: {settings}\n{model}\n{reward}\n")
+    rows = [
+        f'{{"kind": "eval", "step": 1, "metric": "{quoted}", "{quoted}": 0.5, "items": 2}}',
+        '{"kind": "step", "step": 2, "loss": 1.0}',
+        f'{{"kind": "step", "step": "{quoted}"}}',
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    lines = [
+        '{"first": 0}', '{"state": "taken", "step": 1, "prompts": [0]}',
+        f'{{"state": "dropped", "step": 1, "prompts": [0], "reason": "{quoted}"}}',
+    ]  # fmt: skip
+    (run / "ledger.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (run / "summary.json").write_text(f'{{"steps": 2, "finished": true, "model_path": "{quoted}"}}')
+    monkeypatch.chdir(tmp_path)
+    other = ["--out", str(tmp_path / "c.png")]
+    for argv in (
+        ["runs"], ["runs", str(run)], ["runs", "compare", str(run), str(run), *other], ["changes", str(run)],
+        ["view", str(run), "--export", str(tmp_path / "v.html")], ["export", str(run), "--to", str(tmp_path / "out")],
+        ["sample", str(run), "--prompt", "a"], ["train", "grpo", "--resume", str(run)],
+        ["runs", "clean", "--yes", str(run)],
+    ):  # fmt: skip
+        status, text = main(argv), "".join(capfd.readouterr())
+        assert "\x1b" not in text and "\a" not in text, f"{argv[:2]}: {status}: {text!r}"
+        assert text
+
+
 def test_links_pipes_and_huge_files_are_not_read(tmp_path: Path) -> None:
     run, secret = tmp_path / "run", tmp_path / "secret"
     run.mkdir()

@@ -29,13 +29,16 @@ def run_changes(arguments: Sequence[str]) -> int:
     if len(options.names) > 2:
         raise ConfigError("expected two evaluations: give RUN, or RUN@STEP twice")
     from podium.runs.records import RunRecord
+    from podium.telemetry.formatting import visible
     from podium_changes.evaluations import find_evaluations, find_run, without_completions
 
     sets = find_evaluations(options.names)
     for run in dict.fromkeys(find_run(path) for paths in sets.values() for path in paths):
-        sys.stdout.writelines(f"{run}: {key} is {text}\n" for key, text in RunRecord(run).of_script.items())
+        sys.stdout.writelines(
+            f"{visible(str(run))}: {key} is {text}\n" for key, text in RunRecord(run).of_script.items()
+        )
     for number, (name, (first, second)) in enumerate(sets.items()):
-        sys.stdout.write("\n" * (number > 0) + (f"set       {name}\n" if name else ""))
+        sys.stdout.write("\n" * (number > 0) + (f"set       {visible(name)}\n" if name else ""))
         gone = without_completions(Path(options.names[0]), name, second) if len(options.names) == 1 else ()
         if gone:
             steps = ", ".join(map(str, gone))
@@ -48,6 +51,7 @@ def run_changes(arguments: Sequence[str]) -> int:
 
 def _show(first: Path, second: Path, count: int) -> None:
     """Print what changed between the evaluations in two files, and ``count`` prompts of each kind."""
+    from podium.telemetry.formatting import visible
     from podium.telemetry.held_out import ACCURACY
     from podium_changes.evaluations import compare_evaluations
 
@@ -57,7 +61,7 @@ def _show(first: Path, second: Path, count: int) -> None:
         sys.stdout.write(f"metric    {metric.title}\n")
     for name, path, mean in (("before", first, changes.means[0]), ("after", second, changes.means[1])):
         items = f"{round(mean * changes.items)} of {changes.items}" if is_accuracy else f"{changes.items} items"
-        sys.stdout.write(f"{name:<9} {metric.write(mean)}  ({items})  {path}\n")
+        sys.stdout.write(f"{name:<9} {metric.write(mean)}  ({items})  {visible(str(path))}\n")
     kinds = {
         ("broke" if is_accuracy else "worse"): changes.worse,
         ("mended" if is_accuracy else "better"): changes.better,
