@@ -217,6 +217,8 @@ class GradingProcesses:
                         pending.settle(number, self._outcome(pending, number, decode(body)))
         except FrameError:
             error = RewardError(f"the process that loaded the reward {self._label} sent something other than a result")
+        except Exception as failed:  # noqa: BLE001 - whoever waits for a grade would wait for ever
+            error = RewardError(f"the grades of the reward {self._label} cannot be read: {describe_error(failed)}")
         self._error = error or self._explain_end()
         self._launched.channel.close()
         self._settle_all(self._error)

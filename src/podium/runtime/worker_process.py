@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
 
 def pack_outcome(outcome: Outcome, wants_result: bool, pack: Callable[[Any], P]) -> tuple[Outcome, P]:
     """An outcome, and its value packed by ``pack``. A result that does not pickle becomes an error, and so does a
-    result for which the store has no room."""
+    result for which the store has no room, or that cannot be packed for any other reason."""
     value = None if outcome.status == "ok" and not wants_result else outcome.value
     try:
         if value is not None and outcome.keep is not None:
@@ -109,7 +109,9 @@ def pack_outcome(outcome: Outcome, wants_result: bool, pack: Callable[[Any], P])
     except (SerializationError, StoreFullError) as error:
         cause = "" if error.__cause__ is None else read_text(error.__cause__)
         failure = Failure(type(error).__name__, str(error), cause, error, False)
-        return outcome._replace(status="error", value=failure), pack(failure)
+    except Exception as error:  # noqa: BLE001 - the caller would wait for ever
+        failure = Failure(name_class(error), f"the result cannot be sent: {describe_error(error)}", "", None, False)
+    return outcome._replace(status="error", value=failure), pack(failure)
 
 
 class _Running:
@@ -203,20 +205,27 @@ class WorkerProcess:
     def execute_concurrently(
         self, number: int, target: str, method: str, values: Values, done: Callable[[Outcome], None]
     ) -> None:
-        """Run one request beside others. ``done`` receives its outcome, in any thread."""
-        if not target and method not in _LONG:
-            done(self.execute(number, target, method, values))
-        elif not target:  # the pool may be full of endpoints that wait for this
-            threading.Thread(
-                target=lambda: done(self.execute(number, target, method, values)), name="podium-long", daemon=True
-            ).start()
-        else:
-            self._pool.submit(self._execute_beside, number, target, method, values, done)
+        """Run one request beside others. ``done`` receives its outcome, in any thread. If ``done`` raises, it receives
+        that as an error: no caller would see an exception of such a thread, and this one would wait for ever."""
 
-    def _execute_beside(
-        self, number: int, target: str, method: str, values: Values, done: Callable[[Outcome], None]
-    ) -> None:
-        done(self.execute(number, target, method, values))
+        def execute() -> None:
+            outcome = self.execute(number, target, method, values)
+            try:
+                done(outcome)
+            except Exception as error:  # noqa: BLE001 - see above
+                text = f"the answer of {method} cannot be sent: {describe_error(error)}"
+                failure = Failure(name_class(error), text, "", None, False)
+                done(outcome._replace(status="error", value=failure, keep=None))
+
+        if not target and method not in _LONG:
+            execute()
+        elif not target:  # the pool may be full of endpoints that wait for this
+            threading.Thread(target=execute, name="podium-long", daemon=True).start()
+        else:
+            self._pool.submit(self._execute_beside, execute)
+
+    def _execute_beside(self, execute: Callable[[], None]) -> None:
+        execute()
         _leave_cores()
 
     def _find(self, target: str, method: str) -> _Function:

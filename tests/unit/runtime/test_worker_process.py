@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from podium.errors import SerializationError
+from podium.errors import RefLostError, SerializationError
 from podium.runtime import Worker, WorkerContext, endpoint
 from podium.runtime.messages import Failure
 from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
@@ -231,6 +232,35 @@ def test_a_result_that_cannot_be_packed_becomes_an_error_that_can() -> None:
     outcome, (failure,) = pack_outcome(Outcome("ok", {5}, 1, 2), True, pack)
     assert (outcome.status, outcome.started_ns, outcome.ended_ns) == ("error", 1, 2)
     assert (failure.type_name, failure.message) == ("SerializationError", "the result does not pickle")
+
+
+@pytest.mark.parametrize("error", [OSError(27, "File too large"), RefLostError("gone"), MemoryError()])
+def test_a_result_that_cannot_be_sent_for_any_reason_is_an_error_of_its_call(error: Exception) -> None:
+    def pack(value: Any) -> list[Any]:
+        if value == 5:
+            raise error
+        return [value]
+
+    outcome, (failure,) = pack_outcome(Outcome("ok", 5, 1, 2), True, pack)
+    assert outcome.status == "error"
+    assert "cannot be sent" in failure.message
+
+
+def test_a_concurrent_request_whose_answer_cannot_be_sent_is_answered_by_an_error(process: WorkerProcess) -> None:
+    answers, asked = SimpleQueue[Outcome](), list[Outcome]()
+
+    def done(outcome: Outcome) -> None:
+        asked.append(outcome)
+        if outcome.status == "ok":
+            raise OSError(27, "File too large")
+        answers.put(outcome)
+
+    process.execute_concurrently(1, "subject", "add", lambda: {"x": 1, "y": 2}, done)
+    outcome = answers.get(timeout=60)
+    assert len(asked) == 2
+    assert (outcome.status, outcome.value.type_name) == ("error", "OSError")
+    assert "the answer of add cannot be sent" in outcome.value.message
+    assert "File too large" in outcome.value.message
 
 
 def test_a_scripts_own_traceback_is_pythons(tmp_path: Path) -> None:
