@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -27,8 +27,22 @@ from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
 
 __all__ = ["Message", "Parcel", "ProcessActor", "pack"]
 
-Parcel = tuple[bytes, list[bytearray]]
-"""A value as pickle bytes and buffers. Monarch unpickles a bytearray into fresh memory: the reader's own to change."""
+
+class SentBuffer:
+    """Bytes that the reader receives as a bytearray, in memory of its own that it may change.
+
+    Monarch refers to bytes that it sends, and makes a copy of a bytearray for each process that it is sent to.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __reduce__(self) -> tuple[type[bytearray], tuple[bytes]]:
+        return bytearray, (self.data,)
+
+
+Parcel = tuple[bytes, Sequence[SentBuffer | bytearray]]
+"""A value as pickle bytes and buffers, which are a SentBuffer until they have traveled."""
 
 
 class Message(NamedTuple):
@@ -87,7 +101,7 @@ class ProcessActor(Actor):
 def pack(value: Any, what: str) -> Parcel:
     """``value`` as it travels. Raises SerializationError."""
     data, buffers = encode(value, what)
-    return data, [bytearray(buffer.raw()) for buffer in buffers]
+    return data, [SentBuffer(bytes(buffer.raw())) for buffer in buffers]
 
 
 def _serve(queue: SimpleQueue[Message], run: Callable[[Message], None]) -> None:
