@@ -4,9 +4,13 @@ The rows go through the model together and each alone. Together they must give t
 within rounding, and the gradient of the last row's states with respect to all inputs that are not its own must be
 zero. A leak between rows that small weights hide in rounding shows in this gradient, which is exactly zero where there
 is no path.
+
+On a large model the trial is several passes of it. Later starts read its verdict from a file (see
+:mod:`.row_verdicts`), and compute a row of two tokens, which shows that the weights give finite numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 import torch
@@ -19,6 +23,8 @@ from podium.exceptions import describe_error
 from podium.models.loading import plain_model, rotary_turn
 from podium.training.config import ParallelConfig
 from podium.training.micro_batches import SharedPrompts, cut
+from podium.training.parallel import is_sharded
+from podium.training.row_verdicts import Verdicts
 from podium.training.scoring import run_model
 
 __all__ = ["Batching", "choose_batching", "interference", "may_share_prompts"]
@@ -29,6 +35,8 @@ Batching = Literal["packed", "padded", "equal"]
 _LONGEST: Final = 14  # of the rows, in tokens
 _SHORTEST: Final = 8  # that share a prompt
 _MOST_IDS: Final = 1000  # a vocabulary begins with text; ids of images and the like come late
+_MIXED: Final = "what it computes for one row depends on the other row or on padding"
+_DIFFERENT: Final = "what it computes for a row is not what the row gives alone"
 
 
 def choose_batching(
@@ -41,17 +49,18 @@ def choose_batching(
             one length.
     """
     name, note = type(plain_model(model)).__name__, ""
+    verdicts = _verdicts(model, device, precision)
     if config.packed(device):
-        reason = interference(model, device, precision, packed=True)
+        reason = _try(verdicts, model, device, precision, packed=True)
         if not reason:
             return "packed", ""
         if config.batching == "packed":
             raise ConfigError(f"parallel.batching=packed: {name} cannot take packed rows: {reason}; use auto or padded")
         note = f"{name} gets padded rows, because it cannot take packed ones: {reason}"
-    reason = interference(model, device, precision)
+    reason = _try(verdicts, model, device, precision)
     if not reason:
         return "padded", note
-    if other := interference(model, device, precision, equal=True):
+    if other := _try(verdicts, model, device, precision, equal=True):
         raise ConfigError(f"{name} cannot take several rows in a forward pass: {other}")
     return "equal", f"{name} gets rows of one length at a time, because it cannot take padded ones: {reason}"
 
@@ -66,7 +75,25 @@ def may_share_prompts(
     turns = rotary_turn(plain_model(model).config) is not None
     if config.batching != "auto" or batching == "equal" or turns:
         return False
-    return not interference(model, device, precision, share=True)
+    return not _try(_verdicts(model, device, precision), model, device, precision, share=True)
+
+
+def _verdicts(model: nn.Module, device: torch.device, precision: torch.dtype) -> Verdicts:
+    return Verdicts(model, device, precision, ("", _MIXED, _DIFFERENT), sharded=is_sharded(model))
+
+
+def _try(verdicts: Verdicts, model: nn.Module, device: torch.device, precision: torch.dtype, **rows: bool) -> str:
+    """Return what :func:`interference` returns for such rows, or returned at an earlier start."""
+    trial = " ".join(sorted(rows)) or "padded"
+    verdict = verdicts.find(trial)
+    if verdict is None:
+        verdict = interference(model, device, precision, **rows)
+        verdicts.keep(trial, verdict)
+    elif "share" not in rows:  # other rows of the same model were computed before those that share a prompt
+        with _evaluating(model, device, precision), torch.no_grad():
+            row = _rows(_vocabulary(model), [2], [1], share=False).to(device)
+            _check_finite(plain_model(model), [_pass(model, row)[0]])
+    return verdict
 
 
 def interference(
@@ -87,44 +114,61 @@ def interference(
         equal: Whether the rows are of one length, so that neither gets padding.
         share: Whether there are three rows, of which two share their prompt.
     """
-    inner: Any = plain_model(model)
-    positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-    longest = min(_LONGEST, positions or _LONGEST)
+    inner, longest = plain_model(model), _longest(model)
     lengths, prompts = [longest, longest if equal else longest * 2 // 3], [1, 1]
     if share:
         lengths, prompts = [longest, longest - 1, longest - 3], [longest // 3, longest // 2, longest // 2]
         if longest < _SHORTEST:
             return f"the model has {longest} positions"
-    rows = _rows(inner.get_input_embeddings().weight.shape[0], lengths, prompts, share=share).to(device)
+    rows = _rows(_vocabulary(model), lengths, prompts, share=share).to(device)
+    with _evaluating(model, device, precision):
+        with torch.no_grad():
+            alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(rows))]
+        _check_finite(inner, alone)
+        try:
+            together, foreign = _pass(model, rows, packed=packed, share=share)
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - whatever an architecture raises, rows cannot share a pass
+            return " ".join(describe_error(error).split())
+    if not bool((foreign == 0).all()):  # NaN is no zero
+        return _MIXED
+    if not same_within_rounding(together, torch.cat(alone), precision, next(inner.parameters()).dtype):
+        return _DIFFERENT
+    return ""
+
+
+@contextmanager
+def _evaluating(model: nn.Module, device: torch.device, precision: torch.dtype) -> Iterator[None]:
     training, threads = model.training, torch.get_num_threads()
     model.eval()
     # So few tokens give several threads little to do, and on a busy machine these spin while they wait for one another.
     torch.set_num_threads(1)
     try:
         with torch.enable_grad(), autocast(device, precision):
-            with torch.no_grad():
-                alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(rows))]
-            if not all(bool(states.isfinite().all()) for states in alone):
-                raise ConfigError(f"{type(inner).__name__} computes NaN or infinity for usual text{_not_finite(inner)}")
-            try:
-                together, foreign = _pass(model, rows, packed=packed, share=share)
-            except ConfigError as error:
-                return str(error)
-            except Exception as error:  # noqa: BLE001 - whatever an architecture raises, rows cannot share a pass
-                return " ".join(describe_error(error).split())
+            yield
     finally:
         torch.set_num_threads(threads)
         model.train(training)
-    if not bool((foreign == 0).all()):  # NaN is no zero
-        return "what it computes for one row depends on the other row or on padding"
-    if not same_within_rounding(together, torch.cat(alone), precision, next(inner.parameters()).dtype):
-        return "what it computes for a row is not what the row gives alone"
-    return ""
 
 
-def _not_finite(model: nn.Module) -> str:
+def _longest(model: nn.Module) -> int:
+    config: Any = plain_model(model).config
+    return min(_LONGEST, getattr(config.get_text_config(), "max_position_embeddings", None) or _LONGEST)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    inner: Any = plain_model(model)
+    return inner.get_input_embeddings().weight.shape[0]
+
+
+def _check_finite(model: nn.Module, rows: Sequence[Tensor]) -> None:
+    """Raise ConfigError unless the hidden states of all rows are finite."""
+    if all(bool(states.isfinite().all()) for states in rows):
+        return
     wrong = next((name for name, parameter in model.named_parameters() if not parameter.isfinite().all()), None)
-    return "" if wrong is None else f": its parameter {wrong} is not finite; copy its files again"
+    reason = "" if wrong is None else f": its parameter {wrong} is not finite; copy its files again"
+    raise ConfigError(f"{type(model).__name__} computes NaN or infinity for usual text{reason}")
 
 
 def _rows(vocabulary: int, lengths: Sequence[int], prompts: Sequence[int], *, share: bool) -> Batch:
