@@ -20,13 +20,18 @@ from podium.data import Batch
 from podium.rewards import NAMED_REWARDS
 from podium.rollout.engines.config import find_engines
 from podium.runs.schedules import SCHEDULES
-from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
+from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer, SFTConfig
 from podium.trainer.prompts import Prompt
 from tests.everyday import mark_others
 from tests.integration import worlds
 from tests.integration.training import MODEL, timeless, tiny, train
 from tests.waits import LONG_S
 
+NEEDED_SETTINGS: dict[str, dict[str, Any]] = {
+    "gdpo": {"reward": {"name": ["fraction", "exact"]}},
+    "pass_at_k": {"algorithm": {"options": {"pass_k": 2}}},
+}
+"""What estimators need besides their names."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -97,15 +102,20 @@ def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
 @pytest.mark.parametrize("name", mark_others(ADVANTAGES, {"gae", "maxrl"}.__contains__))
 def test_an_advantage_estimator(name: str, tmp_path: Path) -> None:
     cls = PPOConfig if name.startswith("gae") else GRPOConfig
-    check_same(tmp_path, cls, "algorithm.advantage", (name, copy_of(ADVANTAGES[name], tmp_path)))
+    sections = NEEDED_SETTINGS.get(name, {})
+    check_same(tmp_path, cls, "algorithm.advantage", (name, copy_of(ADVANTAGES[name], tmp_path)), **sections)
 
 
 @pytest.mark.parametrize("name", mark_others(LOSSES, {"clip_cov", "cross_entropy"}.__contains__))
 def test_a_loss(name: str, tmp_path: Path) -> None:
     """With dropout in the model, which is on by itself only where examples are imitated."""
     settings: Any = MODEL["config"]
-    model = {"config": {**settings, "attention_dropout": 0.3}}
-    check_same(tmp_path, GRPOConfig, "algorithm.loss", (name, copy_of(LOSSES[name], tmp_path)), model=model)
+    sections: dict[str, Any] = {"model": {"config": {**settings, "attention_dropout": 0.3}}}
+    if name == "teacher_kl":
+        (tmp_path / "teacher").mkdir()
+        teacher = train(tiny(SFTConfig, tmp_path / "teacher", run={"steps": 1}, eval={"items": 0}))
+        sections["algorithm"] = {"options": {"teacher": str(teacher / "model")}}
+    check_same(tmp_path, GRPOConfig, "algorithm.loss", (name, copy_of(LOSSES[name], tmp_path)), **sections)
 
 
 def test_a_reward(tmp_path: Path) -> None:
