@@ -11,6 +11,7 @@ from podium.algorithms.declarations import (
     CORRECTIONS,
     DECLARED_DEFAULTS,
     LOSSES,
+    CenteringOptions,
     CriticOptions,
     Declaration,
     ReferenceOptions,
@@ -232,6 +233,11 @@ class AlgorithmConfig:
         return self.read_options(RouterOptions).router_balance
 
     @property
+    def score_centering(self) -> int:
+        """The number of the generator's most probable tokens over which losses are centered; 0 for none."""
+        return self.read_options(CenteringOptions).score_centering
+
+    @property
     def critic_warmup(self) -> int:
         """The number of steps at the beginning of a run in which only the critic is trained."""
         return self.read_options(CriticOptions).critic_warmup
@@ -305,6 +311,7 @@ class AlgorithmConfig:
             *((f"correction {name}", correction_declaration(name)) for name in self.corrections),
             *([("teacher", Declaration(options=TeacherOptions))] if self.needs_teacher else []),
             *([("router", Declaration(options=RouterOptions))] if self.router_balance else []),
+            *([("centering", Declaration(options=CenteringOptions))] if self.score_centering else []),
             *([("reference", Declaration(options=ReferenceOptions))] if self.reference.reference_refresh else []),
         ]
         settings: dict[str, Setting] = {}

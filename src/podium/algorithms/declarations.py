@@ -28,7 +28,9 @@ __all__ = [
     "CORRECTIONS",
     "DECLARED_DEFAULTS",
     "LOSSES",
+    "RATIO_CORRECTIONS",
     "WEIGHING_CORRECTIONS",
+    "CenteringOptions",
     "CriticOptions",
     "Declaration",
     "PartOptions",
@@ -161,6 +163,15 @@ class RouterOptions:
 
 
 @section("algorithm.options")
+class CenteringOptions:
+    """How losses are centered: Marek and Ryabinin 2026, arXiv:2609.20807."""
+
+    score_centering: int = Field(default=0, ge=0, le=65536)
+    """The expected score of the generator's distribution, over this many most probable tokens and all others as one, is
+    subtracted from the score of each sampled token. 0 subtracts nothing."""
+
+
+@section("algorithm.options")
 class CriticOptions:
     """How the critic begins."""
 
@@ -279,6 +290,9 @@ _OWN_CORRECTIONS: Final = (
 )
 WEIGHING_CORRECTIONS: Final = frozenset(_OWN_CORRECTIONS[:4])
 """Podium's corrections that declare ``weighs``; the others only leave tokens out."""
+
+RATIO_CORRECTIONS: Final = ("truncate", "icepop", "two_sided")
+"""Podium's corrections whose weight of a token depends on the token's own ratio alone."""
 
 CORRECTIONS: Final[Mapping[str, str]] = {
     name: f"podium.algorithms.corrections.{name}:{name}" for name in _OWN_CORRECTIONS

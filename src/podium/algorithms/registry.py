@@ -11,6 +11,8 @@ from podium.algorithms.declarations import (
     ADVANTAGES,
     CORRECTIONS,
     LOSSES,
+    RATIO_CORRECTIONS,
+    CenteringOptions,
     Declaration,
     ReferenceOptions,
     RouterOptions,
@@ -21,6 +23,7 @@ from podium.algorithms.declarations import (
     correction_weighs,
     loss_declaration,
     loss_ratio_to,
+    loss_scales_advantage,
 )
 from podium.annotations import signature_of
 from podium.config import build_config
@@ -97,10 +100,35 @@ def check_functions(config: AlgorithmConfig) -> None:
     if config.needs_reference:
         declared.append(Declaration(options=ReferenceOptions))
     declared += [Declaration(options=RouterOptions)] * ("router_balance" in config.options)
+    declared += [Declaration(options=CenteringOptions)] * ("score_centering" in config.options)
+    _check_centering(config)
     declared += _check_corrections(config)
     for declaration in declared:
         build_config(type(config), declaration.defaults, key="Declaration.defaults")
     _check_options(config, [declaration.options for declaration in declared if declaration.options is not None])
+
+
+def _check_centering(config: AlgorithmConfig) -> None:
+    """Check that the score of each token is centered under the weight with which it is trained."""
+    if not config.score_centering:
+        return
+    what = f"algorithm.options.score_centering = {config.score_centering} with algorithm."
+    if config.updates > 1:
+        raise ConfigError(
+            f"{what}epochs = {config.epochs!r} and minibatches = {config.minibatches}: the ratios of later "
+            "optimizer steps are not centered; set both to 1"
+        )
+    if config.ratio_to == "rollout" or not any(map(loss_scales_advantage, config.sampled_losses)):
+        raise ConfigError(
+            f"{what}loss = {config.loss!r} and correction = {config.correction!r}: it centers the score in a loss of "
+            "which the advantage is a factor (scales_advantage), and whose ratio is not to the generator, which needs "
+            "no centering; choose ppo_clip, reinforce or cispo, for example"
+        )
+    if others := sorted({*config.corrections} - {*RATIO_CORRECTIONS}):
+        raise ConfigError(
+            f"{what}correction = {others[0]!r}: the weight of a token that was not sampled is known for "
+            f"{', '.join(RATIO_CORRECTIONS)} alone; choose one of them, or none"
+        )
 
 
 def _check_corrections(config: AlgorithmConfig) -> Sequence[Declaration]:

@@ -10,6 +10,7 @@ TOKENS: Final = "tokens"  # token column, int64: prompt followed by completion, 
 LOSS_MASK: Final = "loss_mask"  # token column, bool: True where the token was sampled and may carry loss
 ROLLOUT_LOGPROBS: Final = "rollout_logprobs"  # token column, float32: of the distribution that was sampled from
 OLD_LOGPROBS: Final = "old_logprobs"  # token column, float32: of the policy before its update
+ROLLOUT_TOP: Final = "rollout_top"  # token column, float32 [N, 2k]: of the k ids likeliest to be sampled, and these ids
 REF_LOGPROBS: Final = "ref_logprobs"  # token column, float32: of the reference policy
 TEACHER_LOGPROBS: Final = "teacher_logprobs"  # token column, float32: of the teacher
 TEACHER_TOP: Final = "teacher_top"  # token column, float32 [N, 2k]: log-probabilities of the teacher's k likeliest, ids

@@ -8,12 +8,13 @@ Legend: L tokens of one completion, K ids kept over those L tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from podium.config import section
+from podium.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,10 +54,19 @@ class SamplingParams:
     n: int = Field(default=1, ge=1, le=65536)
     """Each prompt gets this many completions."""
 
+    def to_request(self, **options: Any) -> RequestParams:
+        """Return the same parameters with options that a request alone has."""
+        return RequestParams(**{field.name: getattr(self, field.name) for field in fields(self)} | options)
+
     @property
     def min_p(self) -> float:
         """The share of the most probable token's probability that a token must reach; 0 keeps all tokens."""
         return 0.0
+
+    @property
+    def record_top(self) -> int:
+        """The number of most probable tokens whose log-probabilities are recorded at each token."""
+        return 0
 
     @property
     def filtered(self) -> bool:
@@ -73,6 +83,13 @@ class RequestParams(SamplingParams):
     ``top_p`` choose among the rest."""
     stop: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these texts."""
+    record_top: int = Field(default=0, ge=0, le=65536)  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - a field for a property
+    """The log-probabilities of this many most probable tokens are recorded at each token. It does not go with
+    ``top_k``, ``top_p`` or ``min_p``."""
+
+    def __post_init__(self) -> None:
+        if self.record_top and self.filtered:
+            raise ConfigError(f"record_top = {self.record_top} with top_k, top_p or min_p: leave one of the two out")
 
 
 @dataclass(frozen=True)
@@ -109,6 +126,9 @@ class Completion:
             :mod:`podium.rollout.engines.constraints`. It is None if no constraint restricted the ids. A kept set lies
             within its token's mask.
         reused: Number of the prompt's tokens whose keys and values the engine had already, where it counts them.
+        top: float32 ``[L, 2 * J]`` for ``RequestParams.record_top`` J, else None: the log-probabilities of the J most
+            probable tokens when each token was drawn, from the largest down, then their ids. Log-probabilities are -inf
+            for those that a constraint forbids, and behind the last token of a vocabulary with fewer.
         stop: The text of ``RequestParams.stop`` that ended it, which its last token completes; "" for none.
     """
 
@@ -120,6 +140,7 @@ class Completion:
     masks: Sequence[bytes] | None = None
     reused: int = 0
     stop: str = ""
+    top: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -281,6 +281,7 @@ class PPOConfig(_TrainingConfig):
                 "top_p or min_p, which leave the policy only some of the ids that the teacher finds most probable: set "
                 "them to 0, 1 and 0, or leave teacher_top_k out"
             )
+        self._check_recording()
         together = any({"policy", "reference"} <= {*roles} for roles, _ in self.processes)
         if self.algorithm.reference.reference_refresh and (self.model.lora is not None or not together):
             why = "model.lora" if self.model.lora is not None else "placement.pools"
@@ -304,6 +305,21 @@ class PPOConfig(_TrainingConfig):
             raise ConfigError(
                 f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
                 "compares the completions of a prompt: expected at least 2"
+            )
+
+    def _check_recording(self) -> None:
+        """Check that what the loss reads of the generator's distributions is recorded."""
+        if not (count := self.algorithm.score_centering):
+            return
+        reasons = {
+            "sampling.top_k or top_p": self.sampling.filtered,
+            f"environment.name = {self.environment.name!r}": self.environment.name,
+            f"engine.name = {self.engine.name!r}": self.replays,
+        }
+        if why := next((reason for reason, holds in reasons.items() if holds), ""):
+            raise ConfigError(
+                f"algorithm.options.score_centering = {count} with {why}: the probabilities of the generator's most "
+                "probable tokens are recorded for completions that it draws from all tokens; leave one of the two out"
             )
 
     @property

@@ -77,7 +77,7 @@ _ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
 _KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
 _UPDATE_INPUTS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS),
-    *(fields.TEACHER_TOP, fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
+    *(fields.TEACHER_TOP, fields.ROLLOUT_TOP, fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
 )
 
 
@@ -329,14 +329,20 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     @in_parts
     def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
-        return self.drawing.generate(self._prompt_batch(prompts, step), self.run.data.sampling, step)
+        return self.drawing.generate(self._prompt_batch(prompts, step), self._recorded_sampling, step)
 
     def draw(self, prompts: Sequence[Prompt], step: int) -> list[Future[Batch]]:
         """As ``generate``, in parts of a few prompts. A part is returned as soon as its last completion ends."""
         joined = self._prompt_batch(prompts, step)
         size, _ = parts_of(self.config.engine.max_sequences, self.run.data.sampling.n)
         parts = [joined.slice(start, min(start + size, len(joined))) for start in range(0, len(joined), size)]
-        return self.drawing.draw(step, parts, self.run.data.sampling)
+        return self.drawing.draw(step, parts, self._recorded_sampling)
+
+    @property
+    def _recorded_sampling(self) -> SamplingParams:
+        """The sampling parameters, with what the algorithm needs to be recorded."""
+        sampling, count = self.run.data.sampling, self.config.algorithm.score_centering
+        return sampling.to_request(record_top=count) if count else sampling
 
     def _prompt_batch(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """The batch of a draw for a generator. Groups are numbered through all draws of the step."""

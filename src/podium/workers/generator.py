@@ -59,9 +59,9 @@ class Generator(WeightReceiver):
 
         Returns:
             ``B * n`` rows with ``tokens``, ``loss_mask``, ``rollout_logprobs``, ``versions``, ``group`` and
-            ``finish_reason``; with top-k or top-p also ``kept_sizes`` and ``kept_ids``; and ``text`` if
-            ``prompts.meta["text"]`` asks for it. ``meta["temperature"]`` is that of ``sampling``,
-            and ``meta["text_ids"]``, if present, says over which ids the distributions are.
+            ``finish_reason``; with top-k or top-p also ``kept_sizes`` and ``kept_ids``; with ``record_top`` also
+            ``rollout_top``; and ``text`` if ``prompts.meta["text"]`` asks for it. ``meta["temperature"]`` is that of
+            ``sampling``, and ``meta["text_ids"]``, if present, says over which ids the distributions are.
 
         Raises:
             DataError: There are not n seeds for each prompt.
@@ -200,6 +200,11 @@ def _as_batch(
     )
     if getattr(sampling, "stop", ()):
         batch = batch.with_columns({fields.STOP_TEXT: [c.stop for c in drawn]})
+    if width := 2 * sampling.record_top:
+        top = torch.zeros(len(sampled), width)
+        if drawn:
+            top[sampled] = torch.cat([c.top for c in drawn if c.top is not None])
+        batch = batch.with_columns({fields.ROLLOUT_TOP: tokens.like(top)})
     if not sampling.filtered:
         return batch
     kept = [c.kept for c in drawn if c.kept is not None]

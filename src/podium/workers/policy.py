@@ -42,8 +42,9 @@ _COMPARED_ROWS = 4  # of each rank
 _SCORES = (fields.OLD_LOGPROBS, fields.ENTROPY, fields.SQUARED_PROBS)
 _LOSS_COLUMNS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS),
-    *(fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS, fields.TEACHER_TOP),
+    *(fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS, fields.TEACHER_TOP, fields.ROLLOUT_TOP),
 )
+_TOP_COLUMNS = (fields.TEACHER_TOP, fields.ROLLOUT_TOP)
 
 
 class Policy(Learner):
@@ -197,26 +198,27 @@ class Policy(Learner):
 
         def compute(micro: MicroBatch) -> TokenLoss:
             grad = algorithm.entropy_coef != 0
-            top_ids = None
-            if fields.TEACHER_TOP in columns:
-                top_ids = micro.columns[fields.TEACHER_TOP].chunk(2, -1)[1].long()
+            top_ids = {name: micro.columns[name].chunk(2, -1)[1].long() for name in _TOP_COLUMNS if name in columns}
+            ids_KJ = torch.cat([*top_ids.values()], -1) if top_ids else None
             with nullcontext(list[Route]()) if shares_LE is None else record_routes(self.model) as routes:
-                scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad, chosen_KJ=top_ids)
+                scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad, chosen_KJ=ids_KJ)
             assert scores.entropy is not None
             if kept_N is not None:
                 kept_N[micro.index] = scores.logprobs.detach().float()
-            routing: dict[str, Tensor] = {}
+            added: dict[str, Tensor] = {}
             if shares_LE is not None:
-                routing["router_balance"] = measure_balance(routes, micro.select, shares_LE)
+                added["router_balance"] = measure_balance(routes, micro.select, shares_LE)
+            if scores.chosen is not None:
+                parts = scores.chosen.split([ids.shape[1] for ids in top_ids.values()], -1)
+                added |= {f"at_{name}": part for name, part in zip(top_ids, parts, strict=True)}
             inputs = LossInputs(
                 offsets_B1=micro.offsets,
                 columns={
-                    **routing,
+                    **added,
                     **{name: micro.columns[name] for name in columns},
                     "tokens": micro.targets,
                     "logprobs": scores.logprobs,
                     "entropy": scores.entropy,
-                    **({} if scores.chosen is None else {"at_teacher_top": scores.chosen}),
                 },
                 figures={name: micro.columns[name] for name in figures},
                 step=self.engine.step_count,

@@ -7,9 +7,10 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
+from podium.algorithms.centering import expected_scores
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.corrections.truncate import TruncateOptions
-from podium.algorithms.declarations import loss_ratio_to
+from podium.algorithms.declarations import loss_ratio_to, loss_scales_advantage
 from podium.algorithms.entropy import EntropyController
 from podium.algorithms.kl import bounded_exp, kl_estimate
 from podium.algorithms.metrics import WEIGHT_MEAN, WEIGHT_SQUARE
@@ -37,6 +38,8 @@ __all__ = ["correction_weights", "policy_loss"]
 MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
 WEIGHT_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose truncated weight was cut to the cap
 LEFT_OUT: Final = "mismatch/left_out"  # share of tokens that corrections leave out
+DRIFT: Final = "mismatch/drift"  # sum of |w q - p| over ids as score centering sees them
+DRIFT_REST: Final = "mismatch/drift_rest"  # the generator's probability of all but its most probable tokens
 ROUTER_BALANCE: Final = "policy/router_balance"  # auxiliary loss of a mixture of experts, 1 if its routers are even
 
 _RESERVED: Final = frozenset({LOSS, GRAD_NORM, LEARNING_RATE, SKIPPED_STEPS})  # of the step, not of a token
@@ -46,6 +49,8 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``w · loss + kl_coef · KL(policy || reference) - entropy_coef · entropy`` at each token, ``[N]``.
 
     With ``algorithm.options.router_balance`` the column ``router_balance`` is added, times that coefficient.
+
+    With ``algorithm.options.score_centering`` the advantage times :func:`.expected_scores` is added.
 
     The loss is the one that ``config.loss`` names, or the sum of several with their weights, of which each is reported
     as ``loss/NAME``. If one declares ``ratio_to="rollout"``, its ``old_logprobs_N`` are those of the generator. w are
@@ -92,11 +97,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     if coef := EntropyController.of(config.entropy_coef).coef:
         _require(inputs, "entropy", "algorithm.entropy_coef is not 0")
         loss_N = loss_N - coef * wide(inputs.entropy_N)
-    if balance := config.router_balance:
-        _require(inputs, "router_balance", "algorithm.options.router_balance is not 0")
-        balance_N = wide(inputs.columns["router_balance"])
-        loss_N = loss_N + balance * balance_N
-        metrics[ROUTER_BALANCE] = balance_N.detach()
+    loss_N = _add_terms(loss_N, inputs, config, metrics)
     if "entropy" in inputs.columns:
         metrics[ENTROPY] = wide(inputs.entropy_N.detach())
     return TokenLoss(loss_N, metrics, maxima)
@@ -121,6 +122,23 @@ def _sum_losses(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, di
         total_N = loss_N if total_N is None else total_N + loss_N
     assert total_N is not None  # a configuration has a loss
     return total_N, metrics, maxima
+
+
+def _add_terms(loss_N: Tensor, inputs: LossInputs, config: AlgorithmConfig, metrics: dict[str, Tensor]) -> Tensor:
+    """Return the loss with the terms of options that all losses have. Adds to ``metrics``."""
+    if config.score_centering:
+        _require(inputs, "rollout_top", "algorithm.options.score_centering is not 0")
+        _require(inputs, "at_rollout_top", "algorithm.options.score_centering is not 0")
+        centered = expected_scores(inputs, lambda tokens: correction_weights(tokens, config))
+        factor = sum(weight for name, weight in config.sampled_losses.items() if loss_scales_advantage(name))
+        loss_N = loss_N + factor * wide(inputs.advantages_N) * centered.scores_N
+        metrics |= {DRIFT: centered.drift_N, DRIFT_REST: centered.rest_N}
+    if balance := config.router_balance:
+        _require(inputs, "router_balance", "algorithm.options.router_balance is not 0")
+        balance_N = wide(inputs.columns["router_balance"])
+        loss_N = loss_N + balance * balance_N
+        metrics[ROUTER_BALANCE] = balance_N.detach()
+    return loss_N
 
 
 def _before(inputs: LossInputs, config: AlgorithmConfig, *losses: str) -> LossInputs:

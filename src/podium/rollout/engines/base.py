@@ -92,6 +92,8 @@ class Engine(ABC):
     """The class, under ``@section("engine.options")``, of options that the engine reads by ``config.read_options``."""
     constrains: ClassVar[bool] = False
     """Whether the engine draws by ``Request.constraint`` and ``RequestParams.min_p``. Other engines refuse these."""
+    records_top: ClassVar[bool] = False
+    """Whether the engine gives ``Completion.top``. Other engines refuse ``RequestParams.record_top``."""
 
     waiting: RequestQueue
     vocabulary: int
@@ -206,9 +208,7 @@ class Engine(ABC):
         journal: Journal | None = None,
         begun: Mapping[int, Drawn] | None = None,
     ) -> list[Completion]:
-        """Draw ``params.n`` completions for each of P prompts, one seed a completion.
-
-        Other requests may be in flight; they go on beside these.
+        """Draw ``params.n`` completions for each of P prompts, one seed a completion, while other requests go on.
 
         Args:
             prompts: P sequences of token ids, none of them empty; lengths may differ.
@@ -505,6 +505,8 @@ class Engine(ABC):
             raise ConfigError(f"{subject} has a text among stop_token_ids: an engine takes texts as RequestParams.stop")
         if getattr(params, "stop", ()) and self.decode is None:
             raise ConfigError(f"{subject} ends with texts, and {type(self).__name__} has no decode: set it")
+        if params.record_top and not self.records_top:
+            raise ConfigError(f"{subject} asks for record_top, and {type(self).__name__} records no probable tokens")
         if not len(prompt):
             raise ConfigError(f"{subject} is empty; give it at least one token, such as the model's BOS")
         low, high = min(prompt), max(prompt)

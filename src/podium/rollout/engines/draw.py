@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from podium.rollout.sampling import SamplingParams
@@ -26,12 +27,14 @@ _CANDIDATES = 1024
 
 
 class Draw(NamedTuple):
-    """Tokens drawn for B rows. With top-k or top-p, row b kept ``kept_ids_BK[b, :kept_sizes_B[b]]``."""
+    """Tokens drawn for B rows. With top-k or top-p, row b kept ``kept_ids_BK[b, :kept_sizes_B[b]]``. ``top_B2J`` are
+    those of ``RequestParams.record_top``, as in :class:`.Completion`."""
 
     ids_B: Tensor
     logprobs_B: Tensor
     kept_ids_BK: Tensor | None = None
     kept_sizes_B: Tensor | None = None
+    top_B2J: Tensor | None = None
 
 
 def uniforms(seeds_B: Tensor, start: int, count: int) -> Tensor:
@@ -82,15 +85,24 @@ def draw(logits_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
     the distribution drawn from; at temperature 0 those of the most probable token at temperature 1.
     """
     if params.temperature == 0:
-        ids = logits_BV.argmax(-1)
-        return Draw(ids, torch.log_softmax(logits_BV, -1).gather(1, ids.unsqueeze(1)).squeeze(1))
+        ids, log_p_BV = logits_BV.argmax(-1), torch.log_softmax(logits_BV, -1)
+        top = _find_top(log_p_BV, params.record_top) if params.record_top else None
+        return Draw(ids, log_p_BV.gather(1, ids.unsqueeze(1)).squeeze(1), top_B2J=top)
     if params.temperature != 1:
         logits_BV.div_(params.temperature)
     probs = torch.softmax(logits_BV, -1)
     if params.filtered:
         return _draw_kept(probs, params, uniforms_B)
     index = _invert(probs, uniforms_B)
-    return Draw(index.squeeze(1), probs.gather(1, index).log_().squeeze(1))
+    top = _find_top(probs.log(), params.record_top) if params.record_top else None
+    return Draw(index.squeeze(1), probs.gather(1, index).log_().squeeze(1), top_B2J=top)
+
+
+def _find_top(log_p_BV: Tensor, count: int) -> Tensor:
+    """The largest ``count`` log-probabilities, then their ids: ``[B, 2 * count]``."""
+    log_p_BJ, ids_BJ = log_p_BV.topk(min(count, log_p_BV.shape[1]), -1)
+    missing = (0, count - log_p_BJ.shape[1])
+    return torch.cat([F.pad(log_p_BJ, missing, value=-torch.inf), F.pad(ids_BJ.float(), missing)], -1)
 
 
 def _invert(mass_BN: Tensor, uniforms_B: Tensor) -> Tensor:

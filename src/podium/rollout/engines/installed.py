@@ -27,17 +27,24 @@ if TYPE_CHECKING:
 __all__ = ["check_engine", "engine_class", "generation_config", "make_engine", "model_device"]
 
 
-def check_engine(config: EngineConfig) -> None:
+def check_engine(config: EngineConfig, *, record_top: int = 0) -> None:
     """Check that the engine is installed, and its options. The class is loaded only if it is not Podium's own.
 
     Raises:
-        ConfigError: As :func:`engine_class`; or an option is unknown, has the wrong type or is out of its range.
+        ConfigError: As :func:`engine_class`; or an option is unknown, has the wrong type or is out of its range; or the
+            engine does not record the most probable tokens, of which a run needs ``record_top``.
     """
     if config.name in OWN_OPTIONS:
         _check_package(config.name)
         declared = OWN_OPTIONS[config.name]
     else:
-        declared = engine_class(config.name).options
+        engine = engine_class(config.name)
+        if record_top and not engine.records_top:
+            raise ConfigError(
+                f"engine.name = {config.name!r} with algorithm.options.score_centering = {record_top}: this engine "
+                "does not record the most probable tokens; use native or transformers, or leave the option out"
+            )
+        declared = engine.options
     if declared is not None:
         config.read_options(declared)
     for name, value in config.options.items() if declared is None else ():

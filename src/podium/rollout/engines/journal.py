@@ -25,6 +25,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from podium.rollout.sampling import Completion, FinishReason, KeptSet, SamplingParams
 
@@ -41,6 +42,7 @@ class Drawn:
     """The first tokens of a completion: ids, log-probabilities, versions of the weights, and the kept ids if any.
 
     ``prompt`` is the checksum of the prompt that they continue, or None where that is known to be the right one.
+    ``top`` are the rows of :attr:`.Completion.top`, which files do not have.
     """
 
     token_ids: list[int]
@@ -48,6 +50,7 @@ class Drawn:
     versions: list[int]
     kept: list[list[int]] | None = None
     prompt: int | None = field(default=None, compare=False)
+    top: list[Tensor] | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -59,7 +62,7 @@ class Drawn:
         kept_ids = None if kept is None else [kept.at(index).tolist() for index in range(len(completion))]
         columns = (completion.token_ids, completion.logprobs, completion.versions)
         token_ids, logprobs, versions = (column.tolist() for column in columns)
-        return Drawn(token_ids, logprobs, versions, kept_ids)
+        return Drawn(token_ids, logprobs, versions, kept_ids, top=None if completion.top is None else [*completion.top])
 
     def ended(self, params: SamplingParams) -> FinishReason | None:
         """Why the completion is whole; None where tokens are missing."""
@@ -81,6 +84,7 @@ class Drawn:
             finish_reason=reason,
             versions=torch.tensor(self.versions + more.versions, dtype=torch.int64),
             kept=kept,
+            top=None if self.top is None else torch.stack(self.top + (more.top or [])).cpu(),
         )
 
 

@@ -211,6 +211,7 @@ def conclude(
     versions: int | Tensor,
     kept: Sequence[Tensor] | None = None,
     masks: Sequence[bytes] | None = None,
+    top: Sequence[Tensor] | None = None,
 ) -> Finished | Failed:
     """Return the last event of a request.
 
@@ -221,8 +222,9 @@ def conclude(
         versions: Version of the weights that drew each token, int64 ``[L]``, or one for all.
         kept: Where top-k, top-p or min-p were used, the ids kept for each token, most probable first.
         masks: Where a constraint restricted the ids, each token's mask.
+        top: With ``RequestParams.record_top``, the row of ``Completion.top`` of each token.
     """
-    return conclude_arrays(request, token_ids_L.numpy(), logprobs_L.numpy(), versions, kept, masks)
+    return conclude_arrays(request, token_ids_L.numpy(), logprobs_L.numpy(), versions, kept, masks, top)
 
 
 def conclude_arrays(
@@ -232,7 +234,7 @@ def conclude_arrays(
     versions: int | Tensor,
     kept: Sequence[Tensor] | None,
     masks: Sequence[bytes] | None = None,
-    *,
+    top: Sequence[Tensor] | None = None,
     reused: int = 0,
 ) -> Finished | Failed:
     """Do what :func:`conclude` does, where inference mode is off. NumPy handles a single row faster than torch."""
@@ -257,5 +259,6 @@ def conclude_arrays(
         kept=kept_set,
         masks=masks,
         reused=reused,
+        top=None if top is None else torch.stack(list(top)).cpu(),
     )
     return Finished(request.id, completion)

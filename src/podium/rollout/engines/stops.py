@@ -69,6 +69,7 @@ def cut_completion(completion: Completion, stops: Sequence[str], decode: Decode)
         finish_reason="stop",
         kept=kept,
         masks=None if masks is None else masks[:count],
+        top=None if completion.top is None else completion.top[:count],
         stop=find_stop(decode(ids[:count]), stops),
     )
 

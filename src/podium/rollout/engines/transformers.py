@@ -50,7 +50,7 @@ class TransformersEngine(ModelEngine):
     """
 
     auto_rank = 1
-    constrains = True
+    constrains = records_top = True
     options = OutputOptions
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
@@ -91,7 +91,8 @@ class TransformersEngine(ModelEngine):
             kept = [sets[row] for sets in drawing.kept[:length]] if drawing.kept else None
             guided = drawing.guided.get(row)
             masks = guided.masks[:length] if guided is not None and guided.restricts else None
-            last = conclude(request, ids_BT[row, :length], logprobs_BT[row, :length], version, kept, masks)
+            top = [rows[row] for rows in drawing.top[:length]] if drawing.top else None
+            last = conclude(request, ids_BT[row, :length], logprobs_BT[row, :length], version, kept, masks, top)
             if request.stream and isinstance(last, Finished):
                 draft = last.completion
                 events.append(Tokens(request.id, draft.token_ids.tolist(), draft.logprobs.tolist(), version))
@@ -196,6 +197,7 @@ class _Drawing(LogitsProcessor):
         self.ids: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.kept: list[list[Tensor]] = []
+        self.top: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         logits = leave_out(scores.float(), self._text_ids)
@@ -216,6 +218,8 @@ class _Drawing(LogitsProcessor):
         if result.kept_ids_BK is not None and result.kept_sizes_B is not None:
             order = result.kept_ids_BK.cpu()
             self.kept.append([order[row, :size].clone() for row, size in enumerate(result.kept_sizes_B.tolist())])
+        if result.top_B2J is not None:
+            self.top.append(result.top_B2J)
         chosen_B = result.ids_B
         if self._watches and len(self._stops):  # a row that a text ended goes on as one that a token ended
             chosen_B = torch.where(self._live_B, chosen_B, self._stops[0])

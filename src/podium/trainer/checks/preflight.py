@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields as dataclass_fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -27,7 +27,7 @@ from podium.rollout.engines import check_engine
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.outside import read_token
 from podium.rollout.environments.resolve import resolve_environment
-from podium.rollout.sampling import RequestParams, SamplingParams
+from podium.rollout.sampling import SamplingParams
 from podium.rollout.services import load_service
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
@@ -105,7 +105,8 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     paths["reward.path"] = config.reward.path
     if isinstance(config, PPOConfig):
-        check_functions(config.algorithm)
+        check_functions(config.resolved_algorithm)
+        check_engine(config.engine, record_top=config.algorithm.score_centering)
         config.check_roles(load=True)
         paths["critic.path"] = config.critic.path
         paths["algorithm.options.teacher"] = config.algorithm.teacher.teacher
@@ -462,12 +463,8 @@ def with_stop_tokens(
         added: dict[str, int] = untyped.get_added_vocab()
         ids = [added.get(stop, stop) if isinstance(stop, str) else stop for stop in sampling.stop_token_ids]
         numbers = tuple(stop for stop in ids if isinstance(stop, int))
-        values = {field.name: getattr(sampling, field.name) for field in dataclass_fields(sampling)}
-        values |= {
-            "stop_token_ids": numbers,
-            "stop": tuple(dict.fromkeys(stop for stop in ids if isinstance(stop, str))),
-        }
-        sampling = RequestParams(**values)
+        stops = tuple(dict.fromkeys(stop for stop in ids if isinstance(stop, str)))
+        sampling = sampling.to_request(stop_token_ids=numbers, stop=stops)
     if sampling.stop_token_ids:
         check_vocabulary(model, tokenizer, sampling.stop_token_ids)
         return sampling

@@ -42,7 +42,7 @@ class NativeEngine(ModelEngine):
 
     auto_rank = 2
     options = NativeOptions
-    constrains = True
+    constrains = records_top = True
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)

@@ -62,7 +62,7 @@ _LANE = np.dtype(
     [
         *(("live", bool), ("stops", bool), ("streams", bool), ("kind", int), ("base", int), ("end", int)),
         *(("known", int), ("exact", int), ("used", int), ("reused", int), ("request", object), ("versions", object)),
-        *(("kept", object), ("guided", bool), ("guide", object)),
+        *(("kept", object), ("top", object), ("guided", bool), ("guide", object)),
     ]
 )
 _Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]  # rows that are drawn alike
@@ -186,7 +186,8 @@ class Lanes:
             versions = [version for (at, version), (end, _) in pairwise(starts) for _ in range(at, end)]
             kept = self._records["kept"][lane]
             kept = None if kept is None else [token_ids.tolist() for token_ids in kept[:length]]
-            draft = Drawn(ids[row][:length], logprobs[row][:length], versions, kept)
+            top = self._records["top"][lane]
+            draft = Drawn(ids[row][:length], logprobs[row][:length], versions, kept, top=top and top[:length])
             finished.append((self._records["request"][lane].id, draft))
         return finished
 
@@ -233,7 +234,8 @@ class Lanes:
             if self._graphs is None:
                 logits = decoder.decode(tokens, positions, self.cache, until)
             else:
-                params = groups[0][0] if len(groups) == 1 and not guided and not groups[0][0].filtered else None
+                params = groups[0][0] if len(groups) == 1 and not guided else None
+                params = None if params is None or params.filtered or params.record_top else params
                 inputs = tokens, positions, numbers
                 logits, ids, logprobs = self._graphs.step(decoder, self.cache, inputs, until, params)
         if ids is None or logprobs is None:
@@ -294,6 +296,10 @@ class Lanes:
         self._free(np.array([*broken]), forget=True)
 
     def _keep(self, result: Draw, lanes: Sequence[int]) -> None:
+        if result.top_B2J is not None:
+            for lane, top_2J in zip(lanes, result.top_B2J, strict=True):
+                if self._records["live"][lane]:
+                    self._records["top"][lane].append(top_2J)
         if result.kept_ids_BK is None or result.kept_sizes_B is None:
             return
         sizes = result.kept_sizes_B.tolist()
@@ -356,7 +362,7 @@ class Lanes:
         failed: list[int] = []
         with torch.inference_mode(False):  # what is reported may take part in training
             for row, (lane, length) in enumerate(zip(lanes.tolist(), lengths, strict=True)):
-                request, kept = records["request"][lane], records["kept"][lane]
+                request, kept, top, reused = (records[name][lane] for name in ("request", "kept", "top", "reused"))
                 (_, version), *changes = records["versions"][lane]
                 if changes:
                     version = torch.full((length,), version)
@@ -364,15 +370,8 @@ class Lanes:
                         version[start:] = changed
                 guide = records["guide"][lane]
                 masks = guide.masks[:length] if guide is not None and guide.restricts else None
-                event = conclude_arrays(
-                    request,
-                    ids[row, :length],
-                    logprobs[row, :length],
-                    version,
-                    kept and kept[:length],
-                    masks,
-                    reused=int(records["reused"][lane]),
-                )
+                parts = version, kept and kept[:length], masks, top and top[:length], int(reused)
+                event = conclude_arrays(request, ids[row, :length], logprobs[row, :length], *parts)
                 self._events.append(event)
                 if isinstance(event, Failed):
                     failed.append(lane)
@@ -431,6 +430,7 @@ class Lanes:
                 *(True, bool(params.stop_token_ids), request.stream, kind),
                 *(length - self._step_number, self._step_number + params.max_new_tokens - 1),
                 *(length, exact, 0, reused_tokens, request, [(0, self._version)], [] if params.filtered else None),
+                [] if params.record_top else None,
                 *(request.constraint is not None, self._guide(request)),
             )
         due += map(key_of, islice(waiting, 1))
