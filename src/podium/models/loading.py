@@ -28,6 +28,7 @@ from podium.exceptions import read_text
 from podium.hub import explain_offline, look_for_hub
 from podium.models.attention import choose_attention
 from podium.models.config import LoraConfig, ModelConfig
+from podium.models.manifest import refusal_of
 from podium.models.progress import counting_transformers
 from podium.models.tokenizers import load_tokenizer
 from podium.models.weight_files import read_stored_tensors, read_stored_value_head
@@ -269,8 +270,9 @@ def save_pretrained(
             tokenizer.save_pretrained(str(path))
         if others is not None:
             others.add_to(Path(path))
-    except OSError as error:
-        raise CheckpointError(f"cannot write the model to {path}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = refusal_of(error) or read_text(error)
+        raise CheckpointError(f"cannot write the model to {path}: {reason}") from error
 
 
 def checkpoint_layers(model: nn.Module) -> None:

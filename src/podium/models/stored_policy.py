@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from podium.errors import CheckpointError, ConfigError
+from podium.exceptions import read_text
 from podium.models.adapter_base import BASE, base_checksum, name_base
 from podium.models.config import ModelConfig
 from podium.models.loading import load_model, save_pretrained
-from podium.models.manifest import check_manifest
+from podium.models.manifest import check_manifest, refusal_of
 from podium.models.model_files import RESUME
 from podium.models.other_parts import find_other_parts
 from podium.models.tokenizers import load_tokenizer
@@ -101,5 +102,6 @@ def write_adapters(model: nn.Module, config: ModelConfig, to: Path) -> None:
     try:
         cast(Any, model).save_pretrained(str(to), save_embedding_layers=False)
         load_tokenizer(config.tokenizer_source).save_pretrained(str(to))
-    except OSError as error:
-        raise CheckpointError(f"cannot write the adapters to {to}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = refusal_of(error) or read_text(error)
+        raise CheckpointError(f"cannot write the adapters to {to}: {reason}") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.errors import CheckpointError, EndpointError, PodiumError
-from podium.models.manifest import check_manifest, explain, file_sums, write_manifest
+from podium.models.manifest import check_manifest, explain, file_sums, refusal_of, write_manifest
 from podium.runs.checkpoints import Checkpoints, TrainerState, files_of
 from podium.runs.config import SaveConfig
 from podium.runs.files import STATE_FILE
@@ -145,6 +145,9 @@ class Saver:
             reason = f"{cause.filename}: {explain(cause)}" if isinstance(cause, OSError) else str(cause)
             if not isinstance(cause, OSError | PodiumError):
                 reason = f"{type(cause).__name__}: {reason}"
+            remedy = refusal_of(cause).partition("; ")[2]
+            if remedy not in reason:  # of a library's own error
+                reason = f"{reason}; {remedy}"
             run, latest = self._checkpoints.folder.parent, self._checkpoints.latest()
             raise CheckpointError(
                 f"the checkpoint of step {step} is not written: {reason}. "

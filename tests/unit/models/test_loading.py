@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from podium.errors import ConfigError
+from podium.errors import CheckpointError, ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model
 from podium.models.loading import load_scorer, longest_text, save_pretrained
 from podium.models.tokenizers import load_tokenizer
@@ -76,6 +77,19 @@ def test_saved_models_load_with_transformers_in_the_dtype_they_had(tmp_path: Pat
     assert AutoTokenizer.from_pretrained(tmp_path).encode("1+2") == [5, 14, 6]
     again = load_model(ModelConfig(path=str(tmp_path), dtype=dtype))
     assert same(again, model)
+
+
+@pytest.mark.parametrize("limit", [16, 4096])  # of transformers' text files, and of the weights' file, by safetensors
+def test_a_model_that_cannot_be_written_says_the_remedy(tmp_path: Path, limit: int) -> None:
+    model = load_model(TINY)
+    weights = dict(full_weights(model))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the model to .*File too large; raise the limit"):
+            save_pretrained(model, weights, tmp_path, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 UNTIED = {**SHAPE, "tie_word_embeddings": False}
