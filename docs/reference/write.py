@@ -16,7 +16,8 @@ from typing import Any
 
 from podium.config import build_config
 from podium.migration import Equivalent, Table, read_tables
-from podium.runs.config import RECIPES, PPOConfig
+from podium.runs.config import PPOConfig
+from podium.runs.recipes import find_recipe, list_recipes
 from podium.trainer import keys_of
 
 HERE = Path(__file__).parent
@@ -43,6 +44,7 @@ PAGES = (
     Page("backend.md", "Contract of backends", ("podium.runtime.backend", "podium.runtime.messages")),
     Page("telemetry.md", "Telemetry", ("podium.telemetry", "podium.telemetry.events", "podium.telemetry.sinks")),
     Page("errors.md", "Errors", ("podium.errors",)),
+    Page("preferences.md", "Preferences", ("podium_preferences",)),
     Page("testing.md", "Contract suites", ("podium_testing",)),
 )
 
@@ -97,7 +99,7 @@ def keys_page() -> str:
     lines += [
         "`podium train RECIPE --keys` prints the same. Recipes have their own defaults, and some have fewer keys."
     ]
-    recipes = {recipe: keys_of(cls) for recipe, cls in RECIPES.items()}
+    recipes = {recipe: keys_of(find_recipe(recipe).config) for recipe in list_recipes()}
     defaults = {name: {key.path: key.default for key in keys} for name, keys in recipes.items()}
     every = {key.path: key for keys in reversed(recipes.values()) for key in keys}
     order = dict.fromkeys(key.path for keys in recipes.values() for key in keys)
@@ -204,9 +206,9 @@ def fill_page(path: Path) -> str:
 
 def defaults_table(table: Table) -> str:
     """A row for each setting of a project whose default changes what is learned, and means something else here."""
-    ours = {recipe: {key.path: key.default for key in keys_of(cls)} for recipe, cls in RECIPES.items()}
+    ours = {recipe: {key.path: key.default for key in keys_of(find_recipe(recipe).config)} for recipe in list_recipes()}
     for recipe in ("grpo", "ppo"):
-        config = build_config(RECIPES[recipe], {"model": {"path": "MODEL"}})
+        config = build_config(find_recipe(recipe).config, {"model": {"path": "MODEL"}})
         assert isinstance(config, PPOConfig)
         resolved = config.resolved_algorithm
         names = ("clip_low", "clip_high", "aggregation", "normalize_advantage")

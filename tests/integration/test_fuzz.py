@@ -39,10 +39,11 @@ from podium.models.loading import longest_text
 from podium.models.manifest import check_manifest, file_sums, write_manifest
 from podium.rollout.tasks import DataConfig, encode_pairs, encode_prompts, load_examples
 from podium.runs.checkpoints import TrainerState
-from podium.runs.config import RECIPES
 from podium.runs.directory import RunDirectory
+from podium.runs.recipes import find_recipe, list_recipes
 from podium.trainer.checks.preflight import check_settings, with_stop_tokens
 
+CONFIGS = {name: find_recipe(name).config for name in list_recipes()}
 TOKENIZER = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+= ")
 TOKENIZER.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}<eos>{% endfor %}"
 
@@ -124,7 +125,7 @@ class Doors:
         self.base = base
         self.configs = {
             name: json.loads(json.dumps(yaml.safe_load(config_to_yaml(load_config(cls, self._written(base))))))
-            for name, cls in RECIPES.items()
+            for name, cls in CONFIGS.items()
         }
         self.rows = [
             {"prompt": "1 + 1 =", "answer": 2, "level": 1.5},
@@ -162,7 +163,7 @@ class Doors:
 
     def configuration(self, rng: random.Random) -> None:
         """A configuration file of any recipe, with settings of the command line on top."""
-        recipe = rng.choice(list(RECIPES))
+        recipe = rng.choice(list(CONFIGS))
         values: Any = self._some(recipe, rng)
         for _ in range(rng.choice((1, 1, 1, 3))):
             values = spoiled(values, rng)
@@ -173,7 +174,7 @@ class Doors:
 
     def overrides(self, rng: random.Random) -> None:
         """Settings of the command line."""
-        recipe = rng.choice(list(RECIPES))
+        recipe = rng.choice(list(CONFIGS))
         self._check(recipe, self._written(self.base), self._overrides(rng))
 
     def _some(self, recipe: str, rng: random.Random) -> dict[str, Any]:
@@ -196,13 +197,13 @@ class Doors:
         return words
 
     def _check(self, recipe: str, path: Path, words: list[str]) -> None:
-        config = load_config(RECIPES[recipe], path, words)
+        config = load_config(CONFIGS[recipe], path, words)
         check_settings(config)
         if path.stat().st_size % 5:  # only now and then, because it takes long
             return
         again = self.home / "again.yaml"
         again.write_text(config_to_yaml(config))
-        assert config_to_yaml(load_config(RECIPES[recipe], again)) == again.read_text(), "read as it was written"
+        assert config_to_yaml(load_config(CONFIGS[recipe], again)) == again.read_text(), "read as it was written"
 
     def command_line(self, rng: random.Random) -> None:
         """Words of the command line, most of them known ones."""
@@ -298,7 +299,7 @@ class Doors:
                 file.write_bytes(damaged(file.read_bytes(), rng))
         with contextlib.suppress(PodiumError):
             inference_config(str(folder), None, [])
-        load_config(RECIPES["grpo"], folder / "config.yaml")
+        load_config(CONFIGS["grpo"], folder / "config.yaml")
         directory = RunDirectory(folder, resume=True)
         with contextlib.closing(directory):
             latest = directory.checkpoints.latest()

@@ -16,8 +16,9 @@ from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.runs.paths import resolve_resume
 from podium.telemetry import metrics
-from podium.trainer import DPOConfig, GRPOConfig, PPOTrainer, PreferenceTrainer, RMConfig, SFTConfig
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig
 from podium.workers import RewardModel
+from podium_preferences import DPOConfig, PreferenceTrainer, RMConfig
 from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
 
 

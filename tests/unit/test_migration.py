@@ -19,7 +19,7 @@ from podium.errors import ConfigError
 from podium.migration import Equivalent, Table, find_equivalent, find_translation, read_tables, read_values
 from podium.rewards.resolve import resolve_reward
 from podium.rollout.engines.config import EngineConfig, NativeOptions
-from podium.runs.config import RECIPES
+from podium.runs.recipes import find_recipe, list_recipes
 from podium.trainer import GRPOConfig, InferenceConfig, SFTConfig
 
 TRL = (
@@ -34,7 +34,8 @@ TRL = (
 
 
 ANSWERS = {(table.project, name): answer for table in read_tables() for name, answer in table.answers.items()}
-KEYS = {key.path: key for cls in (*RECIPES.values(), GRPOConfig) for key in keys_of(cls)}
+CONFIGS = [find_recipe(name).config for name in list_recipes()]
+KEYS = {key.path: key for cls in CONFIGS for key in keys_of(cls)}
 
 
 def list_answers() -> list[tuple[str, Equivalent]]:
@@ -61,9 +62,7 @@ def test_every_value_of_the_tables_is_one_that_its_key_takes() -> None:
         assert not translation.missing or translation.remark, key
         if not translation.missing:
             values = nest(key, translation.value)
-            of_recipes = [
-                collect_mistakes(values, cls) for cls in RECIPES.values() if key in {k.path for k in keys_of(cls)}
-            ]
+            of_recipes = [collect_mistakes(values, cls) for cls in CONFIGS if key in {k.path for k in keys_of(cls)}]
             wrong = [[line for line in lines if line.startswith(f"{key} = ")] for lines in of_recipes]
             assert [] in wrong or all("expected kl_coef" in line for lines in wrong for line in lines), wrong
 

@@ -82,7 +82,19 @@ def test_only_targets_for_developers_install_development_tools(target: str, tool
 def test_the_core_names_no_plugin() -> None:
     packages = [path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")]
     assert len(packages) >= 8
-    words = {"changes", "migration", "ray", "rewards", "serve", "suites", "testing", "trackers", "view", "vllm"}
+    words = {
+        "changes",
+        "migration",
+        "preferences",
+        "ray",
+        "rewards",
+        "serve",
+        "suites",
+        "testing",
+        "trackers",
+        "view",
+        "vllm",
+    }
     names = {name.removeprefix("podium-") for name in packages} - words
     names |= {f"podium{mark}{word}" for word in words for mark in "-_"}
     for path in (ROOT / "src" / "podium").rglob("*"):

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import podium
 from podium.cli import COMMANDS
 from podium.models import char_tokenizer
-from podium.runs.config import RECIPES, InferenceConfig
+from podium.runs.config import InferenceConfig
+from podium.runs.recipes import find_recipe, list_recipes
 from podium.trainer import keys_of
 from tests.integration.training import MODEL, write_copy_task
 from tests.warm_python import run_python
@@ -77,7 +78,8 @@ def test_the_commands_of_a_page_have_commands_and_keys_that_exist(name: str) -> 
     for command, rest in found:
         assert command in [*COMMANDS, *plugin_commands], command
         words = [word for word in shlex.split(rest or "") if word != "…"]
-        known = {key.path for key in keys_of(RECIPES.get(words[0] if words else "", InferenceConfig))}
+        recipe = words[0] if words and words[0] in list_recipes() else ""
+        known = {key.path for key in keys_of(find_recipe(recipe).config if recipe else InferenceConfig)}
         for word in words:
             key = word.removeprefix("--").partition("=")[0]
             if word.startswith("--") and "." in key and not key.startswith("backend."):

@@ -11,7 +11,8 @@ import yaml
 
 from podium.cli import main
 from podium.config import load_config
-from podium.runs.config import RECIPES, PPOConfig
+from podium.runs.config import PPOConfig
+from podium.runs.recipes import find_recipe
 from tests.integration.training import MODEL, write_copy_task
 
 shell = pytest.importorskip("podium_migration.shell")
@@ -85,7 +86,7 @@ def convert(tmp_path: Path, project: str, name: str, text: str, *words: str) -> 
     assert main(["config", "--from", project, str(source), *words, "--output", str(target)]) == 0
     written = target.read_text()
     recipe = written.split("podium train ")[1].split()[0]
-    return load_config(RECIPES[recipe], target), yaml.safe_load(written), written
+    return load_config(find_recipe(recipe).config, target), yaml.safe_load(written), written
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from podium.telemetry.formatting import visible
 __all__ = ["COMMANDS", "describe_commands", "find_commands", "load_command", "main"]
 
 COMMANDS = {
-    "train": ("train", "train a model: podium train grpo|ppo|sft|dpo|rm"),
+    "train": ("train", "train a model: podium train grpo|ppo|sft, or a recipe of a package"),
     "eval": ("inference", "score the model of a run, or another model, on held-out prompts"),
     "sample": ("inference", "print completions of a run's model, or of another model"),
     "export": ("export", "write a run's model or checkpoint for transformers, vLLM, peft or the hub"),

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from podium.config import Key, keys_of
-from podium.runs.config import RECIPES, InferenceConfig
+from podium.runs.config import InferenceConfig
+from podium.runs.recipes import find_recipe, list_recipes
 from podium.runtime import backends
 
 __all__ = ["run_completion"]
@@ -58,8 +59,8 @@ def _words() -> _Words:
     commands = describe_commands()
     options = {name: dict.fromkeys(_options_of(name), "") for name in commands if name != "completion"}
     train_options = options.pop("train")
-    keys = {recipe: keys_of(cls) for recipe, cls in RECIPES.items()}
-    options |= {f"train {recipe}": {**train_options, **_helps(keys[recipe])} for recipe in RECIPES}
+    keys = {recipe: keys_of(find_recipe(recipe).config) for recipe in list_recipes()}
+    options |= {f"train {recipe}": {**train_options, **_helps(keys[recipe])} for recipe in keys}
     for name in WITH_KEYS:
         options[name] |= _helps(keys_of(InferenceConfig))
     values: dict[str, Sequence[str]] = {"--backend": sorted(backends())}
@@ -150,7 +151,7 @@ def _fill_template(script: str, words: _Words) -> str:
     return script.format(
         values=_cases({name: " ".join(choices) for name, choices in words.values.items()}, 8),
         commands=" ".join(words.commands),
-        recipes=" ".join(RECIPES),
+        recipes=" ".join(list_recipes()),
         options=_cases(options, 12),
     )
 
@@ -166,7 +167,7 @@ def _fish(words: _Words) -> str:
         f"complete -c podium -n __fish_use_subcommand -f -a {name} -d {_quote(text)}"
         for name, text in words.commands.items()
     ]
-    recipes = " ".join(RECIPES)
+    recipes = " ".join(list_recipes())
     lines.append(
         "complete -c podium -n '__fish_seen_subcommand_from train; and not __fish_seen_subcommand_from "
         f"{recipes}' -f -a '{recipes}'"

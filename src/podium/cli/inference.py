@@ -19,9 +19,10 @@ from podium.cli.status import StatusSink
 from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.rollout.engines.config import REPLAY
-from podium.runs.config import InferenceConfig, recipe_of
+from podium.runs.config import InferenceConfig
 from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
+from podium.runs.recipes import find_recipe, recipe_of
 from podium.runs.records import RunRecord, flatten, is_run
 from podium.telemetry.formatting import visible
 
@@ -263,21 +264,12 @@ def _evaluation(recipe: str, values: Mapping[str, Any], model: str) -> dict[str,
     """The section ``eval`` with which the model of a run is evaluated; {} where it is the run's own.
 
     Raises:
-        ConfigError: The model is a reward model.
+        ConfigError: The model writes no completions.
     """
     section = values.get("eval", {})
     metric = str(section.get("metric", "auto"))
-    if recipe == "rm":
-        raise ConfigError(
-            f"{model} is a reward model, which writes no completions: --reward.name model --reward.path {model} scores "
-            "those of another model by it"
-        )
-    if recipe == "dpo":  # its own figures are those of preferences, and here completions are graded
-        return {"eval": {**section, "metric": "auto"}}
-    if recipe == "sft":  # which the loss of answers judges, as any evaluation knows it
-        metric = f"loss{metric.removeprefix('auto')}" if metric.split("/")[0] == "auto" else metric
-        return {"eval": {**section, "metric": metric}}
-    return {}
+    chosen = find_recipe(recipe).choose_metric(metric, model)
+    return {} if chosen == metric else {"eval": {**section, "metric": chosen}}
 
 
 def _with_train(needs: Sequence[str], held_out: bool) -> Sequence[str]:

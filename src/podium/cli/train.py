@@ -1,4 +1,4 @@
-"""``podium train grpo|ppo|sft|dpo|rm`` reads a configuration, chooses a backend and calls the trainer."""
+"""``podium train RECIPE`` reads a configuration, chooses a backend and calls the trainer."""
 
 import argparse
 import json
@@ -11,19 +11,20 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from podium.algorithms.declarations import ADVANTAGES, LOSSES
-from podium.algorithms.preference_config import PREFERENCE_LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.presets import Preset, list_presets, read_preset
 from podium.cli.status import StatusSink
 from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
+from podium.extras import explain_packages
 from podium.functions import nearest
 from podium.lazy import without_collector
-from podium.runs.config import RECIPES, PPOConfig, PreferenceRun, SFTConfig, recipe_of
+from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
+from podium.runs.recipes import find_recipe, list_recipes, recipe_of
 from podium.runs.records import CONFIG, check_run
 from podium.runs.run_files import RunFiles
 from podium.runtime.connecting import backend_class
@@ -31,22 +32,18 @@ from podium.telemetry import Note, Waiting, emit, flush
 from podium.trainer.preload import PRELOAD
 
 if TYPE_CHECKING:
-    from podium.trainer import PPOTrainer, PreferenceTrainer, SFTTrainer
+    from podium.trainer.trainer import Trainer
 
 __all__ = ["run_train"]
 
 BACKEND = "local"
-_EACH = (
-    "grpo and ppo learn from rewards, sft learns from answers, and dpo and rm (reward models) from preferences between "
-    "answers"
-)
 
 
 def run_train(arguments: Sequence[str]) -> int:
     """Train, or print the plan or the keys. Returns the exit status."""
     options, overrides, backend = parse_with_backend(_parser(), arguments, default=BACKEND)
     if options.keys:
-        _print_keys(RECIPES[options.recipe])
+        _print_keys(find_recipe(options.recipe).config)
         return 0
     if options.replay is not None:
         _check_replay(options)
@@ -55,7 +52,7 @@ def run_train(arguments: Sequence[str]) -> int:
     preset = read_preset(options.preset) if options.preset else None
     if preset is not None:
         _check_preset(preset, options)
-        values = read_values(RECIPES[options.recipe], options.config) if options.config else {}
+        values = read_values(find_recipe(options.recipe).config, options.config) if options.config else {}
         overrides = preset.overrides(values, overrides)
     config = _config(options.recipe, options.config, options.resume, overrides)
     if options.measure and not options.dry_run:
@@ -70,7 +67,7 @@ def run_train(arguments: Sequence[str]) -> int:
         from podium.trainer import describe_data, describe_memory
         from podium.trainer.checks.data_plan import count_tokens
 
-        trainer = _trainer(config, backend)
+        trainer = _make_trainer(config, options.recipe, backend)
         read_data = cache(trainer.read_data)
         sys.stdout.write(describe_data(read_data, trainer.check_grader) + "\n\n")
         lengths = count_tokens(read_data())
@@ -107,7 +104,9 @@ def _check_replay(options: argparse.Namespace) -> None:
             flag = "recipe" if name == "preset" else name
             raise ConfigError(f"--replay begins with the settings of its run: leave out --{flag}; give single settings")
     check_run(Path(options.replay))
-    values = read_values(RECIPES[options.recipe], options.replay, content=RunFiles(options.replay).read_small(CONFIG))
+    values = read_values(
+        find_recipe(options.recipe).config, options.replay, content=RunFiles(options.replay).read_small(CONFIG)
+    )
     if (right := recipe_of(values, options.recipe)) != options.recipe:
         remedy = f": podium train {right} --replay {options.replay}" if right in ("grpo", "ppo") else ""
         why = "is a run of another recipe" if remedy else "has no sampled completions to train on again"
@@ -130,9 +129,7 @@ def _check_preset(preset: Preset, options: argparse.Namespace) -> None:
         raise ConfigError("--resume uses the run's own settings: leave out --recipe; give single settings")
 
 
-def _open_view(
-    config: PPOConfig | SFTConfig, recipe: str, backend: Backend
-) -> "PPOTrainer | PreferenceTrainer | SFTTrainer":
+def _open_view(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "Trainer[Any, Any, Any]":
     """Say at once what will run, and make the trainer, whose imports take seconds.
 
     The backend's processes begin their imports before this process does, so that both import at the same time.
@@ -145,7 +142,7 @@ def _open_view(
         emit(Waiting("importing torch and transformers"))
         flush()
         with without_collector():
-            return _trainer(config, backend)
+            return _make_trainer(config, recipe, backend)
 
 
 def _headline(config: PPOConfig | SFTConfig, recipe: str) -> str:
@@ -157,20 +154,15 @@ def _headline(config: PPOConfig | SFTConfig, recipe: str) -> str:
     return f"podium {recipe}  run {run}  model {name}  data {config.data.shown_train or environment}"
 
 
-def _trainer(config: PPOConfig | SFTConfig, backend: Backend) -> "PPOTrainer | PreferenceTrainer | SFTTrainer":
-    from podium.trainer import PPOTrainer, PreferenceTrainer, SFTTrainer
-
-    if isinstance(config, PPOConfig):
-        return PPOTrainer(config, cluster=backend.name, backend_options=backend.options)
-    if isinstance(config, PreferenceRun):
-        return PreferenceTrainer(config, cluster=backend.name, backend_options=backend.options)
-    return SFTTrainer(config, cluster=backend.name, backend_options=backend.options)
+def _make_trainer(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "Trainer[Any, Any, Any]":
+    return find_recipe(recipe).load_trainer()(config, cluster=backend.name, backend_options=backend.options)
 
 
 def _parser() -> argparse.ArgumentParser:
+    recipes = list_recipes()
     parser = argparse.ArgumentParser(
         prog="podium train",
-        usage="podium train {grpo,ppo,sft,dpo,rm} [--config FILE] [--SECTION.KEY VALUE ...] [options]",
+        usage=f"podium train {{{','.join(recipes)}}} [--config FILE] [--SECTION.KEY VALUE ...] [options]",
         description="Train a model. --SECTION.KEY sets any key of the configuration and overrides the file.",
         epilog=textwrap.dedent(
             """\
@@ -178,7 +170,6 @@ def _parser() -> argparse.ArgumentParser:
               podium train grpo --model.path Qwen/Qwen3-0.6B --data.train train.jsonl --reward.name gsm8k
               podium train grpo --recipe dapo --config run.yaml
               podium train sft --config run.yaml --optim.lr 1e-5 --dry-run
-              podium train dpo --data.train pairs.jsonl --model.path runs/sft/model
               podium train grpo --resume runs/NAME
               podium train grpo --replay runs/NAME --algorithm.loss gspo
               podium train grpo --config run.yaml --backend local --backend.log_dir logs
@@ -190,8 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "recipe",
         type=_recipe,
-        metavar="grpo|ppo|sft|dpo|rm",
-        help="GRPO, PPO with a critic, supervised fine-tuning, DPO, or a reward model",
+        metavar="|".join(recipes),
+        help="grpo: GRPO; ppo: PPO with a critic; sft: supervised fine-tuning; others are of installed packages",
     )
     parser.add_argument(
         "--recipe",
@@ -223,22 +214,27 @@ def _parser() -> argparse.ArgumentParser:
 def _recipe(word: str) -> str:
     """Return the word if it names a recipe, and otherwise say what it is, which recipe is near, or which there are."""
     name = word.lower()
-    if word in RECIPES:
+    recipes = list_recipes()
+    if word in recipes:
         return word
-    if name in list_presets() and name not in RECIPES:
+    if name in list_presets() and name not in recipes:
         raise ArgumentTypeError(f"{name} is a preset of the recipe grpo: podium train grpo --recipe {name}")
     for key, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
-        if name in names and name not in RECIPES:
+        if name in names and name not in recipes:
             raise ArgumentTypeError(
                 f"{name} is a setting of the recipe grpo: podium train grpo --algorithm.{key} {name}"
             )
-    if name in PREFERENCE_LOSSES:
-        raise ArgumentTypeError(f"{name} is a setting of the recipe dpo: podium train dpo --algorithm.loss {name}")
-    raise ArgumentTypeError(f"there is no recipe {word!r}{nearest(name, RECIPES)}; {_EACH}")
+    for recipe in recipes:
+        if words := find_recipe(recipe).words.get(name):
+            raise ArgumentTypeError(f"{name} is a setting of the recipe {recipe}: podium train {recipe} {words}")
+    meanings = ", ".join(f"{recipe} {find_recipe(recipe).help}" for recipe in recipes)
+    raise ArgumentTypeError(
+        f"there is no recipe {word!r}{nearest(name, recipes)}; {meanings}; {explain_packages('podium.recipes')}"
+    )
 
 
 def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequence[str]) -> PPOConfig | SFTConfig:
-    cls, content = RECIPES[recipe], None
+    cls, content = find_recipe(recipe).config, None
     if resume is None and path is None:  # --run.resume without a file means the same
         resume = find_override(cls, overrides, "run.resume") or None
     if resume == "auto":  # the trainer looks for the run

@@ -3,16 +3,15 @@
 All other sections stand beside the classes that they configure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from pydantic import Field
 
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, advantage_declaration
-from podium.algorithms.preference_config import PreferenceConfig, ScorerConfig
 from podium.config import prefer, section
 from podium.errors import ConfigError
 from podium.models import ModelConfig
@@ -39,9 +38,7 @@ from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import EndingOptim, check_dropout
 
 __all__ = [
-    "RECIPES",
     "CriticConfig",
-    "DPOConfig",
     "EvalConfig",
     "ExampleBatch",
     "GRPOConfig",
@@ -49,15 +46,12 @@ __all__ = [
     "PPOConfig",
     "PlacementConfig",
     "PoolConfig",
-    "PreferenceRun",
     "PromptBatch",
     "PromptChoice",
-    "RMConfig",
     "RunConfig",
     "SFTConfig",
     "SaveConfig",
     "check_goal",
-    "recipe_of",
 ]
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
@@ -167,9 +161,30 @@ class _TrainingConfig(InferenceConfig):
         return replace(self.engine, dtype=dtype) if dtype and self.engine.dtype is None else self.engine
 
     @property
+    def worker_names(self) -> Mapping[str, str]:
+        """The classes of workers that take the place of a role's usual one, as ``module:Class`` by role."""
+        return {}
+
+    @property
+    def trained_model(self) -> ModelConfig:
+        """``model``, as the policy trains it."""
+        return self.model
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the policy over the whole run."""
         return self.run.steps
+
+    def list_endpoints(self, role: str) -> dict[str, str]:
+        """Return the endpoints that only this kind of run calls of a role, and what each is for, as the end of an error
+        about a class that lacks it."""
+        if role == "policy" and self.eval.items and self.scores_answers:
+            return {"score_examples": f"by which eval.metric = {self.eval.metric} judges the run"}
+        return {}
+
+    def explain_objective(self) -> Iterator[str]:
+        """Yield the lines of a dry run on what is trained. They may import torch."""
+        yield from ()
 
     @property
     def ending_optim(self) -> OptimConfig:
@@ -394,99 +409,6 @@ class SFTConfig(_TrainingConfig):
                 f"batch.examples = {self.batch.examples} for {self.placement.key_of('policy')} = {ranks}: each rank "
                 "needs at least one"
             )
-
-
-@section()
-class PreferenceRun(SFTConfig):
-    """A run that learns from preferences between answers: the base of :class:`DPOConfig` and :class:`RMConfig`."""
-
-    batch: ExampleBatch = prefer(ExampleBatch, examples=64)
-    algorithm: ScorerConfig = Field(default_factory=ScorerConfig)
-
-    @property
-    def scores_answers(self) -> bool:
-        return self.judged_by[0] in ("auto", ACCURACY, LOSS, REWARD_MARGIN)
-
-    @property
-    def usual_figure(self) -> str:
-        return ACCURACY
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        policy, *others = super().roles
-        return (policy, "reference", *others) if self.algorithm.needs_reference else (policy, *others)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_figure()
-        if self.model.dropout or (self.model.lora is not None and self.model.lora.dropout):
-            raise ConfigError(
-                "model.dropout and model.lora.dropout have to be off: the loss of a pair is computed from values "
-                "without dropout; leave them out"
-            )
-        if self.data.prompt_column is None:
-            raise ConfigError(
-                "data.prompt_column = null, and a preference is one between the answers to a prompt: set it"
-            )
-        if self.data.split_turns:
-            raise ConfigError(
-                "data.split_turns = true makes a row of each turn, and a preference is one between whole answers: "
-                "leave it out"
-            )
-
-    def check_figure(self) -> None:
-        """Check that evaluations measure what ``eval.metric`` names. Raises ConfigError."""
-        if not self.scores_answers:
-            raise ConfigError(
-                f"eval.metric = {self.eval.metric!r} is no figure of preferences between held-out answers: expected "
-                "auto, accuracy, loss or reward_margin"
-            )
-
-
-@section()
-class DPOConfig(PreferenceRun):
-    """A run that trains a policy on preferences between answers, or on answers with labels.
-
-    ``sampling``, ``engine`` and ``reward`` serve its evaluation where ``eval.metric`` is a reward.
-    """
-
-    algorithm: PreferenceConfig = Field(default_factory=PreferenceConfig)
-    optim: OptimConfig = prefer(OptimConfig, lr=1e-6)
-
-    def check_figure(self) -> None:
-        if self.judged_by[0] == TOKEN_ACCURACY:
-            super().check_figure()
-
-
-@section()
-class RMConfig(PreferenceRun):
-    """A run that trains a reward model on preferences between answers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.model.lora is not None:
-            raise ConfigError(
-                "model.lora with the recipe rm, which trains a head beside the adapters: leave it out, and train all "
-                "weights"
-            )
-
-
-RECIPES: Mapping[str, type[PPOConfig] | type[SFTConfig]] = {
-    "grpo": GRPOConfig,
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "rm": RMConfig,
-}
-
-
-def recipe_of(values: Mapping[str, Any], recipe: str = "grpo") -> str:
-    """Return the recipe of a run with these settings. It is ``recipe`` if it may be grpo or ppo, which differ in
-    defaults alone."""
-    algorithm, batch = values.get("algorithm"), values.get("batch") or {}
-    if "examples" in batch or ("prompts" not in batch and algorithm is None):
-        return "sft" if algorithm is None else "dpo" if "loss" in algorithm else "rm"
-    return recipe if recipe in ("grpo", "ppo") else "grpo"
 
 
 def _divisor(rows: int, near: int) -> int:

@@ -17,11 +17,12 @@ from podium.config import build_config, parse_overrides, read_values
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState, files_of
-from podium.runs.config import InferenceConfig, recipe_of
+from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import STATE_FILE, step_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
+from podium.runs.recipes import find_recipe, recipe_of
 from podium.runs.records import CONFIG, RunRecord, flatten, is_run, name_data
 from podium.runs.run_files import RunFiles
 from podium.secrecy import mask
@@ -278,7 +279,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     settings["data.train"] = name_data(settings)
     base = settings.get("model.path", "")
     judge, first, last, step = _figures(found)
-    kind = "text-classification" if recipe_of(found.values) == "rm" else "text-generation"
+    kind = find_recipe(recipe_of(found.values)).pipeline
     head = [f"library_name: {'peft' if adapters else 'transformers'}", f"pipeline_tag: {kind}"]
     stored = Path(found.values.get("model", {}).get("path", "")).expanduser()
     if base and not stored.is_absolute() and not stored.exists():  # the hub knows no directories

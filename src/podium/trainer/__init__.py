@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     )
     from podium.runs.config import (
         CriticConfig as CriticConfig,
-        DPOConfig as DPOConfig,
         EvalConfig as EvalConfig,
         ExampleBatch as ExampleBatch,
         GRPOConfig as GRPOConfig,
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
         PoolConfig as PoolConfig,
         PPOConfig as PPOConfig,
         PromptBatch as PromptBatch,
-        RMConfig as RMConfig,
         RunConfig as RunConfig,
         SaveConfig as SaveConfig,
         SFTConfig as SFTConfig,
@@ -40,17 +38,13 @@ if TYPE_CHECKING:
     from podium.trainer.evaluate import evaluate_model as evaluate_model, open_sampler as open_sampler
     from podium.trainer.measure import describe_times as describe_times
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
-    from podium.trainer.preferences import PreferenceTrainer as PreferenceTrainer
     from podium.trainer.preload import PRELOAD as PRELOAD
     from podium.trainer.sft import SFTTrainer as SFTTrainer
 else:
     _load_export, __dir__, __all__ = lazy_exports(__name__)
 
     def __getattr__(name: str) -> Any:
-        if (
-            name in ("PPOTrainer", "PreferenceTrainer", "SFTTrainer")
-            and not {"torch", "transformers"} <= sys.modules.keys()
-        ):
+        if name in ("PPOTrainer", "SFTTrainer") and not {"torch", "transformers"} <= sys.modules.keys():
             _announce_imports()
         return _load_export(name)
 

@@ -20,19 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, Jagged, fields, sampled_tokens
 from podium.data.sampled_text import count_sampled
 from podium.rewards import Grade
-from podium.rollout.tasks import EncodedPreferences, Example
-from podium.rollout.tasks.forms import message_text
-from podium.rollout.tasks.preferences import list_answers
 from podium.runs.files import step_name
 from podium.runs.run_files import RunFiles
 from podium.runtime import Call
-from podium.telemetry.held_out import ACCURACY
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.conversation_texts import Conversation, conversations
 from podium.trainer.prompts import Pair, Prompt, split_answer
 from podium.trainer.token_texts import TokenTexts
 
-__all__ = ["CompletionsLog", "write_completions", "write_examples", "write_preferences"]
+__all__ = ["CompletionsLog", "to_utf8", "write_completions", "write_examples"]
 
 _WRITTEN_TOKENS: Final = 1 << 16  # tokens of the rows of a chunk, prompts included
 _MISMATCH_STEP: Final = 1e-5  # nats
@@ -148,8 +144,8 @@ def write_examples(
     for pair in pairs:
         prompt, answer, mask = split_answer(pair)
         learned = [token for token, is_learned in zip(answer, mask, strict=True) if is_learned]
-        prompts.append(_utf8(str(tokenizer.decode(prompt))))
-        answers.append(_utf8(str(tokenizer.decode(learned))))
+        prompts.append(to_utf8(str(tokenizer.decode(prompt))))
+        answers.append(to_utf8(str(tokenizer.decode(learned))))
         ids.append(learned)
     table = {
         "step": pa.array([step] * len(prompts), pa.int64()),
@@ -161,40 +157,6 @@ def write_examples(
     }
     with folder.replace(f"{step_name(step)}.parquet") as file:
         pq.write_table(pa.table(table), file, compression="zstd")
-
-
-def write_preferences(
-    folder: RunFiles, step: int, rows: EncodedPreferences, scores: Mapping[str, Sequence[float | None]]
-) -> None:
-    """Write held-out preferences, with their ``scores`` by the names of columns, to the Parquet file of ``step`` in
-    ``folder``. The better answer is in ``expected``, and the worse one in ``rejected``."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    answers = [[_write_turns(_turns_of(answer)) for answer in list_answers(example)] for example in rows.examples]
-    table = {
-        "step": pa.array([step] * len(rows), pa.int64()),
-        "group": pa.array(range(len(rows)), pa.int64()),
-        "prompt": pa.array([_write_turns(example.prompt) for example in rows.examples], pa.string()),
-        "expected": pa.array([texts[0] for texts in answers], pa.string()),
-        "rejected": pa.array([texts[1] if len(texts) > 1 else None for texts in answers], pa.string()),
-        **{"correct" if name == ACCURACY else name: pa.array(column, pa.float64()) for name, column in scores.items()},
-    }
-    with folder.replace(f"{step_name(step)}.parquet") as file:
-        pq.write_table(pa.table(table), file, compression="zstd")
-
-
-def _turns_of(example: Example) -> str | Sequence[Mapping[str, Any]]:
-    return example.turns or example.answer or ""
-
-
-def _write_turns(said: str | Sequence[Mapping[str, Any]]) -> str:
-    """A text, or the turns of a conversation without the template."""
-    if isinstance(said, str):
-        return _utf8(said)
-    if len(said) == 1:
-        return _utf8(message_text(said[0]))
-    return _utf8("\n".join(f"{turn['role']}: {message_text(turn)}" for turn in said))
 
 
 def _table(
@@ -218,7 +180,7 @@ def _table(
     prompts = [scored.prompts[group] for group in groups]
     grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
     part_of = [grade.parts if grade else {} for grade in grades]
-    completions = [_utf8(text) for text in scored.texts(rows)]
+    completions = [to_utf8(text) for text in scored.texts(rows)]
     texts_by_row = (
         conversations(batch, scored.tokenizer, texts) if all(name in batch for name in _OF_SESSIONS) else None
     )
@@ -230,7 +192,7 @@ def _table(
     table: Mapping[str, Any] = {
         "step": pa.array([scored.step] * len(rows), pa.int64()),
         "group": pa.array(groups, pa.int64()),
-        "prompt": pa.array([_utf8(prompt.text) for prompt in prompts], pa.string()),
+        "prompt": pa.array([to_utf8(prompt.text) for prompt in prompts], pa.string()),
         "completion": pa.array(completions, pa.string()),
         "expected": pa.array([_answer(prompt) for prompt in prompts], pa.string()),
         "correct": pa.array([_is_correct(grade, scored.verdicts_known) for grade in grades], pa.bool_()),
@@ -280,9 +242,9 @@ def _session_columns(batch: Batch, said: Sequence[Conversation]) -> dict[str, An
     return {
         "session": pa.array(batch.dense(fields.SESSION).tolist(), pa.int64()),
         "agent": pa.array(batch.python(fields.AGENT), pa.string()),
-        "conversation": pa.array([_utf8(conversation.text) for conversation in said], pa.string()),
-        "turn_read": pa.array([[*map(_utf8, conversation.read)] for conversation in said], pa.list_(pa.string())),
-        "turn_said": pa.array([[*map(_utf8, conversation.said)] for conversation in said], pa.list_(pa.string())),
+        "conversation": pa.array([to_utf8(conversation.text) for conversation in said], pa.string()),
+        "turn_read": pa.array([[*map(to_utf8, conversation.read)] for conversation in said], pa.list_(pa.string())),
+        "turn_said": pa.array([[*map(to_utf8, conversation.said)] for conversation in said], pa.list_(pa.string())),
         "turn_tokens": pa.array([conversation.tokens for conversation in said], pa.list_(pa.int32())),
         "turn_rewards": pa.array([conversation.rewards for conversation in said], pa.list_(pa.float32())),
     }
@@ -325,13 +287,13 @@ def _means(batch: Batch, tokens: Jagged) -> Sequence[float | None]:
 
 
 def _logged(grade: Grade | None, name: str) -> str | None:
-    return None if grade is None or name not in grade.extra else _utf8(grade.extra[name])
+    return None if grade is None or name not in grade.extra else to_utf8(grade.extra[name])
 
 
-def _utf8(text: str) -> str:
+def to_utf8(text: str) -> str:
     # Lone surrogates, which a tokenizer's bytes can decode to, have no UTF-8.
     return text.encode("utf-8", "replace").decode()
 
 
 def _answer(prompt: Prompt) -> str | None:
-    return None if prompt.example.answer is None else _utf8(prompt.example.answer)
+    return None if prompt.example.answer is None else to_utf8(prompt.example.answer)

@@ -19,18 +19,16 @@ import torch
 
 from podium.data import Batch, Jagged, fields
 from podium.errors import PodiumError
-from podium.rollout.tasks import EncodedPreference
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runtime import Call, connect
 from podium.telemetry.formatting import duration
 from podium.trainer.checks.data_plan import count_row_tokens, count_tokens
 from podium.trainer.ppo import PPOTrainer
-from podium.trainer.preferences import PreferenceTrainer
 from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import completion_seeds, pair_batch, prompt_batch
 from podium.trainer.roles import Roles, start_roles
 from podium.trainer.run_data import HeldOut, RunData
-from podium.trainer.sft import SFTTrainer
+from podium.trainer.trainer import Trainer
 
 __all__ = ["describe_times"]
 
@@ -38,7 +36,7 @@ _DECODED: Final = 8  # tokens after the first one
 _FORWARD: Final = 1 / 3  # of a micro-step: the forward pass without the backward pass
 _NOTHING_S: Final = 1e-3  # of a pass that this configuration does not need
 
-AnyTrainer: TypeAlias = PPOTrainer | PreferenceTrainer | SFTTrainer
+AnyTrainer: TypeAlias = Trainer[Any, Any, Any]
 Lines: TypeAlias = Iterator[tuple[str, str]]
 _Row: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -229,12 +227,12 @@ def _take_rows(trainer: PPOTrainer, data: RunData[Any], ranks: int, lengths: Seq
     return rows
 
 
-def _take_examples(trainer: PreferenceTrainer | SFTTrainer, data: RunData[Any], ranks: int) -> list[Any]:
+def _take_examples(trainer: AnyTrainer, data: RunData[Any], ranks: int) -> list[Any]:
     """Examples of the data, as many as fill a micro-batch a rank."""
     config, rows, tokens = trainer.config, list[Any](), 0
     while len(rows) < config.batch.examples:
         (row,) = data.stream.take(1)
-        tokens += sum(len(ids) for ids, _ in (row.answers if isinstance(row, EncodedPreference) else (row,)))
+        tokens += trainer.count_tokens(row)
         if tokens > ranks * config.parallel.micro_batch_tokens and len(rows) >= ranks:
             break
         rows.append(row)
@@ -243,10 +241,8 @@ def _take_examples(trainer: PreferenceTrainer | SFTTrainer, data: RunData[Any], 
 
 def _join(trainer: AnyTrainer, rows: Sequence[Any]) -> Any:
     """What the passes of a recipe take."""
-    if isinstance(trainer, PreferenceTrainer):
-        return trainer.join_answers(rows, 1)
-    if isinstance(trainer, SFTTrainer):
-        return pair_batch(rows)
+    if not isinstance(trainer, PPOTrainer):
+        return trainer.join_rows(rows, 1)
     n, config = trainer.config.sampling.n, trainer.config
     batch = pair_batch([([*prompt, *text], [False] * len(prompt) + [True] * len(text)) for prompt, text in rows])
     mask = batch.jagged(fields.LOSS_MASK)
@@ -277,12 +273,7 @@ def _list_passes(roles: Roles, trainer: AnyTrainer) -> dict[str, Callable[[Any],
             return [call.result() for call in [learner.update.submit(batch) for learner in learners]]
 
         return {"log-probabilities": trainer.logprobs, "values": trainer.values, "update": update}
-    if isinstance(trainer, PreferenceTrainer):
-        return {
-            "values": lambda answers: (answers, trainer.values(answers)),
-            "update": lambda valued: trainer.update(*valued),
-        }
-    return {"update": roles.policy.update}
+    return trainer.list_passes()
 
 
 # -- the time that follows ---------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from typing import Any, Final, NamedTuple, cast
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
+from podium.functions import load_function
 from podium.models.loading import vocabulary_size
 from podium.rollout.environments.outside import read_token
-from podium.runs.config import InferenceConfig, PPOConfig, PreferenceRun, RMConfig, SFTConfig
+from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
@@ -38,7 +39,6 @@ from podium.workers import (
     Reference,
     RewardModel,
     Rollout,
-    Scorer,
     StreamedSync,
     Teacher,
     WeightSync,
@@ -182,7 +182,8 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
     for call in config.run.profile:
         if call.partition(".")[0] not in config.roles:
             raise ConfigError(f"run.profile: {call!r} is not ROLE.ENDPOINT of a role here: {', '.join(config.roles)}")
-    usual: dict[str, type[Worker]] = {**_ROLES, **({"policy": Scorer} if isinstance(config, RMConfig) else {})}
+    named = {role: load_function(name, key=f"worker of the {role}") for role, name in config.worker_names.items()}
+    usual = cast("dict[str, type[Worker]]", {**_ROLES, **named})
     if isinstance(config, PPOConfig) and config.algorithm.reference.reference_refresh:
         usual["reference"] = FollowingReference
     classes = {**usual, **(workers or {})}
@@ -205,14 +206,10 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
     Raises:
         ConfigError: It lacks one. The message says which, and what to do.
     """
-    needed: dict[str, str] = {}
+    needed = config.list_endpoints(role)
     apart = ("generator",) in [roles for roles, _ in config.processes]
     if role == "generator" and apart and "rollout" in config.roles:
         needed["serve"] = "which rollout workers in other processes call (environment.name)"
-    if role in ("policy", "reference") and isinstance(config, PreferenceRun):
-        needed["answer_values"] = "from which the loss of preferences is computed"
-    elif role == "policy" and config.eval.items and config.scores_answers:
-        needed["score_examples"] = f"by which eval.metric = {config.eval.metric} judges the run"
     if role == "estimator" and apart:
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
     if role == "generator" and declaration_of(find_schedule(config.run.schedule)).side_by_side:
@@ -377,9 +374,7 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
             }
         case "estimator":
             return {"algorithm": algorithm}
-    model, optim = config.model, config.ending_optim
-    if isinstance(config, PreferenceRun):  # the values of answers are computed without dropout
-        model = replace(model, dropout=False)
+    model, optim = config.trained_model, config.ending_optim
     if role == "critic" and not sft:
         critic_settings = {"path": config.critic.path, "config": {}} if config.critic.path else {}
         model, optim = replace(model, lora=None, **critic_settings), replace(optim, lr=config.critic.lr)

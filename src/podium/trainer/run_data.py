@@ -7,15 +7,15 @@ from typing import Generic, TypeAlias, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import EncodedPairs, EncodedPreferences, PromptStream
+from podium.rollout.tasks import EncodedExamples, PromptStream
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.trainer.prompts import Prompt
 
 __all__ = ["HeldOut", "RunData"]
 
 E = TypeVar("E")
-HeldOut: TypeAlias = Sequence[Prompt] | EncodedPairs | EncodedPreferences
-"""The prompts of an evaluation set; or examples with their answers, or preferences, of which the loss is computed."""
+HeldOut: TypeAlias = Sequence[Prompt] | EncodedExamples
+"""The prompts of an evaluation set, or examples with their answers, of which the loss is computed."""
 
 
 @dataclass(frozen=True)

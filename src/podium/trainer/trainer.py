@@ -6,7 +6,7 @@ fit ─▶ prepare: all that a run has ─▶ resume ─▶ schedule: collect, l
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from threading import Lock
@@ -22,7 +22,7 @@ from podium.models.manifest import explain, is_refusal
 from podium.rewards import Rewards
 from podium.rewards.resolve import list_rewards
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import EncodedPairs, EncodedPreferences, Example, PromptStream
+from podium.rollout.tasks import EncodedExamples, Example, PromptStream
 from podium.rollout.tasks.config import show_sources
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
@@ -68,6 +68,7 @@ from podium.trainer.checks.preflight import (
 )
 from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
+from podium.trainer.prompts import pair_batch
 from podium.trainer.restart_limit import RunLost, find_lost
 from podium.trainer.roles import RoleWorkers
 from podium.trainer.run_data import HeldOut, RunData
@@ -152,6 +153,20 @@ class Trainer(ABC, Generic[C, E, R]):
     @abstractmethod
     def stage_tokens(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Return the number of tokens that each stage of the step processed."""
+
+    def count_tokens(self, row: Any) -> int:
+        """Return the number of tokens of a row of the stream of :meth:`load_data`."""
+        return len(row[0])
+
+    def join_rows(self, rows: Sequence[Any], step: int) -> Any:
+        """Return what the first of :meth:`list_passes` takes, for rows of that stream."""
+        del step
+        return pair_batch(rows)
+
+    def list_passes(self) -> dict[str, Callable[[Any], Any]]:
+        """Return the passes of a step over its rows, which a dry run measures, in their order. Each returns what the
+        next one takes. The last is "update"."""
+        return {"update": self.run.roles.policy.update}
 
     @property
     def keeps_apart(self) -> str:
@@ -242,9 +257,7 @@ class Trainer(ABC, Generic[C, E, R]):
         held_out = self.load_held_out(tokenizer, sampling) if config.eval.items else None
         examples: list[Example] = list(getattr(stream.examples, "examples", ()))  # only prompts have them
         for prompts in (held_out or {}).values():
-            examples += (
-                [] if isinstance(prompts, EncodedPairs | EncodedPreferences) else [prompt.example for prompt in prompts]
-            )
+            examples += [] if isinstance(prompts, EncodedExamples) else [prompt.example for prompt in prompts]
         columns = find_columns(examples, config.reward)
         if not (config.scores_answers or config.environment.name or config.engine.replayed_run):
             check_signatures(config.reward, self.options.reward, columns)
@@ -485,7 +498,7 @@ class Trainer(ABC, Generic[C, E, R]):
         """Evaluate the weights after ``step`` on one evaluation set."""
         run = self.run
         assert run.generators is not None
-        assert not isinstance(held_out, EncodedPairs | EncodedPreferences)
+        assert not isinstance(held_out, EncodedExamples)
         return score_held_out(
             self.config,
             run.generators,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     )
     from podium.workers.reward_model import RewardModel as RewardModel
     from podium.workers.rollout import Rollout as Rollout
-    from podium.workers.scorer import Scorer as Scorer
     from podium.workers.weight_sync import (
         ColocatedSync as ColocatedSync,
         StreamedSync as StreamedSync,

@@ -29,9 +29,9 @@ from podium.algorithms import (
 )
 from podium.algorithms.config import Aggregation
 from podium.algorithms.declarations import COLUMNS, advantage_declaration, correction_declaration, loss_declaration
-from podium.algorithms.preference_config import PREFERENCE_LOSSES, PreferenceConfig, ScorerConfig
-from podium.algorithms.preferences import PreferenceInputs, differentiate
 from podium.errors import DataError
+from podium_preferences.config import PREFERENCE_LOSSES, PreferenceConfig, ScorerConfig
+from podium_preferences.objective import PreferenceInputs, differentiate
 
 SEEDS = range(3)
 ROWS = [field.name for field in fields(AdvantageInputs) if field.name.endswith("_B")]

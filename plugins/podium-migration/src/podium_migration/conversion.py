@@ -10,7 +10,7 @@ import yaml
 from podium.config import keys_of, load_config
 from podium.errors import ConfigError
 from podium.migration import Equivalent, Table, read_tables
-from podium.runs.config import RECIPES
+from podium.runs.recipes import find_recipe, list_recipes
 from podium_migration.sources import Settings
 
 __all__ = ["Conversion", "is_installed"]
@@ -29,7 +29,7 @@ class Conversion:
     def __init__(self, project: str, settings: Settings, recipe: str, theirs: str) -> None:
         self.table: Table = next(table for table in read_tables() if table.project == project)
         self.settings, self.recipe, self.theirs = settings, recipe, theirs
-        keys = keys_of(RECIPES[recipe])
+        keys = keys_of(find_recipe(recipe).config)
         self.defaults = {key.path: key.default for key in keys}
         self.expected = {key.path: key.expects for key in keys}
         self.values: dict[str, Any] = {}
@@ -136,7 +136,7 @@ class Conversion:
                 lines += textwrap.wrap(line, 116, initial_indent="# - ", subsequent_indent="#   ")
         text = "\n".join(lines) + "\n"
         try:
-            load_config(RECIPES[self.recipe], "converted", content=text.encode())
+            load_config(find_recipe(self.recipe).config, "converted", content=text.encode())
         except ConfigError as error:
             raise ConfigError(
                 f"the settings do not make a configuration of podium train {self.recipe}: "
@@ -192,7 +192,7 @@ def _nest(values: Mapping[str, Any]) -> _Section:
 
 def _order(key: str) -> int:
     """The place of a key among all keys. A component's options come where the options are."""
-    keys = [entry.path for cls in RECIPES.values() for entry in keys_of(cls)]
+    keys = [entry.path for name in list_recipes() for entry in keys_of(find_recipe(name).config)]
     return keys.index(key) if key in keys else keys.index(key.rpartition(".")[0])
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from podium.config import keys_of
 from podium.migration import Equivalent, read_tables
-from podium.runs.config import RECIPES
+from podium.runs.recipes import find_recipe
 from podium_migration.sources import read_leaves
 
 __all__ = ["PEERS", "UNKNOWN", "find_package", "find_problems", "read_settings"]
@@ -65,7 +65,7 @@ def _differs(answer: Equivalent, default: Any, recipe: str) -> bool:
     """Whether Podium's default means something else than the peer's."""
     translation = answer.translate(default)
     value = default if translation is None else translation.value
-    ours = {key.path: key.default for key in keys_of(RECIPES[_RECIPES.get(recipe, "grpo")])}
+    ours = {key.path: key.default for key in keys_of(find_recipe(_RECIPES.get(recipe, "grpo")).config)}
     return answer.key in ours and value is not None and not _equal(value, ours[answer.key])
 
 

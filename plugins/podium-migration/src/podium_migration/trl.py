@@ -3,7 +3,6 @@
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.runs.config import RECIPES
 from podium_migration.conversion import Conversion, is_installed
 from podium_migration.sources import Settings
 
@@ -37,8 +36,7 @@ def convert_trl(settings: Settings) -> Conversion:
         ConfigError: Podium has no recipe of this kind.
     """
     theirs = settings.recipe or _guess_recipe(settings)
-    if (recipe := _OURS[theirs]) not in RECIPES:
-        raise ConfigError(f"TRL's {theirs} has no counterpart: Podium has the recipes {', '.join(RECIPES)}")
+    recipe = _OURS[theirs]
     conversion = Conversion("TRL", settings, recipe, theirs)
     conversion.convert_plain(only_set=ONLY_SET if recipe == "grpo" else (*ONLY_SET, "sampling.", "algorithm."))
     _convert_batches(conversion)

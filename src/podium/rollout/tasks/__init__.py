@@ -7,6 +7,7 @@ from podium.lazy import lazy_exports
 if TYPE_CHECKING:
     from podium.rollout.tasks.config import DataConfig as DataConfig
     from podium.rollout.tasks.encode import (
+        EncodedExamples as EncodedExamples,
         EncodedPairs as EncodedPairs,
         EncodedPrompts as EncodedPrompts,
         TokenRows as TokenRows,
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
         Messages as Messages,
         check_data as check_data,
         load_examples as load_examples,
-    )
-    from podium.rollout.tasks.preferences import (
-        EncodedPreference as EncodedPreference,
-        EncodedPreferences as EncodedPreferences,
-        encode_preferences as encode_preferences,
-        read_labeled as read_labeled,
-        read_pair as read_pair,
     )
     from podium.rollout.tasks.stream import PromptStream as PromptStream
 else:

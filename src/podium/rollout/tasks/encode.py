@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "EncodedExamples",
     "EncodedPairs",
     "EncodedPrompts",
     "TokenRows",
@@ -120,7 +121,28 @@ class EncodedPrompts:
     digest: str = ""
 
 
-class EncodedPairs(Sequence[tuple[list[int], list[bool]]]):
+class EncodedExamples(Sequence[Any]):
+    """Examples with their answers as token ids, of which a loss is computed: :class:`EncodedPairs`, or those of the
+    recipe of a package.
+
+    Attributes:
+        examples: The example of each row.
+    """
+
+    examples: Sequence[Example]
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """The number of tokens of each row, with all its answers."""
+        raise NotImplementedError
+
+    def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+        """Yield the lines of a dry run on the first row."""
+        del tokenizer
+        yield f"number 0     {self.row_lengths[0]} tokens"
+
+
+class EncodedPairs(EncodedExamples):
     """Prompts with their answers: item i is ``(token_ids[i], loss_mask[i])``, two lists of equal length.
 
     Attributes:
@@ -143,6 +165,10 @@ class EncodedPairs(Sequence[tuple[list[int], list[bool]]]):
         if isinstance(row, slice):
             return [self[index] for index in range(*row.indices(len(self)))]
         return self.token_ids[row], self.loss_mask[row]
+
+    @property
+    def row_lengths(self) -> list[int]:
+        return self.token_ids.lengths
 
     def take(self, rows: Sequence[int]) -> EncodedPairs:
         """These pairs alone."""

@@ -16,8 +16,7 @@ from typing import Any, Final, cast
 from transformers import PreTrainedTokenizerBase
 
 from podium.errors import PodiumError
-from podium.rollout.tasks import DataConfig, EncodedPairs, EncodedPreferences, Example
-from podium.rollout.tasks.preferences import list_answers
+from podium.rollout.tasks import DataConfig, EncodedExamples, EncodedPairs, Example
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
@@ -26,7 +25,7 @@ from podium.trainer.prompts import Prompts
 from podium.trainer.run_data import HeldOut, RunData
 from podium.trainer.tasks import Tasks
 
-__all__ = ["count_row_tokens", "count_tokens", "describe_data"]
+__all__ = ["count_row_tokens", "count_tokens", "describe_data", "describe_tokens", "describe_where"]
 
 _SHOWN_CHARACTERS: Final = 1200
 _SHOWN_TOKENS: Final = 48
@@ -130,16 +129,16 @@ def _most_tokens(config: PPOConfig | SFTConfig, lengths: Sequence[int]) -> str:
 
 
 def _token_counts(examples: HeldOut | Prompts) -> list[int]:
-    """The tokens of each example: of preferences, those of all its answers with their prompts."""
-    if isinstance(examples, EncodedPreferences):
+    """The tokens of each example, with all its answers."""
+    if isinstance(examples, EncodedExamples):
         return examples.row_lengths
-    if isinstance(examples, EncodedPairs | Prompts):
+    if isinstance(examples, Prompts):
         return examples.token_ids.lengths
     return [len(prompt.token_ids) for prompt in examples]
 
 
-def _examples(data: RunData[Any]) -> Prompts | EncodedPairs | EncodedPreferences | Tasks:
-    return cast("Prompts | EncodedPairs | EncodedPreferences | Tasks", data.stream.examples)
+def _examples(data: RunData[Any]) -> Prompts | EncodedExamples | Tasks:
+    return cast("Prompts | EncodedExamples | Tasks", data.stream.examples)
 
 
 def _span(lengths: Sequence[int]) -> str:
@@ -154,41 +153,27 @@ def _first(data: RunData[Any]) -> Iterator[str]:
         yield "number 0     the task, from which the environment makes what the model reads:"
         yield textwrap.indent(visible(str(examples.examples[0].row), _SHOWN_CHARACTERS), _INDENT, lambda line: True)
         return
-    if isinstance(examples, EncodedPreferences):
-        yield from _first_preference(examples, tokenizer)
+    if isinstance(examples, EncodedExamples) and not isinstance(examples, EncodedPairs):
+        yield from examples.describe_first(tokenizer)
         return
     ids = [*examples.token_ids[0]]
     first = examples.examples[0]
     if first.place:
-        yield textwrap.fill(_reading(first), 110, initial_indent="read from    ", subsequent_indent=_INDENT)
+        yield describe_where(first)
     if isinstance(examples, EncodedPairs):
         learned = [token for token, counts in zip(ids, examples.loss_mask[0], strict=True) if counts]
-        yield from _text("number 0", f"{len(ids)} tokens, with the answer:", tokenizer, ids)
-        yield from _text("to learn", f"{len(learned)} of these tokens:", tokenizer, learned)
+        yield from describe_tokens("number 0", f"{len(ids)} tokens, with the answer:", tokenizer, ids)
+        yield from describe_tokens("to learn", f"{len(learned)} of these tokens:", tokenizer, learned)
         mask = [*examples.loss_mask[0], False]
         ends = dict.fromkeys(ids[at] for at in range(len(ids)) if mask[at] and not mask[at + 1])
         yield f"ends         a learned turn ends with {' or '.join(repr(tokenizer.decode([token])) for token in ends)}"
     else:
-        yield from _text("number 0", f"{len(ids)} tokens, as the model reads them:", tokenizer, ids)
+        yield from describe_tokens("number 0", f"{len(ids)} tokens, as the model reads them:", tokenizer, ids)
         answer = examples.examples[0].answer
         yield f"answer       {'none' if answer is None else repr(visible(answer, _SHOWN_CHARACTERS))}"
 
 
-def _first_preference(rows: EncodedPreferences, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    row, example = rows[0], rows.examples[0]
-    answers = list_answers(example)
-    columns = [column for answer in answers for column in answer.fields] + ["label", "margin"]
-    for (ids, mask), chosen, answer in zip(row.answers, row.chosen, answers, strict=True):
-        if answer.place:
-            reading = _reading(answer, columns)
-            yield textwrap.fill(reading, 110, initial_indent="read from    ", subsequent_indent=_INDENT)
-        name = "better" if chosen else "worse"
-        yield from _text(name, f"{len(ids)} tokens, of which {sum(mask)} are the answer's:", tokenizer, ids)
-    if row.margin is not None:
-        yield f"margin       {row.margin:g}"
-
-
-def _reading(example: Example, also: Sequence[str] = ()) -> str:
+def describe_where(example: Example, also: Sequence[str] = ()) -> str:
     """Say which columns of the row are prompt and answer, and which are not read, here or as those of ``also``."""
     prompt, answer = example.columns
     if example.is_text:
@@ -198,10 +183,11 @@ def _reading(example: Example, also: Sequence[str] = ()) -> str:
         parts += f", answer {answer!r}" if answer else ", answer the last turn" if example.turns else ", no answer"
     read = {"tools", *also, *example.fields, *(field.partition(".")[0] for field in example.fields)}
     unread = [repr(name) for name in example.row if name not in {*read, "prompt", "answer"}]
-    return visible(f"{example.place}: {parts}" + (f"; not read: {', '.join(unread)}" if unread else ""))
+    text = visible(f"{example.place}: {parts}" + (f"; not read: {', '.join(unread)}" if unread else ""))
+    return textwrap.fill(text, 110, initial_indent="read from    ", subsequent_indent=_INDENT)
 
 
-def _text(name: str, title: str, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Iterator[str]:
+def describe_tokens(name: str, title: str, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Iterator[str]:
     """The text of ``ids`` under a title, and its tokens one by one."""
     yield f"{name:<12} {title}"
     yield textwrap.indent(visible(str(tokenizer.decode(ids)), _SHOWN_CHARACTERS), _INDENT, lambda line: True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from podium.algorithms.declarations import CLIPPING_LOSSES, LOSSES
 from podium.config import config_to_yaml
-from podium.runs.config import PPOConfig, PreferenceRun, SFTConfig
+from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import Node, backend_class
 from podium.telemetry.held_out import ACCURACY, Metric
@@ -110,12 +110,8 @@ def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
             f"auto, with run.schedule = {config.run.schedule}" if config.algorithm.correction == "auto" else "yours"
         )
         yield f"{'':12} correction = {', '.join(algorithm.corrections) or 'none'} ({origin})"
-    elif isinstance(config, PreferenceRun):
-        from podium.algorithms.preferences import explain_options  # needs torch
-
-        yield f"algorithm    loss = {config.algorithm.loss_name}"
-        for key, setting in explain_options(config.algorithm).items():
-            yield f"{'':12} options.{key} = {setting.value:g} ({setting.origin})"
+    else:
+        yield from config.explain_objective()
 
 
 def _judge(config: PPOConfig | SFTConfig) -> str:

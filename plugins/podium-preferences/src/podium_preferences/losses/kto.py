@@ -4,8 +4,8 @@ import torch
 from pydantic import Field
 
 from podium.algorithms.declarations import Declaration
-from podium.algorithms.preferences import PreferenceInputs, PreferenceLoss
 from podium.config import section
+from podium_preferences.objective import PreferenceInputs, PreferenceLoss
 
 __all__ = ["KTOOptions", "kto"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from podium.errors import DataError
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.encode import EncodedPairs, TokenRows, encode_pairs
+from podium.rollout.tasks.encode import EncodedExamples, EncodedPairs, TokenRows, encode_pairs
 from podium.rollout.tasks.examples import Example, Preference, map_columns
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
@@ -60,7 +60,7 @@ class EncodedPreference(NamedTuple):
     margin: float | None
 
 
-class EncodedPreferences(Sequence[EncodedPreference]):
+class EncodedPreferences(EncodedExamples):
     """Rows of preferences as token ids.
 
     Attributes:
@@ -100,6 +100,22 @@ class EncodedPreferences(Sequence[EncodedPreference]):
     def row_lengths(self) -> list[int]:
         """The number of tokens of all answers of each row, with their prompts."""
         return self.token_ids.offsets[list(self.starts)].diff().tolist()
+
+    def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+        from podium.trainer.checks.data_plan import describe_tokens, describe_where
+
+        row, example = self[0], self.examples[0]
+        answers = list_answers(example)
+        columns = [column for answer in answers for column in answer.fields] + ["label", "margin"]
+        for (ids, mask), chosen, answer in zip(row.answers, row.chosen, answers, strict=True):
+            if answer.place:
+                yield describe_where(answer, columns)
+            name = "better" if chosen else "worse"
+            yield from describe_tokens(
+                name, f"{len(ids)} tokens, of which {sum(mask)} are the answer's:", tokenizer, ids
+            )
+        if row.margin is not None:
+            yield f"margin       {row.margin:g}"
 
     @property
     def longest(self) -> list[int]:

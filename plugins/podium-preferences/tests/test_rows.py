@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks import (
-    DataConfig,
-    EncodedPreferences,
-    encode_preferences,
-    load_examples,
-    read_labeled,
-    read_pair,
-)
+from podium.rollout.tasks import DataConfig, load_examples
 from podium.telemetry import Note, subscribe
+from podium_preferences import EncodedPreferences, encode_preferences, read_labeled, read_pair
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 from tests.unit.rollout.tasks.test_schemas import SUM, TOOLS, model, system, user
 

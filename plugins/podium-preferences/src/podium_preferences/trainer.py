@@ -5,48 +5,46 @@ learn     a value of each answer ─▶ loss of the step, and its derivatives by
                 policy, reference          this process                                    policy
 
 The derivatives are numbers by answer, so that the gradient is exact however rows are spread over ranks and
-micro-batches (podium.algorithms.preferences).
+micro-batches (podium_preferences.objective).
 
 Legend: A answers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from podium.algorithms.preferences import PreferenceInputs, PreferenceLoss, differentiate, weigh_tokens
 from podium.data import Batch, fields
 from podium.data.sampled_text import count_sampled
 from podium.models.loading import longest_text
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import (
-    EncodedPreference,
-    EncodedPreferences,
-    Example,
-    PromptStream,
-    encode_preferences,
-    load_examples,
-    read_labeled,
-    read_pair,
-)
+from podium.rollout.tasks import Example, PromptStream, load_examples
 from podium.rollout.tasks.examples import RowReader
-from podium.rollout.tasks.scored_texts import encode_for_scorer
-from podium.runs.config import PreferenceRun, RMConfig
 from podium.runs.evaluation import Evaluation
 from podium.telemetry import Note, emit, metrics as names
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD_MARGIN
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_examples, check_tokens, find_fitting
-from podium.trainer.completion_files import write_preferences
 from podium.trainer.prompts import Pair, pair_batch, split_answer
 from podium.trainer.run_data import HeldOut
 from podium.trainer.run_setup import read_held_out
 from podium.trainer.trainer import Trainer
+from podium_preferences.config import PreferenceRun, RMConfig
+from podium_preferences.evaluations import write_preferences
+from podium_preferences.objective import PreferenceInputs, PreferenceLoss, differentiate, weigh_tokens
+from podium_preferences.rows import (
+    EncodedPreference,
+    EncodedPreferences,
+    encode_preferences,
+    read_labeled,
+    read_pair,
+)
+from podium_preferences.scored_rows import encode_for_scorer
 
 __all__ = ["Answers", "PreferenceTrainer"]
 
@@ -134,7 +132,7 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
     def collect(self, step: int) -> Answers:
         """Take rows of the data."""
         with self.clock.stage("examples", step, "collect"):
-            return self.join_answers(self.take(step, self.config.batch.examples), step)
+            return self.join_rows(self.take(step, self.config.batch.examples), step)
 
     def learn(self, answers: Answers) -> Mapping[str, float]:
         """Take one optimizer step."""
@@ -174,7 +172,16 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
             paired=answers.paired,
         )
 
-    def join_answers(self, rows: Sequence[EncodedPreference], step: int) -> Answers:
+    def count_tokens(self, row: EncodedPreference) -> int:
+        return sum(len(ids) for ids, _ in row.answers)
+
+    def list_passes(self) -> dict[str, Callable[[Any], Any]]:
+        return {
+            "values": lambda answers: (answers, self.values(answers)),
+            "update": lambda valued: self.update(*valued),
+        }
+
+    def join_rows(self, rows: Sequence[EncodedPreference], step: int) -> Answers:
         """The answers of some rows, for ``values``."""
         most = longest_text(self.config.model)
         return Answers.of(rows, step, most=most, mismatched=self.config.algorithm.reads_labels)
@@ -193,7 +200,7 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
         scores: dict[str, list[float | None]] = {ACCURACY: [], LOSS: [], REWARD_MARGIN: []}
         with Counting("rows", len(held_out)) as count:
             for start in range(0, len(held_out), _TOGETHER):
-                inputs = self.values(self.join_answers(held_out[start : start + _TOGETHER], step))
+                inputs = self.values(self.join_rows(held_out[start : start + _TOGETHER], step))
                 loss, _ = differentiate(self.config.algorithm, inputs)
                 rows = len(held_out[start : start + _TOGETHER])
                 scores[LOSS] += loss.losses.view(rows, -1).mean(1).tolist()

@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from podium.algorithms import AlgorithmConfig
-from podium.algorithms.preference_config import PREFERENCE_LOSSES, PreferenceConfig, ScorerConfig
-from podium.algorithms.preferences import (
+from podium.data import Batch, Jagged
+from podium.data.sampled_text import count_sampled
+from podium.errors import ConfigError, DataError
+from podium.training import OptimConfig, ParallelConfig
+from podium.workers import Policy
+from podium_preferences.config import PREFERENCE_LOSSES, PreferenceConfig, ScorerConfig
+from podium_preferences.objective import (
     PreferenceInputs,
     differentiate,
     explain_options,
     read_preference_options,
     weigh_tokens,
 )
-from podium.data import Batch, Jagged
-from podium.data.sampled_text import count_sampled
-from podium.errors import ConfigError, DataError
-from podium.training import OptimConfig, ParallelConfig
-from podium.workers import Policy, Scorer
+from podium_preferences.scorer import Scorer
 from tests.unit.workers.tiny import TINY, recorded
 
 Array = Any

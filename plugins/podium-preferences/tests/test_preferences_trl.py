@@ -11,8 +11,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from podium.algorithms.preferences import PreferenceInputs, differentiate
-from tests.unit.algorithms.test_preferences import config_of
+from podium.config import build_config
+from podium_preferences.config import PreferenceConfig, ScorerConfig
+from podium_preferences.objective import PreferenceInputs, differentiate
 
 trl: Any = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL's own
@@ -123,6 +124,9 @@ def test_a_loss_and_its_gradient_are_those_of_trl(loss: str) -> None:
         lengths_A=mask.sum(1)[order],
         mismatched_M=MISMATCHED,
     )
-    result, derivatives_A = differentiate(config_of(loss, options), inputs)
+    config = ScorerConfig(options=options)
+    if loss != "bradley_terry":
+        config = build_config(PreferenceConfig, {"options": options, "loss": loss})
+    result, derivatives_A = differentiate(config, inputs)
     torch.testing.assert_close(result.losses.mean(), expected.detach().double(), atol=1e-6, rtol=0)
     torch.testing.assert_close(derivatives_A[:, None] * mask[order], gradient[order], atol=1e-6, rtol=0)

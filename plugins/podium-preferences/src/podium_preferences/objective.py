@@ -21,11 +21,11 @@ from torch import Tensor
 
 from podium.algorithms.config import Setting
 from podium.algorithms.declarations import declaration_of
-from podium.algorithms.preference_config import PREFERENCE_LOSSES, ScorerConfig
 from podium.config import build_config
 from podium.data import Jagged
 from podium.errors import ConfigError, DataError
 from podium.functions import load_function, nearest
+from podium_preferences.config import PREFERENCE_LOSSES, ScorerConfig
 
 __all__ = [
     "PreferenceInputs",

@@ -1,0 +1,1 @@
+"""The losses of preferences, each in a module of its own: ``(PreferenceInputs, options) -> PreferenceLoss``."""
