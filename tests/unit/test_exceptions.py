@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copyreg
 import logging
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -182,6 +187,16 @@ class Leaving(Exception):
         os._exit(77)
 
 
+class Color(Enum):
+    RED = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+    color: Color
+
+
 class Value:
     """A value of an exception that is made anew by a function."""
 
@@ -206,7 +221,124 @@ class Constructor(Exception):
             raise RuntimeError("it is made once")
 
 
+def end(*_: Any, **__: Any) -> Any:
+    os._exit(77)
+
+
+class Callable_:
+    __reduce__ = end
+
+    def __call__(self) -> None:
+        pass
+
+
+class Registered:
+    pass
+
+
+copyreg.pickle(Registered, end)  # type: ignore[arg-type] - it ends the process
+
+
+class Getstate:
+    __getstate__ = end
+
+
+class Newargs:
+    __getnewargs__ = end
+
+
+class Hashed:
+    """A key: a mapping that is made anew asks for its hash once more."""
+
+    asked = False
+
+    def __hash__(self) -> int:
+        return end() if Hashed.asked else 1
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "value", 1)
+
+    __setattr__ = end
+
+
+class Entries(dict[str, int]):
+    def __init__(self) -> None:
+        dict.__init__(self, a=1)
+
+    __setitem__ = end
+
+
+class Items(list[int]):
+    def __init__(self) -> None:
+        list.__init__(self, [1, 2])
+
+    append = extend = __iter__ = end  # type: ignore[assignment] - they end the process
+
+
+class Ordered(OrderedDict[str, int]):
+    """One whose class is called where it is made anew."""
+
+    is_made = False
+
+    def __init__(self) -> None:
+        if Ordered.is_made:
+            end()
+        Ordered.is_made = True
+
+
+class ClassOf:
+    __class__ = property(end)  # type: ignore[assignment] - it ends the process
+
+
+def make_local(of_class: bool) -> Any:
+    """An object of a class that is sent as it is, since nobody can import it, and its class or base runs code."""
+    armed: list[bool] = []
+
+    class Meta(type):
+        def __init__(cls, *arguments: Any) -> None:
+            if armed:
+                end()
+
+    class Base:
+        def __init_subclass__(cls) -> None:
+            if armed:
+                end()
+
+    class OfMeta(metaclass=Meta):
+        pass
+
+    class OfBase(Base):
+        pass
+
+    armed.append(True)
+    return OfMeta() if of_class else OfBase()
+
+
+def make_key() -> Any:
+    Hashed.asked = False
+    keys = {Hashed(): 1}
+    Hashed.asked = True
+    return keys
+
+
+def make_ordered() -> Any:
+    Ordered.is_made = False
+    return Ordered()
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "callable": Callable_, "registered": Registered, "getstate": Getstate, "newargs": Newargs, "key": make_key,
+    "slots": Slots, "dict": Entries, "list": Items, "ordered": make_ordered, "class": ClassOf,
+    "metaclass": lambda: make_local(True), "base": lambda: make_local(False), "method": lambda: Callable_().__call__,
+}  # fmt: skip
+
 PACKED: dict[str, Callable[[], BaseException]] = {
+    **{f"value: {kind}": lambda kind=kind: ValueError("x", VALUES[kind]()) for kind in VALUES},
+    **{f"attribute: {kind}": lambda kind=kind: with_value(VALUES[kind]()) for kind in VALUES},
     "ends the process": lambda: Reduced((os._exit, (77,))),
     "ends the process in a function": lambda: Reduced((lambda: os._exit(77), ())),
     "ends where it is pickled": lambda: Leaving("x"),
@@ -220,6 +352,12 @@ PACKED: dict[str, Callable[[], BaseException]] = {
     "arguments": lambda: Needs("x", 2),
     "a constructor": lambda: _with_arguments(Constructor()),
 }
+
+
+def with_value(value: Any) -> BaseException:
+    error = ValueError("x")
+    error.value = value  # type: ignore[attr-defined] - an attribute of its own
+    return error
 
 
 def _with_arguments(error: BaseException) -> BaseException:
@@ -248,6 +386,7 @@ def test_an_exception_is_made_anew_without_its_class_being_asked(kind: str) -> N
         ExceptionGroup("g", [ValueError(1), ExceptionGroup("h", [KeyError(2)])]),
         SyntaxError("bad", ("f.py", 1, 2, "x =", 1, 3)),
         noted(["a note"]),
+        with_value([Path("x"), {1: Decimal("2")}, Point(1, Color.RED), {Point(1, Color.RED): 2}]),
         EndpointError("e", method="m", rank=3, remote_traceback="t"),
     ],
     ids=lambda error: type(error).__name__,

@@ -2,15 +2,18 @@
 
 An exception is not pickled as its class says, because that class may end the process where the exception is pickled, or
 the script where it is made anew. It is made anew of its class, its arguments and its attributes: its ``__init__`` and
-``__reduce__`` are not called. Of values among these that are made anew by a user's function, the text is sent.
+``__reduce__`` are not called. Of values among these that a user's function would pickle or make anew, the text is sent.
 """
 
 from __future__ import annotations
 
+import abc
+import copyreg
 import io
 import pickle
 import sys
-from typing import Any, Final, cast
+from enum import EnumMeta
+from typing import Any, Final, Generic, Protocol, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
@@ -19,7 +22,12 @@ from podium.exceptions import is_readable, read_text
 __all__ = ["pack_exception", "unpack_exception"]
 
 _TRUSTED: Final = frozenset({*sys.stdlib_module_names, "podium", "torch", "numpy"}) - {"__main__"}
-_HOOKS: Final = ("__reduce__", "__reduce_ex__", "__setstate__", "__new__")
+_HOOKS: Final = (
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__", "__new__"),
+    *("__getattr__", "__getattribute__", "__setattr__", "__class__", "__hash__"),
+)  # of a class, which are called where its objects are pickled or made anew
+_GENERATED: Final = ("__hash__", "__setattr__")  # by dataclass, of a text
+_PLAIN_BASES: Final = (object, abc.ABC, Generic, Protocol)  # which make no object anew by calling its class
 _SLOTS: Final = ("name", "path", "filename", "filename2")  # of Python's own classes: neither arguments nor attributes
 _arguments: Final[Any] = BaseException.__dict__["args"]
 _attributes: Final[Any] = BaseException.__dict__["__dict__"]
@@ -49,18 +57,50 @@ def unpack_exception(data: bytes | None) -> BaseException | None:
 class _ExceptionPickler(cloudpickle.CloudPickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = cast("type[Any]", type(obj))
-        if issubclass(kind, BaseException):
+        if issubclass(kind, type):
+            is_inert = _is_inert_class(cast("type[Any]", obj))
+        elif issubclass(kind, BaseException):
             return _take_apart(obj)
-        if issubclass(kind, type) or callable(obj) or all(_is_trusted(kind, hook) for hook in _HOOKS):
+        else:
+            is_inert = _is_inert_class(kind) and _makes_inert_objects(kind)
+        if is_inert:
             return super().reducer_override(obj)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return str, (read_text(ValueError(obj)),)
 
 
+def _is_inert_class(kind: type) -> bool:
+    """Whether a class is found or made anew elsewhere without a call of a user's function."""
+    if not _is_of_library(type(kind)):
+        return False
+    is_found = kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
+    return is_found or (not isinstance(kind, EnumMeta) and _is_trusted(kind, "__init_subclass__"))
+
+
+def _makes_inert_objects(kind: type) -> bool:
+    """Whether objects of a class are pickled and made anew without a call of a user's function."""
+    reduce = copyreg.dispatch_table.get(kind)
+    if reduce is not None and (getattr(reduce, "__module__", None) or "").partition(".")[0] not in _TRUSTED:
+        return False
+    if _is_of_library(kind):
+        return True
+    bases = [base for base in kind.__mro__ if _is_of_library(base)]
+    is_plain = isinstance(kind, EnumMeta) or all(base in _PLAIN_BASES for base in bases)
+    return is_plain and all(_is_trusted(kind, hook) for hook in _HOOKS)
+
+
+def _is_of_library(kind: type) -> bool:
+    """Whether a class is Python's, Podium's or of a library that Podium needs."""
+    return str(type.__dict__["__module__"].__get__(kind)).partition(".")[0] in _TRUSTED
+
+
 def _is_trusted(kind: type, hook: str) -> bool:
-    """Whether what makes an object of ``kind`` anew is Python's or a library's own."""
+    """Whether the method of a class is Python's or a library's own, or was generated for a class of data."""
     owner = next((cls for cls in kind.__mro__ if hook in vars(cls)), object)
-    module = getattr(vars(owner).get(hook), "__module__", None) or owner.__module__
-    return module.partition(".")[0] in _TRUSTED
+    method = vars(owner).get(hook)
+    if hook in _GENERATED and "__dataclass_fields__" in vars(owner):
+        return getattr(getattr(method, "__code__", None), "co_filename", "<string>") == "<string>"
+    module = getattr(method, "__module__", None) or owner.__module__
+    return method is None or module.partition(".")[0] in _TRUSTED
 
 
 def _take_apart(error: BaseException) -> tuple[Any, ...]:
