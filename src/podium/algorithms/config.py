@@ -228,9 +228,32 @@ class AlgorithmConfig:
         return self.read_options(ReferenceOptions) if self.needs_reference else ReferenceOptions()
 
     @property
+    def uses_routers(self) -> bool:
+        """Whether an option is for mixtures of experts alone."""
+        return self.router_balance != 0 or self.router_replay != "none"
+
+    @property
     def router_balance(self) -> float:
         """The coefficient of the auxiliary loss of a mixture of experts."""
         return self.read_options(RouterOptions).router_balance
+
+    @property
+    def router_replay(self) -> Literal["none", "old", "rollout"]:
+        """The pass of which a mixture of experts replays the choices."""
+        return self.read_options(RouterOptions).router_replay
+
+    @property
+    def recorded_for(self) -> Mapping[str, str]:
+        """What engines record, as fields of ``RequestParams``, and the option with its value that needs it."""
+        needed = {"record_top": f"score_centering = {count}"} if (count := self.score_centering) else {}
+        replays = self.router_replay == "rollout"
+        return needed | ({"record_experts": "router_replay = 'rollout'"} if replays else {})
+
+    @property
+    def recording(self) -> Mapping[str, Any]:
+        """The same fields with their values."""
+        values = {"record_top": self.score_centering, "record_experts": True}
+        return {name: values[name] for name in self.recorded_for}
 
     @property
     def score_centering(self) -> int:
@@ -310,7 +333,7 @@ class AlgorithmConfig:
             *((f"loss {name}", loss_declaration(name)) for name in self.losses),
             *((f"correction {name}", correction_declaration(name)) for name in self.corrections),
             *([("teacher", Declaration(options=TeacherOptions))] if self.needs_teacher else []),
-            *([("router", Declaration(options=RouterOptions))] if self.router_balance else []),
+            *([("router", Declaration(options=RouterOptions))] if self.uses_routers else []),
             *([("centering", Declaration(options=CenteringOptions))] if self.score_centering else []),
             *([("reference", Declaration(options=ReferenceOptions))] if self.reference.reference_refresh else []),
         ]

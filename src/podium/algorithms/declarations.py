@@ -156,8 +156,12 @@ class ReferenceOptions:
 
 @section("algorithm.options")
 class RouterOptions:
-    """How a mixture of experts keeps its routers even: Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6."""
+    """What the routers of a mixture of experts choose, and how they are kept even: Fedus et al. 2021, arXiv:2101.03961,
+    equations 4 to 6."""
 
+    router_replay: Literal["none", "old", "rollout"] = "none"
+    """Training sends tokens to the experts that the policy before the update (old) or the generator (rollout) chose.
+    none lets the routers choose anew."""
     router_balance: float = Field(default=0.0, ge=0, le=1e6)
     """The auxiliary loss of the routers is multiplied by this coefficient and added to the policy's loss."""
 

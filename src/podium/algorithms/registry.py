@@ -99,13 +99,24 @@ def check_functions(config: AlgorithmConfig) -> None:
             )
     if config.needs_reference:
         declared.append(Declaration(options=ReferenceOptions))
-    declared += [Declaration(options=RouterOptions)] * ("router_balance" in config.options)
+    declared += [Declaration(options=RouterOptions)] * bool({"router_balance", "router_replay"} & config.options.keys())
     declared += [Declaration(options=CenteringOptions)] * ("score_centering" in config.options)
+    _check_replay(config)
     _check_centering(config)
     declared += _check_corrections(config)
     for declaration in declared:
         build_config(type(config), declaration.defaults, key="Declaration.defaults")
     _check_options(config, [declaration.options for declaration in declared if declaration.options is not None])
+
+
+def _check_replay(config: AlgorithmConfig) -> None:
+    """Check that there is a pass before the updates of which a mixture of experts replays the choices."""
+    if config.router_replay == "old" and (config.updates == 1 or config.ratio_to == "rollout"):
+        raise ConfigError(
+            "algorithm.options.router_replay = 'old': the policy computes no log-probabilities before the update with "
+            "one optimizer step a batch (epochs and minibatches 1), or with a loss or correction whose ratio is to the "
+            "generator; expected more updates, or router_replay: rollout"
+        )
 
 
 def _check_centering(config: AlgorithmConfig) -> None:

@@ -11,6 +11,7 @@ LOSS_MASK: Final = "loss_mask"  # token column, bool: True where the token was s
 ROLLOUT_LOGPROBS: Final = "rollout_logprobs"  # token column, float32: of the distribution that was sampled from
 OLD_LOGPROBS: Final = "old_logprobs"  # token column, float32: of the policy before its update
 ROLLOUT_TOP: Final = "rollout_top"  # token column, float32 [N, 2k]: of the k ids likeliest to be sampled, and these ids
+EXPERTS: Final = "experts"  # token column, int16 [N, C]: the experts that the layers chose with the token as input
 REF_LOGPROBS: Final = "ref_logprobs"  # token column, float32: of the reference policy
 TEACHER_LOGPROBS: Final = "teacher_logprobs"  # token column, float32: of the teacher
 TEACHER_TOP: Final = "teacher_top"  # token column, float32 [N, 2k]: log-probabilities of the teacher's k likeliest, ids

@@ -69,6 +69,11 @@ class SamplingParams:
         return 0
 
     @property
+    def record_experts(self) -> bool:
+        """Whether the experts that a mixture of experts chose are recorded."""
+        return False
+
+    @property
     def filtered(self) -> bool:
         """Whether ``top_k``, ``top_p`` or ``min_p`` takes part, so that kept sets are recorded."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
@@ -86,6 +91,9 @@ class RequestParams(SamplingParams):
     record_top: int = Field(default=0, ge=0, le=65536)  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - a field for a property
     """The log-probabilities of this many most probable tokens are recorded at each token. It does not go with
     ``top_k``, ``top_p`` or ``min_p``."""
+
+    record_experts: bool = False  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - a field for a property
+    """The experts that each layer of a mixture of experts chose for each token are recorded."""
 
     def __post_init__(self) -> None:
         if self.record_top and self.filtered:
@@ -129,6 +137,8 @@ class Completion:
         top: float32 ``[L, 2 * J]`` for ``RequestParams.record_top`` J, else None: the log-probabilities of the J most
             probable tokens when each token was drawn, from the largest down, then their ids. Log-probabilities are -inf
             for those that a constraint forbids, and behind the last token of a vocabulary with fewer.
+        experts: int16 ``[P + L - 1, C]`` for ``RequestParams.record_experts``, else None: the experts that the layers
+            with experts chose, layer by layer, for the P tokens of the prompt and for all tokens but the last.
         stop: The text of ``RequestParams.stop`` that ended it, which its last token completes; "" for none.
     """
 
@@ -141,6 +151,7 @@ class Completion:
     reused: int = 0
     stop: str = ""
     top: Tensor | None = None
+    experts: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

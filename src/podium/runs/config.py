@@ -324,18 +324,17 @@ class PPOConfig(_TrainingConfig):
 
     def _check_recording(self) -> None:
         """Check that what the loss reads of the generator's distributions is recorded."""
-        if not (count := self.algorithm.score_centering):
-            return
-        reasons = {
-            "sampling.top_k or top_p": self.sampling.filtered,
-            f"environment.name = {self.environment.name!r}": self.environment.name,
-            f"engine.name = {self.engine.name!r}": self.replays,
-        }
-        if why := next((reason for reason, holds in reasons.items() if holds), ""):
-            raise ConfigError(
-                f"algorithm.options.score_centering = {count} with {why}: the probabilities of the generator's most "
-                "probable tokens are recorded for completions that it draws from all tokens; leave one of the two out"
-            )
+        for what in self.algorithm.recorded_for.values():
+            reasons = {
+                "sampling.top_k or top_p": self.sampling.filtered and "centering" in what,
+                f"environment.name = {self.environment.name!r}": self.environment.name,
+                f"engine.name = {self.engine.name!r}": self.replays,
+            }
+            if why := next((reason for reason, holds in reasons.items() if holds), ""):
+                raise ConfigError(
+                    f"algorithm.options.{what} with {why}: what the generator computes is recorded for completions "
+                    "alone, and the most probable tokens where it draws from all tokens; leave one of the two out"
+                )
 
     @property
     def rows(self) -> int:

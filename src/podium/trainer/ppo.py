@@ -61,7 +61,7 @@ KL_COEF: Final = "policy/kl_coef"
 
 _MODEL_INPUTS = (
     *(fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS),
-    *(fields.MASK_NUMBERS, fields.MASK_BITS),
+    *(fields.MASK_NUMBERS, fields.MASK_BITS, fields.EXPERTS),
 )
 _VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP)
 _SESSION_INPUTS = (fields.TRAJECTORY, fields.AGENT, fields.TOKEN_REWARDS)
@@ -341,8 +341,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     @property
     def _recorded_sampling(self) -> SamplingParams:
         """The sampling parameters, with what the algorithm needs to be recorded."""
-        sampling, count = self.run.data.sampling, self.config.algorithm.score_centering
-        return sampling.to_request(record_top=count) if count else sampling
+        sampling, recording = self.run.data.sampling, self.config.algorithm.recording
+        return sampling.to_request(**recording) if recording else sampling
 
     def _prompt_batch(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """The batch of a draw for a generator. Groups are numbered through all draws of the step."""

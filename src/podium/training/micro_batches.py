@@ -59,6 +59,8 @@ class MicroBatch:
         select: int64 ``[K]``, the places in the flattened ``input_ids`` whose hidden state predicts a token with loss.
         targets: int64 ``[K]``, the tokens with loss.
         index: int64 ``[K]``, the places of these tokens among the batch's N tokens.
+        input_index: int64 ``[I]``, the places of the rows' input tokens among the batch's N tokens, row by row.
+        input_places: int64 ``[I]``, the places of these in the flattened ``input_ids``. Rows share those of prompts.
         columns: The values ``[K, …]`` of the batch's token columns at these places, by name.
         offsets: int64 ``[B + 1]``, where the K tokens of each row begin.
     """
@@ -69,6 +71,8 @@ class MicroBatch:
     select: Tensor
     targets: Tensor
     index: Tensor
+    input_index: Tensor
+    input_places: Tensor
     columns: Mapping[str, Tensor]
     offsets: Tensor
 
@@ -76,7 +80,7 @@ class MicroBatch:
 def empty_micro_batch(device: torch.device) -> MicroBatch:
     """Make a micro-batch of one token and no loss: a pass that only takes part in collectives."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return MicroBatch(zero[None], None, None, zero, zero[:0], zero[:0], {}, zero)
+    return MicroBatch(zero[None], None, None, zero, zero[:0], zero[:0], zero[:0], zero[:0], {}, zero)
 
 
 def plan(
@@ -270,6 +274,8 @@ def _micro_batch(
         select=before[chosen],
         targets=ids[chosen],
         index=index,
+        input_index=flat[is_input],
+        input_places=position[is_input],
         columns={name: column[index] for name, column in values.items()},
         offsets=offsets,
     )

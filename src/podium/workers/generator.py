@@ -60,7 +60,8 @@ class Generator(WeightReceiver):
         Returns:
             ``B * n`` rows with ``tokens``, ``loss_mask``, ``rollout_logprobs``, ``versions``, ``group`` and
             ``finish_reason``; with top-k or top-p also ``kept_sizes`` and ``kept_ids``; with ``record_top`` also
-            ``rollout_top``; and ``text`` if ``prompts.meta["text"]`` asks for it. ``meta["temperature"]`` is that of
+            ``rollout_top``; with ``record_experts`` also ``experts``; and ``text`` if ``prompts.meta["text"]`` asks for
+            it. ``meta["temperature"]`` is that of
             ``sampling``, and ``meta["text_ids"]``, if present, says over which ids the distributions are.
 
         Raises:
@@ -205,6 +206,10 @@ def _as_batch(
         if drawn:
             top[sampled] = torch.cat([c.top for c in drawn if c.top is not None])
         batch = batch.with_columns({fields.ROLLOUT_TOP: tokens.like(top)})
+    if sampling.record_experts:
+        rows = [torch.nn.functional.pad(c.experts, (0, 0, 0, 1)) for c in drawn if c.experts is not None]
+        experts = torch.cat(rows) if rows else torch.zeros(0, 0, dtype=torch.int16)
+        batch = batch.with_columns({fields.EXPERTS: tokens.like(experts)})
     if not sampling.filtered:
         return batch
     kept = [c.kept for c in drawn if c.kept is not None]

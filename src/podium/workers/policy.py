@@ -27,7 +27,16 @@ from podium.telemetry import metrics
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
 from podium.training.config import check_dropout
 from podium.training.micro_batches import MicroBatch
-from podium.training.routing import Route, count_choices, find_routers, measure_balance, record_routes
+from podium.training.routing import (
+    Route,
+    count_choices,
+    count_experts,
+    find_routers,
+    measure_balance,
+    note_choices,
+    record_routes,
+    replay_routes,
+)
 from podium.training.scoring import score_tokens
 from podium.workers.learner import Learner
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
@@ -95,8 +104,8 @@ class Policy(Learner):
 
     def make_model(self) -> nn.Module:
         model = super().make_model()
-        if self.algorithm.router_balance:
-            find_routers(model)  # raises an error if the model has none
+        if self.algorithm.uses_routers:  # raises an error if the model has none
+            find_routers(model, "router_balance" if self.algorithm.router_balance else "router_replay")
         return model
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
@@ -106,8 +115,15 @@ class Policy(Learner):
         Args:
             entropy: Whether ``entropy`` is computed too, which reads the distribution over the vocabulary once more.
             squares: Whether ``squared_probs`` are computed too, likewise.
+
+        With ``router_replay: old`` the batch gets ``experts`` too.
         """
-        return Batch(self._scores(batch, entropy, squares), batch.meta)
+        noted = list[Tensor]()
+        scores = self._scores(batch, entropy, squares, noted if self.algorithm.router_replay == "old" else None)
+        if self.algorithm.router_replay == "old":
+            tokens, width = batch.jagged(fields.TOKENS).to("cpu"), count_experts(self.model)
+            scores[fields.EXPERTS] = tokens.like(*noted or [torch.zeros(len(tokens.values), width, dtype=torch.int16)])
+        return Batch(scores, batch.meta)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), readonly=True)
     def answer_values(self, batch: Batch) -> Batch:
@@ -196,7 +212,11 @@ class Policy(Learner):
             kept_N = torch.where(unscored_N, torch.nan, 0.0).to(self.device)
         sampled = self._sample_mismatch(batch) if flat and kept_N is not None else {}
 
+        if algorithm.router_replay != "none" and loss is None and not flat and fields.EXPERTS not in batch:
+            raise DataError(f"algorithm.options.router_replay needs the column {fields.EXPERTS!r}; the batch has none")
+
         def compute(micro: MicroBatch) -> TokenLoss:
+            replay(micro)
             grad = algorithm.entropy_coef != 0
             top_ids = {name: micro.columns[name].chunk(2, -1)[1].long() for name in _TOP_COLUMNS if name in columns}
             ids_KJ = torch.cat([*top_ids.values()], -1) if top_ids else None
@@ -225,9 +245,9 @@ class Policy(Learner):
             )
             return policy_loss(inputs, algorithm)
 
-        minibatch = self.engine.accumulate(
-            batch.with_columns(figures), compute, columns=(*columns, *figures), weight=weight, flat=flat
-        )
+        whole = batch.with_columns(figures)
+        with replay_routes(self.model, _experts(batch)) as replay:
+            minibatch = self.engine.accumulate(whole, compute, columns=(*columns, *figures), weight=weight, flat=flat)
         self._scored = kept_N
         return {metrics.LOSS: minibatch.loss, **minibatch.metrics, **sampled}
 
@@ -356,14 +376,24 @@ class Policy(Learner):
             return {}
         return {metrics.MISMATCH_MEAN: total / count, metrics.MISMATCH_MAX: float(table[:, 2].max())}
 
-    def _scores(self, batch: Batch, entropy: bool, squares: bool = False) -> dict[str, Jagged]:
+    def _scores(
+        self, batch: Batch, entropy: bool, squares: bool = False, noted: list[Tensor] | None = None
+    ) -> dict[str, Jagged]:
+        """Log-probabilities and what else is asked for. ``noted`` gets the column ``experts`` of what routers chose."""
+        tokens = len(batch.jagged(fields.TOKENS).values)
+
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            scores = score_tokens(self.model, batch, micro, entropy=entropy, squares=squares)
+            replay(micro)
+            with nullcontext(list[Route]()) if noted is None else record_routes(self.model, "router_replay") as routes:
+                scores = score_tokens(self.model, batch, micro, entropy=entropy, squares=squares)
+            if noted is not None:
+                noted[:] = [note_choices(noted[0] if noted else None, routes, micro, tokens)]
             named = (scores.logprobs, scores.entropy, scores.squares)
             return {name: column for name, column in zip(_SCORES, named, strict=True) if column is not None}
 
         names = [name for name, asked in zip(_SCORES, (True, entropy, squares), strict=True) if asked]
-        return self.engine.evaluate(batch, compute, names)
+        with replay_routes(self.model, _experts(batch)) as replay:
+            return self.engine.evaluate(batch, compute, names)
 
     def _expert_shares(self, batch: Batch) -> Tensor:
         """The experts' shares of the choices for the tokens with loss of all ranks, ``[L, E]``, from a pass without
@@ -372,12 +402,14 @@ class Policy(Learner):
 
         def count(micro: MicroBatch) -> Mapping[str, Tensor]:
             nonlocal counts
+            replay(micro)
             with record_routes(self.model) as routes:
                 score_tokens(self.model, batch, micro)
             counts = counts + count_choices(routes, micro.select)
             return {}
 
-        self.engine.evaluate(batch, count, ())
+        with replay_routes(self.model, _experts(batch)) as replay:
+            self.engine.evaluate(batch, count, ())
         every = self.engine.parallel.gather_objects(counts.cpu())
         total_LE = sum((part for part in every if part.ndim), torch.zeros((), dtype=torch.float64)).to(self.device)
         return total_LE / total_LE.sum(-1, keepdim=True) if total_LE.ndim else total_LE
@@ -418,6 +450,11 @@ class Policy(Learner):
                     values_N[chosen_N] = figure_M[start : start + int(chosen_N.sum())].cpu()
                     columns_added[name] = mask.like(values_N)
         return columns_added
+
+
+def _experts(batch: Batch) -> Tensor | None:
+    """The column ``experts``; None where nothing is replayed."""
+    return batch.jagged(fields.EXPERTS).values if fields.EXPERTS in batch else None
 
 
 def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:

@@ -92,8 +92,8 @@ class Engine(ABC):
     """The class, under ``@section("engine.options")``, of options that the engine reads by ``config.read_options``."""
     constrains: ClassVar[bool] = False
     """Whether the engine draws by ``Request.constraint`` and ``RequestParams.min_p``. Other engines refuse these."""
-    records_top: ClassVar[bool] = False
-    """Whether the engine gives ``Completion.top``. Other engines refuse ``RequestParams.record_top``."""
+    records: ClassVar[frozenset[str]] = frozenset()
+    """Those of the fields record_top and record_experts of ``RequestParams`` that it serves. It refuses the others."""
 
     waiting: RequestQueue
     vocabulary: int
@@ -505,8 +505,8 @@ class Engine(ABC):
             raise ConfigError(f"{subject} has a text among stop_token_ids: an engine takes texts as RequestParams.stop")
         if getattr(params, "stop", ()) and self.decode is None:
             raise ConfigError(f"{subject} ends with texts, and {type(self).__name__} has no decode: set it")
-        if params.record_top and not self.records_top:
-            raise ConfigError(f"{subject} asks for record_top, and {type(self).__name__} records no probable tokens")
+        if missing := {name for name in ("record_top", "record_experts") if getattr(params, name)} - self.records:
+            raise ConfigError(f"{subject} asks for {missing.pop()}, which {type(self).__name__} does not serve")
         if not len(prompt):
             raise ConfigError(f"{subject} is empty; give it at least one token, such as the model's BOS")
         low, high = min(prompt), max(prompt)

@@ -112,6 +112,15 @@ OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
 """What Podium's own engines declare as ``Engine.options``, so that they are checked without importing torch."""
 
 
+RECORDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        **dict.fromkeys((AUTO, "native"), frozenset({"record_top"})),
+        **dict.fromkeys(("transformers", REPLAY), frozenset({"record_top", "record_experts"})),
+    }
+)
+"""What Podium's own engines declare as ``Engine.records``."""
+
+
 @functools.cache
 def find_engines() -> Mapping[str, EntryPoint]:
     """The entry points of the group ``podium.engines``, by name. Podium's own win over others of the same name.

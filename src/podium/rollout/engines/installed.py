@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
@@ -16,7 +18,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from podium.errors import ConfigError
 from podium.exceptions import read_text
 from podium.extras import library_command
-from podium.rollout.engines.config import AUTO, OWN_OPTIONS, EngineConfig, find_engines
+from podium.rollout.engines.config import AUTO, OWN_OPTIONS, RECORDS, EngineConfig, find_engines
 
 if TYPE_CHECKING:
     import torch
@@ -27,24 +29,24 @@ if TYPE_CHECKING:
 __all__ = ["check_engine", "engine_class", "generation_config", "make_engine", "model_device"]
 
 
-def check_engine(config: EngineConfig, *, record_top: int = 0) -> None:
+def check_engine(config: EngineConfig, recorded: Mapping[str, str] = MappingProxyType({})) -> None:
     """Check that the engine is installed, and its options. The class is loaded only if it is not Podium's own.
 
     Raises:
         ConfigError: As :func:`engine_class`; or an option is unknown, has the wrong type or is out of its range; or the
-            engine does not record the most probable tokens, of which a run needs ``record_top``.
+            engine does not serve the fields of ``RequestParams`` in ``recorded``, which options of the algorithm need.
     """
     if config.name in OWN_OPTIONS:
         _check_package(config.name)
         declared = OWN_OPTIONS[config.name]
     else:
-        engine = engine_class(config.name)
-        if record_top and not engine.records_top:
-            raise ConfigError(
-                f"engine.name = {config.name!r} with algorithm.options.score_centering = {record_top}: this engine "
-                "does not record the most probable tokens; use native or transformers, or leave the option out"
-            )
-        declared = engine.options
+        declared = engine_class(config.name).options
+    own = RECORDS.get(config.name)
+    if missing := {*recorded} - (engine_class(config.name).records if recorded and own is None else own or set()):
+        raise ConfigError(
+            f"engine.name = {config.name!r} with algorithm.options.{recorded[min(missing)]}: this engine does not "
+            "record what that needs; use the engine transformers, or leave the option out"
+        )
     if declared is not None:
         config.read_options(declared)
     for name, value in config.options.items() if declared is None else ():

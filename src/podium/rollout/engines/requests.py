@@ -212,6 +212,7 @@ def conclude(
     kept: Sequence[Tensor] | None = None,
     masks: Sequence[bytes] | None = None,
     top: Sequence[Tensor] | None = None,
+    experts: Tensor | None = None,
 ) -> Finished | Failed:
     """Return the last event of a request.
 
@@ -223,8 +224,10 @@ def conclude(
         kept: Where top-k, top-p or min-p were used, the ids kept for each token, most probable first.
         masks: Where a constraint restricted the ids, each token's mask.
         top: With ``RequestParams.record_top``, the row of ``Completion.top`` of each token.
+        experts: With ``RequestParams.record_experts``, ``Completion.experts``.
     """
-    return conclude_arrays(request, token_ids_L.numpy(), logprobs_L.numpy(), versions, kept, masks, top)
+    arrays = token_ids_L.numpy(), logprobs_L.numpy()
+    return conclude_arrays(request, *arrays, versions, kept, masks, top, experts=experts)
 
 
 def conclude_arrays(
@@ -236,6 +239,7 @@ def conclude_arrays(
     masks: Sequence[bytes] | None = None,
     top: Sequence[Tensor] | None = None,
     reused: int = 0,
+    experts: Tensor | None = None,
 ) -> Finished | Failed:
     """Do what :func:`conclude` does, where inference mode is off. NumPy handles a single row faster than torch."""
     if not math.isfinite(logprobs_L.sum()):
@@ -260,5 +264,6 @@ def conclude_arrays(
         masks=masks,
         reused=reused,
         top=None if top is None else torch.stack(list(top)).cpu(),
+        experts=experts,
     )
     return Finished(request.id, completion)

@@ -32,7 +32,7 @@ class Rows:
         self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
         self._params, self._journal = params, journal
         self._cut = cut or (lambda completion: completion)
-        begun = {} if params.record_top else begun  # journals have no probable tokens
+        begun = {} if params.record_top or params.record_experts else begun  # journals have neither
         kept = journal is not None or bool(begun)
         sums = [prompt_sum for prompt in prompts for prompt_sum in [checksum(prompt) if kept else 0] * params.n]
         self.heads = {

@@ -70,6 +70,7 @@ def cut_completion(completion: Completion, stops: Sequence[str], decode: Decode)
         kept=kept,
         masks=None if masks is None else masks[:count],
         top=None if completion.top is None else completion.top[:count],
+        experts=None if completion.experts is None else completion.experts[: count - len(completion) or None],
         stop=find_stop(decode(ids[:count]), stops),
     )
 

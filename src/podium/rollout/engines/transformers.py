@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from podium.devices import same_within_rounding
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.engines.config import EngineConfig, OutputOptions
+from podium.rollout.engines.config import RECORDS, EngineConfig, OutputOptions
 from podium.rollout.engines.constraints import Guided, restrict_logits
 from podium.rollout.engines.draw import draw, leave_out, uniforms
 from podium.rollout.engines.model import ModelEngine
@@ -50,7 +50,8 @@ class TransformersEngine(ModelEngine):
     """
 
     auto_rank = 1
-    constrains = records_top = True
+    constrains = True
+    records = RECORDS["transformers"]
     options = OutputOptions
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
@@ -92,7 +93,9 @@ class TransformersEngine(ModelEngine):
             guided = drawing.guided.get(row)
             masks = guided.masks[:length] if guided is not None and guided.restricts else None
             top = [rows[row] for rows in drawing.top[:length]] if drawing.top else None
-            last = conclude(request, ids_BT[row, :length], logprobs_BT[row, :length], version, kept, masks, top)
+            experts = drawing.experts_of(row, len(request.prompt), length)
+            arrays = ids_BT[row, :length], logprobs_BT[row, :length]
+            last = conclude(request, *arrays, version, kept, masks, top, experts)
             if request.stream and isinstance(last, Finished):
                 draft = last.completion
                 events.append(Tokens(request.id, draft.token_ids.tolist(), draft.logprobs.tolist(), version))
@@ -112,7 +115,8 @@ class TransformersEngine(ModelEngine):
         watches = [Watch(texts, self.decode, together=1) for _ in requests] if texts and self.decode else []
         processor = _Drawing(params, seeds_B, self.text_ids, self.count, guided, watches)
         stops = list(params.stop_token_ids) or None
-        self._generate([request.prompt for request in requests], params.max_new_tokens, stops, processor)
+        with _record_experts(self.model, processor.experts) if params.record_experts else nullcontext():
+            self._generate([request.prompt for request in requests], params.max_new_tokens, stops, processor)
         return processor
 
     def _generate(
@@ -198,6 +202,20 @@ class _Drawing(LogitsProcessor):
         self.logprobs: list[Tensor] = []
         self.kept: list[list[Tensor]] = []
         self.top: list[Tensor] = []
+        self.experts: list[list[Tensor]] = []  # by router, of each forward pass
+
+    @cached_property
+    def _experts_BTC(self) -> Tensor:
+        """The experts ``[B, T, C]`` of all layers, for the T places that went through the model."""
+        layers = [[experts.view(len(self._live_B), -1, experts.shape[-1]) for experts in one] for one in self.experts]
+        return torch.cat([torch.cat(one, 1) for one in layers], -1).to("cpu", torch.int16)
+
+    def experts_of(self, row: int, prompt: int, length: int) -> Tensor | None:
+        """``Completion.experts`` of a row whose prompt and completion have these lengths; None if not recorded."""
+        if not self.experts:
+            return None
+        start = self._experts_BTC.shape[1] - (len(self.ids) - 1) - prompt  # prompts end at one place
+        return self._experts_BTC[row, start : start + prompt + length - 1].clone()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         logits = leave_out(scores.float(), self._text_ids)
@@ -224,6 +242,27 @@ class _Drawing(LogitsProcessor):
         if self._watches and len(self._stops):  # a row that a text ended goes on as one that a token ended
             chosen_B = torch.where(self._live_B, chosen_B, self._stops[0])
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen_B.unsqueeze(1), 0.0)
+
+
+@contextmanager
+def _record_experts(model: nn.Module, recorded: list[list[Tensor]]) -> Iterator[None]:
+    """Add to ``recorded`` a list of what each router chose in each forward pass. Raises ConfigError without routers."""
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    if not routers:
+        raise ConfigError(
+            f"record_experts: {type(model).__name__} is no mixture of experts with routers of transformers"
+        )
+    recorded += [[] for _ in routers]
+
+    def record(experts: list[Tensor], router: nn.Module, _args: object, output: Any) -> None:
+        if not isinstance(output, tuple) or len(output) != 3 or output[2].dtype != torch.int64:
+            raise ConfigError(f"record_experts: {type(router).__name__} does not return logits, weights and choices")
+        experts.append(output[2])
+
+    with ExitStack() as hooks:
+        for router, experts in zip(routers, recorded, strict=True):
+            hooks.enter_context(router.register_forward_hook(partial(record, experts)))
+        yield
 
 
 def _lengths(ids_BT: Tensor, params: SamplingParams) -> list[int]:

@@ -105,8 +105,8 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     paths["reward.path"] = config.reward.path
     if isinstance(config, PPOConfig):
-        check_functions(config.resolved_algorithm)
-        check_engine(config.engine, record_top=config.algorithm.score_centering)
+        check_functions(config.algorithm)
+        check_engine(config.engine, config.algorithm.recorded_for)
         config.check_roles(load=True)
         paths["critic.path"] = config.critic.path
         paths["algorithm.options.teacher"] = config.algorithm.teacher.teacher

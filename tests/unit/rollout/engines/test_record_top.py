@@ -112,8 +112,8 @@ def test_what_another_engine_began_is_drawn_again(
 
 def test_an_engine_that_does_not_record_refuses(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = NativeEngine(EngineConfig(), make_model("qwen3"))
-    monkeypatch.setattr(NativeEngine, "records_top", False)
-    with pytest.raises(ConfigError, match="prompt 0 asks for record_top, and NativeEngine records no probable tokens"):
+    monkeypatch.setattr(NativeEngine, "records", frozenset())
+    with pytest.raises(ConfigError, match="prompt 0 asks for record_top, which NativeEngine does not serve"):
         engine.generate([[4]], RequestParams(max_new_tokens=1, record_top=3), [1])
     with pytest.raises(ConfigError, match="record_top = 3 with top_k, top_p or min_p"):
         RequestParams(max_new_tokens=1, top_p=0.9, record_top=3)

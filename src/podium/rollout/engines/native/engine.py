@@ -7,7 +7,7 @@ from torch import nn
 
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError
-from podium.rollout.engines.config import EngineConfig, NativeOptions
+from podium.rollout.engines.config import RECORDS, EngineConfig, NativeOptions
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.native.cache import ROW_QUANTUM, cache_class, round_up
@@ -42,7 +42,8 @@ class NativeEngine(ModelEngine):
 
     auto_rank = 2
     options = NativeOptions
-    constrains = records_top = True
+    constrains = True
+    records = RECORDS["native"]
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)
