@@ -33,7 +33,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from podium.runs.records import RunRecord
-from podium.runs.report import build_curve, plot_curve
+from podium_curves.drawing import build_curve, plot_curve
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"

@@ -57,7 +57,9 @@ def _words() -> _Words:
     from podium.cli import describe_commands
 
     commands = describe_commands()
-    options = {name: dict.fromkeys(_options_of(name), "") for name in commands if name != "completion"}
+    names = sorted(commands, key=lambda name: " " not in name)  # in bash, the first pattern that fits wins
+    options = {name: dict.fromkeys(_options_of(name), "") for name in names if name != "completion"}
+    commands = {name: text for name, text in commands.items() if " " not in name}
     train_options = options.pop("train")
     keys = {recipe: keys_of(find_recipe(recipe).config) for recipe in list_recipes()}
     options |= {f"train {recipe}": {**train_options, **_helps(keys[recipe])} for recipe in keys}

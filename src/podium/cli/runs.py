@@ -1,4 +1,5 @@
-"""``podium runs`` lists runs, shows one, compares several, and removes runs."""
+"""``podium runs`` lists runs, shows one, and removes runs. Packages add to it: an entry point of the group
+``podium.commands`` with the name ``runs NAME`` is the command ``podium runs NAME``."""
 
 from __future__ import annotations
 
@@ -7,31 +8,42 @@ import datetime
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from podium.errors import ConfigError
-from podium.extras import install_command
+from podium.extras import explain_packages
+from podium.functions import nearest
 
 if TYPE_CHECKING:
     from podium.runs.records import RunRecord
 
-__all__ = ["run_runs"]
+__all__ = ["describe_held_out", "run_runs", "write_table"]
 
 _EPILOG: Final = """\
 examples:
   podium runs                          a line for each run below runs/, the newest first
   podium runs --best                   the same, the best first
   podium runs runs/NAME                one run: its result, its prompts and its curve
-  podium runs compare runs/A runs/B    settings and results that differ, and a picture of the curves
   podium runs clean                    remove runs that ended without a step, after asking
 """
 
 
 def run_runs(arguments: Sequence[str]) -> int:
-    """List, show, compare or remove runs. Returns the exit status."""
+    """List, show or remove runs, or call the command of a package. Returns the exit status."""
     first, *rest = [*arguments, ""]
-    if first in ("compare", "clean"):
-        return (_compare if first == "compare" else _clean)(rest[:-1])
+    if first == "clean":
+        return _clean(rest[:-1])
+    if first.isidentifier() and not Path(first).exists():
+        from podium.cli import find_commands
+
+        if (entry := find_commands().get(f"runs {first}")) is not None:
+            return entry.load()(rest[:-1])
+        if rest[:-1]:
+            names = ["clean", *(name[5:] for name in find_commands() if name.startswith("runs "))]
+            raise ConfigError(
+                f"there is no run and no command {first!r} of podium runs{nearest(first, names)}; its commands are "
+                f"{', '.join(names)}; {explain_packages('podium.commands')}"
+            )
     parser = _parser("podium runs", "List runs, or show one.", epilog=_EPILOG)
     parser.add_argument("paths", nargs="*", default=["runs"], help="runs, or directories of runs (default: runs)")
     parser.add_argument(
@@ -58,7 +70,7 @@ def _rank(run: RunRecord) -> tuple[str, float]:
     return metric.name, -metric.rank(value)
 
 
-def _held_out(run: RunRecord) -> str:
+def describe_held_out(run: RunRecord) -> str:
     """What was measured last, such as "accuracy 42.3%"."""
     return "-" if run.judged is None else f"{run.judged[0].title} {run.judged[0].write(run.judged[1])}"
 
@@ -78,8 +90,8 @@ def _list(runs: Sequence[RunRecord]) -> None:
         total = run.settings.get("run.steps")
         step = f"{run.step} of {total}" if isinstance(total, int) else str(run.step)
         name = f"{run.path} (replay)" if run.replay_of else str(run.path)
-        lines.append((visible(name), run.state, step, _held_out(run), duration(run.seconds), when))
-    _write_table(lines)
+        lines.append((visible(name), run.state, step, describe_held_out(run), duration(run.seconds), when))
+    write_table(lines)
 
 
 def _show(run: RunRecord) -> None:
@@ -103,7 +115,7 @@ def _describe_run(run: RunRecord) -> str:
 
     facts = [run.progress, *([f"replay of {run.replay_of}"] if run.replay_of else [])]
     if run.judged is not None:
-        facts.append(f"held-out {_held_out(run)}")
+        facts.append(f"held-out {describe_held_out(run)}")
     prompts = run.prompts
     facts += [f"{count} prompts {name.replace('_', ' ')}" for name, count in prompts.counts().items()]
     facts += [f"({count} dropped: {visible(reason)})" for reason, count in prompts.reasons.items()]
@@ -111,61 +123,21 @@ def _describe_run(run: RunRecord) -> str:
 
 
 def _draw(run: RunRecord) -> None:
-    """Draw the learning curve with characters, if plotext is installed."""
-    from importlib.util import find_spec
-
-    from podium.runs.report import build_curve, draw_curve
+    """Draw the learning curve with characters, if an installed package does it."""
+    from podium.runs.curves import load_drawer
     from podium.telemetry.sinks.console import terminal
 
-    curve = build_curve(run.rows)
-    if curve is None or len(curve.steps) < 2:
+    if sum(row["kind"] == "step" for row in run.rows) < 2:
         return
-    if find_spec("plotext") is None:
-        sys.stdout.write(f"  the curve is not drawn without plotext: {install_command('plot', 'plotext')}\n")
+    drawer, reason = load_drawer()
+    if drawer is None:
+        sys.stdout.write(f"  the curve is not drawn{reason}\n")
         return
     console = terminal()
-    sys.stdout.write(f"\n  {curve.metric}\n")
-    sys.stdout.flush()
-    console.print(draw_curve(curve, width=min(console.width, 100)), highlight=False)
-
-
-def _compare(arguments: Sequence[str]) -> int:
-    parser = _parser("podium runs compare", "Compare the settings, the results and the curves of runs.")
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        help="runs, or directories of runs; runs that differ only in their seeds are drawn as a band",
-    )
-    parser.add_argument(
-        "--metric", default="", help="the metric to draw (default: what judges the runs, else accuracy, reward or loss)"
-    )
-    parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    from podium.runs.comparison import differing, groups_of, plot_runs
-    from podium.runs.records import find_runs
-    from podium.telemetry import metrics
-    from podium.telemetry.formatting import visible
-
-    runs = [run for path in options.paths for run in find_runs(Path(path))]
-    if len(runs) < 2:
-        raise ConfigError(f"{options.paths[0]} is one run: give at least two to compare")
-    names = [visible(run.path.name) for run in runs]
-    _write_table(
-        [("", *names)]
-        + [(key, *(_short(value) for value in values)) for key, values in differing(runs).items()]
-        + [("state", *(run.state for run in runs)), ("step", *(str(run.step) for run in runs))]
-        + [("held-out", *(_held_out(run) for run in runs))]
-        + [(name, *(_number(run.last(name)) for run in runs)) for name in (metrics.REWARD_MEAN, metrics.LOSS)]
-    )
-    judges = {run.judged[0].of_steps for run in runs if run.judged is not None}
-    preferred = (*(judges if len(judges) == 1 else ()), metrics.ACCURACY, metrics.REWARD_MEAN, metrics.LOSS)
-    metric = options.metric or next((name for name in preferred if all(run.last(name) is not None for run in runs)), "")
-    if not metric or all(run.last(metric) is None for run in runs):
-        raise ConfigError(f"--metric {metric or 'NAME'}: no metric of this name is in metrics.jsonl of these runs")
-    groups = groups_of(runs)
-    picture = plot_runs(groups, [visible(group[0].path.name) for group in groups], metric, Path(options.out))
-    sys.stdout.write(f"{metric}: {picture}\n")
-    return 0
+    if (curve := drawer.draw(run.rows, min(console.width, 100))) is not None:
+        sys.stdout.write(f"\n  {curve.metric}\n")
+        sys.stdout.flush()
+        console.print(curve.drawing, highlight=False)
 
 
 def _clean(arguments: Sequence[str]) -> int:
@@ -207,17 +179,9 @@ def _ask_for_consent(count: int) -> bool:
     return input(f"Remove {count} run{'s' * (count != 1)}? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _write_table(lines: Sequence[Sequence[str]]) -> None:
+def write_table(lines: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells in columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -32,10 +32,12 @@ from podium.secrecy import mask
 from podium.telemetry.formatting import visible
 from podium.telemetry.held_out import ACCURACY, Metric
 
-__all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "RunRecord"]
+__all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "UNCOMPARED", "RunRecord"]
 __all__ += ["check_run", "find_runs", "flatten", "is_run", "metric_of", "name_data", "parse_rows"]
 
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
+UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
+"""Settings that say nothing of how runs compare."""
 _MOST_SETTINGS: Final = 10_000
 _LARGEST: Final = 1e300  # larger values overflow in sums
 _logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +65,6 @@ def test_one_run_is_shown_with_its_curve(tmp_path: Path, capsys: pytest.CaptureF
     assert "┤" in out
 
 
-def test_runs_are_compared_and_seeds_are_a_band(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    for name, seed, lr in (("a0", 0, 1e-5), ("a1", 1, 1e-5), ("b0", 0, 1e-4)):
-        make_run(tmp_path / name, seed=seed, lr=lr, offset=seed)
-    assert main(["runs", "compare", "a0", "a1", "b0"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["run.seed", "0", "1", "0"] in lines
-    assert ["optim.lr", "1e-05", "1e-05", "0.0001"] in lines
-    assert not any("data.train" in line for line in lines), "it is the same in all"
-    assert lines[-1] == ["reward/mean:", "comparison.png"]
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["runs", "compare", "a0"]) == 2
-    assert main(["runs", "compare", "a0", "b0", "--metric", "absent"]) == 2
-
-
 def test_what_ended_before_a_step_is_removed_and_nothing_that_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,20 +109,6 @@ def test_a_run_that_was_resumed_and_killed_is_unfinished(tmp_path: Path, capsys:
     assert "unfinished at step 3" in capsys.readouterr().out
 
 
-def test_a_metric_of_evaluations_alone_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    pictures: list[bytes] = []
-    for offset in (0.0, 0.5):
-        runs = [make_run(tmp_path / f"{offset}" / name) for name in "ab"]
-        for run in runs:
-            rows = [{"kind": "eval", "step": step, "accuracy": offset * step} for step in (1, 2)]
-            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        out = tmp_path / f"{offset}.png"
-        assert main(["runs", "compare", *map(str, runs), "--metric", "accuracy", "--out", str(out)]) == 0
-        pictures.append(out.read_bytes())
-    assert pictures[0] != pictures[1], "the curve is in the picture"
-
-
 @pytest.mark.parametrize(
     "summary",
     [{"steps": 2, "finished": True, "model_path": "model"}, {"steps": 3, "finished": False, "model_path": None}],
@@ -157,3 +126,24 @@ def test_the_model_of_an_earlier_end_is_not_the_runs(tmp_path: Path, summary: di
     found = find_model(str(run))
     assert found is not None
     assert found.checkpoint is None
+
+
+def test_a_command_of_no_package_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("podium.cli.entry_points", lambda group: [])
+    assert main(["runs", "compare", "a", "b"]) == 2
+    assert "pip install ./plugins/podium-NAME" in capsys.readouterr().err
+    entry = EntryPoint("runs count", f"{__name__}:count_words", "podium.commands")
+    monkeypatch.setattr("podium.cli.entry_points", lambda group: [entry])
+    assert main(["runs", "count", "a", "b"]) == 7
+    assert main(["runs", "cuont", "a"]) == 2
+    assert "did you mean 'count'?; its commands are clean, count" in capsys.readouterr().err
+    make_run(tmp_path / "count")
+    assert main(["runs", "count"]) == 0, "a run of this name is shown"
+
+
+def count_words(words: list[str]) -> int:
+    assert words == ["a", "b"]
+    return 7

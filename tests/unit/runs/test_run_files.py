@@ -19,7 +19,7 @@ from podium.runs.run_files import RunFiles
 
 SOURCE = Path(podium.__file__).parent
 PLUGINS = Path(__file__).parents[3] / "plugins"
-READERS = [PLUGINS / "podium-changes/src", PLUGINS / "podium-view/src"]
+READERS = [PLUGINS / "podium-changes/src", PLUGINS / "podium-curves/src", PLUGINS / "podium-view/src"]
 OS = {"open", "mkfifo", "replace", "rename", "unlink", "remove", "mkdir", "makedirs", "rmdir", "removedirs", "truncate"}
 OS |= {"listdir", "scandir", "walk", "symlink", "link", "fwalk", "chmod", "chown", "utime", "readlink"}
 METHODS = {"read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "unlink", "rmdir", "symlink_to", "touch"}
@@ -86,19 +86,19 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "processes/supervisor.py": ("os.open", PRIVATE),
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
     "rewards/processes.py": ("os.open", LOGS),
-    "runs/comparison.py": ("mkdir savefig", PERSON),
     "runs/directory.py": ("rmdir", "the parents that were made for a run's directory"),
     "runs/export.py": ("iterdir mkdir open rglob shutil.copyfileobj write_text", PERSON),
     "runs/named_code.py": ("glob mkdir open read_bytes", "the records of this user, and the files of functions"),
     "runs/named_files.py": ("glob open os.walk", PERSON),
     "runs/records.py": ("iterdir", "the directory of runs, whose owner the person is"),
-    "runs/report.py": ("savefig", OPENED),
     "runtime/calls/stacks.py": ("shutil.which", PRIVATE),
     "runtime/profiling.py": ("export_chrome_trace mkdir", LOOKED_AT),
     "telemetry/sinks/console.py": ("os.open", PRIVATE),
     "telemetry/sinks/jsonl.py": ("mkdir open", PERSON),
     "telemetry/sinks/trace.py": ("mkdir open", PERSON),
     "podium_changes/evaluations.py": ("ParquetFile", OPENED),
+    "podium_curves/comparison.py": ("mkdir savefig", PERSON),
+    "podium_curves/drawing.py": ("savefig", OPENED),
     "podium_view/command.py": ("iterdir", PERSON),
     "podium_view/completions.py": ("ParquetFile", OPENED),
     "podium_view/page.py": ("read_text", PRIVATE),

@@ -8,9 +8,8 @@ from threading import RLock
 from typing import Any
 
 from podium.errors import ConfigError, DataError
-from podium.runs.comparison import UNCOMPARED
 from podium.runs.named_files import PLACES
-from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, RunRecord, is_run, name_data
+from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, UNCOMPARED, RunRecord, is_run, name_data
 from podium.runs.run_files import RunFiles
 from podium_view.completions import Completions
 from podium_view.curves import Curves

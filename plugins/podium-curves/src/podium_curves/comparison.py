@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from podium.runs.records import RunRecord
+from podium.runs.records import UNCOMPARED, RunRecord
+from podium_curves.drawing import smooth
 
-__all__ = ["UNCOMPARED", "differing", "groups_of", "plot_runs"]
+__all__ = ["differing", "groups_of", "plot_runs"]
 
-UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
 _SEEDS: Final = frozenset({"run.seed", "model.seed"})
 _COLORS: Final = ("#2563a8", "#d9730d", "#2f9e63", "#a03a9b", "#c0392b", "#6b7280")
 
@@ -38,8 +38,6 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
-
-    from podium.runs.report import smooth
 
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
