@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from podium.data.adapters import Adapter
 from podium.functions import load_function
 from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Request, Tokens, find_engines
 from podium.rollout.engines.native import NativeEngine
@@ -199,6 +200,42 @@ class Unchecked(Broken):
         pass
 
 
+class WithoutAdapters(Broken):
+    """Draws from the base."""
+
+    def load_adapters(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
+        """Nothing is taken."""
+
+
+class AddsTwice(Broken):
+    """Adds each adapter as often as it is told of it, which is twice."""
+
+    def load_adapters(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
+        super().load_adapters([adapter for adapter in adapters for _ in range(2)], tensors)
+
+
+class WithoutScale(Broken):
+    """Forgets the factor of the adapters."""
+
+    def load_adapters(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
+        super().load_adapters([adapter._replace(scale=1.0) for adapter in adapters], tensors)
+
+
+class KeepsAdapters(Broken):
+    """Adds new adapters to what it draws from, and not to the base."""
+
+    def load_adapters(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
+        held = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        super().load_adapters(adapters, {**tensors, **{adapter.weight: held[adapter.weight] for adapter in adapters}})
+
+
+class ForgetsOne(Broken):
+    """Loses the last adapter."""
+
+    def load_adapters(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
+        super().load_adapters(adapters[:-1], tensors)
+
+
 BROKEN: dict[type[Broken], str] = {
     WrongLogprobs: "test_logprobs_are_those_of_training_also_beside_other_sampling",
     SwappedCompletions: "test_a_completion_depends_on_its_prompt_and_its_seed_alone",
@@ -213,6 +250,11 @@ BROKEN: dict[type[Broken], str] = {
     Unchecked: "test_a_bad_request_is_refused_by_its_name_and_harms_no_other",
     WrongVersions: "test_new_weights_are_drawn_from_and_named",
     OldWeights: "test_new_weights_are_drawn_from_and_named",
+    WithoutAdapters: "test_adapters_are_added_once_to_their_base_in_place_of_earlier_ones",
+    AddsTwice: "test_adapters_are_added_once_to_their_base_in_place_of_earlier_ones",
+    WithoutScale: "test_adapters_are_added_once_to_their_base_in_place_of_earlier_ones",
+    KeepsAdapters: "test_adapters_are_added_once_to_their_base_in_place_of_earlier_ones",
+    ForgetsOne: "test_adapters_are_added_once_to_their_base_in_place_of_earlier_ones",
     OldKeys: "test_new_weights_may_come_while_requests_are_in_flight",
 }
 

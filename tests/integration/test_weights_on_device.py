@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, rebuild_tensor
 
 from podium.data import Batch, Jagged
 from podium.errors import EndpointError, WorkerDied
+from podium.models import ModelConfig
 from podium.models.buckets import checksum
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
@@ -105,11 +106,13 @@ def check(policy: Any, generator: Any, version: int) -> None:
     assert set(out.jagged("versions").values[out.jagged("loss_mask").values].tolist()) == {version}
 
 
-def test_generators_on_the_policys_device_copy_its_weights_there_and_keep_no_handle(group: Group) -> None:
+@pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["plain", "lora"])
+def test_generators_on_the_policys_device_copy_its_weights_there_and_keep_no_handle(
+    group: Group, model: ModelConfig
+) -> None:
     engine = EngineConfig(name="native")
-    policy, generators, sync = group.start(
-        Lender.bind(TINY, OPTIM), Borrower.bind(TINY, engine), Borrower.bind(TINY, engine), Generator.bind(TINY, engine)
-    )
+    readers = [Borrower.bind(TINY, engine), Borrower.bind(TINY, engine), Generator.bind(TINY, engine)]
+    policy, generators, sync = group.start(Lender.bind(model, OPTIM), *readers)
     for version in (1, 2, 3):
         policy.update(recorded(seed=version))
         sync.sync(version)
@@ -174,10 +177,9 @@ def test_a_generator_that_dies_during_a_loan_ends_it(group: Group, lost: type[Bo
     [
         (Miser.bind(TINY, OPTIM), Borrower.bind(TINY), 0, "CUDA error: operation not supported"),
         (Lender.bind(TINY, OPTIM), Stranger.bind(TINY), 1, "FileNotFoundError"),
-        (Lender.bind(ADAPTED, OPTIM), Borrower.bind(TINY), 0, "sharded or have adapters"),
         (Lender.bind(TINY, OPTIM, ParallelConfig(offload="all")), Borrower.bind(TINY), 0, "parallel.offload"),
     ],
-    ids=["not lent", "not opened", "adapters", "offloaded"],
+    ids=["not lent", "not opened", "offloaded"],
 )
 def test_weights_that_cannot_be_lent_go_through_host_memory(
     group: Group, policy: Any, generator: Any, tries: int, why: str

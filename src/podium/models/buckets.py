@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from podium.data.adapters import Adapter
+
 __all__ = ["Bucket", "Piece", "WeightInfo", "WeightManifest", "checksum", "cut", "fill"]
 
 _WORDS = 512  # 64-bit words in a row of the table that is summed
@@ -22,11 +24,12 @@ Bucket = tuple[list[Tensor | None], list[int] | None]
 
 
 class WeightInfo(NamedTuple):
-    """A whole tensor's name, shape and bytes an element."""
+    """A whole tensor's name, shape and bytes an element, and whether it stays as it is."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
+    frozen: bool = False
 
     @property
     def rows(self) -> int:
@@ -38,15 +41,17 @@ class WeightManifest(NamedTuple):
     """What a policy's weights are at one moment. Equal manifests are those of equal weights.
 
     Attributes:
-        weights: All tensors, whole and with adapters merged, in the order in which they are gathered.
+        weights: All tensors, whole, in the order in which they are gathered.
         step: The number of updates of the policy.
         place: The name of the memory that ``Policy.weights_in_place`` returned references to; "" where the weights are
             not in such memory.
+        adapters: The adapters that the generators merge, whose matrices are among the tensors.
     """
 
     weights: tuple[WeightInfo, ...]
     step: int
     place: str
+    adapters: tuple[Adapter, ...] = ()
 
 
 class Piece(NamedTuple):
@@ -59,10 +64,14 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=8)
 def cut(weights: tuple[WeightInfo, ...], bucket_bytes: int) -> list[list[Piece]]:
-    """Cut all tensors, in order, into buckets of at most ``bucket_bytes``. A larger row has its own bucket."""
+    """Cut all tensors, in order, into buckets of at most ``bucket_bytes``. A larger row has its own bucket.
+
+    A bucket's tensors are all frozen, or none is.
+    """
     buckets: list[list[Piece]] = []
-    room = 0
+    room, frozen = 0, False
     for info in weights:
+        room, frozen = room if info.frozen == frozen else -1, info.frozen
         row_bytes = math.prod(info.shape[1:]) * info.itemsize
         most = max(1, bucket_bytes // max(1, row_bytes))
         for start in range(0, info.rows, most):

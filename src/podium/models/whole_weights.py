@@ -1,11 +1,12 @@
 """The whole model's weights under Hugging Face's names: gathered from shards, adapters merged in."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from podium.data.adapters import Adapter, merge_adapters
 from podium.data.gathering import gather_rows, is_divided
 from podium.models.buckets import Piece, WeightInfo, cut
 from podium.models.loading import plain_model
@@ -21,37 +22,47 @@ class WholeWeights:
 
     With a sharded model all ranks ask together and in the same order, since each tensor is gathered from all.
 
+    Args:
+        model: The model, or peft's wrapper of one.
+        merged: Whether adapters are merged into the weights. Otherwise their matrices are tensors of their own, after
+            the weights, and the parameters that they are trained on are frozen.
+
     Attributes:
+        adapters: The adapters that are not merged.
         tensors: The model's own tensors in the order of ``manifest``; its weights where ``is_plain`` is True.
         manifest: Name, shape and bytes an element of each whole tensor, in the model's order.
         sharded: Whether a tensor is spread over several ranks.
-        is_plain: Whether the parameters are the whole weights: neither sharded nor with adapters.
+        is_plain: Whether ``tensors`` are the whole tensors of ``manifest``: neither sharded nor with adapters to merge.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, merged: bool = True) -> None:
         inner = plain_model(model)
-        # peft wraps a module once for each of its parameters that have adapters: experts twice, other layers once.
-        self._layers = {
-            f"{_own_name(name)}.{getattr(module, 'parameter_name', 'weight')}": cast(Any, module)
-            for name, module in inner.named_modules()
-            if hasattr(module, "get_delta_weight")
-        }
-        tensors = (*inner.named_parameters(), *_persistent_buffers(inner))
-        self._named = {_own_name(name): tensor for name, tensor in tensors if _ADAPTER not in name}
+        tensors = dict((*inner.named_parameters(), *_persistent_buffers(inner)))
+        self._named = {_own_name(name): tensor for name, tensor in tensors.items() if _ADAPTER not in name}
+        matrices = {name: tensor for name, tensor in tensors.items() if _ADAPTER in name}
+        adapters = _find_adapters(inner, matrices)
+        frozen = {name for name, tensor in self._named.items() if isinstance(tensor, nn.Parameter)}
+        frozen = {name for name in frozen if adapters and not merged and not self._named[name].requires_grad}
+        self._merged = {adapter.weight: adapter for adapter in adapters if merged}
+        self._matrices = matrices
+        self.adapters = () if merged else adapters
+        self._named |= {} if merged else matrices
         self._held: tuple[str, Tensor] | None = None  # a gathered tensor of which the next bucket has more pieces
         self.tensors = list(self._named.values())
-        self.manifest = tuple(WeightInfo(name, tuple(t.shape), t.element_size()) for name, t in self._named.items())
+        self.manifest = tuple(
+            WeightInfo(name, tuple(t.shape), t.element_size(), name in frozen) for name, t in self._named.items()
+        )
         self.sharded = any(map(is_divided, self.tensors))
-        self.is_plain = not self.sharded and not self._layers
+        self.is_plain = not self.sharded and not self._merged
 
     @torch.no_grad()
     def gather(self, name: str) -> Tensor:
-        """Return one whole tensor, adapters merged, on the model's device. It may be the parameter itself: copy what
-        you keep."""
+        """Return one whole tensor on the model's device. It may be the parameter itself: copy what you keep."""
         value = gather_rows(self._named[name].detach())
-        layer = self._layers.get(name)
-        for adapter in layer.active_adapters if layer is not None else ():
-            value = value + _delta(layer, adapter, value.dtype)
+        if (adapter := self._merged.get(name)) is None:
+            return value
+        matrices = {matrix: gather_rows(self._matrices[matrix].detach()) for matrix in (adapter.down, adapter.up)}
+        ((_, value),) = merge_adapters([adapter], {name: value, **matrices})
         return value
 
     def bucket(self, index: int, bucket_bytes: int) -> list[Tensor]:
@@ -60,12 +71,10 @@ class WholeWeights:
 
         Buckets are asked for in order, and no more than one tensor is gathered at a time.
         """
-        if index == 0:
-            self._held = None
         return [self._rows(piece) for piece in cut(self.manifest, bucket_bytes)[index]]
 
     def _rows(self, piece: Piece) -> Tensor:
-        if self._held is None or self._held[0] != piece.name:
+        if self._held is None or self._held[0] != piece.name or not piece.start:
             self._held = piece.name, self.gather(piece.name)
         tensor = self._held[1]
         if not tensor.ndim or piece.stop == len(tensor):
@@ -85,19 +94,24 @@ def _own_name(name: str) -> str:
     return name.replace(_BASE_LAYER, "")
 
 
-def _delta(layer: Any, adapter: str, dtype: torch.dtype) -> Tensor:
-    if embedding := adapter in layer.lora_embedding_A:
-        down, up = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-    else:
-        down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    down, up = gather_rows(down.detach()).float(), gather_rows(up.detach()).float()
-    if (experts := getattr(layer, "num_experts", 1)) > 1:
-        down = down.view(experts, -1, down.shape[1])
-        up = up.view(len(up), -1, experts).permute(2, 0, 1)
-        delta = (up @ down) * layer.scaling[adapter]
-        return (delta if layer._did_swap_in_out_features else delta.mT).to(dtype)
-    delta = (up @ down) * layer.scaling[adapter]
-    return (delta.T if embedding or layer.fan_in_fan_out else delta).to(dtype)
+def _find_adapters(model: nn.Module, matrices: Mapping[str, Tensor]) -> tuple[Adapter, ...]:
+    """Return peft's adapters, which name their ``matrices``."""
+    names = {id(matrix): name for name, matrix in matrices.items()}
+    adapters: list[Adapter] = []
+    # peft wraps a module once for each of its parameters that have adapters: experts twice, other layers once.
+    for name, module in model.named_modules():
+        layer = cast(Any, module)
+        for adapter in layer.active_adapters if hasattr(module, "get_delta_weight") else ():
+            if embedding := adapter in layer.lora_embedding_A:
+                down, up = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+            else:
+                down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            experts = getattr(layer, "num_experts", 1)
+            transposed = not layer._did_swap_in_out_features if experts > 1 else embedding or layer.fan_in_fan_out
+            weight = f"{_own_name(name)}.{getattr(module, 'parameter_name', 'weight')}"
+            scale = layer.scaling[adapter]
+            adapters.append(Adapter(weight, names[id(down)], names[id(up)], scale, experts, transposed))
+    return tuple(adapters)
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -64,7 +64,12 @@ class Policy(Learner):
 
     @cached_property
     def _weights(self) -> WholeWeights:
-        return WholeWeights(self.model)
+        return WholeWeights(self.model, merged=self._overrides_buckets)
+
+    @property
+    def _overrides_buckets(self) -> bool:
+        """Whether a subclass has its own ``weight_bucket``, which may change whole weights alone."""
+        return inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]
 
     @cached_property
     def _in_place(self) -> InPlace | None:
@@ -74,13 +79,13 @@ class Policy(Learner):
     @property
     def _not_in_place(self) -> str:
         """Why nobody can read the weights where they are; "" where that is possible."""
-        if not self._weights.is_plain:
-            return "the policy's weights are sharded or have adapters"
+        if self._weights.sharded:
+            return "the policy's weights are sharded"
         if self.parallel.offload == "all":
             return "the policy's weights leave the device while it rests (parallel.offload)"
         if any(isinstance(worker, WeightReceiver) for worker in self.ctx.colocated.values()):
             return "a generator in the policy's process reads its weights"
-        if inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]:
+        if self._overrides_buckets:
             return f"{type(self).__name__} sends its weights by a weight_bucket of its own"
         return ""
 
@@ -301,14 +306,15 @@ class Policy(Learner):
     def weight_manifest(self) -> WeightManifest:
         """Return names and shapes of all weights, and the number of updates, which identifies the weights."""
         memory_key = "" if self._in_place is None else self._in_place.key
-        return WeightManifest(self._weights.manifest, self.engine.step_count, memory_key)
+        return WeightManifest(self._weights.manifest, self.engine.step_count, memory_key, self._weights.adapters)
 
     @endpoint(collect=first(), returns="ref")
     def weight_bucket(self, index: int, bucket_bytes: int, known: Sequence[int] | None = None) -> Bucket:
         """Return part of the weights for a :class:`~podium.workers.StreamedSync`, from the first rank; all ranks call.
 
         Args:
-            index: The bucket's number from 0. All buckets must be requested in order.
+            index: The bucket's number from 0. Buckets must be requested in order; those of frozen weights may be left
+                out.
             bucket_bytes: The size of all buckets.
             known: The checksums of what the generators hold: see :func:`.fill`.
         """
@@ -322,9 +328,9 @@ class Policy(Learner):
         """Return references to the weights themselves, in the order of ``weight_manifest``. Readers find the weights as
         they are when they are read.
 
-        None where the weights must come in buckets: they are sharded, with adapters or on an accelerator, leave their
-        place while the policy rests, a generator in the same process reads them, the backend shares no memory, or a
-        subclass has its own ``weight_bucket``.
+        None where the weights must come in buckets: they are sharded or on an accelerator, leave their place while the
+        policy rests, a generator in the same process reads them, the backend shares no memory, or a subclass has its
+        own ``weight_bucket``.
         """
         return None if self._not_in_place else self._in_place
 

@@ -17,6 +17,7 @@ from podium.data import Batch, Jagged
 from podium.errors import ConfigError, DataError, EndpointError, GenerationError
 from podium.models import LoraConfig
 from podium.models.buckets import Piece, WeightInfo, WeightManifest, checksum, cut
+from podium.models.whole_weights import full_weights
 from podium.rollout.engines import EngineConfig
 from podium.rollout.engines.native import NativeEngine
 from podium.rollout.sampling import SamplingParams
@@ -26,7 +27,8 @@ from podium.training import OptimConfig
 from podium.workers import ColocatedSync, Generator, Policy, StreamedSync, WeightSync
 from podium.workers.weight_sync.on_device import Site
 from podium.workers.weight_sync.receiver import WeightReceiver
-from tests.unit.workers.tiny import ADAPTED, TINY, recorded
+from tests.unit.models.test_loading import EXPERTS, UNTIED
+from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY, recorded
 
 OPTIM = OptimConfig(lr=1e-2)
 BUCKET = 3000  # bytes: several tensors in some buckets, several buckets for some tensors
@@ -101,6 +103,20 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(WeightReceiver, "_copy", noting)
     return names
+
+
+@pytest.fixture
+def arrived(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes of each tensor that generators receive."""
+    counts: dict[str, int] = {}
+    copy = WeightReceiver._copy
+
+    def counting(self: WeightReceiver, engine: Any, piece: Piece, values: Any, expected: Any) -> bool:
+        counts[piece.name] = counts.get(piece.name, 0) + (0 if values is None else values.nbytes)
+        return copy(self, engine, piece, values, expected)
+
+    monkeypatch.setattr(WeightReceiver, "_copy", counting)
+    return counts
 
 
 def test_a_generator_among_several_policies_is_refused(cluster: Cluster) -> None:
@@ -185,8 +201,86 @@ def test_delta_sends_what_has_changed(make: Any, sent: list[str]) -> None:
         for version in (2, 3):
             pair.policy.update(recorded(seed=version))
             pair.sync.sync(version)
-            assert set(sent) == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)}
+            assert all(name.partition(".q_proj.")[2].startswith("lora_") for name in sent), "no weight changed"
+            assert len(set(sent)) == 4 - 2 * (version == 2), "the first update finds no gradient of lora_A"
             pair.check(version, atol=1e-5 if dtype is None else 0.1)
+
+
+@pytest.mark.parametrize("engine", [{"name": "native"}, {"name": "transformers"}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [(SHAPE, ()), (UNTIED, ("lm_head", "embed_tokens")), (EXPERTS, ())],
+    ids=["all", "ends", "moe"],
+)
+def test_adapters_are_published_alone_and_give_the_bits_of_merged_weights(
+    make: Any, arrived: dict[str, int], shape: Any, targets: tuple[str, ...], engine: dict[str, str]
+) -> None:
+    model = replace(TINY, config=shape, lora=LoraConfig(rank=2, alpha=8.0, targets=targets))
+    pair = make("streamed", model, **engine)
+    for version in (1, 2, 3):
+        arrived.clear()
+        pair.policy.update(recorded(seed=version))
+        pair.sync.sync(version)
+        (trained,) = pair.policy.group.run(lambda worker: dict(full_weights(worker.model)))
+        (drawn,) = pair.generator.group.run(lambda worker: worker._engine.model.state_dict())
+        assert all(torch.equal(drawn[name], tensor.to(drawn[name].dtype)) for name, tensor in trained.items())
+        adapters = sum(nbytes for name, nbytes in arrived.items() if "lora_" in name)
+        (expected,) = pair.policy.group.run(
+            lambda worker: sum(p.nbytes for p in worker.model.parameters() if p.requires_grad)
+        )
+        base = sum(tensor.nbytes for tensor in trained.values()) if version == 1 else 0
+        assert (adapters, sum(arrived.values())) == (expected, expected + base), "the base comes once"
+    pair.check(3, atol=0.1 if "dtype" in engine else 1e-5)
+
+
+class ScaledBuckets(Policy):
+    """It changes the weights that it sends, as one that quantizes them."""
+
+    @endpoint(collect=Policy.weight_bucket.spec.collect, returns="ref")
+    def weight_bucket(self, index: int, bucket_bytes: int, known: Any = None) -> Any:
+        rows, sums = super().weight_bucket(index, bucket_bytes, known)
+        return [row * 2 for row in rows if row is not None], sums
+
+
+def test_a_policy_with_buckets_of_its_own_sends_merged_weights(cluster: Cluster) -> None:
+    policy, generator = cluster.start(ScaledBuckets.bind(ADAPTED, OPTIM)), cluster.start(Generator.bind(TINY))
+    sync = StreamedSync(policy, [generator], bucket_bytes=BUCKET)
+    for version in (1, 2):
+        policy.update(recorded(seed=version))
+        sync.sync(version)
+        (trained,) = policy.group.run(lambda worker: dict(full_weights(worker.model)))
+        (drawn,) = generator.group.run(lambda worker: worker._engine.model.state_dict())
+        assert all(torch.equal(drawn[name], tensor * 2) for name, tensor in trained.items())
+    for handle in (policy, generator):
+        handle.group.close()
+
+
+def test_a_generator_that_lacks_the_base_gets_it_and_the_others_do_not(cluster: Cluster, arrived: Any) -> None:
+    policy = cluster.start(Policy.bind(ADAPTED, OPTIM))
+    first, second = (cluster.start(Generator.bind(replace(TINY, seed=seed))) for seed in (5, 6))
+    sync = StreamedSync(policy, [first, second], bucket_bytes=BUCKET)
+    sync.init()
+    sync.sync(1, [first])
+    policy.update(recorded(seed=1))
+    arrived.clear()
+    sync.sync(2)
+    base = sum(nbytes for name, nbytes in arrived.items() if "lora_" not in name)
+
+    def forget(worker: Any) -> None:  # as a new process
+        worker._synced, worker._apart, worker._weights = None, {}, {}
+
+    second.group.run(forget)
+    policy.update(recorded(seed=2))
+    arrived.clear()
+    sync.sync(3)
+    (trained,) = policy.group.run(lambda worker: dict(full_weights(worker.model)))
+    assert base == sum(tensor.nbytes for tensor in trained.values()), "to the second alone"
+    assert base == sum(nbytes for name, nbytes in arrived.items() if "lora_" not in name), "and once more to it"
+    for generator in (first, second):
+        (drawn,) = generator.group.run(lambda worker: worker._engine.model.state_dict())
+        assert all(torch.equal(drawn[name], tensor) for name, tensor in trained.items())
+    for handle in (policy, first, second):
+        handle.group.close()
 
 
 def test_delta_needs_no_engine_whose_weights_can_be_read(

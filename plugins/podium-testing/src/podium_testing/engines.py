@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from podium.data.adapters import Adapter
 from podium.data.masks import unpack_masks
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import Aborted, Engine, EngineConfig, Event, Failed, Finished, Request, Tokens, make_engine
@@ -530,6 +531,30 @@ class EngineContract:
         with pytest.raises(ConfigError, match=name):
             engine.check_weights({**{n: w.shape for n, w in second.state_dict().items()}, name: (*weight.shape, 1)})
         check(4, before)
+
+    def test_adapters_are_added_once_to_their_base_in_place_of_earlier_ones(self, target: EngineTarget) -> None:
+        base, prompts = target.model(0), prompts_of()
+        engine = target.make(target.model(1))
+        engine.refresh(1, base.state_dict())
+        embeddings = {id(base.get_input_embeddings().weight), id(base.get_output_embeddings().weight)}
+        weights = {name: weight.detach().clone() for name, weight in base.named_parameters() if weight.ndim == 2
+                   and id(weight) not in embeddings}  # fmt: skip
+        for version, names in ((2, [*weights][::2]), (3, [*weights][1::2]), (4, [*weights])):
+            adapters = [Adapter(name, f"{name}.down", f"{name}.up", scale=2.0) for name in [*weights]]
+            tensors, expected = dict(weights), copy.deepcopy(base)
+            for at, adapter in enumerate(adapters):
+                rows, columns = weights[adapter.weight].shape
+                source = torch.Generator().manual_seed(100 * version + at)
+                matter = 1.0 if adapter.weight in names else 0.0
+                tensors[adapter.down] = torch.randn(2, columns, generator=source)
+                tensors[adapter.up] = torch.randn(rows, 2, generator=source) * 0.02 * matter
+                with torch.no_grad():
+                    expected.get_parameter(adapter.weight).add_(2.0 * tensors[adapter.up] @ tensors[adapter.down])
+            with engine.gate.changing(version):
+                engine.load_adapters(adapters, tensors)
+                engine.loaded()
+            for prompt, completion in zip(prompts, engine.generate(prompts, PARAMS, range(8)), strict=True):
+                target.check({version: expected}, prompt, completion, PARAMS)
 
     def test_new_weights_may_come_while_requests_are_in_flight(self, target: EngineTarget) -> None:
         models = {version: target.model(version) for version in (0, 1)}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from podium.errors import ConfigError, GenerationError
 from podium.exceptions import describe_error
@@ -47,6 +47,7 @@ from podium.rollout.engines.requests import (
 )
 from podium.rollout.engines.rows import Rows
 from podium.rollout.engines.stops import Decode, Watch, cut_completion
+from podium.rollout.engines.weights import WeightHolder
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.telemetry.progress import TOKENS, Counting
 
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-class Engine(ABC):
+class Engine(WeightHolder):
     """Draws completions from a language model, and takes new weights in place.
 
     A completion depends on its prompt, its sampling parameters, its seed and the weights. It does not depend on the
@@ -538,10 +539,10 @@ class Engine(ABC):
         come. Inside the block, ``self.version`` is the version of the weights that the pass uses.
         """
 
-    def drop(self, ids: Collection[RequestId]) -> None:  # noqa: B027 - an engine that works batch by batch holds none
+    def drop(self, ids: Collection[RequestId]) -> None:
         """End the work on those of ``ids`` that ``advance`` has begun. The base class has reported them as aborted."""
 
-    def forget_sessions(self, names: Collection[str]) -> None:  # noqa: B027 - few engines remember sessions
+    def forget_sessions(self, names: Collection[str]) -> None:
         """Let what is remembered of these sessions alone be the first to go when memory is short. They have ended."""
 
     def drawn(self) -> list[tuple[RequestId, Drawn]]:
@@ -550,51 +551,3 @@ class Engine(ABC):
         token.
         """
         return []
-
-    # -- new weights ----------------------------------------------------------------------------------------------
-
-    def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Take the weights of ``version``, in place.
-
-        Args:
-            version: Number of the new weights.
-            weights: Full tensors by parameter name. Without them the engine reads the model that it was made with,
-                which has changed in place. Where that model is sharded, every rank of its mesh must call.
-
-        Raises:
-            ConfigError: Names or shapes do not fit the model. The weights are then as they were.
-        """
-        if weights is not None:
-            self.check_weights({name: tuple(tensor.shape) for name, tensor in weights.items()})
-        with self.gate.changing(version):
-            if weights is None:
-                self.reread()
-            else:
-                for name, tensor in weights.items():
-                    self.load(name, 0, tensor)
-            self.loaded()
-
-    # -- new weights, a part at a time: check, gate.close, load ..., loaded, gate.open ----------------------------
-
-    @abstractmethod
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise ConfigError unless tensors of these names and shapes are all that the model needs, and no more."""
-
-    @abstractmethod
-    def load(self, name: str, start: int, values: Tensor) -> None:
-        """Copy ``values`` over the rows of the weight ``name`` from ``start`` on; the gate is closed."""
-
-    @abstractmethod
-    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
-        """Rows of a weight as this engine holds them; None where it keeps them in a form of its own."""
-
-    @abstractmethod
-    def loaded(self) -> None:
-        """Drop everything derived from the old weights: all new weights have arrived. The gate is closed."""
-
-    @abstractmethod
-    def reread(self) -> None:
-        """Copy the current weights of the model with which the engine was made. The gate is closed."""
-
-    def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
-        """Free the buffers kept between calls. The next request allocates them again."""

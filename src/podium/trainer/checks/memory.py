@@ -163,6 +163,8 @@ def memory_gib(
         shared = "policy" in roles and shards == 1 and config.model.lora is None and dtype == config.model.dtype
         if not shared:
             parts["generator's own weights"] = size.parameters * _BYTES[dtype]
+        if config.model.lora is not None and "policy" not in roles and not accelerated:
+            parts["base of the adapters"] = size.parameters * width  # in host memory, where accelerators have their own
         cached = amounts.sequences * amounts.length
         cache = cached * size.layers * 2 * size.key_value_width * _BYTES[dtype]
         most = config.engine.cache_gib

@@ -17,6 +17,7 @@ from podium.telemetry import Note, emit
 from podium.workers.weight_sync.device_loans import DeviceLoans
 
 if TYPE_CHECKING:
+    from podium.data.adapters import Adapter
     from podium.models.buckets import Piece, WeightInfo, WeightManifest
     from podium.workers.policy import Policy
     from podium.workers.weight_sync.receiver import WeightReceiver
@@ -145,8 +146,9 @@ class StreamedSync(WeightSync):
         self._loans = DeviceLoans(policy)
         self._place = ""  # the memory that ``_refs`` point to, as the manifest names it
         self._refs: Mapping[str, TensorRef] = {}  # the policy's weights, where they can be read in place
-        # What each generator was told to expect: the weights, and the size of a bucket.
-        self._announced: dict[Handle[WeightReceiver], tuple[Sequence[WeightInfo], int]] = {}
+        # What each generator was told to expect: the weights, the size of a bucket, and the adapters.
+        self._announced: dict[Handle[WeightReceiver], tuple[Sequence[WeightInfo], int, Sequence[Adapter]]] = {}
+        self._filled: set[Handle[WeightReceiver]] = set()  # those of them that hold the frozen weights
         # The checksums of what the generators hold, by bucket and piece; empty where they are not known.
         self._sums: dict[int, list[int]] = {}
 
@@ -164,9 +166,9 @@ class StreamedSync(WeightSync):
         try:
             self._send(behind, version)
             _wait([generator.finish_weight_sync.submit(version) for generator in behind])
+            self._filled.update(behind)
         except BaseException as error:
-            self._sums = {}
-            self._announced.clear()
+            self._forget()
             reason = f"{type(error).__name__}: {read_text(error).partition(chr(10))[0]}"
             for generator in behind:  # generators that died or are broken have no request that waits
                 with contextlib.suppress(PodiumError):
@@ -174,7 +176,12 @@ class StreamedSync(WeightSync):
             raise
 
     def close(self) -> None:
-        self._sums, self._refs, self._place = {}, {}, ""
+        self._refs, self._place = {}, ""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Announce the weights again in the next sync, and send all of them."""
+        self._sums = {}
         self._announced.clear()
 
     def _send(self, generators: Sequence[Handle[WeightReceiver]], version: int) -> None:
@@ -182,7 +189,7 @@ class StreamedSync(WeightSync):
         manifest, wrong = self._stream(generators, version, former_sums)
         if wrong and former_sums:
             emit(Note(f"weight sync {version}: generators do not hold {_few(wrong)} as sent; sending all"))
-            self._announced.clear()
+            self._forget()
             manifest, wrong = self._stream(generators, version, {})
         if self._policy.weight_manifest() != manifest:
             raise DataError(
@@ -204,10 +211,11 @@ class StreamedSync(WeightSync):
                 self._place = manifest.place
                 self._refs = {info.name: ref for info, ref in zip(manifest.weights, refs, strict=True)}
         bucket_bytes = self._bucket_bytes * (IN_PLACE_BUCKETS if self._refs else 1)
-        announced = manifest.weights, bucket_bytes
+        announced = manifest.weights, bucket_bytes, manifest.adapters
         new = [generator for generator in generators if self._announced.get(generator) != announced]
         _wait([generator.prepare_weight_sync.submit(*announced) for generator in new])
         self._announced.update(dict.fromkeys(new, announced))
+        self._filled.difference_update(new)
         return manifest, bucket_bytes
 
     def _stream(
@@ -231,7 +239,7 @@ class StreamedSync(WeightSync):
                 self._loans.refuse(generator, f"{_few(damaged)} arrived damaged on the device")
                 far.append(generator)
         if far:
-            wrong += self._send_buckets(far, version, known, cut(manifest.weights, bucket_bytes), bucket_bytes)
+            wrong += self._send_buckets(far, version, known, manifest, bucket_bytes)
         return manifest, wrong
 
     def _send_buckets(
@@ -239,11 +247,13 @@ class StreamedSync(WeightSync):
         generators: Sequence[Handle[WeightReceiver]],
         version: int,
         known: Mapping[int, list[int]],
-        buckets: Sequence[Sequence[Piece]],
+        manifest: WeightManifest,
         bucket_bytes: int,
     ) -> list[str]:
         """Send all buckets, and prepare one while the one before is copied; return the names of tensors that the
-        generators hold wrong."""
+        generators hold wrong. Frozen weights go to the generators that lack them, and with delta to all, which then
+        compare checksums."""
+        frozen = {info.name for info in manifest.weights if info.frozen}
         copying: deque[list[Call[list[list[str]]]]] = deque()
         wrong: list[str] = []
 
@@ -252,17 +262,13 @@ class StreamedSync(WeightSync):
                 wrong.extend(name for names in ranks for name in names)
 
         try:
-            for index, pieces in enumerate(buckets):
-                sums = None
-                if self._refs:
-                    refs = [(self._refs[piece.name], piece) for piece in pieces]
-                    tensors: Any = [ref[piece.start : piece.stop] if ref.shape else ref for ref, piece in refs]
-                else:
-                    known_sums = known.get(index, []) if self._delta else None
-                    tensors, sums = cast(Any, self._policy.weight_bucket(index, bucket_bytes, known_sums))
-                if sums is not None:
-                    self._sums[index] = sums
-                copying.append([g.receive_weights.submit(version, index, tensors, sums) for g in generators])
+            for index, pieces in enumerate(cut(manifest.weights, bucket_bytes)):
+                is_known = pieces[0].name in frozen and not self._delta
+                receivers = [g for g in generators if not is_known or g not in self._filled]
+                if not receivers:
+                    continue
+                tensors, sums = self._read_bucket(index, pieces, known, bucket_bytes)
+                copying.append([g.receive_weights.submit(version, index, tensors, sums) for g in receivers])
                 del tensors  # the last reference here: the store frees what all generators have copied
                 if len(copying) == 2:
                     wait_for_oldest()
@@ -274,6 +280,19 @@ class StreamedSync(WeightSync):
                     _wait(calls)
             raise
         return wrong
+
+    def _read_bucket(
+        self, index: int, pieces: Sequence[Piece], known: Mapping[int, list[int]], bucket_bytes: int
+    ) -> tuple[Any, list[int] | None]:
+        """Return references to the rows of ``pieces``, and the checksums that the generators compare."""
+        if self._refs:
+            refs = [(self._refs[piece.name], piece) for piece in pieces]
+            return [ref[piece.start : piece.stop] if ref.shape else ref for ref, piece in refs], None
+        known_sums = known.get(index, []) if self._delta else None
+        tensors, sums = cast(Any, self._policy.weight_bucket(index, bucket_bytes, known_sums))
+        if sums is not None:
+            self._sums[index] = sums
+        return tensors, sums
 
 
 def _is_behind(held: Iterable[int | None], version: int) -> bool:

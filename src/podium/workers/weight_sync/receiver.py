@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from podium.data import copy_tensor
+from podium.data.adapters import Adapter
 from podium.devices import choose_device, end_idle_threads, give_back_memory
 from podium.errors import ConfigError, DataError
 from podium.models.buckets import Piece, WeightInfo, checksum, cut
@@ -58,7 +60,8 @@ class WeightReceiver(Worker):
     If a colocated policy is neither sharded nor adapted, the engine reads the policy's own parameters, so the next
     completion uses the updated weights. Sharded or adapted weights are gathered into one copy, in place. Without a
     colocated policy, the engine has a model of its own and receives weights in buckets. Two buckets may arrive at the
-    same time, in threads of their own; they hold different rows.
+    same time, in threads of their own; they hold different rows. Of adapters the weights that they are trained on come
+    once and are kept in host memory beside the engine; each sync brings the adapters, which the engine merges.
 
     Args:
         model: The model. Colocated with a policy, the policy's own model is used, and this one only for copies.
@@ -79,8 +82,10 @@ class WeightReceiver(Worker):
         self._lock = threading.Lock()
         self._arriving: int | None = None  # the version of the weights of which a bucket has come
         self._buckets: list[list[Piece]] = []
-        self._rows: dict[str, int] = {}  # rows of each tensor that a sync brings
-        self._missing: dict[str, int] = {}  # those of them that have not arrived
+        self._weights: dict[str, WeightInfo] = {}  # the tensors that a sync brings; frozen ones come once
+        self._missing: dict[str, int] = {}  # rows of each that have not arrived
+        self._adapters: tuple[Adapter, ...] = ()
+        self._apart: dict[str, Tensor | None] = {}  # matrices of the adapters and the weights without them, on the host
         self._opened: tuple[list[Tensor], list[int]] | None = None  # the policy's own tensors, with their checksums
         self._sums: dict[Piece, tuple[int, int]] = {}  # checksums of a piece as it was sent, and as the engine holds it
 
@@ -137,8 +142,11 @@ class WeightReceiver(Worker):
     # -- a streamed sync, in the order of its calls; they run while completions are drawn -------------------------
 
     @endpoint(collect=nothing(), concurrent=True)
-    def prepare_weight_sync(self, weights: Sequence[WeightInfo], bucket_bytes: int) -> None:
-        """Expect all of ``weights`` in each sync from now on, in the buckets that :func:`.cut` makes of them.
+    def prepare_weight_sync(
+        self, weights: Sequence[WeightInfo], bucket_bytes: int, adapters: Sequence[Adapter] = ()
+    ) -> None:
+        """Expect all of ``weights`` in the next sync, in the buckets that :func:`.cut` makes of them, and in each sync
+        after it those that are not frozen. ``adapters`` are merged here once their matrices have come.
 
         Raises:
             ConfigError: These are not the tensors of the engine's model, or the engine reads a colocated policy's
@@ -148,10 +156,13 @@ class WeightReceiver(Worker):
             raise ConfigError(
                 "this generator reads a colocated policy: call refresh(version) instead of sending weights"
             )
-        self._ready_engine().check_weights({info.name: info.shape for info in weights})
+        matrices = {name for adapter in adapters for name in (adapter.down, adapter.up)}
+        self._ready_engine().check_weights({info.name: info.shape for info in weights if info.name not in matrices})
         with self._lock:
-            self._rows = {info.name: info.rows for info in weights}
-            self._missing = dict(self._rows)
+            self._weights = {info.name: info for info in weights}
+            self._missing = {info.name: info.rows for info in weights}
+            self._adapters = tuple(adapters)
+            self._apart = dict.fromkeys((*matrices, *(adapter.weight for adapter in adapters)))
             self._buckets = cut(tuple(weights), bucket_bytes)
 
     @endpoint(concurrent=True, readonly=True)
@@ -211,10 +222,12 @@ class WeightReceiver(Worker):
         engine, (tensors, sums), wrong = self._begin(version), opened, list[str]()
         self._sums.clear()  # they are of what is overwritten now
         try:
-            for at, (name, rows) in enumerate(self._rows.items()):
+            for at, (name, info) in enumerate(self._weights.items()):
+                if not self._missing[name]:
+                    continue
                 if checksum(tensors[at]) == sums[at]:
-                    engine.load(name, 0, tensors[at])
-                    self._note_arrival(Piece(name, 0, rows))
+                    self._put(engine, Piece(name, 0, info.rows), tensors[at])
+                    self._note_arrival(Piece(name, 0, info.rows))
                 else:
                     wrong.append(name)
         finally:
@@ -238,6 +251,11 @@ class WeightReceiver(Worker):
                     f"the weights of version {version} are incomplete: rows of {len(missing)} tensors have not "
                     f"arrived, such as {missing[:3]}; sync them again"
                 )
+            if self._adapters:
+                matrices = {name for adapter in self._adapters for name in (adapter.down, adapter.up)}
+                stored = {name: tensor for name, tensor in self._apart.items() if tensor is not None}
+                on_device = {name: stored[name].to(self._device) for name in matrices}
+                engine.load_adapters(self._adapters, stored | on_device)
             engine.loaded()
             engine.gate.open(version)
             self._synced, self._arriving = version, None
@@ -259,7 +277,7 @@ class WeightReceiver(Worker):
         engine = self._ready_engine()
         with self._lock:
             if self._arriving != version:
-                self._missing = dict(self._rows)
+                self._missing |= {name: info.rows for name, info in self._weights.items() if not info.frozen}
             self._synced, self._arriving = None, version
             engine.gate.close()
         return engine
@@ -273,16 +291,32 @@ class WeightReceiver(Worker):
         """Whether the engine holds the piece that was sent: ``values``, or if None, what was sent before."""
         if values is None:
             sent, kept = self._sums.get(piece, (None, None))
-            rows = engine.rows(*piece)  # None where the engine keeps its weights in a form of its own
+            rows = self._find_rows(engine, piece)
             return sent is not None and sent == expected and (rows is None or checksum(rows) == kept)
         self._sums.pop(piece, None)
         if expected is not None and checksum(values) != expected:
             return False
-        engine.load(piece.name, piece.start, values)
+        self._put(engine, piece, values)
         if expected is not None:
-            rows = engine.rows(*piece)
+            rows = self._find_rows(engine, piece)
             self._sums[piece] = expected, expected if rows is None or rows.dtype == values.dtype else checksum(rows)
         return True
+
+    def _put(self, engine: Engine, piece: Piece, values: Tensor) -> None:
+        if piece.name not in self._apart:
+            engine.load(piece.name, piece.start, values)
+            return
+        with self._lock:
+            if self._apart[piece.name] is None:
+                self._apart[piece.name] = torch.empty(self._weights[piece.name].shape, dtype=values.dtype)
+        copy_tensor(cast("Tensor", self._find_rows(engine, piece)), values)
+
+    def _find_rows(self, engine: Engine, piece: Piece) -> Tensor | None:
+        """The rows as they are here; None where the engine keeps its weights in a form of its own."""
+        if piece.name not in self._apart:
+            return engine.rows(*piece)
+        tensor = self._apart[piece.name]
+        return tensor[piece.start : piece.stop] if tensor is not None and tensor.ndim else tensor
 
     @property
     def _policy(self) -> SourcePolicy | None:

@@ -81,6 +81,9 @@ def test_a_colocated_generator_reads_the_policys_weights_unless_they_are_sharded
     assert memory_gib(sharded, SIZE, roles)["weights"] == 0.5
     adapted = tiny(GRPOConfig, tmp_path, model={"lora": {"rank": 2}})
     assert memory_gib(adapted, SIZE, roles)["generator's own weights"] == 1.0
+    assert memory_gib(adapted, SIZE, ("generator",))["base of the adapters"] == 1.0
+    for config, accelerated in ((sharded, False), (adapted, True)):
+        assert "base of the adapters" not in memory_gib(config, SIZE, ("generator",), accelerated=accelerated)
     half = tiny(GRPOConfig, tmp_path, engine={"dtype": "bfloat16"})
     assert memory_gib(half, SIZE, roles)["generator's own weights"] == 0.5
 
