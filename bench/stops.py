@@ -38,6 +38,7 @@ BUSY: Final = "PODIUM_STOPS_BUSY"
 STAGE: Final = "PODIUM_STOPS_STAGE"
 LONG_S: Final = 120.0  # for a run to get stuck, on a machine with other work
 GONE_S: Final = 60.0
+KEPT_FILES: Final = (".id", ".lock", ".tracker_id")  # hidden files of a run, which is the same run when it is resumed
 
 
 def be_stuck(stage: str) -> None:
@@ -185,7 +186,7 @@ class StuckRun:
         """Say what is left of the run."""
         left = leftovers(self.processes, self.temporary, self._segments, within_s)
         run = self.folder / "runs" / "run"
-        return left + [f"{path} is left" for path in run.rglob(".*") if path.name not in (".lock", ".tracker_id")]
+        return left + [f"{path} is left" for path in run.rglob(".*") if path.name not in KEPT_FILES]
 
     def kill(self) -> None:
         """End the run in any case."""
