@@ -88,7 +88,7 @@ def call(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
 
 
-def lived(environment: OpenEnv, *answers: str) -> tuple[Episode, list[str]]:
+def live_session(environment: OpenEnv, *answers: str) -> tuple[Episode, list[str]]:
     """Live a session in which the model gives these answers. Returns it, and what the model has read at the end."""
     service, source, tokenizer = scripted(*answers)
     service.rules = SamplingParams(max_new_tokens=512)
@@ -108,10 +108,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     made = Server()
 
     @asynccontextmanager
-    async def connected(self: OpenEnv) -> AsyncIterator[Server]:
+    async def connect(self: OpenEnv) -> AsyncIterator[Server]:
         yield made
 
-    monkeypatch.setattr(OpenEnv, "_connected", connected)
+    monkeypatch.setattr(OpenEnv, "_connected", connect)
     monkeypatch.setattr(OpenEnv, "_check_installed", lambda self: None)
     monkeypatch.setattr(module, "_fetch", lambda url: {"action": MOVE} if url == "http://x/schema" else None)
     return made
@@ -121,7 +121,7 @@ def test_an_action_of_several_fields_is_a_call_whose_form_the_server_says(server
     environment = OpenEnv("http://x", acts="fields", observation="text")
     wrong = call("act", direction="up", steps="many")
     answers = [wrong, call("act", direction="up", steps=2), call("act", direction="down", steps=3), "unused"]
-    episode, prompts = lived(environment, *answers)
+    episode, prompts = live_session(environment, *answers)
     assert (episode.failure, dict(episode.parts)) == ("", {"done": 1.0})
     assert [action.get("steps") for action in server.actions] == ["many", 2, 3]
     assert dict(episode.trajectories[0].turn_rewards) == {1: 2.0, 2: 3.0}
@@ -133,7 +133,7 @@ def test_an_action_of_several_fields_is_a_call_whose_form_the_server_says(server
 def test_the_tools_of_an_mcp_server_are_the_models(server: Server) -> None:
     environment = OpenEnv("http://x", acts="tools")
     answers = [call("price", name="nut"), call("price", name="bolt"), call("leave"), "unused"]
-    episode, prompts = lived(environment, *answers)
+    episode, prompts = live_session(environment, *answers)
     assert (episode.failure, dict(episode.parts)) == ("", {"done": 1.0})
     assert [(action["tool_name"], action["type"]) for action in server.actions] == [
         ("price", "call_tool"), ("price", "call_tool"), ("leave", "call_tool"),
@@ -144,10 +144,10 @@ def test_the_tools_of_an_mcp_server_are_the_models(server: Server) -> None:
 
 def test_nothing_is_done_after_the_end_and_an_answer_without_a_call_ends(server: Server) -> None:
     both = call("leave").replace("<|im_end|>", "\n") + call("price", name="bolt")
-    episode, _ = lived(OpenEnv("http://x", acts="tools"), both)
+    episode, _ = live_session(OpenEnv("http://x", acts="tools"), both)
     assert [action["tool_name"] for action in server.actions] == ["leave"]
     assert dict(episode.counts) == {"tool_calls": 2, "tool_errors": 1}
-    episode, _ = lived(OpenEnv("http://x", acts="tools"), "I do nothing.<|im_end|>")
+    episode, _ = live_session(OpenEnv("http://x", acts="tools"), "I do nothing.<|im_end|>")
     assert (episode.failure, dict(episode.parts)) == ("", {"done": 0.0})
 
 
@@ -157,10 +157,10 @@ def test_a_server_without_tools_or_schema_and_another_way_to_act_are_named(
     with pytest.raises(ConfigError, match=r"environment\.options\.acts = 'speech': expected text, fields, tools"):
         OpenEnv("http://x", acts="speech")
     monkeypatch.setattr(module, "_fetch", lambda url: {})
-    episode, _ = lived(OpenEnv("http://x", acts="fields"), "unused")
+    episode, _ = live_session(OpenEnv("http://x", acts="fields"), "unused")
     assert "OpenEnv at http://x/schema does not say what its actions are" in episode.failure
     monkeypatch.setattr(server, "step", lambda observation, **_: {"data": {"observation": {"text": "go"}}})
-    episode, _ = lived(OpenEnv("http://x", acts="tools"), "unused")
+    episode, _ = live_session(OpenEnv("http://x", acts="tools"), "unused")
     assert "has no MCP tools: set environment.options.acts to fields or text" in episode.failure
 
 
@@ -264,7 +264,7 @@ def test_a_server_of_openenv_says_which_fields_its_actions_have(real: str) -> No
         call("act", direction="up", steps=2),
         call("act", direction="down", steps=1),
     ]
-    episode, prompts = lived(OpenEnv(real, acts="fields", observation="text"), *answers)
+    episode, prompts = live_session(OpenEnv(real, acts="fields", observation="text"), *answers)
     assert (episode.failure, dict(episode.parts)) == ("", {"done": 1.0})
     assert dict(episode.trajectories[0].turn_rewards) == {1: 2.0, 2: 1.0}
     assert "error: " in prompts[1] and "moved up" in prompts[2]
@@ -274,7 +274,7 @@ def test_a_server_of_openenv_says_which_fields_its_actions_have(real: str) -> No
 @pytest.mark.parametrize("real", ["tools"], indirect=True)
 def test_a_server_of_openenv_lists_its_tools_and_calls_them(real: str) -> None:
     answers = [call("price", name="nut"), call("price", name="bolt"), "3<|im_end|>"]
-    episode, prompts = lived(OpenEnv(real, acts="tools"), *answers)
+    episode, prompts = live_session(OpenEnv(real, acts="tools"), *answers)
     assert episode.failure == ""
     assert "To price." in prompts[0] and "error: " in prompts[1] and "\n3<|im_end|>" in prompts[2]
     assert dict(episode.counts) == {"tool_calls": 2, "tool_errors": 1}

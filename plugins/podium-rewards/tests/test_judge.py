@@ -27,15 +27,15 @@ ROW = {"prompt": "2 + 2?", "answer": "4"}
 def judging(reply: Reply) -> Iterator[tuple[str, list[Any]]]:
     """A judge that answers what ``reply`` makes of a question: a text, or the status of an error. Gives its address and
     what it was asked."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, self.headers.get("Authorization"), body))
-            said = reply(body["messages"][-1]["content"])
-            status = said if isinstance(said, int) else 200
-            answer = {"choices": [{"message": {"content": said}}]} if status == 200 else {"error": "no"}
+            requests.append((self.path, self.headers.get("Authorization"), body))
+            content = reply(body["messages"][-1]["content"])
+            status = content if isinstance(content, int) else 200
+            answer = {"choices": [{"message": {"content": content}}]} if status == 200 else {"error": "no"}
             text = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
@@ -50,7 +50,7 @@ def judging(reply: Reply) -> Iterator[tuple[str, list[Any]]]:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/v1", asked
+            yield f"http://127.0.0.1:{server.server_port}/v1", requests
         finally:
             server.shutdown()
             thread.join()
@@ -70,54 +70,54 @@ def count_digits(question: str) -> str:
 
 
 def test_each_completion_has_the_score_that_the_judge_ends_with() -> None:
-    with judging(count_digits) as (url, asked):
+    with judging(count_digits) as (url, requests):
         grades = grade(judge("Count digits.", url=url, model="m", body={"temperature": 0}), ["12", "x", "12"])
-    assert [one.score for one in grades] == [0.2, 0.0, 0.2]
-    path, key, body = asked[0]
+    assert [result.score for result in grades] == [0.2, 0.0, 0.2]
+    path, key, body = requests[0]
     assert (path, key, body["model"], body["temperature"]) == ("/v1/chat/completions", None, "m", 0)
     assert "Count digits." in body["messages"][0]["content"] and "2 + 2?" in body["messages"][1]["content"]
 
 
 def test_an_answer_is_asked_for_once_also_by_a_later_run(tmp_path: Path) -> None:
     file = str(tmp_path / "judged.jsonl")
-    with judging(count_digits) as (url, asked):
+    with judging(count_digits) as (url, requests):
         for completions in (["1"], ["1", "2", "1"]):
             grade(judge(url=url, model="m", cache=file), completions)
         with open(file, "a", encoding="utf-8") as unfinished:
             unfinished.write('["half')
         grade(judge(url=url, model="m", cache=file), ["2"])
-        assert len(asked) == 2
+        assert len(requests) == 2
         grade(judge(url=url, model="another", cache=file), ["1"])
-    assert len(asked) == 3
+    assert len(requests) == 3
 
 
 VALUES = ('"high"', "1.5", "NaN", "true", "null", "-0.1", "[0.5]")
 NO_SCORES = ["", "I would say 7.", "[0.5]", '{"scores": [0.5]}', *(f'{{"score": {value}}}' for value in VALUES)]
 
 
-@pytest.mark.parametrize("said", NO_SCORES)
-def test_an_answer_without_a_score_leaves_the_completion_out_and_is_never_zero(said: str) -> None:
-    with judging(lambda question: said) as (url, asked):
-        (one,) = grade(judge(url=url, model="m", retries=1), ["4"], failure_score=0.0)
-    assert one.abstained and one.score != one.score
-    assert one.extra["judge"].startswith("no score: ")
-    assert len(asked) == 2
+@pytest.mark.parametrize("answer", NO_SCORES)
+def test_an_answer_without_a_score_leaves_the_completion_out_and_is_never_zero(answer: str) -> None:
+    with judging(lambda question: answer) as (url, requests):
+        (result,) = grade(judge(url=url, model="m", retries=1), ["4"], failure_score=0.0)
+    assert result.abstained and result.score != result.score
+    assert result.extra["judge"].startswith("no score: ")
+    assert len(requests) == 2
 
 
 def test_a_question_is_asked_again_after_a_bad_answer_and_after_an_error() -> None:
     replies: Iterator[str | int] = iter(["nothing", 503, 429, '{"score": 0.5}'])
-    with judging(lambda question: next(replies)) as (url, asked):
-        (one,) = grade(judge(url=url, model="m", retries=3), ["4"])
-    assert (one.score, len(asked)) == (0.5, 4)
+    with judging(lambda question: next(replies)) as (url, requests):
+        (result,) = grade(judge(url=url, model="m", retries=3), ["4"])
+    assert (result.score, len(requests)) == (0.5, 4)
 
 
 @pytest.mark.parametrize(("status", "remedy"), [(401, "reward.env"), (404, "url must end with"), (500, "its own log")])
 def test_an_error_of_the_judge_names_its_address_and_the_remedy(status: int, remedy: str) -> None:
-    with judging(lambda question: status) as (url, asked), pytest.raises(RewardError) as error:
+    with judging(lambda question: status) as (url, requests), pytest.raises(RewardError) as error:
         grade(judge(url=url, model="m", retries=1), ["4"])
     assert f"{url}/chat/completions" in str(error.value) and str(status) in str(error.value)
     assert remedy in str(error.value)
-    assert len(asked) == (2 if status == 500 else 1)
+    assert len(requests) == (2 if status == 500 else 1)
 
 
 def test_a_judge_that_is_not_there_or_has_no_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,12 +126,12 @@ def test_a_judge_that_is_not_there_or_has_no_key_is_named(monkeypatch: pytest.Mo
     with pytest.raises(RewardError, match=rf"the judge at {url}/chat/completions does not answer .*, tried 2 times"):
         grade(judge(url=url, model="m", retries=1), ["4"])
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with judging(count_digits) as (url, asked):
+    with judging(count_digits) as (url, requests):
         with pytest.raises(RewardError, match=r"--reward\.env '\[JUDGE_KEY\]'"):
             grade(judge(url=url, model="m", api_key="JUDGE_KEY"), ["4"])
         monkeypatch.setenv("JUDGE_KEY", "k")
         grade(judge(url=url, model="m", api_key="JUDGE_KEY"), ["4"])
-    assert [key for _, key, _ in asked] == ["Bearer k"]
+    assert [key for _, key, _ in requests] == ["Bearer k"]
 
 
 def test_a_judge_that_is_silent_is_left_by_its_time_limit() -> None:
@@ -156,35 +156,37 @@ def rank(question: str) -> str:
 def test_the_completions_of_a_prompt_are_judged_by_one_question() -> None:
     completions, rows = ["a", "aaa", "aa", "bbbb", "b", "bb"], [ROW] * 3 + [{"prompt": "3 + 3?", "answer": "6"}] * 3
     mixed = [0, 3, 1, 4, 5, 2]
-    with judging(rank) as (url, asked):
+    with judging(rank) as (url, requests):
         reward = judge(url=url, model="m", group=3)
         grades = grade(reward, [completions[at] for at in mixed], [rows[at] for at in mixed])
-    by_place = {at: one.score for at, one in zip(mixed, grades, strict=True)}
-    assert by_place[0] < by_place[2] < by_place[1] and by_place[4] < by_place[5] < by_place[3]
-    assert len(asked) == 2
+    by_position = {at: result.score for at, result in zip(mixed, grades, strict=True)}
+    assert by_position[0] < by_position[2] < by_position[1] and by_position[4] < by_position[5] < by_position[3]
+    assert len(requests) == 2
 
 
 def test_a_group_that_is_not_whole_is_judged_as_it_came_and_a_wrong_number_of_scores_is_none() -> None:
-    with judging(rank) as (url, asked):
+    with judging(rank) as (url, requests):
         grades = grade(judge(url=url, model="m", group=3, gather_s=0.5), ["a", "aaa"])
-    assert grades[0].score < grades[1].score and len(asked) == 1
-    with judging(lambda question: '{"scores": [0.1, 0.2, 0.3]}') as (url, asked):
+    assert grades[0].score < grades[1].score and len(requests) == 1
+    with judging(lambda question: '{"scores": [0.1, 0.2, 0.3]}') as (url, requests):
         grades = grade(judge(url=url, model="m", group=2, retries=0), ["a", "aaa"])
-    assert all(one.abstained for one in grades)
+    assert all(result.abstained for result in grades)
 
 
 def test_many_groups_wait_beside_each_other_in_a_process_that_can_be_killed(tmp_path: Path) -> None:
     """More completions than a grading process has at work of other rewards, in an order that ends all groups late."""
-    with judging(rank) as (url, asked):
+    with judging(rank) as (url, requests):
         (tmp_path / "my_judge.py").write_text(
             f"from podium_rewards import judge\nscore = judge(url={url!r}, model='m', group=4, gather_s=120)\n"
         )
         settings = RewardConfig(name=f"{tmp_path}/my_judge.py:score", time_limit_s=1000)
         with Grader(settings) as grader:
-            order = [(place, number) for place in range(4) for number in range(40)]
-            grades = grader.grade(["x" * (1 + place) for place, _ in order], [{"prompt": str(n)} for _, n in order])
-    assert len(asked) == 40
-    assert [one.score for one in grades[:40]] == [0.5] * 40
+            order = [(position, number) for position in range(4) for number in range(40)]
+            grades = grader.grade(
+                ["x" * (1 + position) for position, _ in order], [{"prompt": str(n)} for _, n in order]
+            )
+    assert len(requests) == 40
+    assert [result.score for result in grades[:40]] == [0.5] * 40
 
 
 def test_a_limit_that_is_shorter_than_the_judges_own_is_refused() -> None:

@@ -29,9 +29,9 @@ def serving(reply: Reply) -> Iterator[tuple[str, list[Any]]]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             came.append((self.headers.get("Authorization"), body["items"]))
-            said = reply(body["items"])
-            text = json.dumps({"error": "no"} if isinstance(said, int) else said).encode()
-            self.send_response(said if isinstance(said, int) else 200)
+            answer = reply(body["items"])
+            text = json.dumps({"error": "no"} if isinstance(answer, int) else answer).encode()
+            self.send_response(answer if isinstance(answer, int) else 200)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -57,7 +57,7 @@ def grade(reward: Any, completions: list[str], **config: Any) -> list[Grade]:
 def test_completions_are_sent_in_batches_and_get_their_own_scores() -> None:
     with serving(lambda items: {"scores": [float(len(item["completion"])) for item in items]}) as (url, came):
         grades = grade(ask_service(url, batch=4, gather_s=0.5, columns=["level"]), ["x" * n for n in range(10)])
-    assert [one.score for one in grades] == [float(n) for n in range(10)]
+    assert [result.score for result in grades] == [float(n) for n in range(10)]
     assert sorted(len(items) for _, items in came) == [2, 4, 4]
     assert {*came[0][1][0]["row"]} == {"level"}
 

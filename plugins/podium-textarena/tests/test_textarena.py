@@ -74,7 +74,9 @@ def play_game(
     service, _, tokenizer = scripted(*[f"{answer}<|im_end|>" for answer in answers])
     tasks, limits = [{"seat": seat, "seed": 0}], SessionLimits(time_limit_s=time_limit_s)
     (episode,) = asyncio.run(live(game.play, tasks, [0], ["s"], service, limits, address=lambda: ""))
-    return episode, [tokenizer.decode(row.ids) for one in episode.trajectories for row in one.session.rows]
+    return episode, [
+        tokenizer.decode(row.ids) for trajectory in episode.trajectories for row in trajectory.session.rows
+    ]
 
 
 @plays
@@ -88,18 +90,18 @@ def test_each_seat_of_a_whole_game_has_its_own_reward_and_its_own_moves(seat: in
     first, second = episode.trajectories
     assert (first.agent, second.agent) == ("", f"player-{1 - seat}")
     assert (first.score, second.score) == (rewards[seat], rewards[1 - seat])
-    for place, trajectory, text in ((seat, first, texts[0]), (1 - seat, second, texts[1])):
+    for player, trajectory, text in ((seat, first, texts[0]), (1 - seat, second, texts[1])):
         (row,) = trajectory.session.rows
-        assert sum(row.sampled) == 4 * len(moves[place::2])
-        assert re.findall(r"assistant\n\[(\d)\]", text) == list(moves[place::2])
-        assert f"You are Player {place}" in text
-        assert f"You are Player {1 - place}" not in text
+        assert sum(row.sampled) == 4 * len(moves[player::2])
+        assert re.findall(r"assistant\n\[(\d)\]", text) == list(moves[player::2])
+        assert f"You are Player {player}" in text
+        assert f"You are Player {1 - player}" not in text
 
 
 @plays
 def test_what_a_player_said_is_read_with_the_name_of_the_player() -> None:
-    said = ["hello", "both", "neither", "[1 defect] [2 defect]"]
-    _, texts = play_game([*said, *["[0 cooperate]"] * 2, *["hm"] * 99], env="ThreePlayerIPD-v0", players=3)
+    messages = ["hello", "both", "neither", "[1 defect] [2 defect]"]
+    _, texts = play_game([*messages, *["[0 cooperate]"] * 2, *["hm"] * 99], env="ThreePlayerIPD-v0", players=3)
     assert "[Player 0] hello\n[Player 1] both\n[Player 2] neither\n" in texts[0]
 
 
@@ -143,7 +145,7 @@ def test_sessions_of_a_prompt_meet_random_opponents_that_differ_and_a_repeated_r
         names, limits = [f"s{number}" for number in range(8)], SessionLimits()
         tasks = [{"seat": 1, "seed": 0}] * 8
         episodes = asyncio.run(live(game.play, tasks, range(8), names, service, limits, address=lambda: ""))
-        texts = [tokenizer.decode(one.trajectories[0].session.rows[0].ids) for one in episodes]
+        texts = [tokenizer.decode(episode.trajectories[0].session.rows[0].ids) for episode in episodes]
         return [re.findall(r"\(O\) in cell (\d)", text)[0] for text in texts]
 
     assert len(set(moves := first_moves())) > 1

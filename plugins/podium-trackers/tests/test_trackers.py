@@ -101,8 +101,8 @@ def test_steps_are_in_order_where_completions_are_drawn_ahead() -> None:
     """W&B leaves out what belongs to an earlier step than what it has."""
     with Recorded() as sink:
         emit(PhaseStarted("grpo", 3))
-        for drawn, trained in ((1, 0), (2, 1), (3, 2)):
-            emit(CompletionsSampled(drawn, SAMPLES))
+        for sampled, trained in ((1, 0), (2, 1), (3, 2)):
+            emit(CompletionsSampled(sampled, SAMPLES))
             emit(StepFinished(trained, {"loss": 1.0}))
         emit(RunSummarized(2, {"steps": 2}))  # step 3 was not trained
     names = [(step, name) for step, values in sink.rows for name in values]
@@ -149,9 +149,9 @@ def test_tensorboard_event_files_hold_the_run(tmp_path: Path) -> None:
     assert (picture.step, picture.width, picture.height) == (2, 20, 10)
     messages: Any = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
     stored = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    found = messages.HParamsPluginData.FromString(stored).session_start_info.hparams
-    assert found["run.seed"].number_value == 1
-    assert {name: found[name].string_value for name in ("model.lora", "data.eval")} == {
+    parameters = messages.HParamsPluginData.FromString(stored).session_start_info.hparams
+    assert parameters["run.seed"].number_value == 1
+    assert {name: parameters[name].string_value for name in ("model.lora", "data.eval")} == {
         "model.lora": "None", "data.eval": "['a', 'b']",
     }  # fmt: skip
 
@@ -212,19 +212,19 @@ with TrackioSink("podium-test", name="a", config=CONFIG):
     subprocess.run(command, check=True, env={**os.environ, "TRACKIO_DIR": str(tmp_path)})
     with contextlib.closing(sqlite3.connect(tmp_path / "podium-test.db")) as database:
         rows = database.execute("select step, metrics from metrics order by step").fetchall()
-    found: dict[str, list[Any]] = {}
+    series: dict[str, list[Any]] = {}
     for step, values in rows:
         for name, value in json.loads(values).items():
-            found.setdefault(name, []).append((step, value))
-    assert found["reward/mean"] == [(1, 0.25), (2, 0.75)]
-    assert found["eval/accuracy"] == [(0, 0.4), (2, 0.6)]
-    assert found["summary/after/accuracy"] == [(2, 0.6)]
+            series.setdefault(name, []).append((step, value))
+    assert series["reward/mean"] == [(1, 0.25), (2, 0.75)]
+    assert series["eval/accuracy"] == [(0, 0.4), (2, 0.6)]
+    assert series["summary/after/accuracy"] == [(2, 0.6)]
     row = {"prompt": "2 + 2?", "completion": "4\n<b>", "reward": 1.0, "expected": "4"}
     for name, step in (("samples", 1), ("eval/samples", 0), ("eval/easy/samples", 2), ("eval/hard/samples", 2)):
-        assert found[name] == [(step, {"_type": "trackio.table", "_value": [row]})]
-    ((_, summary),) = found["summary"]
+        assert series[name] == [(step, {"_type": "trackio.table", "_value": [row]})]
+    ((_, summary),) = series["summary"]
     assert {"figure": "task", "value": "sums.jsonl"} in summary["_value"]
-    ((_, picture),) = found["curve"]
+    ((_, picture),) = series["curve"]
     assert picture["_type"] == "trackio.image"
     assert len(list(tmp_path.glob("media/**/*.png"))) == 1
 
@@ -245,12 +245,12 @@ def test_a_missing_package_is_named_with_its_remedy(sink: Any, package: str, mon
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     class Recorded(trackers.WandbSink):
         def __init__(self, **options: Any) -> None:
             Sink.__init__(self)
-            given.append(options)
+            calls.append(options)
 
         def handle(self, event: Event) -> None:
             pass
@@ -263,15 +263,15 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, mo
             pass
 
     monkeypatch.setattr(trackers, "WandbSink", Recorded)
-    asked = {"trackers": {"wandb": {"project": "sums", "group": "a", "tags": ["x"]}}}
-    config = tiny(GRPOConfig, tmp_path, run=asked)
+    settings = {"trackers": {"wandb": {"project": "sums", "group": "a", "tags": ["x"]}}}
+    config = tiny(GRPOConfig, tmp_path, run=settings)
     for resume in (False, True):
         run = RunDirectory(tmp_path / "run", resume=resume)
         for sink in list(run.sinks(config, None)):
             sink.close()
         run.write_config("")
         run.close()
-    first, second = given
+    first, second = calls
     assert (first["project"], first["group"], first["tags"]) == ("sums", "a", ["x"])
     assert "entity" not in first
     assert first["id"] == second["id"]

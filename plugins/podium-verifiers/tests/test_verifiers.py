@@ -142,28 +142,28 @@ def live_in_shop(
             return await live(world.play, [{"place": 0}], [0], ["s"], service, limits, **how)
 
     (episode,) = asyncio.run(main())
-    rows = [row for one in episode.trajectories for row in one.session.rows]
+    rows = [row for trajectory in episode.trajectories for row in trajectory.session.rows]
     return episode, [
-        tokenizer.decode([id for id, own in zip(row.ids, row.sampled, strict=True) if own]) for row in rows
+        tokenizer.decode([id for id, sampled in zip(row.ids, row.sampled, strict=True) if sampled]) for row in rows
     ]
 
 
 @pytest.mark.slow
 def test_tools_of_a_taskset_are_called_in_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [f'<tool_call>{{"name": "shop_price", "arguments": {{"name": "{each}"}}}}</tool_call>' for each in "ab"]
-    episode, (said,) = live_in_shop(["".join(calls), calls[0].replace('"a"', '"bolt"'), "3"], tmp_path, monkeypatch)
+    calls = [f'<tool_call>{{"name": "shop_price", "arguments": {{"name": "{name}"}}}}</tool_call>' for name in "ab"]
+    episode, (text,) = live_in_shop(["".join(calls), calls[0].replace('"a"', '"bolt"'), "3"], tmp_path, monkeypatch)
     assert (episode.failure, episode.trajectories[0].score, dict(episode.parts)) == ("", 2.0, {"right": 1.0})
-    assert said.count("<tool_call>") == 3
-    assert said.count("<|im_end|>") == 3
+    assert text.count("<tool_call>") == 3
+    assert text.count("<|im_end|>") == 3
 
 
 @pytest.mark.slow
 def test_an_agent_that_is_not_to_be_trained_has_no_part_in_the_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = ["What is a bolt?", "Yes.", "###DONE###"]
+    answers = ["What is a bolt?", "Yes.", "###DONE###"]
     config = {"id": "user-sim", "assistant": NULL, "user": NULL}
-    episode, rows = live_in_shop(["Do you mean its price?", "3"], tmp_path, monkeypatch, said, config=dict(config))
+    episode, rows = live_in_shop(["Do you mean its price?", "3"], tmp_path, monkeypatch, answers, config=dict(config))
     assert (episode.failure, episode.trajectories[0].score) == ("", 2.0)
     assert rows == ["Do you mean its price?<|im_end|>3<|im_end|>"]
     episode, _ = live_in_shop(["What is a bolt?", "3", "###DONE###"], tmp_path, monkeypatch, config=dict(config))

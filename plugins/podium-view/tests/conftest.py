@@ -10,6 +10,6 @@ from tests.made_runs import write_run
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_with_trouble(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with trouble, that nobody may change."""
     return write_run(tmp_path_factory.mktemp("runs") / "made", trouble=True)

@@ -19,8 +19,8 @@ from podium_view.run import Run
 from tests.made_runs import write_evaluations, write_run
 
 
-def test_a_run_in_a_few_facts(made: Path) -> None:
-    about = Run(made, "mine").answer("about")
+def test_a_run_in_a_few_facts(run_with_trouble: Path) -> None:
+    about = Run(run_with_trouble, "mine").answer("about")
     assert about["name"] == "mine"
     assert (about["phase"], about["step"], about["steps"], about["state"]) == ("grpo", 3, 3, "finished")
     assert (about["metric"], about["before"], about["after"]) == ("accuracy", "10.0%", "80.0%")
@@ -32,16 +32,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         Run(tmp_path, "x")
 
 
-def test_curves_have_a_column_for_each_metric_and_say_what_is_not_finite(made: Path) -> None:
-    found = Run(made, "").answer("curves")
-    assert found["steps"]["step"] == [1, 2, 3]
-    assert found["steps"]["tokens"] == [1000.0, 2000.0, 3000.0]
-    entropies = found["steps"]["series"]["policy/entropy"]
+def test_curves_have_a_column_for_each_metric_and_say_what_is_not_finite(run_with_trouble: Path) -> None:
+    curves = Run(run_with_trouble, "").answer("curves")
+    assert curves["steps"]["step"] == [1, 2, 3]
+    assert curves["steps"]["tokens"] == [1000.0, 2000.0, 3000.0]
+    entropies = curves["steps"]["series"]["policy/entropy"]
     assert entropies[1] is None
     assert all(value > 0 for value in (entropies[0], entropies[2]))
-    assert found["nonfinite"] == [(2, "policy/entropy", "nan")]
-    assert found["evaluations"]["series"]["accuracy"] == [0.1, 0.8]
-    json.dumps(found, allow_nan=False)
+    assert curves["nonfinite"] == [(2, "policy/entropy", "nan")]
+    assert curves["evaluations"]["series"]["accuracy"] == [0.1, 0.8]
+    json.dumps(curves, allow_nan=False)
 
 
 def test_curves_of_many_steps_are_means(tmp_path: Path) -> None:
@@ -50,14 +50,14 @@ def test_curves_of_many_steps_are_means(tmp_path: Path) -> None:
         for n in range(12_001)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = Run(tmp_path, "").answer("curves")
-    assert found["every"] == 3
-    assert found["steps"]["step"][:2] == [2, 5]
-    assert found["steps"]["step"][-1] == 12_000
-    assert found["steps"]["series"]["loss"][:2] == [1.0, 4.0]
-    assert found["steps"]["minutes"][:2] == [2.0, 5.0]
-    assert len(found["steps"]["tokens"]) == len(found["steps"]["step"]) == 4001
-    assert found["steps"]["tokens"][-1] == 12_001
+    curves = Run(tmp_path, "").answer("curves")
+    assert curves["every"] == 3
+    assert curves["steps"]["step"][:2] == [2, 5]
+    assert curves["steps"]["step"][-1] == 12_000
+    assert curves["steps"]["series"]["loss"][:2] == [1.0, 4.0]
+    assert curves["steps"]["minutes"][:2] == [2.0, 5.0]
+    assert len(curves["steps"]["tokens"]) == len(curves["steps"]["step"]) == 4001
+    assert curves["steps"]["tokens"][-1] == 12_001
 
 
 def test_a_run_that_goes_on_is_read_on_and_one_that_was_rewound_again(tmp_path: Path) -> None:
@@ -80,11 +80,11 @@ def test_a_run_that_goes_on_is_read_on_and_one_that_was_rewound_again(tmp_path: 
 def test_settings_are_texts_as_one_types_them(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "config.yaml").write_text("run: {name: x, steps: 3}\noptim: {lr: 1.0e-5, betas: [0.9, .nan], note: ''}\n")
-    found = Run(run, "").answer("settings")
-    assert found["values"] == {
+    settings = Run(run, "").answer("settings")
+    assert settings["values"] == {
         "run.name": "x", "run.steps": "3", "optim.lr": "1e-05", "optim.betas": "[0.9, NaN]", "optim.note": '""',
     }  # fmt: skip
-    assert "run.name" in found["uncompared"]
+    assert "run.name" in settings["uncompared"]
     (run / "config.yaml").unlink()
     assert Run(run, "").answer("settings")["values"] == {}
 
@@ -124,40 +124,40 @@ def test_equal_prompts_and_sessions_are_told_apart(tmp_path: Path) -> None:
         answer("evaluation/0/3")
 
 
-def test_groups_of_a_step(made: Path) -> None:
-    found = Run(made, "").answer("groups/2")
-    assert [group["group"] for group in found["groups"]] == [0, 1]
-    table = pq.read_table(made / "completions" / "step-000002.parquet").to_pydict()
-    assert [group["mean"] for group in found["groups"]] == [sum(table["reward"][:2]) / 2, sum(table["reward"][2:]) / 2]
-    assert found["groups"][0]["prompt"] == "Explain, in step 2, question 0."
-    assert found["groups"][1]["cut"] == table["finish_reason"][2:].count("length")
-    assert found["graded"]
+def test_groups_of_a_step(run_with_trouble: Path) -> None:
+    answer = Run(run_with_trouble, "").answer("groups/2")
+    assert [group["group"] for group in answer["groups"]] == [0, 1]
+    table = pq.read_table(run_with_trouble / "completions" / "step-000002.parquet").to_pydict()
+    assert [group["mean"] for group in answer["groups"]] == [sum(table["reward"][:2]) / 2, sum(table["reward"][2:]) / 2]
+    assert answer["groups"][0]["prompt"] == "Explain, in step 2, question 0."
+    assert answer["groups"][1]["cut"] == table["finish_reason"][2:].count("length")
+    assert answer["graded"]
 
 
-def test_a_group_has_what_is_known_of_each_token(made: Path) -> None:
-    found = Run(made, "").answer("group/2/1/0")
-    assert (found["n"], found["expected"]) == (2, "1")
-    table = pq.read_table(made / "completions" / "step-000002.parquet").to_pydict()
-    for row, place in zip(found["rows"], (2, 3), strict=True):
-        assert row["tokens"] == table["tokens"][place]
-        assert row["text"] == table["completion"][place]
+def test_a_group_has_what_is_known_of_each_token(run_with_trouble: Path) -> None:
+    answer = Run(run_with_trouble, "").answer("group/2/1/0")
+    assert (answer["n"], answer["expected"]) == (2, "1")
+    table = pq.read_table(run_with_trouble / "completions" / "step-000002.parquet").to_pydict()
+    for row, index in zip(answer["rows"], (2, 3), strict=True):
+        assert row["tokens"] == table["tokens"][index]
+        assert row["text"] == table["completion"][index]
         assert sum(row["chars"]) == len(row["text"])
-        assert row["mismatch"] == pytest.approx(table["token_mismatch"][place], rel=1e-4)
+        assert row["mismatch"] == pytest.approx(table["token_mismatch"][index], rel=1e-4)
         assert all(abs(value) <= 0.0101 for value in row["mismatch"])
-        assert row["parts"] == {"form": table["reward_form"][place]}
+        assert row["parts"] == {"form": table["reward_form"][index]}
         for name in ("advantages", "versions", "kept"):
             values = row[name] if isinstance(row[name], list) else [row[name]] * len(row["tokens"])
-            assert values == pytest.approx(table[f"token_{name}"][place], rel=1e-4)
+            assert values == pytest.approx(table[f"token_{name}"][index], rel=1e-4)
 
 
 def test_a_row_of_a_session_has_its_turns(tmp_path: Path) -> None:
     run = Run(write_run(tmp_path / "run", sessions=True), "")
     table = pq.read_table(tmp_path / "run" / "completions" / "step-000002.parquet").to_pydict()
-    for row, place in zip(run.answer("group/2/1/0")["rows"], (2, 3), strict=True):
-        assert (row["session"], row["agent"], row["text"]) == (place, "critic", "".join(table["turn_said"][place]))
+    for row, index in zip(run.answer("group/2/1/0")["rows"], (2, 3), strict=True):
+        assert (row["session"], row["agent"], row["text"]) == (index, "critic", "".join(table["turn_said"][index]))
         assert sum(row["chars"]) == len(row["text"]) == sum(turn["characters"] for turn in row["turns"])
-        assert [turn["read"] for turn in row["turns"]] == table["turn_read"][place]
-        assert [turn["tokens"] for turn in row["turns"]] == table["turn_tokens"][place]
+        assert [turn["read"] for turn in row["turns"]] == table["turn_read"][index]
+        assert [turn["tokens"] for turn in row["turns"]] == table["turn_tokens"][index]
         assert [turn["reward"] for turn in row["turns"]] == [0.5, 0.0]
 
 
@@ -165,9 +165,9 @@ def test_a_row_of_a_session_has_its_turns(tmp_path: Path) -> None:
 def test_turns_that_do_not_fit_the_row_are_left_out(broken: dict[str, Any], tmp_path: Path) -> None:
     columns = {"group": [0], "completion": ["last"], "tokens": [[1, 2]]}
     turns = {"turn_read": [["a"]], "turn_said": [["xy"]], "turn_tokens": [[2]], "turn_rewards": [[0.0]]}
-    for part, there in (("whole", {}), ("broken", broken)):
+    for part, changes in (("whole", {}), ("broken", broken)):
         (tmp_path / part).mkdir()
-        row = _only_file(tmp_path / part, columns | turns | there).answer("group/1/0/0")["rows"][0]
+        row = _only_file(tmp_path / part, columns | turns | changes).answer("group/1/0/0")["rows"][0]
         assert ("turns" in row, row["text"]) == ((True, "xy") if part == "whole" else (False, "last"))
 
 
@@ -237,8 +237,8 @@ def test_a_file_that_cannot_be_read_is_said_to_be_so(tmp_path: Path, content: by
         run.answer("groups/2")
 
 
-def test_the_timeline_of_some_steps(made: Path) -> None:
-    run = Run(made, "")
+def test_the_timeline_of_some_steps(run_with_trouble: Path) -> None:
+    run = Run(run_with_trouble, "")
     index = run.answer("timeline")
     assert [step for step, _ in index["steps"]] == [1, 2, 3]
     assert {name for *_, name in index["tracks"]} >= {
@@ -252,13 +252,13 @@ def test_the_timeline_of_some_steps(made: Path) -> None:
     assert index["ended"]
     window = run.answer("slices/0/1/1")
     assert window["until"] == index["steps"][1][1]
-    names = [one["name"] for one in window["slices"]]
+    names = [entry["name"] for entry in window["slices"]]
     assert names.count("update") == 3  # the stage and both ranks
     assert names.count("submit policy.update") == 1
-    assert [one["rank"] for one in window["slices"] if one.get("failed")] == [1]
+    assert [entry["rank"] for entry in window["slices"] if entry.get("failed")] == [1]
     everything = run.answer("slices/0/0/3")
-    assert len([one for one in everything["slices"] if one["name"] == "generate"]) == 9
-    assert all(one["at"] >= 0 for one in everything["slices"])
+    assert len([entry for entry in everything["slices"] if entry["name"] == "generate"]) == 9
+    assert all(entry["at"] >= 0 for entry in everything["slices"])
     with pytest.raises(DataError, match="3 steps"):
         run.answer("slices/0/2/9")
 
@@ -311,36 +311,36 @@ def test_a_slice_that_ends_in_a_later_step_is_in_the_step_in_which_it_began(tmp_
         "[\n" + "".join(json.dumps(line, separators=(",", ":")) + ",\n" for line in lines)
     )
     run = Run(tmp_path, "")
-    assert [one["name"] for one in run.answer("slices/0/1/1")["slices"]] == ["quick", "long"]
-    assert [one["name"] for one in run.answer("slices/0/2/2")["slices"]] == ["long", "later"]
+    assert [entry["name"] for entry in run.answer("slices/0/1/1")["slices"]] == ["quick", "long"]
+    assert [entry["name"] for entry in run.answer("slices/0/2/2")["slices"]] == ["long", "later"]
 
 
 def test_a_trace_that_grows_is_read_on(tmp_path: Path) -> None:
-    whole = write_run(tmp_path / "run", steps=2)
-    trace = (whole / "trace.json").read_bytes()
+    folder = write_run(tmp_path / "run", steps=2)
+    trace = (folder / "trace.json").read_bytes()
     half = trace.index(b"step 1 finished")
-    (whole / "trace.json").write_bytes(trace[:half])
-    run = Run(whole, "")
+    (folder / "trace.json").write_bytes(trace[:half])
+    run = Run(folder, "")
     assert run.answer("timeline")["steps"] == []
     assert run.answer("slices/0/0/0")["slices"]
-    with (whole / "trace.json").open("ab") as file:
+    with (folder / "trace.json").open("ab") as file:
         file.write(trace[half:])
     assert [step for step, _ in run.answer("timeline")["steps"]] == [1, 2]
 
 
-def test_failures_are_named_with_their_places(made: Path) -> None:
-    found = Run(made, "").answer("failures")
-    said = {one["kind"]: one for one in found["found"]}
-    assert said["lost worker"]["says"] == "lost: signal SIGKILL on localhost"
-    assert said["lost worker"]["where"] == "policy 1"
-    assert said["failed call"]["step"] == 2
-    assert "policy.update" in said["stall"]["says"]
-    assert said["not finite"] == {"kind": "not finite", "step": 2, "says": "policy/entropy = nan"}
-    assert said["dropped"]["says"] == "2 prompts: the run was stopped"
-    assert said["warning"]["says"] == "podium: it is \x1b[31mred"
-    assert said["traceback"]["says"] == "ValueError: no <b>number</b>"
-    assert 'File "x.py"' in said["traceback"]["more"]
-    assert found["logs"][0]["name"] == "policy-1.log"
+def test_failures_are_named_with_their_places(run_with_trouble: Path) -> None:
+    answer = Run(run_with_trouble, "").answer("failures")
+    failures = {failure["kind"]: failure for failure in answer["found"]}
+    assert failures["lost worker"]["says"] == "lost: signal SIGKILL on localhost"
+    assert failures["lost worker"]["where"] == "policy 1"
+    assert failures["failed call"]["step"] == 2
+    assert "policy.update" in failures["stall"]["says"]
+    assert failures["not finite"] == {"kind": "not finite", "step": 2, "says": "policy/entropy = nan"}
+    assert failures["dropped"]["says"] == "2 prompts: the run was stopped"
+    assert failures["warning"]["says"] == "podium: it is \x1b[31mred"
+    assert failures["traceback"]["says"] == "ValueError: no <b>number</b>"
+    assert 'File "x.py"' in failures["traceback"]["more"]
+    assert answer["logs"][0]["name"] == "policy-1.log"
 
 
 def test_a_quiet_run_has_no_failures(tmp_path: Path) -> None:
@@ -348,9 +348,9 @@ def test_a_quiet_run_has_no_failures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "x", "group", "group/1", "groups/../1", "groups/-1", "groups/1/2/3/4", "about/1"])
-def test_paths_that_name_nothing(made: Path, path: str) -> None:
+def test_paths_that_name_nothing(run_with_trouble: Path, path: str) -> None:
     with pytest.raises(LookupError):
-        Run(made, "").answer(path)
+        Run(run_with_trouble, "").answer(path)
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,9 @@ def test_a_curve_is_read_by_the_keyboard_and_opens_its_step(page: Chromium) -> N
 
 def test_completions_of_a_group_with_coloured_tokens(page: Chromium, runs: Path) -> None:
     page.show("completions/0/2/1")
-    found = Run(runs / "first", "").answer("group/2/1/0")["rows"]
+    rows = Run(runs / "first", "").answer("group/2/1/0")["rows"]
     shown = [text.replace("▪", "").replace("↵", "") for text in page.run(NAMES.format(".card .text"))]
-    assert shown == [row["text"] for row in found]
+    assert shown == [row["text"] for row in rows]
     for coloring in ("advantage", "mismatch", "version", "kept"):
         chosen = "[...document.querySelectorAll('select')].at(-1)"
         page.run(f"(() => {{ const s = {chosen}; s.value = '{coloring}'; s.dispatchEvent(new Event('change')); }})()")
@@ -113,9 +113,9 @@ def test_completions_of_a_group_with_coloured_tokens(page: Chromium, runs: Path)
     page.run("document.querySelector('.card .text').focus()")
     page.key("ArrowRight")
     page.key("ArrowRight")
-    told = page.run("document.querySelector('.tokenfacts').textContent")
-    assert f"token 2 of {len(found[0]['tokens'])}" in told
-    assert all(word in told for word in ("advantage", "mismatch", "nats", "version", "kept set"))
+    facts = page.run("document.querySelector('.tokenfacts').textContent")
+    assert f"token 2 of {len(rows[0]['tokens'])}" in facts
+    assert all(word in facts for word in ("advantage", "mismatch", "nats", "version", "kept set"))
     page.run("document.querySelector('.groups').focus()")
     page.key("ArrowDown")
     page.wait("location.hash === '#completions/0/2/2'")
@@ -127,8 +127,8 @@ def test_a_session_is_shown_turn_by_turn(page: Chromium, runs: Path) -> None:
     row = Run(runs / "sessions", "").answer("group/2/1/0")["rows"][0]
     card = "document.querySelectorAll('.card')[0]"
     assert "session 2, agent critic, 2 turns" in page.run(f"{card}.querySelector('.facts').textContent")
-    said = page.run(f"[...{card}.querySelectorAll('.text .token')].map((one) => one.textContent).join('')")
-    assert said.replace("▪", "").replace("↵", "") == row["text"]
+    text = page.run(f"[...{card}.querySelectorAll('.text .token')].map((one) => one.textContent).join('')")
+    assert text.replace("▪", "").replace("↵", "") == row["text"]
     first, second = page.run(f"[...{card}.querySelectorAll('.read')].map((one) => one.textContent)")
     assert first.endswith(row["turns"][0]["read"])
     assert second == row["turns"][1]["read"]
@@ -137,8 +137,8 @@ def test_a_session_is_shown_turn_by_turn(page: Chromium, runs: Path) -> None:
     page.run(f"{card}.querySelector('.text').focus()")
     for _ in range(row["turns"][0]["tokens"] + 1):
         page.key("ArrowRight")
-    told = page.run("document.querySelector('.tokenfacts').textContent")
-    assert f"token {row['turns'][0]['tokens'] + 1} of {len(row['tokens'])}" in told
+    facts = page.run("document.querySelector('.tokenfacts').textContent")
+    assert f"token {row['turns'][0]['tokens'] + 1} of {len(row['tokens'])}" in facts
 
 
 def test_a_hostile_completion_is_shown_and_does_nothing(page: Chromium) -> None:
@@ -160,16 +160,16 @@ def test_the_timeline_says_who_waits_for_whom(page: Chromium) -> None:
     assert "while policy: update runs" in rows[2]
     pixels = "c.getContext('2d').getImageData(0, 0, c.width, c.height).data"
     assert page.run(f"(() => {{ const c = document.querySelector('canvas'); return new Set({pixels}).size; }})()") > 20
-    whole = page.run("document.querySelector('.waits h2').textContent")
+    heading = page.run("document.querySelector('.waits h2').textContent")
     page.run("document.querySelector('canvas').focus()")
     page.key("+")
-    assert page.run("document.querySelector('.waits h2').textContent") != whole
-    told: list[str] = []
+    assert page.run("document.querySelector('.waits h2').textContent") != heading
+    facts: list[str] = []
     for name in ("n", "n", "p"):
         page.key(name)
-        told.append(page.run("document.querySelector('.tokenfacts').textContent"))
-    assert told[0] == told[2] != told[1]
-    assert "took" in told[0]
+        facts.append(page.run("document.querySelector('.tokenfacts').textContent"))
+    assert facts[0] == facts[2] != facts[1]
+    assert "took" in facts[0]
 
 
 def test_answers_of_two_evaluations_stand_side_by_side(page: Chromium) -> None:
@@ -226,8 +226,8 @@ def test_a_name_that_was_bound_anew_reads_nothing(browser: Chromium, server: Vie
     browser.call("Page.navigate", url=server.url.replace("127.0.0.1", REBOUND))
     assert "answers only to 127.0.0.1" in browser.wait("document.body?.innerText")
     # Another page of the same browser, which knows even the key.
-    asked = f"fetch({json.dumps(server.url + 'runs')}).then((found) => found.text(), () => 'refused')"
-    assert browser.run(asked) == "refused"
+    request = f"fetch({json.dumps(server.url + 'runs')}).then((found) => found.text(), () => 'refused')"
+    assert browser.run(request) == "refused"
     browser.complaints.clear()
 
 
@@ -243,9 +243,9 @@ def test_a_run_that_goes_on_is_followed(browser: Chromium, tmp_path: Path) -> No
         assert process.stdout is not None
         browser.call("Page.navigate", url="about:blank")
         browser.open(process.stdout.readline().split()[-1])
-        said = browser.run("document.querySelector('.run').textContent")
-        assert "step 2" in said
-        assert "unfinished" in said
+        header = browser.run("document.querySelector('.run').textContent")
+        assert "step 2" in header
+        assert "unfinished" in header
         browser.wait("performance.getEntriesByType('resource').some((one) => one.name.endsWith('/state'))")
         for name in ("metrics.jsonl", "completions", "summary.json"):
             _replace(more / name, run / name)
@@ -273,8 +273,8 @@ def test_an_export_opens_from_the_disk_without_any_request(browser: Chromium, ru
     browser.complaints.clear()
     browser.open(file.as_uri())
     assert browser.run("document.querySelectorAll('.chart').length") > 3
-    held = ("evaluations/0", "evaluations/0/1", "settings")
-    for address in ("completions/0/2/1", "timeline/0/0/1", "failures/0", "completions/1/1/0", *held):
+    pages = ("evaluations/0", "evaluations/0/1", "settings")
+    for address in ("completions/0/2/1", "timeline/0/0/1", "failures/0", "completions/1/1/0", *pages):
         browser.show(address)
         assert browser.run("document.querySelector('.problem')?.textContent ?? ''") == "", address
     assert "hacked" not in browser.run("document.title")

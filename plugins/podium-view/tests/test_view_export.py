@@ -27,16 +27,16 @@ def answers(html: str) -> dict[str, Any]:
 
 
 def test_an_export_holds_the_answers_of_a_server(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_with_trouble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.html"
-    assert main(["view", str(made), "--export", str(file)]) == 0
+    assert main(["view", str(run_with_trouble), "--export", str(file)]) == 0
     assert capsys.readouterr().out.startswith(f"{file}: ")
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.html"]
-    found, run = answers(file.read_text()), Run(made, "made")
-    assert found["0/steps"] == [1, 2, 3]
+    exported, run = answers(file.read_text()), Run(run_with_trouble, "made")
+    assert exported["0/steps"] == [1, 2, 3]
     for path in ("curves", "failures", "groups/2", "group/2/1/0", "slices/0/1/1", "timeline/0"):
-        assert found[f"0/{path}"] == json.loads(json.dumps(run.answer(path)))
+        assert exported[f"0/{path}"] == json.loads(json.dumps(run.answer(path)))
     assert '"note": ""' in file.read_text()
 
 
@@ -56,9 +56,9 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     assert html.count("<script") == 2
     assert html.count("</script") == 2
     assert "alert(1)" not in html.partition("</title>")[2]
-    found = answers(html)
-    assert "<script>document" in found["0/group/1/0/0"]["rows"][0]["text"]
-    assert found["runs"][0]["data"] == HOSTILE
+    exported = answers(html)
+    assert "<script>document" in exported["0/group/1/0/0"]["rows"][0]["text"]
+    assert exported["runs"][0]["data"] == HOSTILE
 
 
 def test_no_two_scripts_declare_the_same_name() -> None:

@@ -30,8 +30,8 @@ class Answer(NamedTuple):
 
 
 @pytest.fixture
-def server(made: Path) -> Iterator[ViewServer]:
-    with ViewServer([Run(made, "made")]) as server:
+def server(run_with_trouble: Path) -> Iterator[ViewServer]:
+    with ViewServer([Run(run_with_trouble, "made")]) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -46,26 +46,26 @@ def ask(server: ViewServer, path: str, method: str = "GET", **headers: str) -> A
         connection.putheader(name.replace("_", "-"), value)
     connection.endheaders()
     response = connection.getresponse()
-    found = Answer(response.status, response.read(), response.headers)
+    answer = Answer(response.status, response.read(), response.headers)
     connection.close()
-    return found
+    return answer
 
 
-def own(server: ViewServer, path: str) -> str:
+def add_key(server: ViewServer, path: str) -> str:
     return f"/{server.token}/{path}"
 
 
 def test_who_has_the_address_gets_the_page_and_its_answers(server: ViewServer) -> None:
-    page = ask(server, own(server, ""))
+    page = ask(server, add_key(server, ""))
     assert page.status == 200
     assert b"<title>made" in page.body
-    assert json.loads(ask(server, own(server, "runs")).body)[0]["name"] == "made"
-    assert json.loads(ask(server, own(server, "0/steps")).body) == [1, 2, 3]
-    assert len(json.loads(ask(server, own(server, "state")).body)) == 1
-    assert ask(server, own(server, "0/steps"), "HEAD").body == b""
+    assert json.loads(ask(server, add_key(server, "runs")).body)[0]["name"] == "made"
+    assert json.loads(ask(server, add_key(server, "0/steps")).body) == [1, 2, 3]
+    assert len(json.loads(ask(server, add_key(server, "state")).body)) == 1
+    assert ask(server, add_key(server, "0/steps"), "HEAD").body == b""
     for path in ("1/steps", "x/steps", "0/", "0/nothing", "0/groups/x", "-1/steps"):
-        assert ask(server, own(server, path)).status == 404
-    missing = ask(server, own(server, "0/groups/99"))
+        assert ask(server, add_key(server, path)).status == 404
+    missing = ask(server, add_key(server, "0/groups/99"))
     assert (missing.status, json.loads(missing.body)) == (422, {"error": "step 99 has no completions"})
 
 
@@ -81,9 +81,9 @@ def test_it_listens_on_loopback_alone(server: ViewServer) -> None:
     "path", ["/", "/runs", "/x/runs", "/0/steps", "//runs", "/../runs", "/%2e%2e/runs", "/" + "A" * 43 + "/runs"]
 )
 def test_without_the_key_nothing_is_answered(server: ViewServer, path: str) -> None:
-    found = ask(server, path)
-    assert found.status == 403
-    assert b"whole address" in found.body
+    answer = ask(server, path)
+    assert answer.status == 403
+    assert b"whole address" in answer.body
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_without_the_key_nothing_is_answered(server: ViewServer, path: str) -> N
     ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "", "[", "0.0.0.0", "127.0.0.1@evil.example"],
 )
 def test_a_name_that_was_bound_anew_to_loopback_is_refused(server: ViewServer, host: str) -> None:
-    found = ask(server, own(server, "runs"), Host=host.format(port=server.server_port))
-    assert found.status == 403
-    assert b"made" not in found.body
+    answer = ask(server, add_key(server, "runs"), Host=host.format(port=server.server_port))
+    assert answer.status == 403
+    assert b"made" not in answer.body
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:{port}", "localhost:{port}", "localhost:8000", "LOCALHOST", "[::1]:80"])
 def test_loopback_by_any_name_and_a_forwarded_port_are_answered(server: ViewServer, host: str) -> None:
-    assert ask(server, own(server, "runs"), Host=host.format(port=server.server_port)).status == 200
+    assert ask(server, add_key(server, "runs"), Host=host.format(port=server.server_port)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -112,19 +112,19 @@ def test_loopback_by_any_name_and_a_forwarded_port_are_answered(server: ViewServ
     ],
 )
 def test_another_page_in_the_same_browser_is_refused(server: ViewServer, headers: dict[str, str]) -> None:
-    assert ask(server, own(server, "runs"), **headers).status == 403
+    assert ask(server, add_key(server, "runs"), **headers).status == 403
 
 
 def test_the_page_itself_is_answered(server: ViewServer) -> None:
     origin = f"http://127.0.0.1:{server.server_port}"
-    found = ask(server, own(server, "runs"), Origin=origin, Sec_Fetch_Site="same-origin")
-    assert found.status == 200
-    assert found.headers["Access-Control-Allow-Origin"] is None
-    assert found.headers["Cross-Origin-Resource-Policy"] == "same-origin"
-    assert found.headers["X-Content-Type-Options"] == "nosniff"
-    assert found.headers["Cache-Control"] == "no-store"
-    assert found.headers["X-Frame-Options"] == "DENY"
-    assert found.headers["Referrer-Policy"] == "no-referrer"
+    answer = ask(server, add_key(server, "runs"), Origin=origin, Sec_Fetch_Site="same-origin")
+    assert answer.status == 200
+    assert answer.headers["Access-Control-Allow-Origin"] is None
+    assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert answer.headers["Referrer-Policy"] == "no-referrer"
 
 
 @pytest.mark.parametrize(
@@ -139,33 +139,33 @@ def test_the_page_itself_is_answered(server: ViewServer) -> None:
     ],
 )
 def test_no_path_leads_to_a_file(server: ViewServer, path: str) -> None:
-    found = ask(server, own(server, path))
-    assert found.status == 404
-    assert json.loads(found.body) == {"error": "there is no such page"}
+    answer = ask(server, add_key(server, path))
+    assert answer.status == 404
+    assert json.loads(answer.body) == {"error": "there is no such page"}
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
 def test_it_only_reads(server: ViewServer, method: str) -> None:
-    assert ask(server, own(server, "runs"), method).status == 501
+    assert ask(server, add_key(server, "runs"), method).status == 501
 
 
-def test_a_port_that_is_taken_is_named(server: ViewServer, made: Path) -> None:
+def test_a_port_that_is_taken_is_named(server: ViewServer, run_with_trouble: Path) -> None:
     with pytest.raises(ConfigError, match=f"port {server.server_port} of 127.0.0.1 cannot be used"):
-        ViewServer([Run(made, "made")], server.server_port)
+        ViewServer([Run(run_with_trouble, "made")], server.server_port)
 
 
-def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(made: Path) -> None:
+def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(run_with_trouble: Path) -> None:
     script = (
         "import sys; from podium.cli import main; status = main(['view', sys.argv[1]])\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'rich'} & set(sys.modules))); sys.exit(status)"
     )
-    command = [sys.executable, "-c", script, str(made)]
+    command = [sys.executable, "-c", script, str(run_with_trouble)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout is not None
-        found = re.fullmatch(r"made: http://127\.0\.0\.1:(\d+)(/[\w-]{43}/)\n", process.stdout.readline())
-        assert found is not None
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
-        connection.request("GET", f"{found[2]}0/steps")
+        match = re.fullmatch(r"made: http://127\.0\.0\.1:(\d+)(/[\w-]{43}/)\n", process.stdout.readline())
+        assert match is not None
+        connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=60)
+        connection.request("GET", f"{match[2]}0/steps")
         assert json.loads(connection.getresponse().read()) == [1, 2, 3]
         connection.close()
         os.kill(process.pid, signal.SIGINT)

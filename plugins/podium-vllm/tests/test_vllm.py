@@ -43,7 +43,7 @@ def test_options_are_typed() -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def vllm_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments that reach a vLLM, which is not there, on a machine of two accelerators."""
     calls: list[dict[str, Any]] = []
     fake: Any = ModuleType("vllm")
@@ -60,25 +60,25 @@ def start(model: Any, cache_gib: float | None = None, **options: Any) -> Any:
     return engine_module._make_engine(config, model, torch.bfloat16)
 
 
-def test_several_accelerators_go_to_vllms_own_executor(make_model: MakeModel, started: list[dict[str, Any]]) -> None:
+def test_several_accelerators_go_to_vllms_own_executor(make_model: MakeModel, vllm_calls: list[dict[str, Any]]) -> None:
     """The weights stay on the CPU; memory is that of the fullest accelerator, and the cache is spread as well."""
     start(make_model("qwen3"), tensor_parallel_size=2)
     start(make_model("qwen3"), tensor_parallel_size=2, cache_gib=8.0)
     start(make_model("qwen3"), cache_gib=8.0)
-    assert [call.get("tensor_parallel_size") for call in started] == [2, 2, None]
-    assert [call.get("distributed_executor_backend") for call in started] == ["mp", "mp", None]
-    assert [call["kv_cache_memory_bytes"] for call in started] == [5 << 30, 4 << 30, 8 << 30]
-    assert [call.get("gpu_memory_utilization") for call in started] == [pytest.approx(0.9 * 0.25)] * 2 + [None]
-    assert [call["enforce_eager"] for call in started] == [False, False, True]
+    assert [call.get("tensor_parallel_size") for call in vllm_calls] == [2, 2, None]
+    assert [call.get("distributed_executor_backend") for call in vllm_calls] == ["mp", "mp", None]
+    assert [call["kv_cache_memory_bytes"] for call in vllm_calls] == [5 << 30, 4 << 30, 8 << 30]
+    assert [call.get("gpu_memory_utilization") for call in vllm_calls] == [pytest.approx(0.9 * 0.25)] * 2 + [None]
+    assert [call["enforce_eager"] for call in vllm_calls] == [False, False, True]
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
-def test_what_cannot_be_spread_is_refused(make_model: MakeModel, started: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_spread_is_refused(make_model: MakeModel, vllm_calls: list[dict[str, Any]]) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4: this process sees 2 acc.*pool\(\[1\], gpus=4\)"):
         start(make_model("qwen3"), tensor_parallel_size=4)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size = 3: the model has 4 attention heads and 2 heads"):
         start(make_model("qwen3"), tensor_parallel_size=3)
-    assert not started
+    assert not vllm_calls
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +121,11 @@ class TestWithVllm:
     def test_a_completion_ends_with_the_token_that_completes_a_text(self, engine: Engine, top_k: int) -> None:
         prompts = [[1, 2, 3], [4, 5]]
         params = RequestParams(max_new_tokens=24, n=4, top_k=top_k)
-        whole = engine.generate(prompts, params, range(8))
+        completions = engine.generate(prompts, params, range(8))
         engine.decode = lambda ids: "".join(f"<{id}>" for id in ids)
-        stops = tuple({f"{completion.token_ids[6]}><{completion.token_ids[7]}" for completion in whole[:3]})
+        stops = tuple({f"{completion.token_ids[6]}><{completion.token_ids[7]}" for completion in completions[:3]})
         ended = engine.generate(prompts, replace(params, stop=stops), range(8))
-        for first, second in zip(whole, ended, strict=True):
+        for first, second in zip(completions, ended, strict=True):
             count = count_to_stop(first.token_ids.tolist(), stops, engine.decode) or len(first)
             assert second.token_ids.tolist() == first.token_ids[:count].tolist()
             assert (second.finish_reason, bool(second.stop)) == (("stop", True) if count < 24 else ("length", False))
@@ -141,9 +141,9 @@ class TestWithVllm:
     ) -> None:
         """With an output layer of its own (llama, qwen2) and with one that is tied to the embedding (qwen3)."""
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM's attention for CPUs takes no smaller ones
-        first, second, own = (make_model(family, seed=seed, **heads) for seed in (0, 1, 0))
+        first, second, initial = (make_model(family, seed=seed, **heads) for seed in (0, 1, 0))
         state = torch.get_rng_state()
-        engine = make_engine(CONFIG, own)
+        engine = make_engine(CONFIG, initial)
         assert torch.equal(torch.get_rng_state(), state), "vLLM seeds generators, those of the process as well"
         params = SamplingParams(max_new_tokens=20, n=2, temperature=0.7, stop_token_ids=tuple(range(10)))
         for version, model in enumerate([first, second, first]):
@@ -151,7 +151,7 @@ class TestWithVllm:
                 engine.refresh(version, model.state_dict())
             completions = engine.generate(prompts, params, range(20))
             check(completions, model, prompts, params)
-            assert {version} == {one for completion in completions for one in completion.versions.tolist()}
+            assert {version} == {number for completion in completions for number in completion.versions.tolist()}
             assert {completion.finish_reason for completion in completions} == {"stop", "length"}
             for completion in completions:
                 assert (completion.finish_reason == "stop") == (int(completion.token_ids[-1]) < 10)
@@ -200,8 +200,10 @@ class TestWithVllm:
 
     def test_a_temperature_that_vllm_would_raise_or_refuse_fails_its_request_alone(self, engine: Any) -> None:
         temperatures = {"cold": 0.001, "warm": 0.5, "warmest": 2.0, "hot": 2.5}
-        asked = {id: SamplingParams(max_new_tokens=3, temperature=own) for id, own in temperatures.items()}
-        last = last_events(engine, **asked)
+        params = {
+            id: SamplingParams(max_new_tokens=3, temperature=temperature) for id, temperature in temperatures.items()
+        }
+        last = last_events(engine, **params)
         for id, temperature in temperatures.items():
             if "warm" in id:
                 assert isinstance(last[id], Finished)
@@ -241,10 +243,10 @@ class TestWithVllm:
             assert completion.token_ids.tolist() == streamed[index]
             assert len(completion) == 30
             for version, model in ((11, old), (12, new)):
-                own = completion.versions == version
-                assert own.sum() >= 7
+                mask = completion.versions == version
+                assert mask.sum() >= 7
                 trained = compute_trained_logprobs(model, prompts[index], completion, 1.0)
-                assert (completion.logprobs - trained)[own].abs().max() < 1e-4
+                assert (completion.logprobs - trained)[mask].abs().max() < 1e-4
 
     def test_weights_come_in_parts(self, engine: Any, make_model: MakeModel, prompts: list[list[int]]) -> None:
         model = make_model("qwen3", seed=4)
