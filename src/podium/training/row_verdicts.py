@@ -36,6 +36,7 @@ _logger = logging.getLogger(__name__)
 
 _FROM: Final = 20_000_000  # parameters
 _SAMPLE: Final = 256  # elements of each tensor
+_LARGEST: Final = 256  # bytes of a file
 _PACKAGES: Final = ("torch", "transformers", "peft", "podium")
 _PASSIVE: Final = ("numpy", "huggingface_hub", "typing_extensions", "packaging", "safetensors", "accelerate", "einops")
 """Packages of which the modules of a model import functions."""
@@ -136,7 +137,7 @@ def _read_file(path: Path) -> bytes:
         _check_owner(status)
         if not stat.S_ISREG(status.st_mode):
             raise OSError("no regular file")
-        return file.read(_SAMPLE)
+        return file.read(_LARGEST)
 
 
 def _write_file(path: Path, content: bytes) -> None:
