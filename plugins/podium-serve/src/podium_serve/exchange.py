@@ -25,6 +25,8 @@ _LONGEST_NAME: Final = 256  # characters of a session's name
 _MOST_BYTES: Final = 16 << 20  # of a request
 _MOST_SENT: Final = 1 << 30  # bytes that are read and thrown away before a client is told that it sends too much
 _READING_S: Final = 60.0  # for all of a body, which a client could otherwise send byte by byte for ever
+_MOST_VALUES: Final = 50_000  # objects, lists, texts and names of a body; numbers, such as token ids, do not count
+_MOST_OBJECTS: Final = 4096  # of one list: messages, parts or tools
 _HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -55,9 +57,11 @@ async def read_body(request: Request) -> bytes:
 
 
 def as_json(raw: bytes) -> Any:
-    """Read a body. Raises Refusal if the body is not JSON, or has text that is not Unicode."""
+    """Read a body. Raises Refusal if the body is not JSON, has text that is not Unicode, or more values than the
+    service can look at while others wait."""
     try:
         body = json.loads(raw)
+        _check_size(body)
         if _HALF.search(raw):
             json.dumps(body, ensure_ascii=False).encode()
         return body
@@ -65,6 +69,32 @@ def as_json(raw: bytes) -> Any:
         raise Refusal(400, "the body has half of a surrogate pair, which is no character") from None
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
+
+
+def _check_size(body: Any) -> None:
+    """Raise Refusal for a body of very many small values: each costs far more time than its bytes."""
+    left, count = [body], 0
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            children, count = list(value.values()), count + len(value)
+        elif isinstance(value, list):
+            children = value
+            if sum(map(_is_object, children)) > _MOST_OBJECTS:
+                raise Refusal(
+                    413, f"a list of the request has {len(children):,} objects; at most {_MOST_OBJECTS:,} may be sent"
+                )
+        else:
+            continue
+        children = [child for child in children if isinstance(child, str | list | dict)]
+        count += len(children)
+        if count > _MOST_VALUES:
+            raise Refusal(413, f"the request has more than {_MOST_VALUES:,} texts, lists, objects and names")
+        left += children
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def session_of(request: Request, body: Any) -> str:

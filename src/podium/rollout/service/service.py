@@ -31,7 +31,7 @@ from podium.rollout.service.sessions import RecordedCall, Sampled, Session
 from podium.rollout.service.stops import BEGUN, UNCERTAIN, hold_back, up_to_stop
 from podium.rollout.service.structured import AnswerGrammar, compile_grammars, text_grammar
 from podium.rollout.service.tool_calls import without_begun_end
-from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, TokenizeRequest
+from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, TokenizeRequest, texts_of
 from podium.rollout.tasks.examples import message_text
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ __all__ = ["Answer", "Asked", "Delta", "Service"]
 _ALIASES: Final = 100  # names of models that are counted
 _SEEDS: Final = 2**62
 _MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
+_UNWRITTEN: Final = 4  # of so many characters of a conversation with its names and numbers, one may be in the prompt
 _MOST_BYTES: Final = 1 << 28  # of sessions that are remembered, where nobody closes them
 _PAUSE_S: Final = 0.02  # between two looks at the text of a stream
 _SLOW_S: Final = 0.05  # of work on a piece of a stream; the next one then comes later
@@ -169,6 +170,7 @@ class Service:
         try:
             form = self.form.with_options(request.chat_template_kwargs)
             messages, tools = request.messages or [], request.tools or []
+            self._check_length(texts_of([messages, tools, request.chat_template_kwargs]), "", _UNWRITTEN)
             form.check((), messages, tools)
             return form.prompt(messages, tools, opened=request.add_generation_prompt)
         except ConfigError as error:
@@ -254,6 +256,7 @@ class Service:
             request = request.model_copy(update={"messages": self.form.drop_reasoning(request.messages)})
         recorded = self._session(session, request.messages)
         self._check_length(map(message_text, request.messages), session)
+        self._check_length(texts_of([request.messages, tools, request.chat_template_kwargs]), session, _UNWRITTEN)
         continues: RecordedCall | None = None
         departure: Departure | None = None
         prompt: list[int] | None = None
@@ -361,10 +364,9 @@ class Service:
         """Compile the grammars of requests, without which none of them is drawn. Raises Refusal if one is wrong."""
         await compile_grammars([question.constraint for question in asked])
 
-    def _check_length(self, texts: Iterable[str], session: str = "") -> None:
-        """Raise Refusal for vast texts, which are not encoded: nothing else would be answered meanwhile."""
-        characters = sum(map(len, texts))
-        if self.form.is_vast(characters, self.context):
+    def _check_length(self, texts: Iterable[str], session: str = "", unwritten: int = 1) -> None:
+        """Raise Refusal for vast texts, which would hold up others. The prompt has one character in ``unwritten``."""
+        if self.form.is_vast((characters := sum(map(len, texts))) // unwritten, self.context):
             raise self._full(f"the prompt has {characters} characters", session)
 
     def _full(self, what: str, session: str) -> Refusal:

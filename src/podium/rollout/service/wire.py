@@ -5,7 +5,7 @@ A parameter that changes what is sampled is taken or refused. None is ignored wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,6 +22,7 @@ __all__ = [
     "ScoreRequest",
     "TokenizeRequest",
     "parse",
+    "texts_of",
 ]
 
 R = TypeVar("R", bound=BaseModel)
@@ -309,7 +310,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=1 << 18)  # decoding holds up other requests
 
 
 def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,3 +354,17 @@ def parse(cls: type[R], body: Any, wishes: Mapping[str, Any] | None = None) -> R
                 )
             raise Refusal(400, f"{name}: this service knows no such parameter", name, "unknown_parameter")
     return parsed
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield every text and name in a JSON value, but for media, which are given as ``data:`` addresses."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            if not value.startswith("data:"):
+                yield value
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from podium.connections.front import Front, Phase, Visitor
+from podium.rollout.service.wire import texts_of
 from podium_view.server import ViewServer
 from tests.integration.test_serve import NOBODY, OTHER_USERS
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
@@ -374,3 +375,70 @@ def test_a_front_without_room_for_a_descriptor_closes_the_idle(monkeypatch: pyte
         monkeypatch.setattr(socket.socket, "accept", accept_later)
         assert fronted.answers()
         ended(idle)
+
+
+_LONG = "y" * 14_000_000
+
+
+def _call(arguments: str) -> dict[str, Any]:
+    """A message of the assistant that calls a tool."""
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+_LOOK: dict[str, Any] = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+_VAST: dict[str, tuple[str, dict[str, Any]]] = {
+    "messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 50_000}),
+    "parts": (
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 9000}]}
+    ),
+    "tools": ("/v1/chat/completions", {"messages": [USER], "tools": [_LOOK] * 9000}),
+    "a tool": (
+        "/v1/chat/completions",
+        {"messages": [USER], "tools": [{**_LOOK, "function": {**_LOOK["function"], "description": _LONG}}]},
+    ),
+    "arguments": ("/v1/chat/completions", {"messages": [USER, _call(f'{{"x": "{_LONG}"}}'), USER]}),
+    "reasoning": (
+        "/v1/chat/completions",
+        {"messages": [USER, {"role": "assistant", "content": "a", "reasoning_content": _LONG}, USER]},
+    ),
+    "template variables": (
+        "/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {f"k{n}": n for n in range(60_000)}}
+    ),
+    "stop texts": ("/v1/chat/completions", {"messages": [USER], "stop": [f"s{n}" for n in range(60_000)]}),
+    "responses": ("/v1/responses", {"model": "tiny", "input": [{"role": "user", "content": ""}] * 50_000}),
+    "anthropic": (
+        "/v1/messages", {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": ""}] * 50_000}
+    ),
+    "conversation to tokenize": ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 50_000}),
+    "ids": ("/detokenize", {"tokens": [5] * 1_000_000}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", _VAST)
+def test_a_request_of_too_much_is_refused_before_its_prompt_is_written(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one request would hold up all others for up to half a minute."""
+    from podium_serve.app import make_app
+    from podium_serve.server import Server
+
+    service, source, _ = scripted("ok")
+    written = list[object]()
+    monkeypatch.setattr(type(service.form), "prompt", lambda *args, **more: written.append(args) or [1])
+    monkeypatch.setattr(service, "decode", lambda *args, **more: written.append(args) or "")
+    path, body = _VAST[what]
+    with Server(make_app(service, TOKEN)) as server:
+        status, text = posted(server.url + path, body)
+    assert status in (400, 413), text[:300]
+    assert not written
+    assert not source.prompts
+
+
+def test_a_long_conversation_with_tools_and_pictures_is_no_vast_one() -> None:
+    from podium_serve.exchange import as_json
+
+    messages = [USER, {"role": "assistant", "content": "yes"}] * 500
+    as_json(json.dumps({"messages": [*messages, USER], "tools": [_LOOK] * 200}).encode())
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
+    assert sum(map(len, texts_of([{"role": "user", "content": [picture]}]))) < 100
