@@ -58,7 +58,8 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     assert "alert(1)" not in html.partition("</title>")[2]
     exported = answers(html)
     assert "<script>document" in exported["0/group/1/0/0"]["rows"][0]["text"]
-    assert exported["runs"][0]["data"] == HOSTILE
+    spelled = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e").replace("\x07", r"\x07")
+    assert exported["runs"][0]["data"] == spelled, "control characters are spelled out, and nothing is lost"
 
 
 def test_no_two_scripts_declare_the_same_name() -> None:
