@@ -21,8 +21,8 @@ def fail_or_work(rank: int, failing: int, lead_s: float, busy_s: float, computin
         return
     import torch
 
-    until = time.monotonic() + busy_s
     factor = torch.eye(SIDE)
     product = torch.ones(SIDE, SIDE)
+    until = time.monotonic() + busy_s  # after torch's first call, which may import for as long
     while time.monotonic() < until:
         product = product @ factor
