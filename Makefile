@@ -112,7 +112,8 @@ test-newest:  ## tests of models, training and engines with the newest libraries
 	@.venvs/newest/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
 	@.venvs/newest/bin/pip freeze --disable-pip-version-check | sed -n '/^torch==/p' > .venvs/newest/constraints.txt
 	@.venvs/newest/bin/pip install -q --disable-pip-version-check -c .venvs/newest/constraints.txt \
-		--upgrade --upgrade-strategy eager -e '.[dev]' -e plugins/podium-testing -e plugins/podium-trackers
+		--upgrade --upgrade-strategy eager -e '.[dev]'
+	@.venvs/newest/bin/pip install -q --disable-pip-version-check --no-deps $(PLUGINS:%=-e %)
 	@.venvs/newest/bin/pip freeze --disable-pip-version-check | grep -E '^(torch|transformers|peft|datasets|tokenizers)=='
 	@.venvs/newest/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(NEWEST_TESTS) $(ARGS)
 
