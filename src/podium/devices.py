@@ -17,6 +17,7 @@ from podium.errors import ConfigError
 
 __all__ = [
     "DTYPES",
+    "LEAST_RETURNED",
     "autocast",
     "choose_device",
     "collectives_of",
@@ -29,6 +30,7 @@ __all__ = [
     "memory_peak_bytes",
     "parse_dtype",
     "random_state",
+    "return_free_blocks",
     "return_large_blocks",
     "same_within_rounding",
     "set_random_state",
@@ -36,6 +38,8 @@ __all__ = [
 
 _SOFT: Final = 1  # omp_pause_soft, of omp.h
 _M_MMAP_THRESHOLD: Final = -3  # of malloc.h
+LEAST_RETURNED: Final = 1 << 20
+"""Bytes of the smallest block that a process returns after :func:`return_large_blocks`."""
 CPUINFO: Final = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS: Final = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # the last is Arm's
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -168,7 +172,17 @@ def return_large_blocks(device: torch.device) -> None:
     """
     if device.type == "cpu":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LEAST_RETURNED)
+
+
+def return_free_blocks(device: torch.device) -> None:
+    """Return all free host memory of this process to the system, if ``device`` is the CPU and the C library is glibc.
+
+    A model that has been loaded, and whose matrices were joined, leaves free blocks that fit nothing that comes later.
+    """
+    if device.type == "cpu":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def end_idle_threads() -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from podium.errors import ConfigError, DataError
 from podium.lazy import without_collector
-from podium.processes import import_path, open_log, working_directory
+from podium.processes import LARGEST_KEPT, import_path, open_log, working_directory
 from podium.runtime.messages import Node, ProcessSpec
 
 __all__ = ["MEMORY", "THREAD_VARIABLES", "Surroundings", "accelerators", "environment_of", "interface_of"]
@@ -29,7 +29,6 @@ MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 NVIDIA_CARDS = Path("/proc/driver/nvidia/gpus")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 KEPT_FREE = min((2 << 30) - 1, max(256 << 20, MEMORY // 24))  # bytes; mallopt takes an int
-LARGEST_KEPT = 32 << 20  # bytes: the most that glibc does not map by itself, and gives back by itself
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 _SIOCGIFADDR = 0x8915

@@ -44,6 +44,7 @@ from podium.processes.launcher import (
     working_directory,
 )
 from podium.processes.limits import (
+    LARGEST_KEPT,
     LONGEST_BODY,
     START_LIMIT_S,
     explain_limit,
@@ -63,8 +64,8 @@ from podium.processes.table import (
     kill_marked,
 )
 
-__all__ = ["HEADER", "LONGEST_BODY", "START_LIMIT_S", "Channel", "ForkServer", "Frame", "FrameError", "Launched"]
-__all__ += ["Requests", "Supervisor"]
+__all__ = ["HEADER", "LARGEST_KEPT", "LONGEST_BODY", "START_LIMIT_S", "Channel", "ForkServer", "Frame", "FrameError"]
+__all__ += ["Launched", "Requests", "Supervisor"]
 __all__ += ["become_subreaper", "children_of", "command", "descendants_of", "describe_exit", "end_launched", "end_of"]
 __all__ += ["explain_limit"]
 __all__ += [

@@ -30,6 +30,7 @@ __all__ = [
     "empty_micro_batch",
     "plan",
     "plan_shared",
+    "shares_enough",
 ]
 
 _WORTH_SHARING: Final = 20
@@ -222,7 +223,12 @@ def _prompts(tokens: Jagged, mask: Tensor, rows: Sequence[int]) -> _Prompts | No
         group.append(number)
     count = sum(offsets[row + 1] - offsets[row] - 1 for row in rows)
     spared = sum(lengths[number] for number in group) - sum(lengths)
-    return _Prompts(lengths, group) if spared * _WORTH_SHARING >= count else None
+    return _Prompts(lengths, group) if shares_enough(spared, count) else None
+
+
+def shares_enough(spared: int, count: int) -> bool:
+    """Whether prompts are shared where that spares so many of ``count`` tokens."""
+    return spared * _WORTH_SHARING >= count
 
 
 def _micro_batch(

@@ -1,14 +1,16 @@
-"""The estimate of memory that a dry run prints: what each process holds of models, and what a step adds.
+"""The estimate of memory that a dry run prints: what each process holds of models, and what its largest stage adds.
 
-It loads no weights. The size of a model needs torch, and the lengths of the data are those that the run would train on.
+It loads no weights. Sizes and passes are those of the model laid out without its weights, which needs torch, and the
+lengths of the data are those that the run would train on.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.models import ModelConfig
 from podium.models.weight_files import find_replaced_heads
@@ -17,11 +19,17 @@ from podium.runs.paths import resolve_resume
 from podium.runtime import backend_class
 from podium.trainer.checks.plan import is_accelerated
 
-__all__ = ["Amounts", "ModelSize", "describe_memory", "memory_gib", "model_size"]
+if TYPE_CHECKING:
+    from podium.training.pass_memory import PassMemory
+
+__all__ = ["Amounts", "ModelSize", "Row", "describe_memory", "memory_gib", "model_size"]
 
 _MIB, _GIB = 2**20, 2**30
 _BFLOAT16: Final = "bfloat16"
+_EXACT: Final = 4  # bytes of a float32
 _BYTES: Final = {"float32": 4, _BFLOAT16: 2, "float16": 2}
+
+_log = logging.getLogger("podium")
 
 
 def _nbytes(path: str) -> int:
@@ -47,40 +55,68 @@ def describe_memory(
     """
     config = resolve_resume(config)
     accelerated = is_accelerated(backend_class(backend, options).expected_nodes(options or {}))
-    size = critic = model_size(config.model)
-    if isinstance(config, PPOConfig) and config.has_critic and config.critic.path:
-        critic_model = replace(config.model, path=config.critic.path, config={}, lora=None)
-        critic = model_size(critic_model, spared=find_replaced_heads(critic_model.path))
+    size, critic_model = model_size(config.model), None
+    if isinstance(config, PPOConfig) and config.has_critic:
+        critic_model = replace(config.model, lora=None)
+        if config.critic.path:
+            critic_model = replace(critic_model, path=config.critic.path, config={})
+    critic = None if critic_model is None else model_size(critic_model, spared=find_replaced_heads(critic_model.path))
     scorer = _nbytes(config.reward.path) if "reward" in config.roles else 0
     teacher = model_size(config.teacher_model) if isinstance(config, PPOConfig) and "teacher" in config.roles else None
     amounts = Amounts.of(config, lengths)
-    return "\n".join(["# memory", *_memory(config, size, critic, scorer, amounts, accelerated, teacher)])
+    passes = {"policy": _count_pass(config, config.model, amounts, accelerated)}
+    if critic_model is not None:
+        passes["critic"] = _count_pass(config, critic_model, amounts, accelerated, scores=False)
+    return "\n".join(["# memory", *_memory(config, size, critic, scorer, amounts, accelerated, teacher, passes)])
 
 
 def _memory(
     config: PPOConfig | SFTConfig,
     size: ModelSize,
-    critic: ModelSize,
+    critic: ModelSize | None,
     scorer: int,
     amounts: Amounts,
     accelerated: bool,
     teacher: ModelSize | None,
+    passes: Mapping[str, PassMemory | None],
 ) -> Iterator[str]:
     millions = f"{size.parameters / 1e6:,.2f} M parameters, {size.trained / 1e6:,.2f} M trained"
     yield f"model        {millions}, {config.model.dtype}"
     first, total = 0, 0.0
     for roles, count in config.processes:
-        parts = memory_gib(config, size, roles, critic, scorer, amounts, accelerated=accelerated, teacher=teacher)
+        parts = memory_gib(
+            config, size, roles, critic, scorer, amounts, accelerated=accelerated, teacher=teacher, passes=passes
+        )
         where = f" each on processes {first}-{first + count - 1}" if count > 1 else f" on process {first}"
         yield f"memory       about {_amount(sum(parts.values()))}{where} (estimate):"
-        yield from (f"  {name:<24} {_amount(gib):>11}" for name, gib in parts.items())
+        yield from (f"  {name:<32} {_amount(gib):>11}" for name, gib in parts.items())
         first, total = first + count, total + count * sum(parts.values())
     if first > 1:
         yield f"memory       about {_amount(total)} on all processes"
+    yield "not counted  Python and its libraries, about 0.4 GiB in each process"
 
 
 def _amount(gib: float) -> str:
     return f"{gib:,.2f} GiB" if gib >= 1 else f"{gib * _GIB / _MIB:,.1f} MiB"
+
+
+class Row(NamedTuple):
+    """A row of a micro-batch.
+
+    Attributes:
+        number: The number of its prompt. Rows of the same prompt may share it in a pass.
+        prompt: Tokens before the first one with loss.
+        rest: All others.
+    """
+
+    number: int
+    prompt: int
+    rest: int
+
+    @property
+    def inputs(self) -> int:
+        """The tokens that the model reads. Nothing follows the last one."""
+        return self.prompt + self.rest - 1
 
 
 @dataclass(frozen=True)
@@ -88,31 +124,114 @@ class Amounts:
     """The most that a run computes and holds at the same time.
 
     Attributes:
-        tokens: Tokens of a micro-batch of the policy.
+        rows: Those of the largest micro-batch of the policy.
+        tokens: The tokens that the model reads of it, padding included.
+        passes: The number of micro-batches of a minibatch on a rank.
         sequences: Sequences that a generator decodes at the same time.
         length: Tokens of the longest of them, its prompt included.
+        prompts: Tokens of the different prompts that go through a generator at the same time.
     """
 
+    rows: tuple[Row, ...]
     tokens: int
+    passes: int
     sequences: int
     length: int
+    prompts: int
 
     @classmethod
     def of(cls, config: PPOConfig | SFTConfig, lengths: Sequence[int] | None) -> Amounts:
         """Return the amounts of a run whose training data have these lengths; None where those are not known."""
-        ranks, sampled = config.placement.ranks_of("policy"), config.sampling.max_new_tokens
-        sequences, most = config.engine.max_sequences, config.parallel.micro_batch_tokens
-        if not lengths:
-            return cls(most, sequences, config.data.max_prompt_tokens + sampled)
-        longest, rows = max(lengths), config.eval.items
-        if isinstance(config, SFTConfig):
-            row, tokens = longest, sum(heapq.nlargest(-(-config.batch.examples // ranks), lengths))
-        else:
-            row, learned = longest + sampled, -(-config.rows // (config.algorithm.minibatches * ranks))
-            prompts = heapq.nlargest(-(-learned // config.sampling.n), lengths)
-            tokens, rows = sum(prompts) * config.sampling.n + learned * sampled, max(config.rows, rows)
+        sampled, evaluated = config.sampling.max_new_tokens, config.eval.items
         generators = max(1, config.placement.generators)
-        return cls(min(tokens, max(most, row)), min(sequences, -(-rows // generators)), longest + sampled)
+        if isinstance(config, SFTConfig):
+            rows, drawn = _rows_of_examples(config, lengths), evaluated
+        else:
+            rows, drawn = _rows_of_prompts(config, lengths), max(config.rows, evaluated)
+        tokens, passes, rows = _largest_micro_batch(config, rows)
+        longest = max(lengths) if lengths else config.data.max_prompt_tokens
+        sequences = min(config.engine.max_sequences, -(-drawn // generators))
+        prompts = -(-sequences // config.sampling.n) * longest
+        if lengths:
+            prompts = min(prompts, sum(heapq.nlargest(-(-drawn // generators), lengths)))
+        return cls(tuple(rows), tokens, passes, sequences, longest + sampled, prompts)
+
+
+def _rows_of_prompts(config: PPOConfig, lengths: Sequence[int] | None) -> list[Row]:
+    """Return the rows of the longest prompts of a minibatch on a rank."""
+    ranks, sampled, n = config.placement.ranks_of("policy"), config.sampling.max_new_tokens, config.sampling.n
+    count = -(-config.rows // (config.algorithm.minibatches * ranks))
+    prompts = -(-count // n)
+    longest = heapq.nlargest(prompts, lengths) if lengths else [config.data.max_prompt_tokens] * prompts
+    return [Row(number, length, sampled) for number, length in enumerate(longest) for _ in range(n)][:count]
+
+
+def _rows_of_examples(config: SFTConfig, lengths: Sequence[int] | None) -> list[Row]:
+    """Return the longest examples of a step on a rank. Which of their tokens have loss is not known: all count."""
+    count = -(-config.batch.examples // config.placement.ranks_of("policy"))
+    whole = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = heapq.nlargest(count, lengths) if lengths else [whole] * count
+    return [Row(number, 1, max(1, length - 1)) for number, length in enumerate(longest)]
+
+
+def _largest_micro_batch(config: PPOConfig | SFTConfig, rows: Sequence[Row]) -> tuple[int, int, list[Row]]:
+    """Return the tokens of the micro-batch that has the most, the number of micro-batches that :func:`.cut` makes, and
+    the rows of the first."""
+    from podium.training.micro_batches import plan, plan_shared, shares_enough  # needs torch
+
+    most = config.parallel.micro_batch_tokens
+    packed = config.parallel.batching == "packed"
+    prompts = {row.number: row.prompt for row in rows}
+    numbers = {number: index for index, number in enumerate(prompts)}
+    lengths = [row.inputs for row in rows]
+    noisy = config.model.lora is not None and config.model.lora.dropout > 0
+    spared = sum(row.prompt for row in rows) - sum(prompts.values())
+    if config.parallel.batching == "auto" and not noisy and shares_enough(spared, sum(lengths)):
+        group, rests = [numbers[row.number] for row in rows], [row.rest - 1 for row in rows]
+        plans = plan_shared([*prompts.values()], rests, group, most)
+        sizes = [sum({group[row]: rows[row].prompt for row in part}.values()) + sum(rests[row] for row in part)
+                 for part in plans]  # fmt: skip
+    else:
+        plans = plan(lengths, most, packed=packed)
+        sizes = [sum(lengths[row] for row in part) if packed else len(part) * lengths[part[0]] for part in plans]
+    tokens = max(sizes)
+    return tokens, len(plans), [rows[row] for row in plans[sizes.index(tokens)]]
+
+
+def _count_pass(
+    config: PPOConfig | SFTConfig, model: ModelConfig, amounts: Amounts, accelerated: bool, *, scores: bool = True
+) -> PassMemory | None:
+    """Count the memory of a pass over the largest micro-batch; None where the model cannot be tried without values."""
+    import torch
+
+    from podium.data import Batch, Jagged, fields
+    from podium.devices import LEAST_RETURNED, compute_dtype
+    from podium.models.loading import checkpoint_layers, lay_out, with_adapters
+    from podium.processes import LARGEST_KEPT
+    from podium.training.micro_batches import cut
+    from podium.training.pass_memory import count_pass
+
+    tokens = Jagged.from_rows([torch.arange(row.prompt + row.rest) + row.number for row in amounts.rows])
+    mask = torch.cat([torch.arange(row.prompt + row.rest) >= row.prompt for row in amounts.rows])
+    batch = Batch({fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(mask)})
+    parallel = config.parallel
+    share, packed = parallel.batching == "auto", parallel.batching == "packed"
+    (micro,) = cut(batch, 10**9, packed=packed, share=share)
+    wish = "bfloat16" if accelerated and parallel.choice.compute == "auto" else parallel.choice.compute
+    outline = lay_out(model, spared=find_replaced_heads(model.path) if not scores else ())
+    if model.gradient_checkpointing:
+        checkpoint_layers(outline)
+    if model.lora is not None:
+        with torch.device("meta"):
+            outline = with_adapters(outline, model.lora, model.seed)
+    shards = parallel.strategy == "fsdp2"
+    kept_bytes = 0 if accelerated else LEAST_RETURNED if shards else LARGEST_KEPT
+    try:
+        precision = compute_dtype(torch.device("cpu"), wish)
+        return count_pass(outline, micro, precision, scores=scores, keeps_gradients=not shards, kept_bytes=kept_bytes)
+    except Exception as error:  # noqa: BLE001 - whatever an architecture raises whose path depends on values
+        _log.debug("the pass of %s is estimated, not counted: %r", type(outline).__name__, error)
+        return None
 
 
 def memory_gib(
@@ -125,56 +244,166 @@ def memory_gib(
     *,
     accelerated: bool = False,
     teacher: ModelSize | None = None,
+    passes: Mapping[str, PassMemory | None] | None = None,
 ) -> dict[str, float]:
     """Estimate the memory in GiB of one worker process that holds ``roles``, by its uses.
 
+    These are what the process holds all the time, and what the stage adds that adds most: a pass of the update, the
+    generation, or the copy that is made for a checkpoint.
+
     ``size`` is that of the policy's model, and of the critic's and the teacher's unless they are given; ``scorer`` is
     the reward model's in bytes; ``amounts`` are the most tokens and sequences, by default those that settings allow;
-    ``accelerated`` says that the process has an accelerator. Activations are rough: 16 hidden vectors for each token
-    and layer (one with gradient checkpointing), and three copies of the logits that exist at once.
+    ``accelerated`` says that the process has an accelerator; ``passes`` has what was counted, by role. Without it, and
+    for models that are not counted, activations are rough.
     """
-    from podium.training.output_layer import logits_at_once  # needs torch
-
-    width, exact = _BYTES[config.model.dtype], _BYTES["float32"]
-    copies = exact if width < exact and config.optim.master_weights else 0  # adapters are float32 in any case
-    shards = config.placement.ranks_of(next(iter(roles))) if config.parallel.strategy == "fsdp2" else 1
-    kept = 1 if config.model.gradient_checkpointing else 16
-    amounts = amounts or Amounts.of(config, None)
-    tokens = amounts.tokens
-    parts: dict[str, float] = {}
+    amounts, passes = amounts or Amounts.of(config, None), passes or {}
+    ranks = config.placement.ranks_of(next(iter(roles)))
+    shards = ranks if config.parallel.strategy == "fsdp2" else 1
+    width, lora = _BYTES[config.model.dtype], config.model.lora is not None
+    held, copied, gradients = dict[str, float](), 0.0, dict[str, dict[str, float]]()
+    stages: list[tuple[str, dict[str, float]]] = [("", {})]
     if "policy" in roles:
-        parts["weights"] = size.parameters * width / shards
-        parts["gradients"] = size.trained * exact / shards
-        parts["optimizer (AdamW)"] = 2 * size.trained * exact / shards
-        if copies and config.model.lora is None:
-            parts["float32 copies"] = size.trained * copies / shards
-        logits = 3 * logits_at_once(tokens, size.vocabulary)
-        parts["activations"] = (tokens * size.layers * size.hidden * kept + logits) * 4
+        learner = _learner(config, size, lora=lora)
+        base = size.parameters * width if lora else 0  # frozen, and in no checkpoint
+        held["weights"] = (learner.weights + base) / shards
+        held["optimizer (AdamW)"] = learner.moments / shards
+        if learner.masters:
+            held["float32 copies"] = learner.masters / shards
+        gradients["policy"] = {"gradients": learner.gradients / shards}
+        copied += learner.weights + learner.moments + learner.masters
+        stages.append(("policy", _update(config, size, passes.get("policy"), amounts, shards, "", scores=True)))
     if "critic" in roles:
-        parts["critic with optimizer"] = (width + 3 * exact + copies) * (critic or size).parameters / shards
-    if "reference" in roles and config.model.lora is None:
-        parts["reference weights"] = size.parameters * width / shards
+        own = critic or size
+        learner = _learner(config, own, lora=False)
+        state = learner.weights + learner.moments + learner.masters
+        held["critic with optimizer"] = state / shards
+        gradients["critic"] = {"critic's gradients": learner.gradients / shards}
+        copied += state
+        update = _update(config, own, passes.get("critic"), amounts, shards, "critic's ", scores=False)
+        stages.append(("critic", update))
+    if "reference" in roles and not lora:
+        held["reference weights"] = size.parameters * width / shards
     if "teacher" in roles:
-        parts["teacher weights"] = (teacher or size).parameters * width / shards
+        held["teacher weights"] = (teacher or size).parameters * width / shards
     if "reward" in roles:
-        parts["reward model"] = scorer
+        held["reward model"] = scorer
     if "generator" in roles:
         dtype = config.resolved_engine.dtype or (_BFLOAT16 if accelerated else config.model.dtype)
-        shared = "policy" in roles and shards == 1 and config.model.lora is None and dtype == config.model.dtype
-        if not shared:
-            parts["generator's own weights"] = size.parameters * _BYTES[dtype]
-        if config.model.lora is not None and "policy" not in roles and not accelerated:
-            parts["base of the adapters"] = size.parameters * width  # in host memory, where accelerators have their own
-        cached = amounts.sequences * amounts.length
-        cache = cached * size.layers * 2 * size.key_value_width * _BYTES[dtype]
-        most = config.engine.cache_gib
-        parts["key/value cache"] = cache if most is None else min(cache, most * _GIB)
-    return {name: nbytes / _GIB for name, nbytes in parts.items()}
+        if not ("policy" in roles and shards == 1 and not lora and dtype == config.model.dtype):
+            held["generator's own weights"] = size.parameters * _BYTES[dtype]
+        if lora and "policy" not in roles and not accelerated:
+            held["base of the adapters"] = size.parameters * width  # in host memory, where accelerators have their own
+        held |= _cache(config, size, amounts, dtype, accelerated)
+        stages.append(("generator", _generation(config, size, amounts, dtype, held["key/value cache"])))
+    if copied:
+        stages.append(("", {"copy for a checkpoint": copied / ranks}))
+    # A sharded learner lets go of its gradients before a step, and each arises when activations go.
+    absent = config.parallel.strategy == "fsdp2" and amounts.passes == 1
+    kept = ({role: part for role, part in gradients.items() if not (absent and role == owner)} for owner, _ in stages)
+    whole = [
+        {name: nbytes for part in (*parts.values(), stage) for name, nbytes in part.items()}
+        for parts, (_, stage) in zip(kept, stages, strict=True)
+    ]
+    largest = max(whole, key=lambda stage: sum(stage.values()))
+    return {name: nbytes / _GIB for name, nbytes in (held | largest).items()}
+
+
+class _Learner(NamedTuple):
+    """Bytes of what a learner trains, over all shards."""
+
+    weights: float
+    moments: float
+    masters: float
+    gradients: float
+
+
+def _learner(config: PPOConfig | SFTConfig, size: ModelSize, *, lora: bool) -> _Learner:
+    """Sizes of a model that is trained whole, or of its adapters, which are float32 in any case."""
+    trained = size.trained if lora else size.parameters
+    width = _EXACT if lora else _BYTES[config.model.dtype]
+    masters = _EXACT if width < _EXACT and config.optim.master_weights else 0
+    return _Learner(trained * width, 2 * trained * _EXACT, trained * masters, trained * _EXACT)
+
+
+def _update(
+    config: PPOConfig | SFTConfig,
+    size: ModelSize,
+    counted: PassMemory | None,
+    amounts: Amounts,
+    shards: int,
+    owner: str,
+    *,
+    scores: bool,
+) -> dict[str, float]:
+    """What a pass over a micro-batch adds."""
+    stage: dict[str, float]
+    if counted is not None:
+        stage = {f"{owner}activations": counted.activations, f"{owner}temporary tensors": counted.working}
+    else:
+        stage = {f"{owner}activations (rough)": _rough_activations(config, size, amounts.tokens, scores=scores)}
+    if shards > 1:  # what is in no layer is there as a whole, and so are the layer that computes and the next one
+        stage[f"{owner}gathered shards"] = (size.outside + 2 * size.layer) * _BYTES[config.model.dtype]
+    return stage
+
+
+def _rough_activations(config: PPOConfig | SFTConfig, size: ModelSize, tokens: int, *, scores: bool) -> float:
+    """What a backward pass needs of a layer of the Llama kind, for each token: the residual stream, the normalized and
+    the scaled input of attention and of the MLP, query, key and value, what attention gives, and four inner vectors of
+    the MLP. Beside it stand three tensors of logits, and the gradient of the output layer."""
+    from podium.training.output_layer import logits_at_once  # needs torch
+
+    layer = 6 * size.hidden + 2 * size.query_width + 2 * size.key_value_width + 4 * size.inner
+    layers = tokens * size.layers * layer
+    if config.model.gradient_checkpointing:
+        layers = tokens * (size.layers * size.hidden + layer)
+    logits = 3 * logits_at_once(tokens, size.vocabulary) + size.vocabulary * size.hidden if scores else 0
+    return (layers + logits) * _EXACT
+
+
+def _cache(
+    config: PPOConfig | SFTConfig, size: ModelSize, amounts: Amounts, dtype: str, accelerated: bool
+) -> dict[str, float]:
+    """The generator's keys and values. The native engine has lanes in multiples of 16, of a multiple of 32 positions,
+    and in float32 on a CPU."""
+    from podium.rollout.engines.native.cache import LENGTH_QUANTUM, round_up  # needs torch
+
+    native = size.native and config.engine.name in ("auto", "native")
+    width = _EXACT if native and not accelerated else _BYTES[dtype]
+    lanes, length = amounts.sequences, amounts.length
+    if native:
+        lanes, length = round_up(lanes), round_up(length, LENGTH_QUANTUM)
+    cache = lanes * length * size.layers * 2 * size.key_value_width * width
+    most = config.engine.cache_gib
+    return {"key/value cache": cache if most is None else min(cache, most * _GIB)}
+
+
+def _generation(
+    config: PPOConfig | SFTConfig, size: ModelSize, amounts: Amounts, dtype: str, cache: float
+) -> dict[str, float]:
+    """What generation adds: keys and values of the prompts of a pass before they have lanes, logits and probabilities
+    of each sequence, and half of the cache, beside which the native engine makes a longer one for long completions."""
+    from podium.rollout.engines.config import PREFILL_TOKENS
+    from podium.rollout.engines.native.engine import FIRST_ANSWER  # needs torch
+
+    prompts = min(amounts.prompts, int(config.engine.options.get("prefill_tokens", PREFILL_TOKENS)))
+    stage: dict[str, float] = {
+        "prompts' keys and values": prompts * size.layers * 2 * size.key_value_width * _BYTES[dtype],
+        "logits and probabilities": 2 * amounts.sequences * size.vocabulary * _EXACT,
+    }
+    if size.native and config.sampling.max_new_tokens > FIRST_ANSWER:
+        stage["shorter cache, while it grows"] = cache / 2
+    return stage
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The numbers that the memory of a model follows from."""
+    """The numbers that the memory of a model follows from.
+
+    Attributes:
+        outside: Parameters that belong to no layer, such as the embedding.
+        layer: Parameters of the largest layer.
+        native: Whether the native engine generates from the model.
+    """
 
     parameters: int
     trained: int
@@ -182,6 +411,11 @@ class ModelSize:
     hidden: int
     key_value_width: int
     vocabulary: int
+    query_width: int = 0
+    inner: int = 0
+    outside: int = 0
+    layer: int = 0
+    native: bool = False
 
 
 def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
@@ -195,7 +429,8 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
     """
     import torch
 
-    from podium.models.loading import lay_out, with_adapters
+    from podium.models.loading import decoder_layers, lay_out, with_adapters
+    from podium.rollout.engines.native.parameters import find_unsupported
 
     outline = lay_out(model, spared=spared)
     settings: Any = outline.config.get_text_config()
@@ -203,10 +438,14 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
     shared = getattr(settings, "num_key_value_heads", None) or heads
     head_width = getattr(settings, "head_dim", None) or settings.hidden_size // max(1, heads)
     parameters = trained = sum(p.numel() for p in outline.parameters())
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(outline)]
+    native = find_unsupported(outline) is None
     if model.lora is not None:
         with torch.device("meta"):
             adapted = with_adapters(outline, model.lora, model.seed)
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    experts = getattr(settings, "num_experts_per_tok", None) or 1
+    inner = getattr(settings, "moe_intermediate_size", None) or getattr(settings, "intermediate_size", 0)
     return ModelSize(
         parameters=parameters,
         trained=trained,
@@ -214,4 +453,9 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
         hidden=settings.hidden_size,
         key_value_width=shared * head_width,
         vocabulary=settings.vocab_size,
+        query_width=heads * head_width,
+        inner=experts * inner,
+        outside=parameters - sum(layers),
+        layer=max(layers, default=0),
+        native=native,
     )

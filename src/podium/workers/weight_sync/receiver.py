@@ -14,7 +14,7 @@ from torch import Tensor
 
 from podium.data import copy_tensor
 from podium.data.adapters import Adapter
-from podium.devices import choose_device, end_idle_threads, give_back_memory
+from podium.devices import choose_device, end_idle_threads, give_back_memory, return_free_blocks
 from podium.errors import ConfigError, DataError
 from podium.models.buckets import Piece, WeightInfo, checksum, cut
 from podium.models.config import ModelConfig
@@ -328,6 +328,7 @@ class WeightReceiver(Worker):
             if self._engine is None:
                 self._engine = self._make_engine()
                 end_idle_threads()
+                return_free_blocks(self._device)
             if self._resting is not None:
                 self._resting.wake()
             return self._engine

@@ -53,7 +53,7 @@ def test_lanes_grow_with_what_is_drawn(
     model, requests = make_model("qwen3"), [(prompt, MIXED[index % 5]) for index, prompt in enumerate(prompts)]
     requests.append((prompts[0], SamplingParams(max_new_tokens=128 - len(prompts[0]))))
     whole = [_native(model).generate([prompt], params, [index])[0] for index, (prompt, params) in enumerate(requests)]
-    monkeypatch.setattr(engine_module, "_FIRST_ANSWER", 8, raising=False)
+    monkeypatch.setattr(engine_module, "FIRST_ANSWER", 8, raising=False)
     engine = _native(model)
     short = SamplingParams(max_new_tokens=100, stop_token_ids=tuple(range(VOCABULARY)))
     engine.generate([prompts[0]], short, [0])

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from podium.rollout.engines.native.parameters import DecoderWeights
 
-__all__ = ["ROW_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class", "round_up"]
+__all__ = ["LENGTH_QUANTUM", "ROW_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class", "round_up"]
 
 # Results of a row depend on neither the number of rows nor the span of positions as long as both are multiples of 16
 # and the span is at least 32: elsewhere BLAS takes kernels that sum in another order.
 ROW_QUANTUM = 16
+LENGTH_QUANTUM = 32  # positions of lanes come in multiples of it
 _TIME_QUANTUM = 16
 _SHORTEST_SPAN = 32
 

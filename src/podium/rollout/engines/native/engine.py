@@ -10,7 +10,7 @@ from podium.errors import ConfigError
 from podium.rollout.engines.config import RECORDS, EngineConfig, NativeOptions
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.model import ModelEngine
-from podium.rollout.engines.native.cache import ROW_QUANTUM, cache_class, round_up
+from podium.rollout.engines.native.cache import LENGTH_QUANTUM, ROW_QUANTUM, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.engines.native.graphs import DecodeGraphs, graphless, renew
 from podium.rollout.engines.native.lanes import Lanes
@@ -18,10 +18,9 @@ from podium.rollout.engines.native.parameters import find_unsupported, read_weig
 from podium.rollout.engines.requests import Event, PromptTokens, RequestId, SessionRoom
 from podium.rollout.sampling import SamplingParams
 
-__all__ = ["NativeEngine"]
+__all__ = ["FIRST_ANSWER", "NativeEngine"]
 
-_LENGTH_QUANTUM = 32
-_FIRST_ANSWER = 256  # positions that a lane has behind the prompt at first, where lanes grow
+FIRST_ANSWER = 256  # positions that a lane has behind the prompt at first, where lanes grow
 
 
 class NativeEngine(ModelEngine):
@@ -107,7 +106,7 @@ class NativeEngine(ModelEngine):
 
     @property
     def session_room(self) -> SessionRoom:
-        cache, per_position = self._lanes.cache, self._bytes(1, 1) // _LENGTH_QUANTUM
+        cache, per_position = self._lanes.cache, self._bytes(1, 1) // LENGTH_QUANTUM
         if cache is None:
             return SessionRoom(ROW_QUANTUM, self._budget() // 2 // per_position)
         # Lanes that are still to come take up to half of the budget.
@@ -140,7 +139,7 @@ class NativeEngine(ModelEngine):
         if lanes.cache is not None and not lanes.live and not lanes.cache.fits(self._decoder.weights):
             lanes.clear()
         cache = lanes.cache
-        length = round_up(self.waiting.longest, _LENGTH_QUANTUM)
+        length = round_up(self.waiting.longest, LENGTH_QUANTUM)
         count = round_up(min(most, lanes.live + len(self.waiting)), ROW_QUANTUM)
         if cache is not None and cache.length >= length and cache.lanes >= count:
             return True
@@ -154,7 +153,7 @@ class NativeEngine(ModelEngine):
         fits = gib is None or 2 * self._bytes(later, length) <= for_lanes
         if later <= affordable and fits and self._decoder.weights.device.type == "cpu" and self._graphs is None:
             prompt = max(len(request.prompt) for request in self.waiting)
-            length = min(length, round_up(prompt + _FIRST_ANSWER, _LENGTH_QUANTUM))
+            length = min(length, round_up(prompt + FIRST_ANSWER, LENGTH_QUANTUM))
         if cache is not None:
             if cache.length >= length and cache.lanes >= count:
                 return True
@@ -165,7 +164,7 @@ class NativeEngine(ModelEngine):
                 spacious = (
                     length > cache.length and nbytes_held + self._bytes(larger, max(longer, doubled)) <= for_lanes
                 )
-                self._resize(larger, round_up(max(longer, doubled), _LENGTH_QUANTUM) if spacious else longer, budget)
+                self._resize(larger, round_up(max(longer, doubled), LENGTH_QUANTUM) if spacious else longer, budget)
                 return True
             if lanes.live:
                 return cache.length >= length
@@ -173,8 +172,8 @@ class NativeEngine(ModelEngine):
             lanes.clear_lanes()  # before the new one, so that both are never held at once
             # Conversations grow by a little at a time, and this empties all lanes: it happens once.
             room = budget if self._bytes(count, length) > for_lanes else for_lanes
-            longest = min(room // self._bytes(count, _LENGTH_QUANTUM) * _LENGTH_QUANTUM, 2 * length)
-            length = max(length, min(longest, round_up(self.positions or longest, _LENGTH_QUANTUM)))
+            longest = min(room // self._bytes(count, LENGTH_QUANTUM) * LENGTH_QUANTUM, 2 * length)
+            length = max(length, min(longest, round_up(self.positions or longest, LENGTH_QUANTUM)))
         self._resize(count, length, budget)
         return True
 
@@ -190,7 +189,7 @@ class NativeEngine(ModelEngine):
         """Have twice as many positions as before in each lane, ``longest`` at most. Pages make room for them."""
         lanes, cache = self._lanes, self._lanes.cache
         assert cache is not None
-        length = min(2 * cache.length, round_up(longest, _LENGTH_QUANTUM))
+        length = min(2 * cache.length, round_up(longest, LENGTH_QUANTUM))
         budget = lanes.memory.limit_bytes + self._bytes(cache.lanes, cache.length)
         self._resize(cache.lanes, length, budget)
 
@@ -203,4 +202,4 @@ class NativeEngine(ModelEngine):
     def _bytes(self, lanes: int, length: int) -> int:
         weights = self._decoder.weights
         per_position = cache_class(weights.device).bytes_per_position(weights)
-        return lanes * round_up(length, _LENGTH_QUANTUM) * per_position
+        return lanes * round_up(length, LENGTH_QUANTUM) * per_position
