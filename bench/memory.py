@@ -2,7 +2,8 @@
 
 Each configuration trains a model of 64 million parameters with random weights for two steps, on the backend `local`. A
 figure is the most anonymous and shared memory that a worker process held (RssAnon and RssShmem, read every 20 ms), less
-what it held before it made its first model. Pages of files, such as those of libraries, count on neither side: the
+what it held before it made its first model. A process without the policy counts anonymous memory alone, because what it
+shares are the policy's weights, which it maps. Pages of files, such as those of libraries, count on neither side: the
 kernel drops them when memory is short. The first five configurations are those that the estimate was made with; the
 others were tried afterwards.
 
@@ -119,14 +120,13 @@ def note_base(model: ModelConfig) -> None:
     config = replace(model, path="", tokenizer=model.path, config={**tiny, "vocab_size": 64})
     TrainEngine(load_model(config), optim=OptimConfig(), parallel=ParallelConfig(), device=torch.device("cpu"))
     load_tokenizer(model.path)
-    path.write_text(str(read_own("self")))
+    path.write_text(json.dumps(read_own("self")))
 
 
-def read_own(pid: str) -> int:
-    """Return the bytes of anonymous and shared memory that a process has."""
-    return (
-        sum(int(kib) for kib in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+)", (PROC / pid / "status").read_text())) * 1024
-    )
+def read_own(pid: str) -> tuple[int, int]:
+    """Return the bytes of anonymous memory and of shared memory that a process has."""
+    anonymous, shared = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+)", (PROC / pid / "status").read_text())
+    return int(anonymous) * 1024, int(shared) * 1024
 
 
 class NotedPolicy(Policy):
@@ -167,26 +167,32 @@ class Watch(threading.Thread):
     def __init__(self, bases: Path) -> None:
         super().__init__(daemon=True)
         self._bases, self._ended = bases, threading.Event()
-        self.peaks: dict[str, int] = {}
-        self.trace: list[tuple[float, str, int]] = []
+        self.peaks: dict[str, tuple[int, int]] = {}
+        self.trace: list[tuple[float, str, int, int]] = []
 
     def run(self) -> None:
         """Read until :meth:`stop`."""
         while not self._ended.wait(INTERVAL_S):
             for pid in os.listdir(self._bases):
                 try:
-                    now = read_own(pid)
+                    anonymous, shared = read_own(pid)
                 except OSError:  # it has ended
                     continue
-                self.peaks[pid] = max(self.peaks.get(pid, 0), now)
-                self.trace.append((time.time(), pid, now >> 20))
+                alone, both = self.peaks.get(pid, (0, 0))
+                self.peaks[pid] = max(alone, anonymous), max(both, anonymous + shared)
+                self.trace.append((time.time(), pid, anonymous >> 20, shared >> 20))
 
-    def stop(self) -> list[int]:
-        """Return the peak of each process above its base, in the order in which they were started."""
+    def stop(self, shares: Sequence[bool]) -> list[int]:
+        """Return the peak of each process above its base, in the order in which they were started; ``shares`` says of
+        which shared memory counts."""
         self._ended.set()
         self.join()
         pids = sorted(self.peaks, key=lambda pid: (self._bases / pid).stat().st_mtime)
-        return [self.peaks[pid] - int((self._bases / pid).read_text()) for pid in pids]
+        bases = [json.loads((self._bases / pid).read_text()) for pid in pids]
+        return [
+            self.peaks[pid][shared] - (sum(base) if shared else base[0])
+            for pid, base, shared in zip(pids, bases, shares, strict=True)
+        ]
 
 
 def score(completion: str, row: Mapping[str, Any]) -> float:
@@ -215,7 +221,7 @@ def config_of(case: Case, folder: Path, steps: int) -> PPOConfig | SFTConfig:
     with (folder / "rows.jsonl").open("w") as file:
         for number in range(64):
             words = [f"w{2 + (97 * number + place) % 8000}" for place in range(case.prompt)]
-            file.write(json.dumps({"prompt": " ".join(words), "answer": " ".join(words[:9])}) + "\n")
+            file.write(json.dumps({"prompt": f"{' '.join(words)}\n", "answer": " ".join(words[:9])}) + "\n")
     values: dict[str, Any] = {
         "run": {"dir": str(folder / "runs"), "name": "run", "steps": steps},
         "model": {"path": str(folder / "model")},
@@ -251,10 +257,10 @@ def measure(name: str, steps: int, trace: Path | None) -> dict[str, Any]:
         watch = Watch(folder / "bases")
         watch.start()
         trainer.fit()
-        peaks = watch.stop()
+        peaks = watch.stop(["policy" in roles for roles, count in config.processes for _ in range(count)])
         if trace is not None:
             trace.mkdir(exist_ok=True, parents=True)
-            (trace / name).write_text("\n".join(f"{at:.2f} {pid} {mib}" for at, pid, mib in watch.trace))
+            (trace / name).write_text("\n".join(" ".join(map(str, line)) for line in watch.trace))
     return {"estimate": estimates(text), "measured": [round(peak / MIB) for peak in peaks], "lines": text.splitlines()}
 
 
@@ -283,13 +289,9 @@ def table(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> lis
 
 def section(results: Mapping[str, Mapping[str, Any]]) -> str:
     """What the page says of the results, in Markdown."""
-    lines = [
-        *table(results, [*FITTED]),
-        "",
-        "Configurations that were tried afterwards:",
-        "",
-        *table(results, [*TRIED]),
-    ]
+    lines = table(results, [*FITTED])
+    if results.keys() & TRIED.keys():
+        lines += ["", "Configurations that were tried afterwards:", "", *table(results, [*TRIED])]
     return "\n".join(lines)
 
 

@@ -83,9 +83,9 @@ def count_pass(
         )
         with count:
             loss = _make_pass(model, micro, precision, scores=scores)
-            held = sum(count.nbytes)
+            activations = sum(count.nbytes)
             loss.backward()
-    return PassMemory(held, sum(count.most) - held)
+    return PassMemory(activations, sum(count.most) - activations)
 
 
 def _forget(parameter: Tensor) -> None:
@@ -97,9 +97,10 @@ def _make_pass(model: nn.Module, micro: MicroBatch, precision: torch.dtype, *, s
 
     def score(hidden_1KH: Tensor) -> Tensor:
         if scores:
-            tail, targets_K = LogitsTail(), micro.targets
-            found = output_scores(hidden_1KH[0], layer, targets_K, tail=tail, entropy=True, forward=former_forward)
-            parts.append(found.logprobs)
+            token_scores = output_scores(
+                hidden_1KH[0], layer, micro.targets, tail=LogitsTail(), entropy=True, forward=former_forward
+            )
+            parts.append(token_scores.logprobs)
         else:
             parts.append(hidden_1KH.float())
         return hidden_1KH[..., :0].clone()

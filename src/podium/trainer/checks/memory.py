@@ -169,8 +169,8 @@ def _rows_of_prompts(config: PPOConfig, lengths: Sequence[int] | None) -> list[R
 def _rows_of_examples(config: SFTConfig, lengths: Sequence[int] | None) -> list[Row]:
     """Return the longest examples of a step on a rank. Which of their tokens have loss is not known: all count."""
     count = -(-config.batch.examples // config.placement.ranks_of("policy"))
-    whole = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    longest = heapq.nlargest(count, lengths) if lengths else [whole] * count
+    most = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = heapq.nlargest(count, lengths) if lengths else [most] * count
     return [Row(number, 1, max(1, length - 1)) for number, length in enumerate(longest)]
 
 
@@ -260,52 +260,56 @@ def memory_gib(
     ranks = config.placement.ranks_of(next(iter(roles)))
     shards = ranks if config.parallel.strategy == "fsdp2" else 1
     width, lora = _BYTES[config.model.dtype], config.model.lora is not None
-    held, copied, gradients = dict[str, float](), 0.0, dict[str, dict[str, float]]()
+    lasting, copied, gradients = dict[str, float](), 0.0, dict[str, dict[str, float]]()
     stages: list[tuple[str, dict[str, float]]] = [("", {})]
     if "policy" in roles:
         learner = _learner(config, size, lora=lora)
         base = size.parameters * width if lora else 0  # frozen, and in no checkpoint
-        held["weights"] = (learner.weights + base) / shards
-        held["optimizer (AdamW)"] = learner.moments / shards
+        lasting["weights"] = (learner.weights + base) / shards
+        lasting["optimizer (AdamW)"] = learner.moments / shards
         if learner.masters:
-            held["float32 copies"] = learner.masters / shards
+            lasting["float32 copies"] = learner.masters / shards
         gradients["policy"] = {"gradients": learner.gradients / shards}
         copied += learner.weights + learner.moments + learner.masters
         stages.append(("policy", _update(config, size, passes.get("policy"), amounts, shards, "", scores=True)))
     if "critic" in roles:
-        own = critic or size
-        learner = _learner(config, own, lora=False)
+        critic_size = critic or size
+        learner = _learner(config, critic_size, lora=False)
         state = learner.weights + learner.moments + learner.masters
-        held["critic with optimizer"] = state / shards
+        lasting["critic with optimizer"] = state / shards
         gradients["critic"] = {"critic's gradients": learner.gradients / shards}
         copied += state
-        update = _update(config, own, passes.get("critic"), amounts, shards, "critic's ", scores=False)
+        update = _update(config, critic_size, passes.get("critic"), amounts, shards, "critic's ", scores=False)
         stages.append(("critic", update))
     if "reference" in roles and not lora:
-        held["reference weights"] = size.parameters * width / shards
+        lasting["reference weights"] = size.parameters * width / shards
     if "teacher" in roles:
-        held["teacher weights"] = (teacher or size).parameters * width / shards
+        lasting["teacher weights"] = (teacher or size).parameters * width / shards
     if "reward" in roles:
-        held["reward model"] = scorer
+        lasting["reward model"] = scorer
     if "generator" in roles:
         dtype = config.resolved_engine.dtype or (_BFLOAT16 if accelerated else config.model.dtype)
         if not ("policy" in roles and shards == 1 and not lora and dtype == config.model.dtype):
-            held["generator's own weights"] = size.parameters * _BYTES[dtype]
+            lasting["generator's own weights"] = size.parameters * _BYTES[dtype]
         if lora and "policy" not in roles and not accelerated:
-            held["base of the adapters"] = size.parameters * width  # in host memory, where accelerators have their own
-        held |= _cache(config, size, amounts, dtype, accelerated)
-        stages.append(("generator", _generation(config, size, amounts, dtype, held["key/value cache"])))
+            lasting["base of the adapters"] = (
+                size.parameters * width
+            )  # in host memory, where accelerators have their own
+        lasting |= _cache(config, size, amounts, dtype, accelerated)
+        stages.append(("generator", _generation(config, size, amounts, dtype, lasting["key/value cache"])))
     if copied:
         stages.append(("", {"copy for a checkpoint": copied / ranks}))
     # A sharded learner lets go of its gradients before a step, and each arises when activations go.
     absent = config.parallel.strategy == "fsdp2" and amounts.passes == 1
-    kept = ({role: part for role, part in gradients.items() if not (absent and role == owner)} for owner, _ in stages)
-    whole = [
+    present = (
+        {role: part for role, part in gradients.items() if not (absent and role == owner)} for owner, _ in stages
+    )
+    sums = [
         {name: nbytes for part in (*parts.values(), stage) for name, nbytes in part.items()}
-        for parts, (_, stage) in zip(kept, stages, strict=True)
+        for parts, (_, stage) in zip(present, stages, strict=True)
     ]
-    largest = max(whole, key=lambda stage: sum(stage.values()))
-    return {name: nbytes / _GIB for name, nbytes in (held | largest).items()}
+    largest = max(sums, key=lambda stage: sum(stage.values()))
+    return {name: nbytes / _GIB for name, nbytes in (lasting | largest).items()}
 
 
 class _Learner(NamedTuple):
