@@ -291,10 +291,8 @@ def memory_gib(
         dtype = config.resolved_engine.dtype or (_BFLOAT16 if accelerated else config.model.dtype)
         if not ("policy" in roles and shards == 1 and not lora and dtype == config.model.dtype):
             lasting["generator's own weights"] = size.parameters * _BYTES[dtype]
-        if lora and "policy" not in roles and not accelerated:
-            lasting["base of the adapters"] = (
-                size.parameters * width
-            )  # in host memory, where accelerators have their own
+        base = lora and "policy" not in roles and not accelerated  # in host memory; accelerators have their own
+        lasting |= {"base of the adapters": size.parameters * width} if base else {}
         lasting |= _cache(config, size, amounts, dtype, accelerated)
         stages.append(("generator", _generation(config, size, amounts, dtype, lasting["key/value cache"])))
     if copied:
