@@ -165,7 +165,8 @@ help:  ## this list
 
 # One call installs the build of torch chosen here and everything else, so that pip says each thing once. A choice with
 # options, such as an index, goes first and alone: they hold for torch only. Progress is shown unless this is a refresh.
-$(RUNTIME): pyproject.toml constraints.txt plugins/podium-curves/pyproject.toml plugins/podium-view/pyproject.toml
+$(RUNTIME): pyproject.toml constraints.txt plugins/podium-curves/pyproject.toml plugins/podium-preferences/pyproject.toml \
+		plugins/podium-view/pyproject.toml
 	@if [[ -z "$(PYTHON)" ]]; then \
 		echo "Podium needs Python 3.11 or newer; python3 here is $$(python3 --version 2>&1 || true)." \
 			"Install one, or name one: make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; fi
@@ -176,7 +177,8 @@ $(RUNTIME): pyproject.toml constraints.txt plugins/podium-curves/pyproject.toml 
 	@grep -v '^torch==' constraints.txt > .venv/constraints.txt
 	@pip="$(BIN)/pip install --disable-pip-version-check $$([[ ! -e $@ ]] || echo -q)"; \
 		$(if $(word 2,$(TORCH_SPEC)),$$pip $(TORCH_SPEC);) \
-		$$pip -c .venv/constraints.txt $(firstword $(TORCH_SPEC)) -e . -e plugins/podium-curves -e plugins/podium-view
+		$$pip -c .venv/constraints.txt $(firstword $(TORCH_SPEC)) -e . -e plugins/podium-curves \
+			-e plugins/podium-preferences -e plugins/podium-view
 	@touch $@
 
 # The plugins go without what they require: each of their tests is skipped, and counted, where its library is absent.

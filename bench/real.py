@@ -34,6 +34,7 @@ WAYS: Final[Mapping[str, tuple[str, Sequence[str], str]]] = {
     "full": ("GRPO, all weights", (), "#2563a8"),
     "lora": ("GRPO, adapters of rank 16", ("--lora",), "#d9730d"),
     "sft": ("fine-tuning on the answers", ("--sft",), "#8a8f98"),
+    "dpo": ("DPO on preferences", ("--dpo",), "#2f8f4e"),
 }
 """Each way: its title, the arguments of the example, and its color."""
 

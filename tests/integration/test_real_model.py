@@ -70,6 +70,13 @@ def test_the_reward_and_the_script_of_the_example() -> None:
     assert len((EXAMPLE / "convert.py").read_text().splitlines()) <= 60
 
 
+def test_each_worse_answer_of_the_example_is_worth_less() -> None:
+    score = runpy.run_path(str(EXAMPLE / "reward.py"))["score"]
+    pairs = runpy.run_path(str(EXAMPLE / "rows.py"))["pairs"]()
+    assert {score(row["chosen"], row) for row in pairs} == {1.0}
+    assert {score(row["rejected"], row) for row in pairs} == {0.0, 0.5}
+
+
 @here
 def test_turns_and_prompts_are_the_templates_own_text() -> None:
     tokenizer, config = AutoTokenizer.from_pretrained(MODEL), DataConfig(train="rows")
@@ -274,10 +281,10 @@ def test_lm_eval_measures_the_served_model_as_its_own_backend_does(tmp_path: Pat
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("way", ["full", "lora"])
+@pytest.mark.parametrize("way", ["full", "lora", "dpo"])
 def test_the_example_learns(tmp_path: Path, way: str, seed: int) -> None:
     """The held-out reward rises by at least 0.25, which `make real` takes up to 15 minutes for on two idle cores."""
-    words = ["--lora"] if way == "lora" else []
+    words = [] if way == "full" else [f"--{way}"]
     done = run_python(str(EXAMPLE / "train.py"), *words, "--seed", str(seed), "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "run" / "summary.json").read_text())
