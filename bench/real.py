@@ -35,6 +35,7 @@ WAYS: Final[Mapping[str, tuple[str, Sequence[str], str]]] = {
     "lora": ("GRPO, adapters of rank 16", ("--lora",), "#d9730d"),
     "sft": ("fine-tuning on the answers", ("--sft",), "#8a8f98"),
     "dpo": ("DPO on preferences", ("--dpo",), "#2f8f4e"),
+    "tool": ("GRPO of sessions with a tool", ("--tool",), "#8250c4"),
 }
 """Each way: its title, the arguments of the example, and its color."""
 
@@ -58,8 +59,8 @@ def read_run(way: str, seed: int, out: Path) -> Run:
     files = sorted((out / "run" / "evaluations").glob("step-*.parquet"))
     first, last = (pq.read_table(file).to_pylist() for file in (files[0], files[-1])) if files else ([], [])
     for before, after in zip(first, last, strict=True):
-        question = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", before["prompt"])[-1]
-        replies.append([question, before["completion"], after["completion"]])
+        questions = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", before["prompt"]) or [before["prompt"]]
+        replies.append([questions[-1], _reply(before), _reply(after)])
     return {
         "way": way,
         "seed": seed,
@@ -70,6 +71,11 @@ def read_run(way: str, seed: int, out: Path) -> Run:
         "processor_s": round(cost["processor_s"]),
         "replies": replies[:: max(1, len(replies) // 6)][:6],
     }
+
+
+def _reply(row: Mapping[str, Any]) -> str:
+    """The reply of a row of an evaluation; of a session all replies."""
+    return "\n".join(row.get("turn_said") or [row["completion"]])
 
 
 def tables(runs: Sequence[Run]) -> str:
@@ -84,11 +90,16 @@ def tables(runs: Sequence[Run]) -> str:
             f"| {WAYS[run['way']][0]} | {run['seed']} | {before:.3f} | {after:.3f} | {after - before:+.3f} "
             f"| {run['steps']} | {run['processor_s'] / 60:.1f} min |"
         )
-    shown = next((run for run in runs if run["replies"]), None)
-    if shown:
-        lines += ["", "Held-out sums before and after the first of these runs, each a reply at temperature 0:", ""]
-        lines += ["| question | before | after |", "|---|---|---|"]
-        lines += [f"| {' | '.join(_cell(text) for text in reply)} |" for reply in shown["replies"]]
+    for what, ways in (
+        (
+            "Held-out sums before and after the first of these runs, each a reply at temperature 0",
+            WAYS.keys() - {"tool"},
+        ),
+        ("Held-out products before and after the first session with a tool, the replies of a session", {"tool"}),
+    ):
+        if shown := next((run for run in runs if run["way"] in ways and run["replies"]), None):
+            lines += ["", f"{what}:", "", "| question | before | after |", "|---|---|---|"]
+            lines += [f"| {' | '.join(_cell(text) for text in reply)} |" for reply in shown["replies"]]
     return "\n".join(lines)
 
 

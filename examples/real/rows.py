@@ -1,4 +1,4 @@
-"""The rows that train.py trains on: sums, and pairs of a better and a worse answer to each."""
+"""The rows that train.py trains on: sums, what is better and worse of an answer to a sum, and products."""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ def pairs() -> list[dict[str, Any]]:
         }
         rows.append({**row, "chosen": row["answer"], "rejected": worse[fault]})
     return rows
+
+
+def products() -> list[dict[str, Any]]:
+    """Products of numbers of two digits, which the model does not know."""
+    return [
+        {"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
+        for a in range(14, 100, 6)
+        for b in range(13, 100, 6)
+    ]

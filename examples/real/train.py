@@ -4,6 +4,7 @@
     python examples/real/train.py --lora       GRPO on adapters
     python examples/real/train.py --sft        fine-tuning on the right equations
     python examples/real/train.py --dpo        preferences: the right equation, and what the model does instead
+    python examples/real/train.py --tool       GRPO of sessions: products, with a tool that multiplies (tool.py)
 
 Asked for 7 + 5, the model writes a wrong equation, or goes on after the right one, or talks about sums. It hears only
 what reward.py says of its own answers. A fifth of the sums is held out. `make real` converts the model first, and runs
@@ -20,13 +21,15 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from rows import pairs, sums, write_rows
+from rows import pairs, products, sums, write_rows
 
 import podium
 from podium.models import LoraConfig, ModelConfig
 from podium.rewards import RewardConfig
+from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.trainer import (
@@ -84,6 +87,20 @@ def train(options: argparse.Namespace, out: Path) -> None:
             placement=placement,
             eval=evaluation,
         )
+        if options.tool:
+            config = replace(
+                config,
+                run=replace(run, steps=options.steps or 8),
+                data=DataConfig(
+                    train=write_rows(out / "products.jsonl", products()),
+                    holdout=0.2,
+                    chat_template=str(HERE / "tools.jinja"),
+                ),
+                environment=EnvironmentConfig(name=f"{HERE / 'tool.py'}:play"),
+                reward=RewardConfig(),
+                sampling=replace(config.sampling, max_new_tokens=36),
+                batch=PromptBatch(prompts=4),
+            )
         PPOTrainer(config, cluster=cluster).fit()
 
 
@@ -117,8 +134,9 @@ def main() -> None:
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--sft", action="store_true", help="fine-tune on the answers instead of GRPO")
     ways.add_argument("--dpo", action="store_true", help="train on preferences between answers instead of GRPO")
+    ways.add_argument("--tool", action="store_true", help="let the model answer products with a tool")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="default: 12, and 8 with --dpo")
+    parser.add_argument("--steps", type=int, help="default: 12, and 8 with --dpo and --tool")
     parser.add_argument("--lr", type=float, help="default: 1e-5, and 2e-4 for adapters")
     parser.add_argument("--cpus", type=int, help="cores of the worker process; default: all; on a busy machine: 1")
     parser.add_argument("--backend", default="local", help="local (default), inline, ray or ray://HOST:PORT")

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -68,6 +70,31 @@ def test_the_reward_and_the_script_of_the_example() -> None:
     )
     assert [score(reply, row) for reply in replies] == [1, 1, 0.5, 0, 0, 0, 0, 0]
     assert len((EXAMPLE / "convert.py").read_text().splitlines()) <= 60
+
+
+class Answers:
+    """A client whose answers are known: a call of a tool, and then the tool's result."""
+
+    def __init__(self, *arguments: dict[str, int]) -> None:
+        self.arguments = [*arguments]
+        self.conversations = list[list[dict[str, Any]]]()
+
+    async def chat(self, messages: list[dict[str, Any]], **_: Any) -> SimpleNamespace:
+        self.conversations.append(messages)
+        text, calls = str(messages[-1]["content"]), []
+        if self.arguments:
+            function = {"name": "multiply", "arguments": json.dumps(self.arguments.pop())}
+            text, calls = "", [{"id": "1", "type": "function", "function": function}]
+        message = {"role": "assistant", "content": text, "tool_calls": calls}
+        return SimpleNamespace(text=text, tool_calls=calls, messages=[*messages, message])
+
+
+def test_the_tool_of_the_example_earns_the_reward() -> None:
+    play = runpy.run_path(str(EXAMPLE / "tool.py"))["play"]
+    task = {"prompt": [{"role": "user", "content": "What is 14 * 13?"}], "answer": "182"}
+    right, wrong, single = Answers({"a": 14, "b": 13}), Answers({"a": 14, "b": 14}), Answers()
+    assert [asyncio.run(play(task, client)) for client in (right, wrong, single)] == [1.0, 0.0, 0.0]
+    assert right.conversations[1][-1]["content"] == "182"
 
 
 def test_each_worse_answer_of_the_example_is_worth_less() -> None:
@@ -281,7 +308,7 @@ def test_lm_eval_measures_the_served_model_as_its_own_backend_does(tmp_path: Pat
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("way", ["full", "lora", "dpo"])
+@pytest.mark.parametrize("way", ["full", "lora", "dpo", "tool"])
 def test_the_example_learns(tmp_path: Path, way: str, seed: int) -> None:
     """The held-out reward rises by at least 0.25, which `make real` takes up to 15 minutes for on two idle cores."""
     words = [] if way == "full" else [f"--{way}"]

@@ -21,3 +21,9 @@ def test_each_run_of_reinforcement_gained_a_quarter() -> None:
     assert runs
     for run in runs:
         assert run["curve"][-1][1] >= run["curve"][0][1] + 0.25, run
+
+
+def test_a_session_shows_all_its_replies() -> None:
+    single = {"completion": "12"}
+    session = {"completion": "<tool_call>", "turn_said": ["<tool_call>", "12"]}
+    assert [real._reply(row) for row in (single, session)] == ["12", "<tool_call>\n12"]
