@@ -231,7 +231,11 @@ def test_some_doctored_runs(
     finished_grpo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     cases = list_cases(finished_grpo / "runs" / "run")
-    check(random.Random(0).sample(cases, 12), finished_grpo, tmp_path, capfd, caplog)
+    sections = [Case("config.yaml", ("engine",), "text"), Case("config.yaml", ("batch",), "huge")]
+    size = next(
+        case for case in cases if case.file.endswith("resume/model.json") and case.what == "huge" and case.path[2:]
+    )
+    check([*sections, size, *random.Random(0).sample(cases, 12)], finished_grpo, tmp_path, capfd, caplog)
 
 
 @pytest.mark.exhaustive

@@ -5,6 +5,7 @@ A mixture of experts has one tensor for all experts in memory, and one for each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +29,7 @@ class Stored(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)  # of a file, whose sizes torch may not take
 
 
 ModelLayout = Mapping[str, Sequence[Stored]]

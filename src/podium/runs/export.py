@@ -60,9 +60,13 @@ class StoredModel:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The run's configuration, as it was written."""
+        """The run's configuration, as it was written. Raises ConfigError if one of its values is no section."""
         content = RunFiles(self.run).read_small(CONFIG)
-        return read_values(InferenceConfig, self.run / CONFIG, self.overrides, content)
+        values = read_values(InferenceConfig, self.run / CONFIG, self.overrides, content)
+        for name, section in values.items():
+            if not isinstance(section, dict):
+                raise ConfigError(f"{self.run / CONFIG}: {name} = {str(section)[:80]!r}: expected a section")
+        return values
 
     @property
     def config(self) -> InferenceConfig:
