@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from podium.exceptions import describe_error
 from podium.models import ModelConfig
 from podium.models.weight_files import find_replaced_heads
 from podium.runs.config import PPOConfig, SFTConfig
@@ -230,7 +231,7 @@ def _count_pass(
         precision = compute_dtype(torch.device("cpu"), wish)
         return count_pass(outline, micro, precision, scores=scores, keeps_gradients=not shards, kept_bytes=kept_bytes)
     except Exception as error:  # noqa: BLE001 - whatever an architecture raises whose path depends on values
-        _log.debug("the pass of %s is estimated, not counted: %r", type(outline).__name__, error)
+        _log.debug("the pass of %s is estimated, not counted: %s", type(outline).__name__, describe_error(error))
         return None
 
 
