@@ -46,6 +46,7 @@ __all__ = [
     "config_to_dict",
     "config_to_yaml",
     "fill_masked",
+    "find_mistyped",
     "find_override",
     "keys_of",
     "load_config",
@@ -197,6 +198,16 @@ def build_config(
             for line, path in _mistakes(cls, error, key).items()
         ]
         raise ConfigError("\n".join(lines)) from None
+
+
+def find_mistyped(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of the nested ``values`` that its key of ``cls`` does not take. Keys that ``cls`` lacks,
+    and values that contradict each other, have none."""
+    try:
+        _validate(cls, values)
+    except pydantic.ValidationError as error:
+        return [*_mistakes(cls, error, "", without=_UNTYPED)]
+    return []
 
 
 def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:
@@ -424,16 +435,23 @@ def _refuse_conversions(cls: type, value: Any, info: ValidationInfo) -> Any:
     return value
 
 
-def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[str, str]:
-    """A line for each mistake, which says what is wrong, with the path of the key."""
+_UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
+_UNTYPED = (*_UNKNOWN, "missing", "value_error")  # mistakes that are not in the type or the range of a value
+
+
+def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str, without: Sequence[str] = ()) -> dict[str, str]:
+    """A line for each mistake that is none of the kinds ``without``. It says what is wrong, with the path of the
+    key."""
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False):
+        if problem["type"] in without:
+            continue
         names, field = _locate(cls, problem["loc"])
         path, value = ".".join([prefix, *names]).strip("."), problem["input"]
         raised = problem.get("ctx", {}).get("error")
         if problem["type"] == "value_error" and raised is not None:  # a section's __post_init__
             line = str(raised) if not path or str(raised).startswith(path) else f"{path}: {raised}"
-        elif problem["type"] in ("unexpected_keyword_argument", "invalid_key"):
+        elif problem["type"] in _UNKNOWN:
             lines |= dict(_unknown(cls, prefix, names, problem["loc"][-1], value))
             continue
         elif problem["type"] == "missing" and len(names) == len(problem["loc"]):

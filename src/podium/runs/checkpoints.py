@@ -26,10 +26,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import AfterValidator
 
 from podium.errors import CheckpointError, DataError
-from podium.runs.evaluation import Evaluation
+from podium.runs.evaluation import Evaluation, check_scores
 from podium.runs.files import STATE_FILE, step_name, step_of
 from podium.runs.run_files import RunFiles
 from podium.runs.typed import Amount, Count, read_json
@@ -68,9 +70,9 @@ class TrainerState:
     kl_coef: Amount = 0.0
     entropy: Mapping[str, Amount] = field(default_factory=dict[str, float])
     metric: str = ""
-    first: Evaluation | None = None
-    last: Evaluation | None = None
-    best: Evaluation | None = None
+    first: Annotated[Evaluation, AfterValidator(check_scores)] | None = None
+    last: Annotated[Evaluation, AfterValidator(check_scores)] | None = None
+    best: Annotated[Evaluation, AfterValidator(check_scores)] | None = None
     waited: Count = 0
     wall_s: Amount = 0.0
     stage_s: Mapping[str, Amount] = field(default_factory=dict[str, float])

@@ -16,7 +16,7 @@ from podium.runs.typed import Amount, Count, Figure
 from podium.telemetry import Sample
 from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, REWARD_MARGIN, Metric
 
-__all__ = ["Evaluation", "Gain", "Interval", "Scores", "accuracy_interval", "gain"]
+__all__ = ["Evaluation", "Gain", "Interval", "Scores", "accuracy_interval", "check_scores", "gain"]
 
 _Z95: Final = 1.959964  # of the normal distribution, two-sided
 _FEWEST_CHANGES: Final = 6  # of fewer, all may have one sign by chance: 2 / 2^5 is more than 5 %
@@ -118,6 +118,23 @@ class Evaluation:
         least = 0.0 if is_share or name == LOSS else -math.inf  # beyond which no value lies
         most = 1.0 if is_share else math.inf
         return max(least, self.figures[name] - error), min(most, self.figures[name] + error)
+
+
+def check_scores(evaluation: Evaluation) -> Evaluation:
+    """Return an evaluation that was read, whose figures are the means of its scores. Raises ValueError for another."""
+    items, weights = evaluation.items, evaluation.weights
+    if len(weights) not in (0, items):
+        raise ValueError(f"weights has {len(weights)} numbers for {items} items")
+    if evaluation.scores and (names := evaluation.scores.keys() ^ (evaluation.figures.keys() - {PERPLEXITY})):
+        raise ValueError(f"{min(names)} is in only one of figures and scores")
+    for name, column in evaluation.scores.items():
+        if len(column) != items:
+            raise ValueError(f"scores.{name} has {len(column)} scores for {items} items")
+        scores, by_item = _present(column, weights)
+        figure, mean = evaluation.figures[name], _mean(scores, by_item) if sum(by_item) else math.nan
+        if not (math.isclose(figure, mean, rel_tol=1e-6, abs_tol=1e-9) or math.isnan(figure + mean)):
+            raise ValueError(f"figures.{name} = {figure}, and the mean of its scores is {mean}")
+    return evaluation
 
 
 @dataclass(frozen=True)

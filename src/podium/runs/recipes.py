@@ -134,6 +134,7 @@ def recipe_of(values: Mapping[str, Any], recipe: str = "grpo") -> str:
     Raises:
         ConfigError: The settings are those of no recipe here.
     """
+    values = {name: value if isinstance(value, Mapping | None) else {} for name, value in values.items()}
     for name in (recipe, *RECIPES):
         if find_recipe(name).recognizes(values):
             return name

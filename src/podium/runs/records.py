@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, Literal, NotRequired, cast
 from pydantic import AfterValidator, with_config
 from typing_extensions import TypedDict
 
-from podium.config import read_values
+from podium.config import find_mistyped, read_values
 from podium.errors import CheckpointError, ConfigError, DataError
 from podium.functions import OF_SCRIPT
 from podium.rollout.tasks.config import show_sources
@@ -64,17 +64,33 @@ class RunRecord:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl. A warning names those that are damaged, and they are left out."""
-        rows = self.parse_rows()
-        for row in rows:
+        """The rows of metrics.jsonl. Warnings name those that are damaged, and they are left out, or say that the last
+        ones are missing."""
+        parsed = self.parse_rows()
+        for row in parsed:
             if isinstance(row, DataError):
                 _logger.warning("%s", row)
-        return [row for row in rows if not isinstance(row, DataError)]
+        rows = [row for row in parsed if not isinstance(row, DataError)]
+        last, reached = max((row["step"] for row in rows), default=0), max([self.end or 0, *self.checkpoints])
+        if last < reached and self.files.kind(METRICS):
+            _logger.warning(
+                "%s ends at step %d, and the run reached step %d: rows are missing; put the run's own file back",
+                self.path / METRICS,
+                last,
+                reached,
+            )
+        return rows
 
     def parse_rows(self) -> list[dict[str, Any] | DataError]:
         """Return the rows of metrics.jsonl, and in the place of a damaged one its error."""
         with suppress(FileNotFoundError), _warning():
-            return list(parse_rows(self.files.read(METRICS), self.path / METRICS))
+            lines = self.files.read(METRICS)
+            if lines[-1:] not in (b"", b"\n") and not self.files.is_locked():
+                _logger.warning(
+                    "%s: its last line is cut off, as a run that is killed leaves it, and is left out",
+                    self.path / METRICS,
+                )
+            return list(parse_rows(lines, self.path / METRICS))
         return []
 
     @cached_property
@@ -91,6 +107,8 @@ class RunRecord:
                     raise DataError(
                         f"{self.path / CONFIG}: {name} is {type(settings).__name__}, and no section of keys"
                     )
+            for mistake in _find_mistyped(values):
+                _logger.warning("%s: %s", self.path / CONFIG, mistake)
             settings = flatten(mask(as_given(values, self.path)))
             objects = read_objects(text.decode(errors="replace"))
             shown = dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
@@ -280,7 +298,11 @@ def parse_rows(lines: bytes, file: Path, first: int = 1) -> Iterator[dict[str, A
 
 def _check_row(row: Any) -> Any:
     for name, value in row.items():
-        if name in _Fields.__annotations__ or value is None:
+        if name in _Fields.__annotations__:
+            continue
+        if value is None:
+            if name not in row.get("nonfinite", ()):
+                raise ValueError(f"{name} is null: expected a number, or what it was under nonfinite")
             continue
         if visible(name) != name:
             raise ValueError(f"{name!r:.40} has control characters, which no name of a metric has")
@@ -318,6 +340,15 @@ class _Summary(TypedDict):
     wall_s: NotRequired[Amount]
     model_path: NotRequired[str | None]
     best_checkpoint: NotRequired[str | None]
+
+
+def _find_mistyped(values: Mapping[str, Any]) -> list[str]:
+    """A line for each setting of a run that is of another type than its recipe takes, if the recipe is installed."""
+    from podium.runs.recipes import find_recipe, recipe_of
+
+    with suppress(ConfigError):
+        return find_mistyped(find_recipe(recipe_of(values)).config, values)
+    return []
 
 
 @contextmanager

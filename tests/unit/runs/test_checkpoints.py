@@ -238,6 +238,33 @@ def test_the_best_evaluation_is_remembered_and_how_many_followed_it(tmp_path: Pa
     assert state.last.scores == {"reward_mean": [4.0, 4.0]}
 
 
+SCORED = asdict(Evaluation.of(0, 3, {"loss": [1.0, 2.0, 6.0], "accuracy": [1.0, 0.0, None]}, weights=[1.0, 2.0, 1.0]))
+
+
+@pytest.mark.parametrize("name", ["first", "last", "best"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"items": 4}, "weights has 3 numbers for 4 items"),
+        ({"items": 4, "weights": []}, "scores.loss has 3 scores for 4 items"),
+        ({"scores": {**SCORED["scores"], "loss": [1.0, None, 6.0]}}, "figures.loss = 2.75, and the mean .* is 3.5"),
+        ({"figures": {**SCORED["figures"], "accuracy": 0.5}}, "figures.accuracy = 0.5, and the mean"),
+        ({"figures": {"loss": 2.75}}, "accuracy is in only one of figures and scores"),
+        ({"scores": {"loss": [1.0, 2.0, 6.0]}}, "accuracy is in only one of figures and scores"),
+    ],
+)
+def test_figures_that_are_not_of_their_scores_are_refused(
+    tmp_path: Path, name: str, change: dict[str, Any], expected: str
+) -> None:
+    file, state = tmp_path / "trainer.json", asdict(TrainerState())
+    for evaluation in (SCORED, {**SCORED, "scores": {}, "weights": []}):
+        file.write_text(json.dumps(state | {name: evaluation}))
+        assert TrainerState.read(tmp_path).step == 0
+    file.write_text(json.dumps(state | {name: {**SCORED, **change}}))
+    with pytest.raises(CheckpointError, match=rf"trainer\.json: {name} = .*{expected}.*put the run's own file back"):
+        TrainerState.read(tmp_path)
+
+
 def test_a_state_from_before_there_was_a_metric_is_refused_in_words(tmp_path: Path) -> None:
     evaluation = {"step": 0, "correct": 3, "items": 9, "reward_mean": 0.3, "samples": []}
     state = {"step": 4, "first": evaluation, "last": evaluation, "best": evaluation, "waited": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,49 @@ def test_a_damaged_file_counts_as_a_missing_one(tmp_path: Path, text: str) -> No
     assert record.state == "unfinished"
     assert (record.step, record.end, record.checkpoints, record.rows) == (0, None, [], [])
     assert "run.steps" not in record.settings
+
+
+ROWS = [
+    '{"kind": "eval", "phase": null, "step": 0, "metric": "loss", "loss": null, "nonfinite": {"loss": "inf"}}',
+    '{"kind": "step", "step": 1, "loss": 1.0, "policy/ratio_mean": 1.0}',
+    '{"kind": "step", "step": 2, "loss": 0.0}',
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "metrics", "expected"),
+    [
+        ("{}", ROWS, ""),
+        ("run: {steps: null}", ROWS, "config.yaml: run.steps = None: expected an integer"),
+        ("reward: {name: true}", ROWS, "config.yaml: reward.name = True: expected text"),
+        ("algorithm: {kl_coef: true}", ROWS, "config.yaml: algorithm.kl_coef = True: expected a number"),
+        ("model: {attention: .nan}", ROWS, "config.yaml: model.attention = nan: expected"),
+        ("optim: {lr: -1}", ROWS, "config.yaml: optim.lr = -1: expected a number from 0"),
+        ("engine: 5", ROWS, "config.yaml: engine is int, and no section of keys"),
+        ("{}", [*ROWS[:2], ROWS[2].replace("0.0", "null")], "metrics.jsonl, line 3: .*loss is null"),
+        ("{}", [*ROWS[:2], ROWS[2][:-1]], "metrics.jsonl, line 3: .*not JSON"),
+        ("{}", ROWS[:2], "metrics.jsonl ends at step 1, and the run reached step 2"),
+    ],
+)
+def test_what_a_run_lacks_or_cannot_be_is_named(
+    tmp_path: Path, config: str, metrics: list[str], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"{config}\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in metrics))
+    (tmp_path / "summary.json").write_text('{"steps": 2, "finished": true}')
+    assert main(["runs", str(tmp_path)]) == 0
+    said = "\n".join(caplog.messages)
+    assert re.search(expected, said) if expected else not said, said
+
+
+def test_a_last_line_that_a_kill_cut_off_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{ROWS[1]}\n{ROWS[2][:20]}")
+    assert [row["step"] for row in RunRecord(tmp_path).rows] == [1]
+    assert "metrics.jsonl: its last line is cut off, as a run that is killed leaves it, and is left out" in caplog.text
+    caplog.clear()
+    with RunFiles(tmp_path).lock():
+        assert len(RunRecord(tmp_path).rows) == 1
+    assert not caplog.text, "a run that is running writes the rest"
 
 
 def test_what_a_run_says_moves_no_cursor(
