@@ -38,7 +38,7 @@ from podium.exceptions import read_text
 from podium.migration import find_translation
 from podium.migration.answers import describe_answer, find_answer, show_override, show_value
 from podium.secrecy import find_masked, mask, mask_command, variable_of
-from podium.spelling import nearest_spellings
+from podium.spelling import is_text, nearest_spellings
 
 __all__ = [
     "Key",
@@ -339,7 +339,7 @@ def _check_plain(value: object) -> None:
     level = [value]
     for _ in range(_DEEPEST):
         for node in level:
-            if isinstance(node, str) and _NO_TEXT.search(node):
+            if isinstance(node, str) and ("\0" in node or not is_text(node)):
                 raise ValueError(
                     f"{node[:60]!r} contains a character that is not text: NUL, or half of a surrogate pair"
                 )
@@ -359,7 +359,6 @@ def _check_plain(value: object) -> None:
 
 _PLAIN = (str, int, float, types.NoneType, list, Mapping, datetime.date)
 _MOST_BITS = 64
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _DEEPEST, _LARGEST = 50, 100_000
 _TOO_MUCH = f"its values are nested more than {_DEEPEST} deep, or more than {_LARGEST} on one level"
 

@@ -1,8 +1,22 @@
-"""Typing errors: names that differ by a letter or two."""
+"""Typing errors: names that differ by a letter or two, and characters that are no text."""
 
+import re
 from collections.abc import Iterable
 
-__all__ = ["nearest_spellings"]
+__all__ = ["is_text", "nearest_spellings"]
+
+_HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+def is_text(text: str) -> bool:
+    """Return whether a text can be written as UTF-8: it has no half of a surrogate pair.
+
+    Python reads each byte of a file's name that is not UTF-8 as such a half.
+
+    >>> is_text("caf\u00e9"), is_text(b"caf\xe9".decode("utf-8", "surrogateescape"))
+    (True, False)
+    """
+    return _HALF_OF_PAIR.search(text) is None
 
 
 def nearest_spellings(name: str, names: Iterable[str]) -> list[str]:

@@ -19,6 +19,7 @@ from podium.exceptions import describe_error
 from podium.extras import explain_packages
 from podium.functions import nearest
 from podium.lazy import without_collector
+from podium.spelling import is_text
 from podium.telemetry.formatting import visible
 
 __all__ = ["COMMANDS", "describe_commands", "find_commands", "load_command", "main"]
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS and command not in installed:
         return _no_command(command, installed)
     try:
+        _check_text(rest)
         with without_collector():
             run = load_command(command)
         status: int = run(rest)
@@ -83,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"podium {command}: interrupted\n")
         return 130
+
+
+def _check_text(words: Sequence[str]) -> None:
+    for word in words:
+        if not is_text(word):
+            raise PodiumError(f"the argument {word[:200]!r} is not UTF-8: rename the file, if it names one")
 
 
 def find_commands() -> Mapping[str, EntryPoint]:

@@ -41,7 +41,7 @@ from podium.config import config_to_dict
 from podium.errors import ConfigError, DataError
 from podium.runs.checkpoints import Checkpoints
 from podium.runs.config import PPOConfig, SFTConfig
-from podium.runs.files import SET, free_name, step_of
+from podium.runs.files import SET, check_path, free_name, step_of
 from podium.runs.named_files import PLACES
 from podium.runs.records import CONFIG, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
 from podium.runs.run_files import RunFiles
@@ -124,7 +124,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
-        self.path = Path(path)
+        self.path = check_path(Path(path), "the directory of a run")
         self.files = RunFiles(path)
         self.config_path = self.path / CONFIG
         self.metrics_path = self.path / METRICS

@@ -19,7 +19,7 @@ from podium.models.config import ModelConfig
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState, files_of
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, gain
-from podium.runs.files import STATE_FILE, step_of
+from podium.runs.files import STATE_FILE, check_path, step_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
 from podium.runs.recipes import find_recipe, recipe_of
@@ -158,7 +158,7 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
     """
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
         raise ConfigError(f"{to} is there already: choose a directory that is empty, or none yet")
-    files = RunFiles(to.parent)
+    files = RunFiles(check_path(to, "the directory of a model").parent)
     files.make_folder()
     aside = files.renew_folder(temporary := f".{to.name}.tmp")
     try:

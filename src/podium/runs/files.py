@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 from typing import Final
 
-__all__ = ["LOCK", "SET", "STATE_FILE", "free_name", "step_name", "step_of"]
+from podium.errors import ConfigError
+from podium.spelling import is_text
+
+__all__ = ["LOCK", "SET", "STATE_FILE", "check_path", "free_name", "step_name", "step_of"]
 
 STATE_FILE: Final = "trainer.json"
 """The file in a checkpoint that holds the state of the controller."""
@@ -17,6 +20,18 @@ SET: Final = "set="
 """What precedes the name of an evaluation set in the name of the directory of its completions."""
 
 _STEP: Final = re.compile(r"step-(\d{1,12})", re.ASCII)
+
+
+def check_path(path: Path, what: str) -> Path:
+    """Return ``path``. Raises ConfigError if its absolute path is not UTF-8, as the files of a run and safetensors
+    need it."""
+    for text in (str(path), str(path.absolute()), *([str(path.resolve())] if is_text(str(path)) else [])):
+        if not is_text(text):
+            raise ConfigError(
+                f"{what} is {text[:200]!r}, which is not UTF-8: checkpoints cannot be written there, and config.yaml "
+                "cannot name it; rename the directory or the file"
+            )
+    return path
 
 
 def free_name(path: Path, joint: str = "-") -> Path:

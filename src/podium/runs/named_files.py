@@ -29,6 +29,7 @@ from typing import Any, Final, TypeVar, cast
 from podium.algorithms import AlgorithmConfig
 from podium.config import build_config, config_to_dict, config_to_yaml
 from podium.errors import ConfigError, DataError
+from podium.runs.files import check_path
 from podium.runs.run_files import RunFiles
 from podium.runs.typed import Count, read_json, write_json
 
@@ -92,7 +93,7 @@ def record(config: Any, run: Path, objects: Mapping[str, str] | None = None) -> 
     for keys, path, function in _paths(values):
         if not _exists(path):
             continue
-        absolute = _absolute(path)
+        absolute = str(check_path(Path(_absolute(path)), f"the path of {'.'.join(map(str, keys))}"))
         _put(values, keys, absolute + function)
         size, checksum = _content(absolute, deep=keys[0] == "data")
         was, before = _entry(absolute, known_places, run)

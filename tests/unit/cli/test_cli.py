@@ -47,6 +47,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return status, out, err
 
 
+@pytest.mark.parametrize("word", ["x\udcff", "\ud800", "--data.train=\udfff"])
+@pytest.mark.parametrize("words", [["train", "grpo"], ["eval"], ["sample"], ["export"], ["runs"], ["view"]])
+def test_an_argument_that_is_not_utf8_is_named(words: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *words, word)
+    assert (status, out) == (2, "")
+    assert err == f"podium {words[0]}: the argument {word!r} is not UTF-8: rename the file, if it names one\n"
+    assert err.isascii()
+
+
 @pytest.mark.parametrize(
     ("words", "said", "needed"),
     [

@@ -51,6 +51,27 @@ def test_a_new_run_has_its_folders(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists(), "no run came of it"
 
 
+@pytest.mark.parametrize("name", ["caf\udce9", "\udfff"], ids=["a byte that is not UTF-8", "half of a pair"])
+def test_a_directory_whose_name_is_not_utf8_is_refused_before_a_step_is_trained(tmp_path: Path, name: str) -> None:
+    """Safetensors cannot write there: the first checkpoint failed, after the first step."""
+    with pytest.raises(ConfigError, match=r"the directory of a run is '.*\\ud.*', which is not UTF-8: .*rename"):
+        RunDirectory(tmp_path / name / "run")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_directory_that_is_reached_from_one_whose_name_is_not_utf8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "caf\udce9").mkdir()
+    (tmp_path / "link").symlink_to("caf\udce9")
+    for folder in ("caf\udce9", "link"):
+        monkeypatch.chdir(tmp_path / folder)
+        with pytest.raises(ConfigError, match="not UTF-8"):
+            RunDirectory("run")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        RunDirectory(tmp_path / "link" / "run")
+
+
 def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
     run.write_config("run: {}")
     with pytest.raises(ConfigError, match=f"is being written to by process {os.getpid()}: "):

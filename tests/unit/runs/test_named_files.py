@@ -87,6 +87,14 @@ def test_config_yaml_says_what_null_means(project: Path) -> None:
     begin(SFTConfig(model=config.model, data=config.data), run)  # which has no algorithm
 
 
+def test_a_path_whose_name_is_not_utf8_is_refused_by_its_key(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's config.yaml could not be read again."""
+    project.rename(moved := project.with_name("caf\udce9"))
+    monkeypatch.chdir(moved)
+    with pytest.raises(ConfigError, match=r"the path of model\.path is '.*\\udce9/model', which is not UTF-8"):
+        record(asked(), project / "runs" / "two")
+
+
 def test_a_name_of_the_hub_and_words_are_no_paths(project: Path) -> None:
     (project / "auto").write_text("")
     config = asked(model={"path": "Qwen/Qwen3-0.6B"}, data={"train": "openai/gsm8k"}, reward={"name": "gsm8k"})
