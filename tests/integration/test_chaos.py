@@ -53,7 +53,10 @@ def test_every_fault_is_tried_or_left_out() -> None:
         *(pytest.param(*campaign, marks=pytest.mark.exhaustive) for campaign in STRIKES.items()),
     ],
 )
-def test_a_disturbed_run_balances(tmp_path: Path, schedule: str, faults: tuple[str, ...]) -> None:
+def test_a_disturbed_run_balances(
+    tmp_path: Path, schedule: str, faults: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.chaos.campaign.TWIN_STEPS", 2)  # there is one run to compare with the undisturbed one
     victim = partial(_victim, tmp_path, schedule)
     campaign = Campaign(tmp_path, schedule, faults, kills=1, seed=1, victim=victim)
     assert campaign.run(campaign.plan()) == []

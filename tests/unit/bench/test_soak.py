@@ -89,6 +89,7 @@ def test_a_short_training_is_sampled(tmp_path: Path) -> None:
     assert len(samples) == counts["StepFinished"] == 4
 
 
+@pytest.mark.exhaustive
 def test_a_short_soak_survives_its_faults() -> None:
     with podium.connect("local", echo=False) as cluster:
         samples, counts = soak.soak(cluster, steps=40, kills=2, seed=1)

@@ -134,7 +134,7 @@ def test_one_bad_item_harms_no_other(tolerant: Grader) -> None:
     }
 
 
-@pytest.mark.parametrize("word", ["spin", "spin in C"])
+@pytest.mark.parametrize("word", [pytest.param("spin", marks=pytest.mark.exhaustive), "spin in C"])
 def test_what_runs_over_its_limit_is_killed_and_the_rest_goes_on(word: str) -> None:
     words = ["ok"] * 40
     words[7] = words[30] = word
@@ -413,6 +413,7 @@ grader.grade(["", ""], [{"path": path} for path in sys.argv[1:3]])
 """
 
 
+@pytest.mark.exhaustive
 def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     marks = [tmp_path / "first", tmp_path / "second"]
     # A new interpreter: a warm process has a server of its own among its children.

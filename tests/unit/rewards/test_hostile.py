@@ -235,7 +235,11 @@ def is_socket(fd: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("word", "cause"), [("close everything", "ended its process (exit code 70)"), ("stop", f"ran over {LIMIT_S:g} s")]
+    ("word", "cause"),
+    [
+        ("close everything", "ended its process (exit code 70)"),
+        pytest.param("stop", f"ran over {LIMIT_S:g} s", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_process_that_cannot_answer_is_that_items_failure(impatient: Grader, word: str, cause: str) -> None:
     grades = impatient.grade(["ok", word, "ok"], [{}] * 3)
@@ -250,7 +254,9 @@ def test_a_dispatcher_that_its_reward_has_stopped_goes_on(grader: Grader) -> Non
 # -- what a reward starts ends with it --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("word", ["daemonize and spin", "daemonize and exit"])
+@pytest.mark.parametrize(
+    "word", [pytest.param("daemonize and spin", marks=pytest.mark.exhaustive), "daemonize and exit"]
+)
 def test_a_daemon_ends_with_its_grading_process(impatient: Grader, word: str, tag: str) -> None:
     failed, after = impatient.grade([word, "ok"], [{"tag": tag}, {}])
     assert (failed.score, after.score) == (-1.0, 1.0)
