@@ -261,9 +261,14 @@ class AlgorithmConfig:
         return self.read_options(CenteringOptions).score_centering
 
     @property
-    def critic_warmup(self) -> int:
-        """The number of steps at the beginning of a run in which only the critic is trained."""
-        return self.read_options(CriticOptions).critic_warmup
+    def critic(self) -> CriticOptions:
+        """What the critic is, and how it begins."""
+        return self.read_options(CriticOptions)
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the critic is a head on the policy's model. An advantage of the user's own is loaded."""
+        return self.critic.critic_trunk != "separate" and advantage_declaration(self.advantage).needs_values
 
     @property
     def passes(self) -> EpochChoice:
@@ -328,8 +333,10 @@ class AlgorithmConfig:
         >>> AlgorithmConfig(loss="sapo", options={"tau_pos": 2.0}).explain_options()["options.tau_pos"]
         Setting(value=2.0, origin='yours')
         """
+        estimator = advantage_declaration(self.advantage)
         named = [
-            (f"advantage {self.advantage}", advantage_declaration(self.advantage)),
+            *([("critic", Declaration(options=CriticOptions))] if estimator.needs_values else []),
+            (f"advantage {self.advantage}", estimator),
             *((f"loss {name}", loss_declaration(name)) for name in self.losses),
             *((f"correction {name}", correction_declaration(name)) for name in self.corrections),
             *([("teacher", Declaration(options=TeacherOptions))] if self.needs_teacher else []),

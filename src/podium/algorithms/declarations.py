@@ -177,10 +177,15 @@ class CenteringOptions:
 
 @section("algorithm.options")
 class CriticOptions:
-    """How the critic begins."""
+    """What the critic is, and how it begins."""
 
     critic_warmup: int = Field(default=0, ge=0, le=10**9)
     """In this many steps at the beginning of a run only the critic is trained, and the policy stays as it is."""
+    critic_trunk: Literal["separate", "shared", "detached"] = "separate"
+    """The critic is a model of its own (separate), or a head on the policy's model, whose loss trains the policy's
+    model too (shared) or the head alone (detached)."""
+    value_coef: float = Field(default=0.1, ge=0, le=1e6)
+    """The loss of a critic on the policy's model is multiplied by this coefficient and added to the policy's loss."""
 
 
 @section("algorithm.options")

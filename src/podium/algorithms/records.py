@@ -242,3 +242,8 @@ class TokenLoss:
     loss_N: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     maxima: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def add(self, other: TokenLoss, coef: float) -> TokenLoss:
+        """Return the sum of this loss and ``coef`` times the other one, with the metrics of both as they are."""
+        loss_N = self.loss_N + coef * other.loss_N
+        return TokenLoss(loss_N, {**self.metrics, **other.metrics}, {**self.maxima, **other.maxima})

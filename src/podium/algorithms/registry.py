@@ -13,6 +13,7 @@ from podium.algorithms.declarations import (
     LOSSES,
     RATIO_CORRECTIONS,
     CenteringOptions,
+    CriticOptions,
     Declaration,
     ReferenceOptions,
     RouterOptions,
@@ -101,12 +102,24 @@ def check_functions(config: AlgorithmConfig) -> None:
         declared.append(Declaration(options=ReferenceOptions))
     declared += [Declaration(options=RouterOptions)] * bool({"router_balance", "router_replay"} & config.options.keys())
     declared += [Declaration(options=CenteringOptions)] * ("score_centering" in config.options)
+    declared += [Declaration(options=CriticOptions)] * declared[0].needs_values
+    _check_critic(config)
     _check_replay(config)
     _check_centering(config)
     declared += _check_corrections(config)
     for declaration in declared:
         build_config(type(config), declaration.defaults, key="Declaration.defaults")
-    _check_options(config, [declaration.options for declaration in declared if declaration.options is not None])
+    sections = dict.fromkeys(declaration.options for declaration in declared if declaration.options is not None)
+    _check_options(config, [*sections])
+
+
+def _check_critic(config: AlgorithmConfig) -> None:
+    """Check that a coefficient of the value loss has a loss that it is added to."""
+    if config.critic.critic_trunk == "separate" and "value_coef" in config.options:
+        raise ConfigError(
+            f"algorithm.options.value_coef = {config.options['value_coef']} with critic_trunk = 'separate', whose "
+            "critic has an optimizer of its own: set critic_trunk to shared or detached, or leave value_coef out"
+        )
 
 
 def _check_replay(config: AlgorithmConfig) -> None:

@@ -32,6 +32,7 @@ from podium.models.safetensors_writer import Part, write_safetensors
 from podium.models.tensor_files import Place, Source, places, read_rows
 from podium.models.tokenizers import load_tokenizer
 from podium.models.untrained import NO_OTHERS, OtherParts
+from podium.models.value_head import is_of_value_head
 from podium.models.weight_files import INDEX, WHOLE, read_stored_tensors
 from podium.models.whole_weights import WholeWeights
 
@@ -225,7 +226,7 @@ def _copy_adapters(model: nn.Module, rank: int) -> dict[str, list[Part]]:
 
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not is_of_value_head(name):
             value = gather_rows(parameter.detach())
             if rank == 0:
                 tensors[name] = value.to("cpu", copy=True)

@@ -27,6 +27,7 @@ from podium.models.config import ModelConfig
 from podium.models.layout import model_layout
 from podium.models.loading import plain_model
 from podium.models.untrained import NO_OTHERS, OtherParts
+from podium.models.value_head import find_value_head
 from podium.models.weight_files import StoredTensor, read_stored_tensors
 
 __all__ = ["find_other_parts", "freeze_other_parts"]
@@ -88,7 +89,7 @@ def freeze_other_parts(model: nn.Module) -> None:
         _is_other(name) for name in inner.config.sub_configs
     ):
         return
-    reached = (inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings())
+    reached = (inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings(), find_value_head(inner))
     text = {id(parameter) for part in reached if part is not None for parameter in part.parameters()}
     for parameter in inner.parameters():
         if id(parameter) not in text:

@@ -10,6 +10,7 @@ from podium.data.adapters import Adapter, merge_adapters
 from podium.data.gathering import gather_rows, is_divided
 from podium.models.buckets import Piece, WeightInfo, cut
 from podium.models.loading import plain_model
+from podium.models.value_head import is_of_value_head
 
 __all__ = ["WholeWeights", "full_weights"]
 
@@ -18,7 +19,8 @@ _ADAPTER = "lora_"
 
 
 class WholeWeights:
-    """A model's whole tensors by Hugging Face's names, tied ones once. Each is gathered when it is asked for.
+    """A model's whole tensors by Hugging Face's names, tied ones once. Each is gathered when it is asked for. A value
+    head is left out.
 
     With a sharded model all ranks ask together and in the same order, since each tensor is gathered from all.
 
@@ -38,6 +40,7 @@ class WholeWeights:
     def __init__(self, model: nn.Module, *, merged: bool = True) -> None:
         inner = plain_model(model)
         tensors = dict((*inner.named_parameters(), *_persistent_buffers(inner)))
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_of_value_head(name)}
         self._named = {_own_name(name): tensor for name, tensor in tensors.items() if _ADAPTER not in name}
         matrices = {name: tensor for name, tensor in tensors.items() if _ADAPTER in name}
         adapters = _find_adapters(inner, matrices)

@@ -277,12 +277,13 @@ class PPOConfig(_TrainingConfig):
             return
         super().check_roles()
         rows = self.rows // self.algorithm.minibatches
-        for role in ("policy", "critic") if self.has_critic else ("policy",):
+        for role in {"policy", "critic"} & {*self.roles}:
             if rows < (ranks := self.placement.ranks_of(role)):
                 raise ConfigError(
                     f"a minibatch has {rows} completions (batch.prompts x sampling.n / algorithm.minibatches) for "
                     f"{self.placement.key_of(role)} = {ranks}: each rank needs at least one"
                 )
+        self._check_critic()
         estimator = advantage_declaration(self.algorithm.advantage)
         if estimator.weighs_parts and self.reward.weights and not self.algorithm.options.get("part_weights"):
             raise ConfigError(
@@ -322,6 +323,15 @@ class PPOConfig(_TrainingConfig):
                 "compares the completions of a prompt: expected at least 2"
             )
 
+    def _check_critic(self) -> None:
+        """Check that a critic that is a head on the policy's model has no model of its own."""
+        if self.critic.path and self.algorithm.has_value_head:
+            raise ConfigError(
+                f"critic.path = {self.critic.path!r} with algorithm.options.critic_trunk = "
+                f"{self.algorithm.critic.critic_trunk!r}, whose critic is a head on the policy's model: leave "
+                "critic.path out, or set critic_trunk to separate"
+            )
+
     def _check_recording(self) -> None:
         """Check that what the loss reads of the generator's distributions is recorded."""
         for what in self.algorithm.recorded_for.values():
@@ -351,6 +361,13 @@ class PPOConfig(_TrainingConfig):
         """Whether the advantage estimator reads a critic's values."""
         return advantage_declaration(self.algorithm.advantage).needs_values
 
+    def list_endpoints(self, role: str) -> dict[str, str]:
+        if role == "policy" and self.algorithm.has_value_head:
+            trunk = self.algorithm.critic.critic_trunk
+            why = f"by which algorithm.options.critic_trunk = {trunk} makes it its own critic"
+            return {**super().list_endpoints(role), "values": why}
+        return super().list_endpoints(role)
+
     @property
     def replays(self) -> bool:
         """Whether the completions are those that another run has recorded."""
@@ -365,7 +382,8 @@ class PPOConfig(_TrainingConfig):
     @property
     def roles(self) -> tuple[str, ...]:
         optional = {"reference": self.algorithm.needs_reference, "teacher": self.algorithm.needs_teacher}
-        optional |= {"critic": self.has_critic, "reward": bool(self.reward.path) and not self.replays}
+        optional |= {"critic": self.has_critic and not self.algorithm.has_value_head}
+        optional |= {"reward": bool(self.reward.path) and not self.replays}
         last = ("estimator", "generator", "rollout") if self.environment.name else ("estimator", "generator")
         last = last[:1] if self.replays else last
         return ("policy", *(role for role, used in optional.items() if used), *last)

@@ -173,7 +173,7 @@ class CriticConfig:
     path: str = ""
     """The critic's model is loaded from this directory or hub name. An empty value means the policy's initial model."""
     lr: float = Field(default=1e-5, ge=0, le=10)
-    """The critic trains with this learning rate."""
+    """The critic trains with this learning rate, also where it is a head on the policy's model."""
 
 
 @section("placement.pools.NAME")

@@ -51,7 +51,7 @@ from podium.trainer.training_prompts import check_training, load_training
 from podium.trainer.updates import join_updates
 from podium.workers import Estimator, FollowingReference, Reference, Teacher
 from podium.workers.learner import LEFT_OUT
-from podium.workers.policy import ENTROPY_COEF
+from podium.workers.policy import ENTROPY_COEF, HEAD_ALONE
 
 __all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
 
@@ -404,7 +404,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
         A session has ended for good, whatever the reason, so there is no value after it.
         """
-        critic = self.run.roles.critic
+        critic = self.run.roles.policy if self.config.algorithm.has_value_head else self.run.roles.critic
         ended = () if self.run.sessions is not None else (fields.FINISH_REASON,)
         return batch if critic is None else batch.merge(critic.values(_select(batch, _VALUE_INPUTS + ended)))
 
@@ -425,14 +425,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Take ``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one.
 
         The policy takes none while the critic warms up, and no further ones after a minibatch of which the policy is
-        further from the one that sampled it than ``algorithm.epochs.max_kl``.
-
+        further from the one that sampled it than ``algorithm.epochs.max_kl``. Its value head, if any, takes all.
         ``meanwhile`` is called in this process while the workers take the first of them. ``prompts`` are the step's.
         """
         updates: list[Mapping[str, float]] = []
         pending: list[Call[dict[str, float]]] = []
         algorithm, policy, critic = self.config.algorithm, self.run.roles.policy, self.run.roles.critic
-        trains, bound = step > algorithm.critic_warmup, algorithm.passes.max_kl or math.inf
+        trains, bound = step > algorithm.critic.critic_warmup, algorithm.passes.max_kl or math.inf
         with Counting("optimizer steps", algorithm.updates) as count:
             for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
                 done = [call.result() for call in pending]  # after the next minibatch was made
@@ -442,6 +441,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 pending = submit_update(policy, minibatch, self.answers, prompts, updates) if trains else []
                 if critic is not None:
                     pending.append(critic.update.submit(minibatch))
+                elif not trains and algorithm.has_value_head:
+                    pending.append(policy.update.submit(minibatch.with_meta(**{HEAD_ALONE: True})))
                 if meanwhile is not None:
                     meanwhile()
                     meanwhile = None
@@ -451,9 +452,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Cut the step's rows into minibatches, in training order. Token weights are computed over a whole
         minibatch."""
         algorithm, rows = self.config.algorithm, len(batch)
-        parts = min(
-            algorithm.minibatches, max(1, rows // self.run.roles.policy.group.world_size)
-        )  # sessions of an environment may give few rows
+        # sessions of an environment may give few rows
+        parts = min(algorithm.minibatches, max(1, rows // self.run.roles.policy.group.world_size))
         ends = [rows * part // parts for part in range(parts + 1)]
         batch = batch.with_meta(max_new_tokens=self.run.data.sampling.max_new_tokens)
         if self.entropy.target is not None:
@@ -473,7 +473,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Return the step's metrics, and update the coefficients of the KL and of the entropy bonus."""
         metrics = {**join_updates(updates), **figures}
         metrics[KL_COEF] = self.kl.coef
-        if self.config.algorithm.passes.max_kl is not None or self.config.algorithm.critic_warmup:
+        if self.config.algorithm.passes.max_kl is not None or self.config.algorithm.critic.critic_warmup:
             metrics[names.UPDATES] = float(sum(names.LOSS in update for update in updates))
         if self.entropy.target is not None:
             metrics[names.ENTROPY_COEF] = self.entropy.coef
@@ -535,7 +535,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Return the number of tokens that each stage processed; "generate" and "rollout" count the sampled ones."""
         stages = ["update", "step"]
         stages += ["logprobs"] if self._needs_old_logprobs or self._frozen else []
-        stages += ["values"] if self.run.roles.critic is not None else []
+        stages += ["values"] if self.config.has_critic else []
         drawing = "generate" if self.run.sessions is None else "rollout"
         return {
             drawing: metrics[names.LENGTH_MEAN] * metrics.get(names.SESSIONS_TRAINED, self.config.rows),

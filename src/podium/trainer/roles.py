@@ -378,7 +378,8 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
     if role == "critic" and not sft:
         critic_settings = {"path": config.critic.path, "config": {}} if config.critic.path else {}
         model, optim = replace(model, lora=None, **critic_settings), replace(optim, lr=config.critic.lr)
-    return {"model": model, "optim": optim, "parallel": config.parallel, "algorithm": algorithm}
+    head = {"value_lr": config.critic.lr} if isinstance(config, PPOConfig) and algorithm.has_value_head else {}
+    return {"model": model, "optim": optim, "parallel": config.parallel, "algorithm": algorithm, **head}
 
 
 def _close(handle: Any, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:

@@ -33,7 +33,7 @@ from podium.training.optimizer import LossScale, Optimizer
 from podium.training.output_layer import logits_tail, widen_output
 from podium.training.parallel import make_parallel
 from podium.training.row_isolation import choose_batching, may_share_prompts
-from podium.training.scoring import run_model
+from podium.training.scoring import run_model, zero_of
 
 __all__ = ["Accumulated", "Applied", "StepResult", "TrainEngine"]
 
@@ -95,6 +95,7 @@ class TrainEngine:
         optim: The optimizer. None makes an engine that only evaluates.
         world_size: Number of ranks in the default process group. All of them make an engine and call it together.
         dropout: Whether the model's own dropout and router noise act in :meth:`step`. Dropout of adapters always does.
+        head_optim: In place of ``optim`` for the learning rate of the model's value head.
 
     Attributes:
         batching: How rows share a forward pass.
@@ -116,6 +117,7 @@ class TrainEngine:
         device: torch.device,
         world_size: int = 1,
         dropout: bool = False,
+        head_optim: OptimConfig | None = None,
     ) -> None:
         self.device = device
         self.dropout = dropout
@@ -135,6 +137,7 @@ class TrainEngine:
         self.optim = optim
         self.optimizer = None
         if optim is not None:
+            self.head_optim = head_optim or optim
             optim.learning_rate(0)  # a schedule without an end fails here, not at the first step
             self.optimizer = Optimizer(self.model, optim, self.parallel.sums)
         self._weights = Offload(lambda: (*self.model.parameters(), *self.model.buffers()))
@@ -275,7 +278,9 @@ class TrainEngine:
             self._minibatches.append(minibatch)
         return Accumulated(loss, metrics)
 
-    def apply(self, *, learning_rate: float | None = None, grad_clip: float | None = None) -> Applied:
+    def apply(
+        self, *, learning_rate: float | None = None, grad_clip: float | None = None, head_alone: bool = False
+    ) -> Applied:
         """Make one optimizer step by the gradients that wait.
 
         Where no token of any rank and minibatch had a weight, parameters and optimizer stay as they are, and the step
@@ -284,13 +289,17 @@ class TrainEngine:
         Args:
             learning_rate: In place of that of the schedule.
             grad_clip: In place of ``optim.grad_clip``; 0 clips nothing.
+            head_alone: Whether the value head alone is trained. All else stays as it is, its optimizer state too.
 
         Raises:
             PodiumError: No gradient waits.
         """
         if self.optim is None or self.optimizer is None or not self.waiting_count:
             raise PodiumError("no gradient waits for an optimizer step: accumulate one first")
-        rate = self.optim.learning_rate(self.step_count) if learning_rate is None else learning_rate
+        rate, head_rate = (
+            optim.learning_rate(self.step_count) if learning_rate is None else learning_rate
+            for optim in (self.optim, self.head_optim)
+        )
         norm, skipped = 0.0, False
         if self._has_gradients:
             scale, most = self.loss_scale.value, self.optim.grad_clip if grad_clip is None else grad_clip
@@ -306,14 +315,14 @@ class TrainEngine:
                 if factor != 1.0:
                     for gradient in self.parallel.gradients():
                         gradient.mul_(factor)
-                self.optimizer.update(rate, self.step_count)
+                self.optimizer.update(None if head_alone else rate, self.step_count, head_rate)
                 self.loss_scale.count_step()
             else:
                 self.loss_scale.value = scale  # not the scale was at fault
         self._forget()
         self.step_count += 1
         self.skipped_count += skipped
-        return Applied(norm, rate, skipped)
+        return Applied(norm, head_rate if head_alone else rate, skipped)
 
     def _forget(self) -> None:
         self.waiting_count, self._has_gradients, self._is_finite = 0, False, True
@@ -341,7 +350,7 @@ class TrainEngine:
                 for micro in count.over(micros):
                     with autocast(self.device, self.precision):
                         if len(micro.index) == 0:
-                            (run_model(self.model, micro).logits.sum() * 0.0).backward()
+                            zero_of(self.model, micro).backward()
                             continue
                         token_loss, weights = minibatch.compute(micro), micro.columns[fields.LOSS_WEIGHTS]
                         loss = (weights * token_loss.loss_N).sum()

@@ -10,12 +10,13 @@ would be 0.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from podium.models.value_head import is_of_value_head
 from podium.training.config import OptimConfig
 
 __all__ = ["LossScale", "Optimizer", "round_stochastically"]
@@ -35,10 +36,13 @@ class Optimizer(torch.optim.AdamW):
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, sums: Mapping[nn.Parameter, Tensor]) -> None:
+        head = {name: p for name, p in model.named_parameters() if is_of_value_head(name)}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        body = [parameter for parameter in trained if all(parameter is not part for part in head.values())]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in part if (p.dim() >= 2) == decays], "weight_decay": decay, "is_head": is_head}
+            for is_head, part in ((False, body), (True, list(head.values())))
+            for decays, decay in ((True, config.weight_decay), (False, 0.0))
         ]
         super().__init__(
             [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
@@ -54,15 +58,20 @@ class Optimizer(torch.optim.AdamW):
                 self.state[parameter]["master"] = parameter.detach().float()
 
     @torch.no_grad()
-    def update(self, lr: float, step: int) -> None:
-        """Update all parameters. The rounding at random depends on ``step`` and is the same on ranks that hold the same
-        parameters."""
-        for group in self.param_groups:
-            group["lr"] = lr
-        self.step()  # of parameters that hold their gradients themselves
-        low = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+    def update(self, lr: float | None, step: int, head_lr: float | None = None) -> None:
+        """Update all parameters, or those of the value head alone where ``lr`` is None. The rounding at random depends
+        on ``step`` and is the same on ranks that hold the same parameters."""
+        every = self.param_groups
+        for group in every:
+            group["lr"] = head_lr if group["is_head"] else lr
+        try:
+            self.param_groups = [group for group in every if group["lr"] is not None]
+            self.step()  # of parameters that hold their gradients themselves
+        finally:
+            self.param_groups = every
+        low = [(parameter, group) for group in every for parameter in group["params"]]
         for index, (parameter, group) in enumerate(low):
-            if parameter not in self._sums:
+            if parameter not in self._sums or group["lr"] is None:
                 continue
             state = {name: _local(tensor) for name, tensor in self.state[parameter].items()}
             target = _local(parameter)
@@ -78,7 +87,7 @@ class Optimizer(torch.optim.AdamW):
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
-                lr=lr,
+                lr=group["lr"],
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,

@@ -105,6 +105,7 @@ class TokenScores(NamedTuple):
 
     ``chosen`` are the log-probabilities ``[K, J]`` of the ids asked about, and ``top`` is float32 ``[K, 2 * J]``: the
     log-probabilities of the J most probable tokens from the largest down, then their ids, which float32 holds exactly.
+    ``values`` are those of the model's value head, if it has one.
     """
 
     logprobs: Tensor
@@ -113,6 +114,7 @@ class TokenScores(NamedTuple):
     squares: Tensor | None = None
     chosen: Tensor | None = None
     top: Tensor | None = None
+    values: Tensor | None = None
 
 
 class LogitsTail(NamedTuple):

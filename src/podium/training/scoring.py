@@ -5,6 +5,7 @@ Legend: K tokens with loss, H hidden size, V vocabulary.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from podium.data import Batch, fields
 from podium.data.masks import read_mask_columns
 from podium.errors import ConfigError, DataError
 from podium.models.loading import plain_model
+from podium.models.value_head import find_value_head, run_value_head
 from podium.training.micro_batches import MicroBatch
 from podium.training.output_layer import (
     KeptTokens,
@@ -28,7 +30,17 @@ from podium.training.output_layer import (
 )
 from podium.training.varlen import packed_attention
 
-__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "output_layer", "run_model", "score_tokens", "token_masks"]
+__all__ = [
+    "KeptTokens",
+    "TokenScores",
+    "kept_tokens",
+    "output_layer",
+    "run_model",
+    "score_tokens",
+    "score_values",
+    "token_masks",
+    "zero_of",
+]
 
 
 def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
@@ -81,6 +93,7 @@ def score_tokens(
     squares: bool = False,
     chosen_KJ: Tensor | None = None,
     top: int = 0,
+    value_grad: bool = False,
 ) -> TokenScores:
     """Make one forward pass over a micro-batch of ``batch``. Logits exist for a few tokens at a time.
 
@@ -93,13 +106,14 @@ def score_tokens(
         best: Whether the log-probability of the most probable token is read too. The batch then has no kept sets.
         squares: Whether the sum of squared probabilities is computed too, in place of ``best``.
         chosen_KJ: As of :func:`.output_scores`, and ``top`` too.
+        value_grad: Whether the model, and not its value head alone, has the gradient of the head's ``values``.
 
     Raises:
         DataError: see :func:`kept_tokens` and :func:`token_masks`.
     """
     temperature = float(batch.meta.get("temperature", 1.0)) or 1.0
     kept = kept_tokens(batch, micro)
-    tail = logits_tail(model)
+    tail, request = logits_tail(model), ValueRequest(grad=value_grad)
     options = {
         "temperature": temperature,
         "kept": kept,
@@ -113,8 +127,9 @@ def score_tokens(
         "top": top,
     }
     if tail is None:  # the model changes the layer's values in a way of its own, so that it has to see them all
-        logits = run_model(model, micro).logits[0]
-        return output_scores(logits, nn.Identity(), micro.targets, tail=LogitsTail(), **options)
+        logits = run_model(model, micro, request).logits[0]
+        scores = output_scores(logits, nn.Identity(), micro.targets, tail=LogitsTail(), **options)
+        return scores._replace(values=request.values)
     layer = output_layer(model)
     parts = list[TokenScores]()
 
@@ -124,23 +139,63 @@ def score_tokens(
         return hidden_1KH[..., :0].clone()  # FSDP warns of views
 
     with replace_forward(layer, score) as former_forward:
-        nothing = run_model(model, micro).logits.sum()  # 0, which depends on the model's output: FSDP waits for that
+        nothing = run_model(model, micro, request).logits.sum()  # 0, of the model's output: FSDP waits for that
     (scores,) = parts
     entropies = scores.entropy
     if entropies is not None and entropies.requires_grad:
         entropies = entropies + nothing
     chosen = None if scores.chosen is None else scores.chosen + nothing
-    return scores._replace(logprobs=scores.logprobs + nothing, entropy=entropies, chosen=chosen)
+    if request.values is not None:
+        nothing = nothing + request.nothing  # all passes of all ranks have a gradient of the head, as FSDP needs it
+    return scores._replace(logprobs=scores.logprobs + nothing, entropy=entropies, chosen=chosen, values=request.values)
 
 
-def run_model(model: nn.Module, micro: MicroBatch) -> Any:
-    """Return the model's output for the micro-batch. Its logits are ``[1, K, V]``."""
-    head = output_layer(model)
+def score_values(model: nn.Module, micro: MicroBatch, *, value_grad: bool = False) -> Tensor:
+    """Return the values by the model's head before the micro-batch's tokens, float32 ``[K]``, and compute no logits."""
+    request = ValueRequest(grad=value_grad)
+    if logits_tail(model) is None:
+        nothing = run_model(model, micro, request).logits.sum() * 0.0
+    else:
+        with replace_forward(output_layer(model), lambda hidden: hidden[..., :0].clone()):
+            nothing = run_model(model, micro, request).logits.sum()
+    assert request.values is not None  # the caller knows that there is a head
+    return request.values + nothing
+
+
+def zero_of(model: nn.Module, micro: MicroBatch) -> Tensor:
+    """Make a forward pass, and return 0 with a gradient of all that is trained."""
+    request = ValueRequest()
+    return run_model(model, micro, request).logits.sum() * 0.0 + request.nothing
+
+
+@dataclass
+class ValueRequest:
+    """What a forward pass reads from the model's value head.
+
+    Attributes:
+        grad: Whether the model, and not its value head alone, has the gradient of the values.
+        values: The values of the K tokens, float32 ``[K]``; None where the model has no such head.
+    """
+
+    grad: bool = False
+    values: Tensor | None = None
+
+    @property
+    def nothing(self) -> Tensor | float:
+        """0, which depends on the values."""
+        return 0.0 if self.values is None else self.values.sum() * 0.0
+
+
+def run_model(model: nn.Module, micro: MicroBatch, request: ValueRequest | None = None) -> Any:
+    """Return the model's output for the micro-batch. Its logits are ``[1, K, V]``. ``request`` gets its values."""
+    head, value_head = output_layer(model), find_value_head(model)
 
     def choose(module: nn.Module, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """Give the head the hidden states at the K chosen places: ``[B, T, H] -> [1, K, H]``."""
-        hidden = cast(Tensor, args[0])
-        return (hidden.flatten(0, 1).index_select(0, micro.select)[None], *args[1:])
+        hidden_1KH = cast(Tensor, args[0]).flatten(0, 1).index_select(0, micro.select)[None]
+        if request is not None and value_head is not None:
+            request.values = run_value_head(value_head, hidden_1KH[0] if request.grad else hidden_1KH[0].detach())
+        return (hidden_1KH, *args[1:])
 
     # The model itself runs its head, because models scale or cap their logits afterwards in ways of their own.
     wide = None if "forward" in vars(head) else widened_forward(head)  # score_tokens puts a function in its place

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from podium.algorithms import LossInputs, TokenLoss, explained_variance, value_loss, value_moments
-from podium.data import Batch, Jagged, fields
+from podium.algorithms import TokenLoss, explained_variance
+from podium.data import Batch
 from podium.models.loading import plain_model
 from podium.models.weight_files import find_replaced_heads, read_stored_value_head
 from podium.runtime import concat, endpoint, first, shard
@@ -19,6 +18,7 @@ from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import run_model
 from podium.training.shards import load_parallel
 from podium.workers.learner import Learner
+from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments, token_value_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,16 +71,7 @@ class Critic(ValueModel):
         rows that were cut off, whose reason is "length", and 0 for rows that ended by themselves.
         """
 
-        def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            return {fields.VALUES: self.values_of(micro)}
-
-        tokens, cut_B = batch.jagged(fields.TOKENS), _cut_off(batch)
-        longer, own_N = _with_a_next_token(batch, cut_B)
-        values_N = self.engine.evaluate(longer, compute, (fields.VALUES,))[fields.VALUES].values
-        columns: dict[str, Any] = {fields.VALUES: tokens.like(values_N[own_N])}
-        if fields.FINISH_REASON in batch:
-            columns[fields.BOOTSTRAP] = torch.zeros(len(batch)).masked_scatter(cut_B, values_N[~own_N])
-        return Batch(columns, batch.meta)
+        return compute_values(self.engine, batch, self.values_of)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -97,20 +88,12 @@ class Critic(ValueModel):
             DataError: A column is missing.
         """
         batch = self.weighted(batch)
-        moments = value_moments(
-            *(batch.jagged(name).values for name in (fields.VALUES, fields.RETURNS, fields.LOSS_WEIGHTS))
-        )
 
         def compute(micro: MicroBatch) -> TokenLoss:
-            columns = {
-                "values": self.values_of(micro),
-                "old_values": micro.columns[fields.VALUES],
-                "returns": micro.columns[fields.RETURNS],
-            }
-            return value_loss(LossInputs(offsets_B1=micro.offsets, columns=columns), self.algorithm)
+            return token_value_loss(micro, self.values_of(micro), self.algorithm)
 
-        moments = self.engine.parallel.gather(moments.to(self.device)).sum(0)
-        result = self.engine.step(batch, compute, columns=(fields.VALUES, fields.RETURNS))
+        moments = gather_moments(self.engine, batch)
+        result = self.engine.step(batch, compute, columns=VALUE_COLUMNS)
         return {
             **result.metrics,
             metrics.VALUE_LOSS: result.loss,
@@ -119,25 +102,3 @@ class Critic(ValueModel):
             "value/learning_rate": result.learning_rate,
             **({"value/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),
         }
-
-
-def _cut_off(batch: Batch) -> Tensor:
-    """Whether each row was cut off at its greatest length: bool ``[B]``."""
-    reasons = batch.python(fields.FINISH_REASON) if fields.FINISH_REASON in batch else [""] * len(batch)
-    return torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
-
-
-def _with_a_next_token(batch: Batch, cut_B: Tensor) -> tuple[Batch, Tensor]:
-    """Add a token with loss to the rows of ``cut_B``, before which the value is that after their last token.
-
-    The model never sees the added token, because a row's last token is no input. Also returns, for each token, whether
-    it is one of ``batch``.
-    """
-    tokens, mask = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK)
-    lengths_B = tokens.lengths + cut_B
-    own_N = torch.ones(int(lengths_B.sum()), dtype=torch.bool)
-    own_N[lengths_B.cumsum(0)[cut_B] - 1] = False
-    ids_N = torch.zeros(len(own_N), dtype=torch.int64).masked_scatter(own_N, tokens.values)
-    mask_N = torch.ones_like(own_N).masked_scatter(own_N, mask.values)
-    longer = Jagged.from_lengths(ids_N, lengths_B)
-    return Batch({fields.TOKENS: longer, fields.LOSS_MASK: longer.like(mask_N)}), own_N

@@ -26,6 +26,7 @@ from podium.models.manifest import check_manifest, explain, write_manifest
 from podium.models.model_files import RESUME, ModelCopy, model_texts, read_layout, read_model
 from podium.models.other_parts import find_other_parts, freeze_other_parts
 from podium.models.untrained import OtherParts
+from podium.models.value_head import is_of_value_head
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout
 from podium.training.engine import TrainEngine
@@ -71,6 +72,9 @@ class Learner(Worker):
         ConfigError: The loss cannot be found, an option is wrong, or see :func:`.check_dropout`.
     """
 
+    head_optim: OptimConfig | None = None
+    """The optimizer of a value head, if not that of the model."""
+
     def __init__(
         self,
         model: ModelConfig,
@@ -88,6 +92,7 @@ class Learner(Worker):
         freeze_other_parts(made)
         self.engine = TrainEngine(
             made,
+            head_optim=self.head_optim,
             optim=optim,
             parallel=self.parallel,
             device=self.device,
@@ -160,7 +165,7 @@ class Learner(Worker):
                     self.model, layout, texts, rank=rank, ranks=ranks, file_bytes=_FILE_BYTES, others=self.others
                 )
             if layout is not None:
-                state = {name: value for name, value in state.items() if not name.startswith(_MODEL)}
+                state = {name: value for name, value in state.items() if not _is_of_model(name)}
             self._copied = StateCopy(state, self._files(state), rank, gather), model
 
     @endpoint(concurrent=True)
@@ -226,7 +231,7 @@ class Learner(Worker):
         from torch.distributed.checkpoint.api import CheckpointException
 
         state = self._state(whole=BASE not in stored)  # checkpoints of adapters once held the base too
-        state = {name: value for name, value in state.items() if weights or not name.startswith(_MODEL)}
+        state = {name: value for name, value in state.items() if weights or not _is_of_model(name)}
         absent = sorted(name for name in state if name not in stored and not name.startswith(_OPTIONAL))
         extra = sorted(name for name in stored if name not in state and not name.startswith(_OPTIONAL))
         if absent or extra:
@@ -357,6 +362,11 @@ class Learner(Worker):
             numbers.setdefault(name, 1 + before // _FILE_BYTES)
             before += value.nbytes
         return numbers
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether a tensor of the state is in the files of the model, as a value head is not."""
+    return name.startswith(_MODEL) and not is_of_value_head(name)
 
 
 def _is_finite(parameter: Tensor) -> bool:

@@ -11,21 +11,31 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
-from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, check_functions, loss_declaration, policy_loss
+from podium.algorithms import (
+    AlgorithmConfig,
+    LossInputs,
+    TokenLoss,
+    check_functions,
+    explained_variance,
+    loss_declaration,
+    policy_loss,
+)
 from podium.algorithms.declarations import correction_declaration, loss_scales_advantage
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
 from podium.data.sampled_text import count_sampled, sum_rows
 from podium.devices import memory_peak_bytes
-from podium.errors import DataError
+from podium.errors import ConfigError, DataError
 from podium.models.buckets import Bucket, WeightManifest, fill
+from podium.models.config import ModelConfig
 from podium.models.loading import save_pretrained
 from podium.models.tokenizers import load_tokenizer
+from podium.models.value_head import add_value_head
 from podium.models.whole_weights import WholeWeights, full_weights
 from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
-from podium.training.config import check_dropout
+from podium.training.config import OptimConfig, ParallelConfig, check_dropout
 from podium.training.micro_batches import MicroBatch
 from podium.training.routing import (
     Route,
@@ -37,15 +47,19 @@ from podium.training.routing import (
     record_routes,
     replay_routes,
 )
-from podium.training.scoring import score_tokens
+from podium.training.scoring import score_tokens, score_values
+from podium.training.shards import load_parallel
 from podium.workers.learner import Learner
+from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments, token_value_loss
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
 from podium.workers.weight_sync.receiver import WeightReceiver
 
-__all__ = ["ENTROPY_COEF", "Policy"]
+__all__ = ["ENTROPY_COEF", "HEAD_ALONE", "Policy"]
 
 ENTROPY_COEF: Final = "entropy_coef"
 """Metadata of a batch: the coefficient of its entropy bonus."""
+HEAD_ALONE: Final = "head_alone"
+"""Metadata of a batch: whether an update by it trains the value head alone."""
 
 _COMPARED_ROWS = 4  # of each rank
 _SCORES = (fields.OLD_LOGPROBS, fields.ENTROPY, fields.SQUARED_PROBS)
@@ -59,8 +73,25 @@ _TOP_COLUMNS = (fields.TEACHER_TOP, fields.ROLLOUT_TOP)
 class Policy(Learner):
     """A causal language model with its optimizer. ``AlgorithmConfig(loss="cross_entropy")`` trains it on examples.
 
-    The arguments are those of :class:`Learner`.
+    The arguments are those of :class:`Learner`, and one more. With ``algorithm.options.critic_trunk`` "shared" or
+    "detached" the model has a value head too, which makes the policy its own critic. The head's values start at zero.
+
+    Args:
+        value_lr: The learning rate of the value head, in place of that of ``optim``.
     """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        optim: OptimConfig | None = None,
+        parallel: ParallelConfig | None = None,
+        algorithm: AlgorithmConfig | None = None,
+        *,
+        value_lr: float | None = None,
+    ) -> None:
+        if optim is not None and value_lr is not None:
+            self.head_optim = replace(optim, lr=value_lr)
+        super().__init__(model, optim, parallel, algorithm)
 
     @cached_property
     def _weights(self) -> WholeWeights:
@@ -108,7 +139,8 @@ class Policy(Learner):
         self.engine.rest(weights=weights and not read)
 
     def make_model(self) -> nn.Module:
-        model = super().make_model()
+        change = add_value_head if self.algorithm.has_value_head else None
+        model = load_parallel(self.config, self.parallel, self.device, change=change)
         if self.algorithm.uses_routers:  # raises an error if the model has none
             find_routers(model, "router_balance" if self.algorithm.router_balance else "router_replay")
         return model
@@ -129,6 +161,20 @@ class Policy(Learner):
             tokens, width = batch.jagged(fields.TOKENS).to("cpu"), count_experts(self.model)
             scores[fields.EXPERTS] = tokens.like(*noted or [torch.zeros(len(tokens.values), width, dtype=torch.int16)])
         return Batch(scores, batch.meta)
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
+    def values(self, batch: Batch) -> Batch:
+        """As :meth:`.Critic.values`, by the value head.
+
+        Raises:
+            ConfigError: The model has no value head.
+        """
+        if not self.algorithm.has_value_head:
+            raise ConfigError(
+                "this policy has no value head: set algorithm.options.critic_trunk to shared or detached, or ask the "
+                "critic"
+            )
+        return compute_values(self.engine, batch, lambda micro: score_values(self.model, micro))
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), readonly=True)
     def answer_values(self, batch: Batch) -> Batch:
@@ -172,7 +218,27 @@ class Policy(Learner):
         Raises:
             DataError: A column is missing, or the loss did not return one number a token.
         """
+        if batch.meta.get(HEAD_ALONE):
+            return self._update_head(batch)
         return {**self.accumulate(batch), **self.step()}
+
+    def _update_head(self, batch: Batch) -> dict[str, float]:
+        """Make one optimizer step of the value head alone."""
+        batch = self.weighted(batch)
+        moments, self._scored = gather_moments(self.engine, batch), None
+
+        def compute(micro: MicroBatch) -> TokenLoss:
+            return token_value_loss(micro, score_values(self.model, micro), self.algorithm)
+
+        minibatch = self.engine.accumulate(batch, compute, columns=VALUE_COLUMNS)
+        applied = self.engine.apply(head_alone=True)
+        return {
+            **minibatch.metrics,
+            metrics.VALUE_LOSS: minibatch.loss,
+            metrics.EXPLAINED_VARIANCE: explained_variance(moments),
+            "value/grad_norm": applied.grad_norm,
+            "value/learning_rate": applied.learning_rate,
+        }
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def accumulate(self, batch: Batch, loss: AlgorithmConfig | None = None, *, weight: float = 1.0) -> dict[str, float]:
@@ -207,7 +273,9 @@ class Policy(Learner):
         sampled_N = batch.jagged(fields.LOSS_MASK).values.bool()
         batch = self.weighted(batch)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
-        flat = _has_no_other_term(algorithm) and fields.ADVANTAGES in batch
+        judges = loss is None and self.algorithm.has_value_head
+        moments = gather_moments(self.engine, batch) if judges else None
+        flat = not judges and _has_no_other_term(algorithm) and fields.ADVANTAGES in batch
         flat = flat and self.engine.is_flat(batch, fields.ADVANTAGES)
         figures = {} if flat else self._minibatch_figures(batch, columns, algorithm)
         shares_LE = self._expert_shares(batch) if algorithm.router_balance and not flat else None
@@ -226,7 +294,15 @@ class Policy(Learner):
             top_ids = {name: micro.columns[name].chunk(2, -1)[1].long() for name in _TOP_COLUMNS if name in columns}
             ids_KJ = torch.cat([*top_ids.values()], -1) if top_ids else None
             with nullcontext(list[Route]()) if shares_LE is None else record_routes(self.model) as routes:
-                scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad, chosen_KJ=ids_KJ)
+                scores = score_tokens(
+                    self.model,
+                    batch,
+                    micro,
+                    entropy=True,
+                    entropy_grad=grad,
+                    chosen_KJ=ids_KJ,
+                    value_grad=judges and self.algorithm.critic.critic_trunk == "shared",
+                )
             assert scores.entropy is not None
             if kept_N is not None:
                 kept_N[micro.index] = scores.logprobs.detach().float()
@@ -248,13 +324,31 @@ class Policy(Learner):
                 figures={name: micro.columns[name] for name in figures},
                 step=self.engine.step_count,
             )
-            return policy_loss(inputs, algorithm)
+            return self._add_value_loss(policy_loss(inputs, algorithm), micro, scores.values if judges else None)
 
+        added_columns = (*columns, *figures, *(VALUE_COLUMNS if judges else ()))
         whole = batch.with_columns(figures)
         with replay_routes(self.model, _experts(batch)) as replay:
-            minibatch = self.engine.accumulate(whole, compute, columns=(*columns, *figures), weight=weight, flat=flat)
+            minibatch = self.engine.accumulate(whole, compute, columns=added_columns, weight=weight, flat=flat)
         self._scored = kept_N
-        return {metrics.LOSS: minibatch.loss, **minibatch.metrics, **sampled}
+        named = {metrics.LOSS: minibatch.loss, **minibatch.metrics, **sampled}
+        return named if moments is None else self._split_losses(named, moments, weight)
+
+    def _add_value_loss(self, token_loss: TokenLoss, micro: MicroBatch, values_K: Tensor | None) -> TokenLoss:
+        """Return the policy's loss plus ``value_coef`` times that of the values, if there are any."""
+        if values_K is None:
+            return token_loss
+        return token_loss.add(token_value_loss(micro, values_K, self.algorithm), self.algorithm.critic.value_coef)
+
+    def _split_losses(self, named: Mapping[str, float], moments: Tensor, weight: float) -> dict[str, float]:
+        """Return the metrics of a minibatch with the losses of policy and values apart."""
+        value = named.get(metrics.VALUE_LOSS, 0.0) * float(moments[0])  # from the mean under weights to their sum
+        return {
+            **named,
+            metrics.LOSS: named[metrics.LOSS] - weight * self.algorithm.critic.value_coef * value,
+            metrics.VALUE_LOSS: value,
+            metrics.EXPLAINED_VARIANCE: explained_variance(moments),
+        }
 
     @endpoint(collect=first())
     def step(self, *, learning_rate: float | None = None, grad_clip: float | None = None) -> dict[str, float]:

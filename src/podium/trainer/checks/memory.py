@@ -57,7 +57,7 @@ def describe_memory(
     config = resolve_resume(config)
     accelerated = is_accelerated(backend_class(backend, options).expected_nodes(options or {}))
     size, critic_model = model_size(config.model), None
-    if isinstance(config, PPOConfig) and config.has_critic:
+    if isinstance(config, PPOConfig) and "critic" in config.roles:
         critic_model = replace(config.model, lora=None)
         if config.critic.path:
             critic_model = replace(critic_model, path=config.critic.path, config={})

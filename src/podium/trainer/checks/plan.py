@@ -82,6 +82,9 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
             f"updates      {algorithm.passes.count} epoch(s) x {algorithm.minibatches} minibatch(es) = "
             f"{algorithm.updates} optimizer step(s) of {rows} rows; {_share(rows, ranks)} a rank"
         )
+        if algorithm.has_value_head:
+            trunk = algorithm.critic.critic_trunk
+            yield f"critic       a value head on the policy's model, no model of its own (critic_trunk {trunk})"
     evaluated = "before and after" if config.eval.at_start else "after"
     evaluated = f"every {config.eval.every} steps" if config.eval.every else evaluated
     evaluation = f"at most {config.eval.items} held-out items {evaluated}" if config.eval.items else "none"
