@@ -8,11 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from podium.errors import CheckpointError, ConfigError
+from podium.models import ModelConfig, load_model
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOConfig
-from tests.integration.training import MODEL, metrics_rows, tiny, train
+from tests.integration.training import MODEL, metrics_rows, timeless, tiny, train
 
 KEPT: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "keep": 0, "model": False}}
 
@@ -50,6 +52,34 @@ def test_the_policy_stops_where_it_is_too_far_from_what_sampled(tmp_path: Path, 
     assert [row[metrics.UPDATES] for row in metrics_rows(run)] == [most, most]
     assert steps_of(run, 2, "policy") == 2 * most
     assert steps_of(run, 2, "critic") == 12, "the critic takes every step"
+
+
+def test_a_value_head_is_trained_alone_while_it_warms_up_and_after_the_bound(tmp_path: Path) -> None:
+    options = {"critic_warmup": 1, "critic_trunk": "shared"}
+    algorithm = {"epochs": {"count": 3, "max_kl": 1e-6}, "minibatches": 2, "options": options}
+    reward = {"name": "tests.integration.rewards:sevens", "processes": 1}
+
+    def run_of(name: str, steps: int, **run: Any) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        settings: dict[str, Any] = {"algorithm": algorithm, "reward": reward, "batch": {"prompts": 16}, **KEPT}
+        return train(tiny(PPOConfig, tmp_path / name, run={"steps": steps, **run}, **settings))
+
+    run, parts = run_of("whole", 3), run_of("parts", 2)
+    weights = [weights_of(run, step) for step in (1, 2, 3)]
+    start = load_model(ModelConfig(**cast("Any", MODEL))).state_dict()
+    first = torch.cat([start[name].flatten() for name in sorted(start) if name != "lm_head.weight"])
+    assert torch.equal(weights[0], first)
+    assert not torch.equal(weights[0], weights[1])
+    assert [row[metrics.UPDATES] for row in metrics_rows(run)] == [0.0, 2.0, 2.0]
+    assert all(metrics.VALUE_LOSS in row for row in metrics_rows(run))
+    assert [steps_of(run, step, "policy") for step in (1, 2, 3)] == [6, 12, 18]
+    assert not (run / "checkpoints" / "step-000003" / "critic").exists()
+    run_of("parts", 3, resume=str(parts))
+    assert timeless(parts)[2] == timeless(run)[2], "resumed bit by bit"
+    assert torch.equal(weights_of(parts, 3), weights[2])
+    AutoModelForCausalLM.from_pretrained(
+        run / "checkpoints" / "step-000003" / "policy"
+    )  # a warning of an unknown tensor would be an error
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

@@ -34,6 +34,7 @@ GRPO = AlgorithmConfig(
 )
 IMITATION = AlgorithmConfig(loss="cross_entropy")
 PPO = AlgorithmConfig(advantage="gae")
+TRUNK = AlgorithmConfig(advantage="gae", options={"critic_trunk": "shared", "value_coef": 0.5})
 CAPS = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None}
 CAPPED = replace(TINY, config={**TINY.config, "model_type": "gemma2", **CAPS})  # a critic's values pass no cap
 
@@ -68,6 +69,7 @@ def roles(parallel: ParallelConfig) -> dict[str, Bound[Any]]:
         "grpo": Policy.bind(TINY, OPTIM, parallel, GRPO),
         "ppo": Policy.bind(TINY, OPTIM, parallel, PPO),
         "critic": Critic.bind(CAPPED, OPTIM, parallel),
+        "trunk": Policy.bind(TINY, OPTIM, parallel, TRUNK, value_lr=1e-2),
     }
 
 
@@ -100,7 +102,17 @@ def ppo(group: Any) -> list[float]:
     return losses
 
 
-RECIPES = (sft, grpo, ppo)
+def trunk(group: Any) -> list[float]:
+    """A policy that is its own critic. Some of the steps train its head alone."""
+    losses: list[float] = []
+    for number in range(STEPS):
+        batch = recorded(seed=number).with_meta(head_alone=number % 4 == 1)
+        row = group.trunk.update(batch.merge(group.trunk.values(batch), keep="other"))
+        losses += [row.get("loss", 0.0), row["value/loss"]]
+    return losses
+
+
+RECIPES = (sft, grpo, ppo, trunk)
 
 
 @pytest.fixture(scope="module")
