@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from podium.data import Batch
 from podium.models import ModelConfig, load_model
+from podium.runtime import Cluster
 from podium.telemetry import metrics
 from podium.trainer import PPOConfig, PPOTrainer
 from podium.trainer.prompts import row_order
-from tests.integration.training import metrics_rows, tiny
+from tests.integration.training import MODEL, metrics_rows, tiny, train
 from tests.unit.algorithms import oracles
 from tests.unit.algorithms.oracles import LossRow, Row
 
@@ -119,6 +120,28 @@ class Again:
         norm = nn.utils.clip_grad_norm_([*self.trained, *self.head.parameters()], self.config.optim.grad_clip)
         self.optimizer.step()
         return float((weights * losses).sum()), float(value_loss.detach()), float(norm)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["whole", "adapters"])
+def test_ranks_and_placements_change_nothing(
+    preloaded: Cluster, tmp_path: Path, strategy: str, lora: dict[str, Any] | None
+) -> None:
+    """Two ranks that train, and a generator in a process of its own, beside one process that holds all."""
+    rows: list[list[dict[str, Any]]] = []
+    for name, cluster in (("alone", "inline"), ("ranks", preloaded)):
+        settings: dict[str, Any] = {"algorithm": {"options": {"critic_trunk": "shared"}, "minibatches": 2}}
+        if name == "ranks":
+            settings |= {"placement": {"layout": "split", "ranks": 2}, "parallel": {"strategy": strategy}}
+        (tmp_path / name).mkdir()
+        config = tiny(PPOConfig, tmp_path / name, model={**MODEL, **({"lora": lora} if lora else {})},
+                      run={"steps": 3}, eval={"items": 0}, batch={"prompts": 8},
+                      critic={"lr": 1e-2}, **settings)  # fmt: skip
+        rows.append(metrics_rows(train(config, cluster)))
+    for alone, ranks in zip(*rows, strict=True):
+        for figure in (metrics.LOSS, metrics.VALUE_LOSS, metrics.GRAD_NORM, metrics.EXPLAINED_VARIANCE):
+            assert ranks[figure] == pytest.approx(alone[figure], rel=1e-3, abs=1e-5), figure
 
 
 @pytest.mark.parametrize("trunk", ["shared", pytest.param("detached", marks=pytest.mark.exhaustive)])
