@@ -1,1 +1,1 @@
-"""Whether each preset and each recipe learns: five seeds of a small task from the same model, and TRL's GRPO beside them."""
+"""Whether each preset and each recipe learns: five seeds of a small task, and TRL's GRPO beside them."""

@@ -1,8 +1,8 @@
 """The runs: a model with a wrong habit, and each preset and recipe from there.
 
 The task is to copy three digits. The warm-up shows answers of which 70 % have the digits in reverse, so that the model
-draws the right answer for three prompts in ten, and the wrong one more often. A policy that becomes more certain without
-listening to rewards gets worse.
+draws the right answer for three prompts in ten, and the wrong one more often. A policy that becomes more certain
+without listening to rewards gets worse.
 """
 
 from __future__ import annotations
