@@ -3,12 +3,15 @@
 import ast
 import gc
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-__all__ = ["lazy_exports", "without_collector"]
+__all__ = ["keep_interrupts", "lazy_exports", "without_collector"]
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -37,7 +40,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name]), name)
+        with keep_interrupts():
+            value = getattr(importlib.import_module(homes[name]), name)
         setattr(module, name, value)
         return value
 
@@ -51,12 +55,42 @@ def without_collector() -> Iterator[None]:
     Importing torch and transformers makes half a million objects that stay. To look for garbage among them, again and
     again, takes a fifth of the time of the imports, and at the end of the process most of its time to exit.
     """
-    if not gc.isenabled():
+    with keep_interrupts():
+        if not gc.isenabled():
+            yield
+            return
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.freeze()
+            gc.enable()
+
+
+@contextmanager
+def keep_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt after the block if there was a Ctrl-C in it. Libraries that are imported may swallow
+    the KeyboardInterrupt, or raise another error in its place. A handler of the user's is left alone."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) != signal.default_int_handler
+    ):
         yield
         return
-    gc.disable()
+    interrupts: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
     try:
         yield
+    except Exception:
+        if not interrupts:
+            raise
     finally:
-        gc.freeze()
-        gc.enable()
+        if signal.getsignal(signal.SIGINT) == note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupts:
+        raise KeyboardInterrupt

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import podium
+from podium.__main__ import main
 from podium.lazy import without_collector
 
 SOURCE = Path(podium.__file__).parent
@@ -61,3 +64,50 @@ def test_the_collector_is_out_for_a_block_and_ignores_what_came_of_it() -> None:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+SWALLOWS = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException as error:
+    {}
+"""
+
+
+@pytest.mark.parametrize("then", ["pass", "raise ImportError('no') from error", "raise"])
+def test_ctrl_c_that_an_import_swallows_is_raised_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    (tmp_path / "swallowing.py").write_text(SWALLOWS.format(then))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "swallowing", raising=False)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), without_collector():
+        importlib.import_module("swallowing")
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_an_error_of_an_import_and_a_handler_of_the_users_are_left_alone() -> None:
+    calls: list[int] = []
+    with pytest.raises(ModuleNotFoundError), without_collector():
+        importlib.import_module("no_such_module")
+    former = signal.signal(signal.SIGINT, lambda number, _: calls.append(number))
+    try:
+        with without_collector():
+            signal.raise_signal(signal.SIGINT)
+        assert calls == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "podium.cli", Interrupted("podium.cli"))
+    assert main() == 130
+    assert capsys.readouterr().err == "podium: interrupted\n"

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,25 @@ def test_a_backend_takes_the_server_that_was_prepared_for_it() -> None:
         assert server.alive()
     assert not server.alive()
     assert not private.exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BlockingIOError])
+def test_a_server_that_does_not_begin_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Ctrl-C while it is begun, or a limit on the number of processes."""
+
+    def begin(*arguments: object, **settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    threads = threading.active_count()
+    for begun in (partial(LocalBackend.prepare, ["json"]), partial(LocalBackend, preload=["json"])):
+        with pytest.raises(error):
+            begun()
+        assert [*tmp_path.iterdir()] == []
+    assert threading.active_count() == threads
 
 
 def test_a_prepared_server_that_nobody_takes_ends_with_the_process(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -104,9 +105,13 @@ class LocalBackend(Backend):
         self._tokens = itertools.count(1)
         self._closed = False
         self._closing = threading.RLock()
-        self.io = IoLoop()
         self._serving = threading.Lock()
-        self._server = self._new_server()
+        with ExitStack() as undo:  # if no process or thread can be started, or at Ctrl-C
+            undo.callback(self.files.close)
+            self.io = IoLoop()
+            undo.callback(self.io.stop)
+            self._server = self._new_server()
+            undo.pop_all()
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """The option ``prefix`` begins the command of a rank's process: ``{0: ["nsys", "profile", "-o", "rank0"]}``."""
@@ -133,7 +138,11 @@ class LocalBackend(Backend):
     def prepare(cls, preload: Sequence[str]) -> None:
         if not _missing() and tuple(preload) not in cls._prepared:
             private = Path(tempfile.mkdtemp(prefix="podium-"))
-            cls._prepared[tuple(preload)] = private, WorkerServer(preload, private)
+            try:
+                cls._prepared[tuple(preload)] = private, WorkerServer(preload, private)
+            except BaseException:  # no server has begun that would remove it: no process is left, or it was Ctrl-C
+                shutil.rmtree(private, ignore_errors=True)
+                raise
 
     @classmethod
     def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
