@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.contract.edge_mutants import EDGE_MUTANTS, Mutant
+
 __all__ = ["MUTANTS", "Mutant"]
-
-
-class Mutant:
-    """A sentence of the contract, the test that finds that it is broken, and what is replaced: file, text, new text."""
-
-    def __init__(self, sentence: str, test: str, *edits: tuple[str, str, str]) -> None:
-        self.sentence, self.test, self.edits = sentence, test, edits
 
 
 MUTANTS: Final[dict[str, Mutant]] = {
@@ -659,4 +654,5 @@ MUTANTS: Final[dict[str, Mutant]] = {
             "        if _kept:\n            return\n        _kept.append(1)\n        for process in list(self.processes):\n            process.kill()\n        self.orders",
         ),
     ),
+    **EDGE_MUTANTS,
 }

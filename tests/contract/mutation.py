@@ -37,13 +37,13 @@ import json
 import os
 import pytest
 from podium_testing import BackendContract, Target
-from podium_testing import ends, processes
+from podium_testing import edges, ends, processes, scripts
 from tests.contract.everyday import NIGHTLY
 from tests.contract.mutants import MUTANTS
 
 ASKED = dict(json.loads(os.environ["PODIUM_MUTANTS"]))
 ends.LIMITS_S, ends.GONE_S = (2.0, 8.0), 10.0
-processes.GONE_S = 10.0
+edges.GONE_S = processes.GONE_S = scripts.GONE_S = 10.0
 
 @pytest.fixture(scope="module", params=ASKED, ids=ASKED.get)
 def target(request):

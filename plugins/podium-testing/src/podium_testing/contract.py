@@ -8,6 +8,7 @@ import pytest
 from podium.runtime import Cluster
 from podium_testing.calls import CallContract
 from podium_testing.dispatching import DispatchContract
+from podium_testing.edges import EdgeContract
 from podium_testing.ends import EndContract
 from podium_testing.handles import HandleContract
 from podium_testing.lifetimes import LifetimeContract
@@ -34,6 +35,7 @@ class BackendContract(
     ScriptContract,
     LoadContract,
     EndContract,
+    EdgeContract,
 ):
     """The tests that every backend must pass. Subclass it in a test module that has a fixture ``target``:
 

@@ -8,16 +8,28 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podium.runtime import Worker, endpoint, first
+from podium.runtime import Worker, endpoint, first, scatter
 
-__all__ = ["Crowd", "Holdings", "end_as", "read_environment", "read_holdings", "start_family"]
+__all__ = [
+    "Crowd",
+    "Holdings",
+    "end_as",
+    "end_when_told",
+    "read_environment",
+    "read_holdings",
+    "resist",
+    "start_family",
+]
+__all__ += ["sum_parts"]
 
 MEETING_S = 60.0
 SLEEP = "import time; time.sleep(600)"
+RESIST = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEP}"
 DAEMON = f"""
 import subprocess, sys
 print(subprocess.Popen([sys.executable, "-S", "-c", "{SLEEP}"], stdout=subprocess.DEVNULL).pid, flush=True)
@@ -88,6 +100,11 @@ class Crowd(Worker):
         self.order.append(token)
         return token
 
+    @endpoint(dispatch=scatter())
+    def note_own(self, token: int) -> int:
+        self.order.append(token)
+        return token
+
     @endpoint
     def notes(self) -> list[int]:
         """Return what was noted since the last time."""
@@ -134,6 +151,28 @@ def end_as(worker: Worker, end: int) -> None:
         os._exit(end)
     os.kill(os.getpid(), -end)
     signal.pause()
+
+
+def end_when_told(worker: Worker, directory: str, code: int) -> None:
+    """Leave a file in ``directory``, and end with exit code ``code`` once there is a file ``go``, with last words."""
+    (Path(directory) / str(code)).touch()
+    while not (Path(directory) / "go").exists():
+        time.sleep(0.001)
+    os.write(2, f"word of {code} ".encode() + b"\xff\n" + f"last word of {code}".encode())
+    os._exit(code)
+
+
+def resist(worker: Worker) -> list[int]:
+    """Ignore SIGTERM, and start a child that does. Returns its process id."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-S", "-c", RESIST], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    return [child.pid]
+
+
+def sum_parts(worker: Worker, parts: list[Any]) -> tuple[int, int, list[Any]]:
+    return len(parts), sum(int(part.sum()) for part in parts), parts
 
 
 def start_family(worker: Worker) -> list[int]:

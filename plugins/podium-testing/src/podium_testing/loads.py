@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import WorkerDied
-from podium.runtime import Cluster, Handle
+from podium.runtime import Cluster, Handle, per_rank
 from podium_testing.load_workers import Crowd, read_holdings
 from podium_testing.target import LIMIT_S, need, started, wait_for
 from podium_testing.workers import Sleeper, Stash
@@ -72,6 +72,9 @@ class LoadContract:
         large = torch.zeros(MIB // 2)
         calls: list[Any] = []
         for token in range(600):
+            if token % 7 == 5:  # each rank has an argument of its own
+                calls.append(crowd.note_own.submit(per_rank([token, token])))  # pyright: ignore[reportArgumentType]
+                continue
             note: Any = crowd.note_first if token % 7 == 3 else crowd.note
             calls.append(note.submit(token, large if token % 20 == 5 else None))
         assert [call.result(LIMIT_S) for call in calls] == [at if at % 7 == 3 else [at] * 2 for at in range(600)]

@@ -24,14 +24,32 @@ END_S = 5.0  # for processes that clean up after a killed script
 SAID_S = 60.0  # for what a worker printed to appear
 GONE_S = 60.0
 """The promise is two seconds on a machine that does nothing else."""
+LINES = 300
+"""Lines that each rank prints one after another."""
+BEFORE = """
+import signal
+
+def handle(number, frame):
+    pass
+
+mine = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM]
+former = [signal.signal(number, handle) for number in mine]
+"""
 SCRIPT = """
 import os, signal, subprocess, sys, time
 
+print("SIGNALS", *[number.name for number in mine if signal.getsignal(number) != handle], "end", flush=True)
+for number, handler in zip(mine, former):
+    signal.signal(number, handler)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs begin
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def say(worker):
     print("said by rank", worker.ctx.rank, flush=True)
+    for at in range({lines}):
+        print("line", at, "of rank", worker.ctx.rank, flush=True)
+    os.write(1, b"written by rank %d\\n" % worker.ctx.rank)
+    subprocess.run(["/bin/sh", "-c", f"echo printed by a child of rank {{worker.ctx.rank}}"], check=True)
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     return os.getpid(), child.pid
 
@@ -41,11 +59,26 @@ def work(worker, seconds):
 
 group = cluster.start(podium.Worker.bind(), cluster.pool([2]), name="talker", distributed=False).group
 pids = [pid for pair in group.run(say) for pid in pair]
+other = cluster.start(podium.Worker.bind(), name="other", distributed=False).group
+other.run(lambda worker: print("long", "x" * 100_000))
+other.run(lambda worker: print("not flushed by the worker"))
+other.close()
+if (fork := os.fork()) == 0:
+    sys.exit()  # with all that Python does at its end
+deadline = time.monotonic() + 60
+while os.waitpid(fork, os.WNOHANG) == (0, 0):
+    if time.monotonic() > deadline:
+        os.kill(fork, signal.SIGKILL)
+    time.sleep(0.01)
+print("FORKED", *group.run(work, 0), flush=True)
 try:
     print("PIDS", *pids, flush=True)
     while True:  # Python sees a signal that comes just before a sleep only when that sleep has ended
         time.sleep(0.1)
 except KeyboardInterrupt:
+    if os.fork() == 0:  # whatever it has of the script, it is not the script
+        while True:
+            time.sleep(600)
     print("AFTER", *group.run(work, 0), flush=True)
 group.run(work, 600)
 """
@@ -56,11 +89,15 @@ class Seen(NamedTuple):
 
     Attributes:
         lines: All that was printed.
+        forked: What the workers answered after a fork of the script had ended.
+        signals: The signals that the script does not handle any more since it has connected.
         after: What the workers answered after a Ctrl-C in the terminal.
         left: Processes of workers, and their children, that were there after the script had been killed.
     """
 
     lines: list[str]
+    forked: str
+    signals: str
     after: str
     left: list[int]
 
@@ -82,6 +119,24 @@ class ScriptContract:
             (line,) = [line for line in script.lines if line.endswith(f"said by rank {rank}")]
             assert f"talker-{rank}" in line
 
+    def test_all_that_workers_print_appears_in_order(self, script: Seen, target: Target) -> None:
+        """Whatever prints it: Python, a library, or a child. A worker need not flush."""
+        if "log_dir" in target.options:
+            pytest.skip("the output goes to log_dir")
+        for rank in range(2):
+            printed = [line for line in script.lines if line.endswith(f" of rank {rank}") and "] line " in line]
+            assert [line.split()[-4] for line in printed] == [str(at) for at in range(LINES)]
+            for words in (f"written by rank {rank}", f"printed by a child of rank {rank}"):
+                assert sum(line.endswith(words) and f"talker-{rank}" in line for line in script.lines) == 1, words
+        assert sum(line.endswith("long " + "x" * 100_000) for line in script.lines) == 1
+        assert sum(line.endswith("not flushed by the worker") for line in script.lines) == 1
+
+    def test_a_fork_of_the_script_that_ends_leaves_the_workers_alone(self, script: Seen) -> None:
+        assert script.forked == "done done", "\n".join(script.lines)
+
+    def test_the_scripts_handlers_of_signals_stay(self, script: Seen) -> None:
+        assert script.signals == "end"
+
     def test_a_terminals_ctrl_c_does_not_reach_the_workers(self, script: Seen) -> None:
         assert script.after == "done done", "\n".join(script.lines)
 
@@ -90,19 +145,20 @@ class ScriptContract:
 
 
 def _run(target: Target, directory: Path) -> Seen:
-    script = target.run_script(directory, SCRIPT)
+    script = target.run_script(directory, SCRIPT.format(lines=LINES), BEFORE)
     lines: list[str] = []
     everything: list[int] = []
     Thread(target=_read, args=(script, lines), daemon=True).start()
     try:
         pids = [int(word) for word in _after("PIDS ", script, lines).split()]
         assert len(pids) == 4, "\n".join(lines)
+        signals, forked = (_after(word, script, lines) for word in ("SIGNALS ", "FORKED "))
         wait_for(lambda: sum("said by rank" in line for line in lines) == 2, SAID_S)
         os.killpg(script.pid, signal.SIGINT)  # as a terminal does
         after = _after("AFTER ", script, lines)
         everything = descendants_of(script.pid)
         script.kill()
-        return Seen(lines, after, all_gone(pids, GONE_S))
+        return Seen(lines, forked, signals, after, all_gone(pids, GONE_S))
     except pytest.fail.Exception as late:
         everything = descendants_of(script.pid)
         report = "\n".join(["it has printed:", *lines, "its main thread, innermost first:", outside_stack(script.pid)])

@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 from podium.errors import EndpointError
@@ -20,7 +22,9 @@ from podium_testing.workers import Agent, Counter, Probe, Sleeper
 
 __all__ = [
     "CamelCaseName",
+    "ClosesSlowly",
     "Fails",
+    "FailsUnheard",
     "FarFromScript",
     "Heir",
     "KeepsItsResults",
@@ -42,6 +46,7 @@ __all__ = [
     "read_helper",
     "read_pid",
     "read_surroundings",
+    "read_thread",
     "read_threads",
     "scatter_on_one",
     "start_child",
@@ -75,6 +80,29 @@ class KeepsItsResults(Worker):
     @endpoint(collect=nothing())
     def lock(self) -> Any:
         return threading.Lock()
+
+
+class FailsUnheard(Worker):
+    """Raises on the ranks whose results nobody wants."""
+
+    @endpoint(collect=nothing())
+    def fail(self, text: str) -> None:
+        raise KeyError("not wanted" + text)
+
+    @endpoint(collect=first())
+    def fail_but_on_first(self, text: str) -> None:
+        if self.ctx.rank:
+            raise KeyError("not wanted" + text)
+
+
+class ClosesSlowly(Worker):
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def close(self) -> None:
+        """Leave a file after a while. The runtime calls this method when the group is closed."""
+        time.sleep(2.0)
+        (self.directory / f"closed-{self.ctx.rank}").touch()
 
 
 def listen(worker: Worker) -> tuple[str, int]:
@@ -131,6 +159,10 @@ def read_surroundings(worker: Worker) -> tuple[str, str]:
 
 def read_pid(worker: Worker) -> int:
     return os.getpid()
+
+
+def read_thread(worker: Worker) -> int:
+    return threading.get_ident()
 
 
 def read_threads(worker: Worker) -> tuple[int, int]:

@@ -36,11 +36,12 @@ class Target:
         """Return a new cluster, which the caller closes."""
         return podium.connect(self.backend, **self.options)
 
-    def run_script(self, directory: Path, text: str) -> subprocess.Popen[str]:
+    def run_script(self, directory: Path, text: str, before: str = "") -> subprocess.Popen[str]:
         """Start ``text`` as a script of a session of its own, in which ``cluster`` is a new cluster of this backend.
-        Its output and its errors are one pipe."""
+        The script does ``before`` before it connects. Its output and its errors are one pipe."""
         path = directory / "script.py"
-        path.write_text(f"import podium\ncluster = podium.connect({self.backend!r}, **{self.options!r})\n{text}")
+        connect = f"cluster = podium.connect({self.backend!r}, **{self.options!r})"
+        path.write_text(f"import podium\n{before}\n{connect}\n{text}")
         return subprocess.Popen(
             [sys.executable, str(path)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
