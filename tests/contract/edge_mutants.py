@@ -89,11 +89,6 @@ EDGE_MUTANTS: Final[dict[str, Mutant]] = {
             '.settle_in("lo")\n    sys.stdout = open(os.dup(1), "w", buffering=1)\n    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)\n',
         ),
     ),
-    "loses what is not flushed": Mutant(
-        "What worker processes print appears.",
-        "test_all_that_workers_print_appears_in_order",
-        ("worker.py", "    sys.stdout.flush()\n", ""),
-    ),
     "takes 16 KiB of what a start is told": Mutant(
         "`env` is set before anything is imported, for the processes of the spec alone.",
         "test_groups_that_start_at_once_have_variables_of_their_own",

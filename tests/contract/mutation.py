@@ -31,6 +31,7 @@ EXAMPLE: Final = ROOT / "examples" / "backend_plugin" / "podium_streams"
 PRELUDE: Final = """import itertools as _itertools, threading as _threading
 _kept, _turns, _lock = [], _itertools.count(1), _threading.Lock()
 """
+SKIPPED: Final = "skipped"
 LIMIT_S: Final = 40.0
 SUITE: Final = """
 import json
@@ -104,7 +105,10 @@ def write_mutant(directory: Path, package: str, name: str) -> None:
 
 
 def find_failures(directory: Path, names: Sequence[str], *, whole: bool = False) -> dict[str, list[str]]:
-    """Try mutants ("" for the example itself), and return for each the tests that failed."""
+    """Try mutants ("" for the example itself), and return for each the tests that failed.
+
+    SKIPPED stands for a mutant's test that the machine had no memory for.
+    """
     packages = {f"mutant_{number}": name for number, name in enumerate(names)}
     for package, name in packages.items():
         write_mutant(directory, package, name)
@@ -121,10 +125,12 @@ def find_failures(directory: Path, names: Sequence[str], *, whole: bool = False)
     subprocess.run([sys.executable, "-m", "pytest", *options], cwd=directory, env=environment, check=False)
     failures: dict[str, list[str]] = {name: [] for name in names}
     for case in ElementTree.parse(report).iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
+        failed = case.find("failure") is not None or case.find("error") is not None
+        if failed or case.find("skipped") is not None:
             test, parameters = re.fullmatch(r"(\w+)\[(.*)\]", case.attrib["name"], re.DOTALL).groups()  # type: ignore[union-attr] - pytest's own form
             name = max((name for name in names if parameters.startswith(name)), key=len)
-            failures[name].append(test)
+            if failed or name:
+                failures[name].append(test if failed else SKIPPED)
     return failures
 
 
@@ -155,7 +161,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="podium-") as directory:
             tests = find_failures(Path(directory), [name], whole=arguments.whole)[name]
         missed += not tests
-        print(f"{'found' if tests else 'MISSED'}: {name}: {', '.join(sorted({*tests}))}", flush=True)  # noqa: T201 - a command
+        print(
+            f"{'found' if {*tests} - {SKIPPED} else SKIPPED if tests else 'MISSED'}: {name}: {', '.join(sorted({*tests}))}",
+            flush=True,
+        )  # noqa: T201 - a command
     return int(missed > 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ __all__ = [
     "resist",
     "start_family",
 ]
-__all__ += ["sum_parts"]
+__all__ += ["sum_parts", "weigh_parts"]
 
 MEETING_S = 60.0
 SLEEP = "import time; time.sleep(600)"
@@ -164,7 +165,7 @@ def end_when_told(worker: Worker, directory: str, code: int) -> None:
 
 def resist(worker: Worker) -> list[int]:
     """Ignore SIGTERM, and start a child that does. Returns its process id."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))  # in whatever thread this runs
     child = subprocess.Popen([sys.executable, "-S", "-c", RESIST], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
@@ -173,6 +174,11 @@ def resist(worker: Worker) -> list[int]:
 
 def sum_parts(worker: Worker, parts: list[Any]) -> tuple[int, int, list[Any]]:
     return len(parts), sum(int(part.sum()) for part in parts), parts
+
+
+def weigh_parts(worker: Worker | None, parts: list[tuple[Any, bytes]]) -> list[tuple[int, int]]:
+    """Return the sums of the bytes of each part."""
+    return [(int(values.sum()), sum(text)) for values, text in parts]
 
 
 def start_family(worker: Worker) -> list[int]:

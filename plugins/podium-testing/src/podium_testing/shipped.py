@@ -162,7 +162,7 @@ def read_pid(worker: Worker) -> int:
 
 
 def read_thread(worker: Worker) -> int:
-    return threading.get_ident()
+    return threading.get_native_id()  # Python's own number of a thread that has ended is given again
 
 
 def read_threads(worker: Worker) -> tuple[int, int]:
