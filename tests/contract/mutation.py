@@ -129,7 +129,7 @@ def find_failures(directory: Path, names: Sequence[str], *, whole: bool = False)
         if failed or case.find("skipped") is not None:
             test, parameters = re.fullmatch(r"(\w+)\[(.*)\]", case.attrib["name"], re.DOTALL).groups()  # type: ignore[union-attr] - pytest's own form
             name = max((name for name in names if parameters.startswith(name)), key=len)
-            if failed or name:
+            if failed or (name and test == MUTANTS[name].test):
                 failures[name].append(test if failed else SKIPPED)
     return failures
 
@@ -161,10 +161,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="podium-") as directory:
             tests = find_failures(Path(directory), [name], whole=arguments.whole)[name]
         missed += not tests
-        print(
-            f"{'found' if {*tests} - {SKIPPED} else SKIPPED if tests else 'MISSED'}: {name}: {', '.join(sorted({*tests}))}",
-            flush=True,
-        )  # noqa: T201 - a command
+        outcome = "found" if {*tests} - {SKIPPED} else SKIPPED if tests else "MISSED"
+        print(f"{outcome}: {name}: {', '.join(sorted({*tests}))}", flush=True)  # noqa: T201 - a command
     return int(missed > 0)
 
 

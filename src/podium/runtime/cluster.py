@@ -136,6 +136,8 @@ class Cluster:
         layout = whole_numbers(spread if spread is not None else 1 if slots is None else slots, "pool")
         if spread is None and isinstance(layout, int):
             layout = [layout]
+        if not isinstance(accelerator, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"pool(accelerator={accelerator!r}): expected words of a model, such as 'A100 80GB'")
         amounts = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
         want = _slot_by_slot(layout, amounts)
         until, say = time.monotonic() + wait_s, 0.0
@@ -513,11 +515,22 @@ def _slot_by_slot(
 
 def _check_env(env: Mapping[str, str]) -> dict[str, str]:
     """``env``, whose names and values an operating system takes. Raises ConfigError for others."""
+    if not isinstance(env, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"start(env={_kind(env)}): expected a dict of names of variables and their texts")
     for name, value in env.items():
         texts = isinstance(name, str) and isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not texts or not name or "=" in name or "\0" in name + value:
+        if not texts or not name or "=" in name or "\0" in name + value or not _encodes(name + value):
             raise ConfigError(f"start(env={{{name!r}: {value!r}}}): expected the name of a variable and its text")
     return dict(env)
+
+
+def _encodes(text: str) -> bool:
+    """Whether an operating system takes ``text``, which half of a surrogate pair is not."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _kind(value: object) -> str:

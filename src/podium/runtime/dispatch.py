@@ -60,7 +60,11 @@ class Mesh:
             if size < 1:
                 raise ConfigError(f"mesh axis {axis!r} has size {size}; sizes start at 1")
         self.output: dict[str, int] = {}
+        if not isinstance(output or {}, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"a mesh's output={output!r}: expected an axis and its coordinate, as in {{'pp': -1}}")
         for axis, at in (output or {}).items():
+            if type(at) is not int:
+                raise ConfigError(f"output of axis {axis!r} is {at!r}; expected a coordinate, or -1 for the last one")
             if not -self.axis_size(axis) <= at < self.axis_size(axis):
                 raise ConfigError(f"output of axis {axis!r} is at {at}, but the axis has {self.axes[axis]} coordinates")
             self.output[axis] = at % self.axes[axis]
@@ -84,6 +88,10 @@ class Mesh:
         """
         axes = list(coordinates[0]) if coordinates else []
         for rank, coordinate in enumerate(coordinates):
+            if not isinstance(coordinate, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(
+                    f"rank {rank} is at {coordinate!r}; expected axes and numbers, as in {{'dp': 0, 'tp': 1}}"
+                )
             if {*coordinate} != {*axes}:
                 raise ConfigError(f"rank {rank} has the axes {sorted(coordinate)}, and rank 0 has {sorted(axes)}")
             if wrong := {axis: at for axis, at in coordinate.items() if not (type(at) is int and at >= 0)}:
@@ -312,10 +320,11 @@ class shard(Dispatch):
             raise ConfigError(f"shard(args={args!r}): expected a tuple of names, as in shard(args=({args!r},))")
         if group_size < 1 or group_size % 1:
             raise ConfigError(f"shard(group_size={group_size}): a whole number of rows, from 1 up")
-        self.mesh, self.axis, self.balance, self.pad, self.args = mesh, axis, balance, pad, args
+        self.mesh, self.axis, self.balance, self.pad, self.args = mesh, axis, balance, _check_pad(pad), args
         self.group_size = group_size
 
     def with_pad(self, pad: bool) -> "Dispatch":
+        _check_pad(pad)
         changed = copy.copy(self)
         changed.pad = pad
         return changed
@@ -325,6 +334,9 @@ class shard(Dispatch):
         if mesh is None:
             raise ConfigError(f"{arguments.method}: no mesh {self.mesh!r} in this group; it has {sorted(world.meshes)}")
         sharded = self._shard(arguments)
+        if self.axis not in mesh.axes:
+            here = f"axis {self.axis!r} of mesh {self.mesh!r}, whose axes are {[*mesh.axes]}"
+            raise ConfigError(f"{arguments.method} shards over {here}; name one of these, as in shard(name, axis='tp')")
         plan = self._plan(arguments.method, sharded, mesh.axis_size(self.axis))
         if len(plan.rows) == 1 and plan.contiguous and not plan.padding[0]:
             parts = [sharded]  # one part has all rows as they are
@@ -468,6 +480,13 @@ class Shipped(Outer):
             return replace(split, shared=shared)
         wrapped = {id(part): {"own": part} for part in split.own}  # ranks with the very same part keep sharing it
         return replace(split, shared=shared, own=[wrapped[id(part)] for part in split.own])
+
+
+def _check_pad(pad: object) -> bool:
+    """Return ``pad``. Raises ConfigError where it is something else, such as a number of rows."""
+    if not isinstance(pad, bool):
+        raise ConfigError(f"pad={pad!r}: expected True, which gives every rank the same number of rows, or False")
+    return pad
 
 
 def _coordinate_of(number: int, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -262,12 +262,8 @@ class Inventory:
                 return f"asked for {request}; no node has them: the nodes' labels are {known_labels}"
         if accelerator:
             request += f" of the kind {accelerator!r}"
-            kinds = {kind for node in nodes for kind in node.kinds}
-            if not any(_is_of_kind(kind, accelerator) for kind in kinds):
-                hint = "; CUDA_DEVICE_ORDER=PCI_BUS_ID lets unlike ones be told apart" if "" in kinds else ""
-                return (
-                    f"asked for {request}; no node has any: the kinds are {sorted(kinds - {''}) or 'not known'}{hint}"
-                )
+            if lacking := _explain_kinds(accelerator, nodes):
+                return f"asked for {request}; {lacking}"
         has = ", ".join(
             f"{' and '.join(f'{amounts.get(name, 0):g} {name}' for name in want) or 'room'} free on {node}"
             for node, amounts in free.items()
@@ -283,6 +279,18 @@ class Inventory:
                 amounts_by_name[name] += _most(amounts, want)
         holders = ", ".join(f"{name} ({amount:g})" for name, amount in amounts_by_name.items() if amount) or "nobody"
         return f"asked for {request}; {has}; held by: {holders}"
+
+
+def _explain_kinds(accelerator: str, nodes: Sequence[Node]) -> str:
+    """Why no node has an ``accelerator`` of this kind; "" where one has."""
+    kinds = {kind for node in nodes for kind in node.kinds}
+    if any(_is_of_kind(kind, accelerator) for kind in kinds):
+        return ""
+    if not any(node.resources.get("gpu", 0) for node in nodes):
+        return "no node has an accelerator"
+    hint = "; CUDA_DEVICE_ORDER=PCI_BUS_ID lets unlike ones be told apart" if "" in kinds else ""
+    known = sorted(kinds - {""}) or "not known here; leave accelerator= out, or choose nodes by labels="
+    return f"no node has any: the kinds are {known}{hint}"
 
 
 def _is_of_kind(kind: str, accelerator: str) -> bool:

@@ -25,6 +25,12 @@ W = TypeVar("W")
 H_co = TypeVar("H_co", covariant=True)
 
 
+class Declared(dict[str, tuple[dict[str, int], dict[str, int]]]):
+    """By mesh, the coordinates that a worker has declared, and the output. ``closed``: its constructor has ended."""
+
+    closed = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
     """The facts about a worker, fixed for its life.
@@ -60,9 +66,7 @@ class WorkerContext:
     meshes: Mapping[str, Mesh] = field(default_factory=lambda: MappingProxyType({"default": Mesh(dp=1)}))
     colocated: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType[str, Any]({}))
 
-    declared: dict[str, tuple[dict[str, int], dict[str, int]]] = field(
-        default_factory=dict[str, Any], repr=False, compare=False
-    )  # by mesh, this rank's coordinates and the output; see declare_mesh
+    declared: Declared = field(default_factory=lambda: Declared(), repr=False, compare=False)  # see declare_mesh
 
     def declare_mesh(self, name: str, *, output: Mapping[str, int] | None = None, **coordinates: int) -> None:
         """Say in the constructor where this rank stands in the mesh ``name``, as a framework has placed it there.
@@ -76,12 +80,20 @@ class WorkerContext:
         Raises:
             ConfigError: There are no coordinates, or one is no whole number.
         """
-        try:
-            self.declared[name] = {axis: operator.index(at) for axis, at in coordinates.items()}, dict(output or {})
-        except TypeError:
-            raise ConfigError(f"declare_mesh({name!r}): coordinates are whole numbers; got {coordinates}") from None
+        if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"declare_mesh({name!r}): the first argument is the mesh's name, as in shard(name)")
         if not coordinates:
             raise ConfigError(f"declare_mesh({name!r}): no coordinates; give those of this rank, as in dp=0, tp=1")
+        if not isinstance(output or {}, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"declare_mesh({name!r}, output={output!r}): expected an axis and its coordinate")
+        try:
+            declared = {axis: operator.index(at) for axis, at in coordinates.items()}, dict(output or {})
+        except TypeError:
+            raise ConfigError(f"declare_mesh({name!r}): coordinates are whole numbers; got {coordinates}") from None
+        if self.declared.closed:
+            raise ConfigError(f"declare_mesh({name!r}): the mesh of a group is fixed; declare it in the constructor")
+        if (former := self.declared.setdefault(name, declared)) != declared:
+            raise ConfigError(f"declare_mesh({name!r}): this rank has declared {former} before, and now {declared}")
 
     def free_port(self) -> int:
         """A port of ``address`` where nobody listens now. Listen there soon: it is not reserved."""

@@ -335,14 +335,15 @@ class WorkerProcess:
             self.workers[name] = bound.cls(*bound.args, **bound.kwargs)
         finally:
             current_context.reset(token)
+        context.declared.closed = True
         _log.debug("%s of %s is made on rank %d", bound.cls.__name__, name, context.rank)
         if profile is None or context.rank not in profile.ranks:
-            return context.declared
+            return dict(context.declared)
         for role, _, method in (call.rpartition(".") for call in profile.calls):
             if role in ("", name) and (call := getattr(self.workers[name], method, None)) is not None:
                 self._recorded[name, method] = Recorded(call, profile, f"{name}-{context.rank}-{method}")
         self._functions.clear()
-        return context.declared
+        return dict(context.declared)
 
     def _log_calls(self) -> None:
         """Log the begin and the end of every call of a worker, which costs nothing where it is not asked for."""

@@ -50,5 +50,14 @@ def test_wrong_meshes_are_refused_by_name() -> None:
         Mesh(pp=2, output={"pp": 2})
     with pytest.raises(ConfigError, match="no axis 'tp'"):
         Mesh(pp=2, output={"tp": 0})
+    for output, says in (
+        ({"pp": "last"}, "output of axis 'pp' is 'last'"),
+        (["pp"], r"output=\['pp'\]: expected an axis"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            Mesh(pp=2, output=output)  # pyright: ignore[reportArgumentType] - the point
+    for coordinates in ("ab", [(0, 0), (0, 1)]):
+        with pytest.raises(ConfigError, match=r"rank 0 is at .*expected axes and numbers, as in"):
+            Mesh.from_coordinates(coordinates)  # pyright: ignore[reportArgumentType] - the point
     with pytest.raises(ConfigError, match="rank 4 is outside"):
         Mesh(dp=4).coordinate(4)

@@ -220,3 +220,9 @@ def test_a_kind_of_accelerators_is_taken_wherever_it_is() -> None:
         inventory.reserve(1, {"gpu": 1}, accelerator="H100")
     with pytest.raises(PlacementError, match="no node has any: the kinds are"):
         inventory.reserve(1, {"gpu": 1}, accelerator="H200")
+    for node, says in (
+        (Node("c", {"cpu": 2.0, "gpu": 0.0}), "no node has an accelerator"),
+        (Node("c", {"gpu": 1.0}), "the kinds are not known here; leave accelerator= out, or choose nodes by labels="),
+    ):
+        with pytest.raises(PlacementError, match=says):
+            Inventory(Machines(node)).reserve(1, {"gpu": 1}, accelerator="H100")

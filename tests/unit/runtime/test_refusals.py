@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import podium
-from podium import Cluster, Handle, Worker, endpoint
-from podium.errors import CallCancelled, ConfigError, EndpointError
+from podium import Cluster, Handle, Worker, concat, endpoint, shard
+from podium.errors import CallCancelled, ConfigError, EndpointError, PodiumError
 
 
 class Echo(Worker):
@@ -68,6 +68,9 @@ def test_slots_may_be_whole_numbers_of_any_kind(cluster: Cluster) -> None:
         ({"env": {"A": 1}}, r"env=.'A': 1"),
         ({"env": {"A=B": "1"}}, "env=.'A=B'"),
         ({"env": {"A": "\0"}}, "env=.'A'"),
+        ({"env": {"A": "\ud800"}}, "env=.'A'.*its text"),
+        ({"env": [("A", "1")]}, "env=list .*expected a dict of names"),
+        ({"env": "A=1"}, "env=str 'A=1'.*expected a dict of names"),
         ({"name": "n" * 101}, "at most 100 letters"),
         ({"name": 5}, "name=5"),
         ({"meshes": {"default": 1}}, "expected a mesh, as in"),
@@ -148,3 +151,63 @@ def test_a_worker_that_would_wait_for_itself(cluster: Cluster, echo: Handle[Echo
         echo.group.run(lambda me, back, echo: back.ask_itself(echo), back, echo)
     assert echo.peek_at(echo) == [[5]], "a concurrent endpoint runs beside the caller"
     assert echo.echo(2) == [2]
+
+
+class Declares(Worker):
+    def __init__(self, *meshes: tuple[Any, dict[str, Any]]) -> None:
+        for name, how in meshes:
+            self.ctx.declare_mesh(name, **how)
+
+    @endpoint
+    def declare(self) -> None:
+        self.ctx.declare_mesh("late", dp=0)
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def score(self, rows: list[int]) -> list[int]:
+        return rows
+
+    @endpoint(dispatch=shard("m", axis="tp"))
+    def over_tp(self, rows: list[int]) -> list[int]:
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("meshes", "says"),
+    [
+        ([("", {"dp": 0})], r"declare_mesh\(''\): the first argument is the mesh's name"),
+        ([(3, {"dp": 0})], r"declare_mesh\(3\): the first argument is the mesh's name"),
+        ([("m", {"dp": 0}), ("m", {"dp": 1})], r"declare_mesh\('m'\): this rank has declared .*before, and now"),
+        ([("m", {"dp": 0, "output": ["dp"]})], r"declare_mesh\('m', output=\['dp'\]\): expected an axis"),
+        ([("m", {"dp": 0, "output": {"dp": "last"}})], r"mesh 'm', which its workers .*output of axis 'dp' is 'last'"),
+        ([("m", {"dp": "0"})], r"declare_mesh\('m'\): coordinates are whole numbers"),
+    ],
+)
+def test_what_a_worker_declares_wrongly(cluster: Cluster, meshes: Any, says: str) -> None:
+    with pytest.raises(PodiumError, match=says):
+        cluster.start(Declares.bind(*meshes))
+
+
+def test_a_mesh_is_declared_in_the_constructor_and_has_the_axis_of_the_call(cluster: Cluster) -> None:
+    handle = cluster.start(Declares.bind(("m", {"dp": 0}), ("m", {"dp": 0})), name="declares")
+    with pytest.raises(EndpointError, match=r"declare_mesh\('late'\): .*declare it in the constructor"):
+        handle.declare()
+    with pytest.raises(
+        ConfigError, match=r"declares\.over_tp shards over axis 'tp' of mesh 'm', whose axes are \['dp'\]"
+    ):
+        handle.over_tp([1])
+
+
+@pytest.mark.parametrize("pad", [3, "yes", None, 1])
+def test_padding_is_true_or_false(cluster: Cluster, pad: Any) -> None:
+    handle = cluster.start(Declares.bind(), name="pads")
+    with pytest.raises(ConfigError, match=rf"pads\.score\.pad\({pad}\): pad={pad!r}: expected True.* or False"):
+        handle.score.pad(pad)
+    with pytest.raises(ConfigError, match=rf"pad={pad!r}: expected True"):
+        shard(pad=pad)
+    handle.group.close()
+
+
+@pytest.mark.parametrize("kind", [100, ["H100"], None])
+def test_the_kind_of_an_accelerator_is_text(cluster: Cluster, kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"pool\(accelerator=.*expected words of a model"):
+        cluster.pool(1, gpus=1, accelerator=kind)

@@ -232,7 +232,7 @@ class EdgeContract:
 
         def lose() -> None:
             os.kill(crowd.group.pids[0], signal.SIGSTOP)
-            values = [torch.ones(64 * MIB // 4) for _ in range(2)]  # glibc keeps smaller ones for itself
+            values = [torch.ones(64 * MIB // 4) for _ in range(4)]  # glibc keeps smaller ones for itself
             calls = [crowd.keep.submit(value) for value in values]
             os.kill(crowd.group.pids[0], signal.SIGKILL)
             for call in calls:
@@ -247,10 +247,10 @@ class EdgeContract:
 
         lose()
         before = read_bytes()
-        for _ in range(3):
+        for _ in range(2):
             lose()
         assert wait_for(lambda: read_bytes() - before < 200 * MIB, 20.0), (
-            f"{(read_bytes() - before) // MIB} MiB of 384 MiB that nobody took are kept"
+            f"{(read_bytes() - before) // MIB} MiB of 512 MiB that nobody took are kept"
         )
 
 
