@@ -46,6 +46,7 @@ def test_port_from_verl_checks_what_the_ranks_computed(tmp_path: Path) -> None:
     assert "AssertionError: the layout changed what was" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["local"])
 def test_port_from_trl(tmp_path: Path, backend: str) -> None:
@@ -56,7 +57,10 @@ def test_port_from_trl(tmp_path: Path, backend: str) -> None:
     assert float(found[1]) < 0.4 < 0.7 < float(found[2])
 
 
-@pytest.mark.parametrize("backend", ["local", "inline", pytest.param("ray", marks=RAY)])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("local", marks=pytest.mark.exhaustive), "inline", pytest.param("ray", marks=RAY)],
+)
 def test_port_from_areal(tmp_path: Path, backend: str) -> None:
     done = run("port_from_areal.py", backend, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -199,7 +199,10 @@ class StuckGenerator(Generator):
 
 @pytest.mark.parametrize(
     ("role", "worker", "step", "stage", "method"),
-    [("policy", Stuck, 1, "update", "update"), ("generator", StuckGenerator, 0, "evaluate", "generate")],
+    [
+        ("policy", Stuck, 1, "update", "update"),
+        pytest.param("generator", StuckGenerator, 0, "evaluate", "generate", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_hang_is_named_by_its_stage_and_closing_does_not_hide_it(
     preloaded: Cluster,

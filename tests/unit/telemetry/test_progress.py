@@ -173,7 +173,7 @@ def test_a_process_that_does_not_answer_is_not_asked_again() -> None:
     assert len(process.asked) == 2
 
 
-@pytest.mark.parametrize("how", ["raises", "never returns"])
+@pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.exhaustive), "never returns"])
 def test_deadlines_hold_whatever_a_listener_of_progress_does(local: Cluster, how: str) -> None:
     hears, over = threading.Event(), threading.Event()
 
