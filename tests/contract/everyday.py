@@ -7,23 +7,33 @@ reaches code of a backend.
 
 The rest of the suite tests the runtime above the contract, which is the same code for all backends. KINDS lists these
 tests. A few of each kind run every day on all backends, and on the one of examples/backend_plugin, which runs no others
-every day. The others run every day on the backends of WHOLE and are ``exhaustive`` elsewhere. A new test runs every day
-until it is listed. A name without parameters stands for the test with all of its parameters.
+every day. The others run every day on the backends of WHOLE, and are ``exhaustive`` elsewhere; those of NIGHTLY are
+exhaustive on all. A new test runs every day until it is listed. A name without parameters stands for the test with all
+of its parameters.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["KINDS", "NIGHTLY", "WHOLE", "is_exhaustive"]
+__all__ = ["ENGINES_NIGHTLY", "KINDS", "NIGHTLY", "WHOLE", "is_exhaustive"]
 
-WHOLE: Final = ("inline", "local")
-"""The targets on which the whole suite runs every day: the one without processes, and the default one."""
+WHOLE: Final = ("local",)
+"""The targets on which the whole suite runs every day: the default one."""
 NIGHTLY: Final = (
     "test_a_message_of_more_than_2_gib_arrives_whole",
     "test_large_messages_arrive_whole_and_can_be_written[260]",
+    "test_references_stay_while_somebody_has_them",  # every day test_the_last_reference_frees_the_memory
+    "test_memory_of_values_is_given_back",
+    "test_a_process_has_its_whole_limit_to_start_and_no_more",  # test_a_start_ends_at_its_limit_and_leaves_nothing
+    "test_nothing_outlives_a_script_that_ends_by",  # tests/integration/test_faults_script.py
 )
-"""Tests that are exhaustive on every target, for the memory that they take."""
+"""Tests that are exhaustive on every target, for the memory or the time that they take."""
+ENGINES_NIGHTLY: Final = (
+    "test_a_completion_ends_with_the_token_that_completes_one_of_its_texts",
+    "test_ids_that_stand_for_no_text_are_never_drawn",
+)
+"""Tests of the contract of engines that take long, and run every day on the engines of Podium's own alone."""
 
 
 class Kind(NamedTuple):
