@@ -46,6 +46,7 @@ class Client(nbclient.NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_each_run_has_one_output_with_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_copy_task(tmp_path)

@@ -29,6 +29,7 @@ def run(environment: dict[str, str], *arguments: str) -> str:
     return ended.stdout + ended.stderr
 
 
+@pytest.mark.exhaustive
 def test_inline_and_local_keep_the_contract(environment: dict[str, str]) -> None:
     ways = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract", "-k", SUITE]
     summary = run(environment, *ways).splitlines()[-1]

@@ -68,6 +68,7 @@ def test_a_transfer_that_changed_nothing_is_noticed() -> None:
         dataplane.check_twos(Batch({"b": torch.full((4, 3), 2)}), 5, 3)
 
 
+@pytest.mark.exhaustive
 def test_a_weight_sync_is_of_whole_models_and_timed_until_generators_have_it() -> None:
     small = {**dataplane.config_of(layers=1, vocabulary=16), "hidden_size": 32, "intermediate_size": 64}
     model = ModelConfig(config=small, tokenizer="chars:0123456789")

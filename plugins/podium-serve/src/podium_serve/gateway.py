@@ -106,7 +106,7 @@ class Gateway:
         with self._lock:
             serving, self._serving = self._serving, None
             if serving is not None:
-                self._server.should_exit = True
+                self._server.end()
                 with contextlib.suppress(Exception):  # its loop may have ended, and the server with it
                     if self._admitted is not None and self._loop is not None:
                         self._loop.call_soon_threadsafe(self._admitted[0].close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from podium.connections.front import IDLE_S, Front, Phase
 from podium.errors import PodiumError
 
-__all__ = ["Server", "fronted", "in_url", "listen", "listen_at_first"]
+__all__ = ["FrontedServer", "Server", "fronted", "in_url", "listen", "listen_at_first"]
 
 _BACKLOG: Final = 1024  # connections that wait; a thousand agents may begin at the same time
 _LAST_PORT: Final = 65535
+_TICK_S: Final = 0.1  # between two looks of a server at its clock
+_LOOK_S: Final = 0.005  # between two looks at the connections of one that ends
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -95,13 +98,51 @@ class _Protocol(H11Protocol):
             self._visitor.enter(Phase.IDLE)
 
 
-class _Server(uvicorn.Server):
+class FrontedServer(uvicorn.Server):
+    """A server of uvicorn's that ends at once: by itself it looks every tenth of a second whether it shall."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # signals are for the program around it
 
+    def end(self) -> None:
+        """Have it finish requests in progress and end. Any thread may call this."""
+        self.should_exit = True
+        if self._ending is not None:
+            loop, event = self._ending
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the server with it
+                loop.call_soon_threadsafe(event.set)
 
-def fronted(app: Any, front: Front, *, lifespan: str = "off") -> uvicorn.Server:
+    async def main_loop(self) -> None:
+        """Wait until it shall end."""
+        event = asyncio.Event()
+        self._ending = asyncio.get_running_loop(), event
+        for tick in itertools.count():
+            if await self.on_tick(tick):
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), _TICK_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close idle connections and wait for the others, as uvicorn does, but not for another tenth of a second."""
+        for listener in [*self.servers, *(sockets or [])]:
+            listener.close()
+        state, clock = self.server_state, asyncio.get_running_loop().time
+        for connection in [*state.connections]:
+            connection.shutdown()
+        until = clock() + (self.config.timeout_graceful_shutdown or 0)
+        while (state.connections or state.tasks) and clock() < until:  # noqa: ASYNC110 - these sets have no event
+            await asyncio.sleep(_LOOK_S)
+        for task in state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
+
+
+def fronted(app: Any, front: Front, *, lifespan: str = "off") -> FrontedServer:
     """Return the server of an ASGI application whose connections come by ``front``. Serve with ``serve([front])``."""
     config = uvicorn.Config(
         app,
@@ -114,7 +155,7 @@ def fronted(app: Any, front: Front, *, lifespan: str = "off") -> uvicorn.Server:
         timeout_keep_alive=2 * int(IDLE_S),  # the front closes idle connections before
         timeout_graceful_shutdown=1,
     )
-    return _Server(config)
+    return FrontedServer(config)
 
 
 class Server:
@@ -146,7 +187,7 @@ class Server:
 
     def close(self) -> None:
         """Finish requests in progress for at most a second, and end."""
-        self._server.should_exit = True
+        self._server.end()
         self._thread.join()
         self.front.close()
 
