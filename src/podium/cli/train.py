@@ -116,7 +116,8 @@ def _check_replay(options: argparse.Namespace) -> None:
 def _replay_overrides(run: str, overrides: Sequence[str]) -> list[str]:
     """Return ``overrides``, behind those that make the settings of ``run`` those of a replay of it."""
     options = json.dumps({"run": run})
-    new = ["--run.name", "", "--run.resume", "", "--eval.items", "0", "--run.epochs", "null"]
+    new = ["--run.name", "", "--run.resume", "", "--run.epochs", "null"]
+    new += ["--eval.items", "0", "--eval.stop_at", "null", "--eval.patience", "0"]
     return [*new, *overrides, "--engine.name", "replay", "--engine.options", options]
 
 

@@ -20,6 +20,7 @@ _NO_SPACE: Final = re.compile(
     "MemoryError|failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|mmap.*failed"
 )
 _NO_THREADS: Final = re.compile("can't start new thread|Resource temporarily unavailable|pthread_create")
+_NO_FILES: Final = re.compile("Too many open files(?! in system)")
 _MOST_DESCRIPTORS: Final = 1 << 16
 
 
@@ -56,6 +57,12 @@ def explain_limit(error: BaseException) -> str:
         return (
             f"the system lets this user start no more threads and processes: the limit (ulimit -u){most} counts all of "
             "the user's, and a container may have a limit of its own (pids.max): raise it, or end other processes"
+        )
+    if _NO_FILES.search(text):
+        number, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"the limit on the files that a process may have open (ulimit -n) is {number}, which is too little here: "
+            "raise it, as with `ulimit -n 4096`"
         )
     return ""
 

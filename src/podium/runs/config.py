@@ -114,12 +114,7 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         self.check_roles()
         figure, _ = self.judged_by
-        for name in ("stop_at", "patience"):
-            if (value := getattr(self.eval, name)) not in (None, 0) and not self.eval.items:
-                raise ConfigError(
-                    f"eval.{name} = {value:g} with eval.items = 0, which turns evaluation off, so that nothing would "
-                    f"end the run: raise eval.items, or leave eval.{name} out"
-                )
+        self._check_evaluated("items", "turns evaluation off")
         if (count := count_draws(figure)) > self.eval.sampling.n:
             raise ConfigError(
                 f"eval.metric = {self.eval.metric!r} needs {count} completions of each held-out prompt, and "
@@ -127,6 +122,15 @@ class InferenceConfig:
             )
         if figure != "auto":
             check_goal(Metric(figure), self.eval.stop_at)
+
+    def _check_evaluated(self, key: str, meaning: str) -> None:
+        """Raise ConfigError if an evaluation is to end the run, and ``key`` is 0, with which there is none."""
+        for name, off in {"stop_at": None, "patience": 0}.items():
+            if (value := getattr(self.eval, name)) != off and not getattr(self.eval, key):
+                raise ConfigError(
+                    f"eval.{name} = {value:g} with eval.{key} = 0, which {meaning}, so that nothing would end the run: "
+                    f"raise eval.{key}, or leave eval.{name} out ({'null' if off is None else off})"
+                )
 
     def check_source(self, path: Path, given: Sequence[str]) -> Self:
         """Return this configuration, which was read from ``path``, with the current paths of its files if it is that of
@@ -196,6 +200,7 @@ class _TrainingConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_evaluated("every", "evaluates only before the first and after the last step")
         _ = self.ending_optim  # raises an error if the run is too short for the warm-up
 
     def check_roles(self) -> None:

@@ -20,9 +20,11 @@ import podium.cli
 from podium.cli import main
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import inference_config
+from podium.cli.train import _replay_overrides
+from podium.config import load_config
 from podium.errors import ConfigError
 from podium.runs.directory import RunDirectory
-from podium.trainer import SFTConfig, SFTTrainer
+from podium.trainer import GRPOConfig, SFTConfig, SFTTrainer
 from podium.trainer.preload import PRELOAD
 from tests.integration.training import MODEL, tiny, write_copy_task
 
@@ -333,12 +335,22 @@ def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[s
         assert said in err
 
 
+def test_a_replay_of_a_run_with_a_goal_has_none(tmp_path: Path) -> None:
+    """Nothing is evaluated in a replay."""
+    (tmp_path / "run.yaml").write_text("eval: {every: 2, stop_at: 0, patience: 3}")
+    config = load_config(GRPOConfig, tmp_path / "run.yaml", _replay_overrides("runs/a", []))
+    assert (config.eval.items, config.eval.stop_at, config.eval.patience) == (0, None, 0)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--sampling.stop_token_ids=[999]", "the stop token 999 (sampling.stop_token_ids"),
         ("--eval.items 0 --eval.stop_at 0.5", "eval.stop_at = 0.5 with eval.items = 0"),
+        ("--eval.items 0 --eval.stop_at 0", "eval.stop_at = 0 with eval.items = 0"),
         ("--eval.items 0 --eval.patience 3", "eval.patience = 3 with eval.items = 0"),
+        ("--eval.every 0 --eval.stop_at 0.5", "eval.stop_at = 0.5 with eval.every = 0"),
+        ("--eval.every 0 --eval.patience 3", "eval.patience = 3 with eval.every = 0"),
     ],
 )
 @pytest.mark.parametrize("dry", [True, False])

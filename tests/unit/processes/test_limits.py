@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import podium.cli
+from podium.errors import ConfigError
 from podium.processes import explain_limit
 
 
@@ -61,3 +64,36 @@ def test_a_limit_on_address_space_that_is_too_small_gets_one_sentence(tmp_path: 
     assert process.returncode == 2, process.stderr
     assert "(ulimit -v) is 1000000 KiB, which is too little" in last
     assert "`ulimit -v unlimited`" in last
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+            r"\(ulimit -n\) is 7, .* raise it, as with `ulimit -n 4096`",
+        ),
+        (
+            ImportError("libtorch.so: failed to map segment from shared object"),
+            r"\(ulimit -v\) is 0 KiB, .* raise it, as",
+        ),
+    ],
+)
+def test_a_limit_behind_an_error_is_what_the_command_line_names(
+    error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrapper = ConfigError("trainer of the recipe cannot be loaded")
+    wrapper.__cause__ = error
+
+    def end(arguments: list[str]) -> int:
+        raise shown
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (7, 7))
+    monkeypatch.setattr(podium.cli, "load_command", lambda _: end)
+    monkeypatch.setattr(podium.cli, "_can_write", lambda: True)
+    for shown in (error, wrapper):
+        assert podium.cli.main(["train"]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert said.endswith(f"{shown})\n"), said
+        assert re.search(expected, said), said
