@@ -15,9 +15,9 @@ import pickle
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from podium.data import Block, BlockInfo, TensorRef
 
-__all__ = ["Opener", "Reading", "decode", "encode", "read_as", "take_back"]
+__all__ = ["Opener", "Reading", "copy_value", "decode", "encode", "read_as", "take_back"]
 
 T = TypeVar("T")
 Rebuild = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -181,6 +181,55 @@ def decode(
             _here.made.clear()
             _here.opened.clear()
             _here.taken.clear()
+
+
+class _Copier(_Encoder):
+    stays: Callable[[Any], bool]
+    reductions: Mapping[type[Any], Callable[[Any], Rebuild]]
+    kept: list[Any]
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not self.stays(obj) and _reduction(obj.__class__) != "ref":
+            return None
+        self.kept.append(obj)
+        return len(self.kept) - 1
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduce = self.reductions.get(obj.__class__)
+        return reduce(obj) if reduce is not None else super().reducer_override(obj)
+
+
+class _Loader(pickle.Unpickler):
+    kept: list[Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.kept[pid]
+
+
+def copy_value(
+    value: T,
+    stays: Callable[[Any], bool] = lambda obj: False,
+    reductions: Mapping[type[Any], Callable[[Any], Rebuild]] = MappingProxyType({}),
+) -> T:
+    """Return ``value`` as a message would bring it here, so that a later change of the original is not seen.
+
+    Args:
+        stays: Whether an object is in the copy as it is. So are references, which do not change.
+        reductions: How objects of further types are pickled.
+
+    What does not pickle, or does not unpickle in this process, is returned as it is.
+    """
+    stream, buffers, kept = io.BytesIO(), list[pickle.PickleBuffer](), list[Any]()
+    try:
+        copier = cast(Any, _Copier(stream, protocol=5, buffer_callback=buffers.append))
+        copier.stays, copier.reductions, copier.kept, copier.blocks, copier.places = stays, reductions, kept, None, {}
+        copier.dump(value)
+        stream.seek(0)
+        loader = cast(Any, _Loader(stream, buffers=[bytearray(buffer.raw()) for buffer in buffers]))
+        loader.kept = kept
+        return loader.load()
+    except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - the call itself fails with it, and says where
+        return value
 
 
 def _blame(value: object, depth: int = 6) -> str:

@@ -8,13 +8,26 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import GenericAlias, MappingProxyType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    NamedTuple,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.functions import nearest
 from podium.runtime.calls import (
     WAITS_FOR_ITSELF,
     Call,
+    CallArgument,
     Outbox,
     Wanted,
     fill_in,
@@ -22,6 +35,7 @@ from podium.runtime.calls import (
     reachable,
     travelled,
 )
+from podium.runtime.codec import copy_value
 from podium.runtime.collect import Collect, concat, first, gather, reduce
 from podium.runtime.dispatch import Among, Dispatch, Mesh, PerRank, Ranks, Shipped, World, broadcast
 from podium.runtime.endpoints import Endpoint, EndpointSpec, endpoints_of, spec_of_function
@@ -51,10 +65,27 @@ class _Waiting(NamedTuple):
     spec: EndpointSpec
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    takes: Sequence[Call[Any]] = ()  # whose results it waits for
 
     def unfinished(self) -> list[Call[Any]]:
         """The calls among the arguments that have not ended."""
         return [call for value in (self.args, self.kwargs) for call in find_calls(value) if not call.done()]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _stays(obj: Any) -> bool:
+    """Whether an argument of a call that waits is as it is in the copy of its arguments."""
+    awaits = type(obj) is CallArgument and (not obj.call.done() or obj.call.failed())
+    return awaits or isinstance(obj, WorkerHandle)
+
+
+_REDUCTIONS: Final[Mapping[type[Any], Callable[[Any], Any]]] = {
+    PerRank: lambda values: (PerRank, (values.values,)),
+    CallArgument: lambda argument: (_same, (argument.call.take(),)),
+}
 
 
 class WorkerGroup(Generic[W]):
@@ -207,6 +238,7 @@ class WorkerGroup(Generic[W]):
         self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
     ) -> Call[Any]:
         """Submit one call of an endpoint. It is sent when no argument is an unfinished call, and no earlier call waits.
+        The arguments of a call that waits are copied now: the caller may change its tensors.
 
         What sending raises is raised here if the call is sent at once. Otherwise it fails the call.
         """
@@ -216,8 +248,11 @@ class WorkerGroup(Generic[W]):
         if not unfinished and not self._waiting:
             self._send(new)
             return call
+        args, kwargs = copy_value((args, kwargs), _stays, _REDUCTIONS)
+        for awaited in unfinished:
+            awaited.lend(1)
         with self._lock:
-            self._waiting.append(new)
+            self._waiting.append(_Waiting(call, spec, args, kwargs, unfinished))
         for awaited in (call, *unfinished):
             awaited.when_done(self._advance)
         if not unfinished:
@@ -241,7 +276,7 @@ class WorkerGroup(Generic[W]):
 
     def _send(self, waiting: _Waiting) -> None:
         """Replace calls among the arguments by their results, and send. An error of such a call fails this one."""
-        call, spec, args, kwargs = waiting
+        call, spec, args, kwargs, _ = waiting
         if args or kwargs:
             try:
                 args, kwargs = fill_in(args), fill_in(kwargs)
@@ -267,6 +302,8 @@ class WorkerGroup(Generic[W]):
                         self._send(first)
                     except Exception as error:  # noqa: BLE001 - nobody waits here: whatever it is belongs to the call
                         first.call.fail(error)
+                for taken in first.takes:
+                    taken.lend(-1)
                 self._waiting.popleft()  # only now: submit() sends at once where nothing waits, and would overtake it
 
     def tick(self, now: float) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
 from podium.runtime import Cluster, Handle, Worker, endpoint, first, per_rank, wait
@@ -302,6 +303,33 @@ class CallContract:
         endless: list[Any] = [1]
         endless.append(endless)
         assert len(sleeper.double([endless, slow.arg()])[0]) == 4
+
+    def test_what_the_caller_changes_while_a_call_waits_is_not_seen(
+        self, live: Handle[Sleeper], producer: Handle[_Producer]
+    ) -> None:
+        made = producer.make_when_told.submit("made")
+        value, nested = torch.ones(1000), [1, {"x": [2]}]
+        calls = [live.double.submit([made.arg(), value, nested])]
+        calls += [live.double.submit([value, nested]) for _ in range(2)]  # behind the one that waits
+        value.zero_()
+        nested[1]["x"].append(3)  # pyright: ignore[reportIndexIssue, reportUnknownMemberType]
+        nested.append(4)
+        producer.tell()
+        for at, call in enumerate(calls):
+            for got in call.result(LIMIT_S):
+                assert got[-1] == [1, {"x": [2]}]
+                assert int(got[-2].sum()) == 1000
+                assert at or got[0] == "made"
+
+    def test_a_result_that_the_caller_changes_is_passed_on_as_it_was(
+        self, sleeper: Handle[Sleeper], producer: Handle[_Producer]
+    ) -> None:
+        for size in (10, 1_000_000) * 10:
+            made: Any = producer.make.submit(0.01, torch.ones(size))  # pyright: ignore[reportArgumentType]
+            doubled = sleeper.double.submit(made.arg())
+            assert made.result() is made.result()
+            made.result().zero_()
+            assert [float(got.sum()) for got in doubled.result(LIMIT_S)] == [2 * size] * 2
 
     def test_calls_are_values_for_each_rank(self, cluster: Cluster, producer: Handle[_Producer]) -> None:
         probe = cluster.start(Probe.bind(), cluster.pool([2]), distributed=False)

@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, PodiumError
 from podium.exceptions import format_error
+from podium.runtime.codec import copy_value
 from podium.runtime.dispatch import PerRank
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Call(Generic[T]):
         self._error: BaseException | None = None
         self._read: Callable[[], T] | None = None
         self._value: T | None = None
+        self._takers = 0  # calls that wait for this one's result
+        self._theirs: tuple[T] | None = None  # which has a copy where the caller may have changed its own
         self._callbacks: list[Callable[[], None]] = []
         self.on_cancel: Callable[[], None] | None = None  # set by the runtime, and called when the caller cancels
 
@@ -182,6 +185,21 @@ class Call(Generic[T]):
         """Call ``first``, and end the call with ``error``. Returns False, and does neither, if it had ended."""
         return self._end(error, None, first)
 
+    def lend(self, takers: int) -> None:
+        """Add ``takers`` calls that wait for this one's result, which must be as it was when they are sent."""
+        with self._lock:
+            self._takers += takers
+            if not self._takers:
+                self._theirs = None
+
+    def take(self) -> T:
+        """Return the result for a call that waits for it."""
+        return self._outcome(takes=True)
+
+    def failed(self) -> bool:
+        """Whether the call has ended with an error."""
+        return self._error is not None
+
     def _end(
         self, error: BaseException | None, read: Callable[[], T] | None, first: Callable[[], object] | None = None
     ) -> bool:
@@ -200,7 +218,7 @@ class Call(Generic[T]):
             callback()
         return True
 
-    def _outcome(self) -> T:
+    def _outcome(self, takes: bool = False) -> T:
         with self._lock:
             if self._read is not None:
                 try:
@@ -208,9 +226,13 @@ class Call(Generic[T]):
                 except PodiumError as error:
                     self._error = error
                 self._read = None  # it holds the arguments
+            if not takes and self._takers and self._theirs is None:
+                self._theirs = (cast(T, self._value),)
+                self._value = copy_value(self._value)
+            value = self._theirs[0] if takes and self._theirs is not None else cast(T, self._value)
         if self._error is not None:
             raise _copy_of(self._error)
-        return cast(T, self._value)
+        return value
 
 
 def wait(
@@ -285,7 +307,7 @@ def fill_in(value: T, above: tuple[int, ...] = ()) -> T:
         Exception: What one of these calls failed with.
     """
     if type(value) is CallArgument:
-        return value.call.result()
+        return value.call.take()
     parts = _parts_of(value)
     if not parts or id(value) in above or not CallArgument.alive:
         return value
