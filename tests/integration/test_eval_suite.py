@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -43,14 +44,19 @@ def test_a_harness_asks_the_model_of_a_run_and_its_results_are_kept(
     fake.chmod(0o755)
     words = ["eval", str(run), "--backend", "inline", "--suite", "lm-eval:copy", "--harness", str(fake)]
     assert main(words) == 0
-    out = capsys.readouterr().out.splitlines()
+    first = capsys.readouterr()
+    out = first.out.splitlines()
     (kept,) = (run / "suites" / "lm-eval" / "copy").iterdir()
     assert kept.stem == step_name(RunRecord(run).step)
     assert out[0].split() == ["copy", "length", "2.0000", "±", "0.5000"]
     assert out[1] == str(kept)
     assert json.loads(kept.read_text())["results"] == {"copy": {"length": 2.0, "length_stderr": 0.5}}
     assert main([*words, "--", "--fail"]) != 0
-    assert "lm-eval ended with status 3" in capsys.readouterr().err
+    second = capsys.readouterr().err
+    assert "lm-eval ended with status 3" in second
+    names = [re.findall(r"model=(run-\w+),", err) for err in (first.err, second)]
+    assert len(names[0]) == len(names[1]) == 1
+    assert names[0] != names[1], "a harness that keeps answers by the model's name keeps none of another checkpoint"
 
 
 @pytest.mark.exhaustive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import podium_suites as suites
 from podium.cli.suites import find_suite, write_table
-from podium.errors import ConfigError
+from podium.errors import ConfigError, PodiumError
 
 
 def make_command(folder: Path, name: str) -> str:
@@ -64,8 +65,33 @@ def test_results_of_inspect_are_those_of_its_scorers(tmp_path: Path) -> None:
     (tmp_path / "log.json").write_text(json.dumps(log))
     assert suites._read_inspect(tmp_path) == {"sums": {"match/accuracy": 0.5, "match/accuracy_stderr": 0.1}}
     (tmp_path / "log.json").write_text(json.dumps({**log, "status": "error"}))
-    with pytest.raises(ValueError, match="ended as error"):
+    with pytest.raises(PodiumError, match="the task sums ended as error; the output of inspect"):
         suites._read_inspect(tmp_path)
+
+
+def test_two_ways_to_reduce_the_epochs_of_a_scorer_are_two_figures(tmp_path: Path) -> None:
+    """inspect gives both the scorer's name."""
+    scores = [
+        {"name": "match", "reducer": reducer, "metrics": {"accuracy": {"value": value}, "stderr": {"value": 0.1}}}
+        for reducer, value in (("mean", 0.25), ("pass_at_2", 0.5))
+    ]
+    log = {"status": "success", "eval": {"task": "sums"}, "results": {"scores": scores}}
+    (tmp_path / "log.json").write_text(json.dumps(log))
+    row = suites._read_inspect(tmp_path)["sums"]
+    assert (row["match/mean/accuracy"], row["match/pass_at_2/accuracy"]) == (0.25, 0.5)
+    assert row["match/pass_at_2/accuracy_stderr"] == 0.1
+
+
+def test_a_harness_without_an_answer_has_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """lighteval ends well where each of its requests has failed, and says 0.0."""
+    suites._check_answers("lighteval", Counter({"200": 3}))
+    assert not capsys.readouterr().err
+    suites._check_answers("lighteval", Counter({"200": 3, "400": 2}))
+    assert "3 were answered and others were not (2 with status 400)" in capsys.readouterr().err
+    with pytest.raises(PodiumError, match=r"answered none of its requests \(2 with status 400\)"):
+        suites._check_answers("lighteval", Counter({"400": 2}))
+    with pytest.raises(PodiumError, match=r"\(there were none\)"):
+        suites._check_answers("lighteval", Counter())
 
 
 def test_the_arguments_name_the_served_model() -> None:
@@ -73,4 +99,5 @@ def test_the_arguments_name_the_served_model() -> None:
     words = " ".join(suites._ask_lm_eval(model, "copy", "/out"))
     assert "model=m,base_url=http://127.0.0.1:1/v1/completions" in words and "max_length=64" in words
     assert "openai/m" in " ".join(suites._ask_inspect(model, "x.py", "/out"))
-    assert "base_url=http://127.0.0.1:1/v1" in " ".join(suites._ask_lighteval(model, "x", "/out"))
+    words = " ".join(suites._ask_lighteval(model, "x", "/out"))
+    assert "base_url=http://127.0.0.1:1/v1,cache_dir=/out/cache,max_model_length=64" in words

@@ -8,18 +8,22 @@ podium eval ── served() ─▶ http://127.0.0.1:PORT/v1 ◀─ requests ─�
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from podium.errors import ConfigError, PodiumError
 
@@ -29,6 +33,7 @@ Results = dict[str, dict[str, float]]
 """Figures by the names of tasks. The standard error of a figure NAME is NAME_stderr."""
 
 _END_S: Final = 10.0
+_OFFLINE_COSTS: Final = "LITELLM_LOCAL_MODEL_COST_MAP"  # else litellm fetches a list of prices from GitHub
 _STDERR: Final = 2  # the descriptor: sys.stderr may have none
 
 
@@ -103,14 +108,18 @@ class HarnessTask:
     def run(self, config: Any, cluster: Any, name: str) -> Results:
         """Serve the model while the harness asks it. Returns the figures of the harness.
 
+        The model has another name each time: lighteval keeps answers of a model by its name, and would give those of
+        one checkpoint to the next.
+
         Raises:
-            PodiumError: The harness failed, or left no results. Its own output is on stderr.
+            PodiumError: The harness failed, got no answer, or left no results. Its own output is on stderr.
         """
         from podium.models import load_tokenizer
         from podium.models.loading import longest_text
         from podium.rollout.services import load_service
 
         harness, token = self.harness, secrets.token_urlsafe(32)
+        name = f"{name}-{secrets.token_hex(4)}"
         service = load_service(f"--suite {harness.name}")
         with (
             tempfile.TemporaryDirectory(prefix="podium-suite-") as folder,
@@ -121,10 +130,11 @@ class HarnessTask:
             results.mkdir()
             served_model = Served(name, f"{model.url}/v1", str(tokenizer), longest_text(config.model))
             arguments = [*harness.arguments(served_model, self.task, str(results)), *self.arguments]
-            env = {**os.environ, "OPENAI_API_KEY": token, "OPENAI_BASE_URL": served_model.url}
+            env = {_OFFLINE_COSTS: "True", **os.environ, "OPENAI_API_KEY": token, "OPENAI_BASE_URL": served_model.url}
             status = _run([self.program, *arguments], env)
             if status:
                 raise PodiumError(f"{harness.name} ended with status {status}; its output above says why")
+            _check_answers(harness.name, _count_requests(model.url, token))
             try:
                 return harness.read(results)
             except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
@@ -132,6 +142,46 @@ class HarnessTask:
                     f"{harness.name} ended and left no results that can be read ({type(error).__name__}: {error}): "
                     "this version may write them in another form"
                 ) from None
+
+
+def _count_requests(url: str, token: str) -> Counter[str] | None:
+    """Return how many requests for completions the service at ``url`` has had, by the status of its reply; None for a
+    service that does not count them."""
+    address, counts = urlsplit(url), Counter[str]()
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_END_S)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
+        response = connection.getresponse()
+        text = response.read().decode()
+    if response.status != http.HTTPStatus.OK:
+        return None
+    for path, status, count in re.findall(r'podium_requests_total\{path="(/v1/\w[^"]*)",code="(\d+)"\} (\d+)', text):
+        if path != "/v1/models":
+            counts[status] += int(count)
+    return counts
+
+
+def _check_answers(harness: str, counts: Counter[str] | None) -> None:
+    """Check that the model has answered the harness. A warning counts requests without an answer.
+
+    lighteval counts an answer that it does not get as an empty one, and ends as if all was well.
+
+    Raises:
+        PodiumError: There was no answer.
+    """
+    if counts is None:
+        return
+    refused = ", ".join(f"{count} with status {status}" for status, count in sorted(counts.items()) if status != "200")
+    if not counts["200"]:
+        raise PodiumError(
+            f"{harness} ended, and the model has answered none of its requests ({refused or 'there were none'}), so "
+            "that its figures mean nothing; its output above says why"
+        )
+    if refused:
+        sys.stderr.write(
+            f"warning: of the requests of {harness} {counts['200']} were answered and others were not ({refused}); the "
+            "figures may count them as wrong answers\n"
+        )
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -171,7 +221,9 @@ def _ask_lm_eval(model: Served, task: str, folder: str) -> list[str]:
 
 
 def _ask_lighteval(model: Served, task: str, folder: str) -> list[str]:
-    settings = f"model_name=openai/{model.name},base_url={model.url}"
+    settings = f"model_name=openai/{model.name},base_url={model.url},cache_dir={folder}/cache"
+    if model.positions:  # else it asks openrouter.ai for them
+        settings += f",max_model_length={model.positions}"
     return ["endpoint", "litellm", settings, task, "--output-dir", folder]
 
 
@@ -208,11 +260,16 @@ def _read_inspect(folder: Path) -> Results:
         if "eval" not in log:
             continue
         if log.get("status") != "success":
-            raise ValueError(f"the task {log['eval']['task']} ended as {log.get('status')}")
+            raise PodiumError(
+                f"the task {log['eval']['task']} ended as {log.get('status')}; the output of inspect above says why"
+            )
         row = results.setdefault(str(log["eval"]["task"]), {})
-        for score in log["results"]["scores"]:
+        scores = log["results"]["scores"]
+        scorers = Counter(score["name"] for score in scores)
+        for score in scores:  # a scorer has one for each way to reduce epochs
+            scorer = score["name"] if scorers[score["name"]] == 1 else f"{score['name']}/{score['reducer']}"
             for name, metric in score["metrics"].items():
-                row[f"{score['name']}/{name}"] = float(metric["value"])
+                row[f"{scorer}/{name}"] = float(metric["value"])
     if not results:
         raise ValueError("no log")
     return {
@@ -225,5 +282,8 @@ def _read_inspect(folder: Path) -> Results:
 
 
 INSPECT: Final = Harness("inspect", "inspect", "pip install inspect-ai openai", _ask_inspect, _read_inspect)
-LIGHTEVAL: Final = Harness("lighteval", "lighteval", "pip install 'lighteval[litellm]'", _ask_lighteval, _read_tasks)
+_LIGHTEVAL: Final = (
+    "pip install 'lighteval[litellm]' 'litellm<1.106' 'xxhash<4'"  # lighteval 0.13 breaks with newer ones
+)
+LIGHTEVAL: Final = Harness("lighteval", "lighteval", _LIGHTEVAL, _ask_lighteval, _read_tasks)
 LM_EVAL: Final = Harness("lm-eval", "lm_eval", "pip install 'lm-eval[api]' transformers", _ask_lm_eval, _read_tasks)
