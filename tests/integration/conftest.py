@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO, Any
+from unittest import mock
 
 import pytest
 
@@ -59,3 +62,23 @@ def finished_sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     """The folder of a finished run with sessions of two turns, which nobody may change."""
     with read_only(share_folder(tmp_path_factory, "sessions")) as folder:
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_picture() -> Iterator[None]:
+    """Draw the learning curve of the first run, whose picture all others get: it takes a fourth of a small run."""
+    try:
+        from podium_curves import plot_curve
+    except ImportError:  # it is not installed, or a library that it needs
+        yield
+        return
+    pictures: list[bytes] = []
+
+    def plot_once(curve: Any, file: IO[bytes], title: str = "") -> None:
+        if not pictures:
+            plot_curve(curve, picture := io.BytesIO(), title)
+            pictures.append(picture.getvalue())
+        file.write(pictures[0])
+
+    with mock.patch("podium_curves.plot_curve", plot_once):
+        yield
