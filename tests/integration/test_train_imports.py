@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from podium.trainer import GRPOConfig, config_to_yaml
 from tests.integration.training import tiny
 
@@ -37,6 +39,7 @@ print(json.dumps([imported, mine, trainer.theirs, list(sys.modules)]))
 """
 
 
+@pytest.mark.exhaustive
 def test_only_workers_import_what_only_models_need_and_before_they_are_made(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(config_to_yaml(tiny(GRPOConfig, tmp_path, run={"steps": 1}, save={"model": False})))

@@ -118,6 +118,7 @@ def run_withheld(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.exhaustive
 def test_a_run_trains_without_the_calls_that_macos_lacks(tmp_path: Path) -> None:
     """With one line that says where the workers are. A grader has processes that are killed."""
     (tmp_path / "script.py").write_text(SCRIPT)
