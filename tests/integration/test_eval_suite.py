@@ -15,6 +15,7 @@ from podium.cli import main
 from podium.runs.files import step_name
 from podium.runs.records import RunRecord
 from podium.trainer import GRPOConfig
+from tests.integration.test_serve_lm_eval import LM_EVAL, needs_lm_eval
 from tests.integration.training import MODEL, tiny, train
 
 pytest.importorskip("uvicorn")
@@ -59,15 +60,13 @@ def test_a_harness_asks_the_model_of_a_run_and_its_results_are_kept(
     assert names[0] != names[1], "a harness that keeps answers by the model's name keeps none of another checkpoint"
 
 
+@needs_lm_eval
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_lm_eval_itself_evaluates_a_task_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = Path(__file__).parents[2] / ".venvs" / "lm-eval" / "bin" / "lm_eval"
-    program = str(mine) if mine.exists() else shutil.which("lm_eval")
-    if program is None:
-        pytest.skip("lm-eval is not installed: python -m venv .venvs/lm-eval; pip install 'lm-eval[api]' transformers")
+    assert LM_EVAL is not None
     longer = {"config": {**MODEL["config"], "max_position_embeddings": 256}, "tokenizer": MODEL["tokenizer"]}
     run = train(tiny(GRPOConfig, tmp_path, model=longer))
     rows = [{"question": f"{n:02d}=", "options": [f"{n:02d}", "77"], "answer": 0} for n in range(12)]
@@ -79,7 +78,7 @@ def test_lm_eval_itself_evaluates_a_task_without_a_network(
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    words = ["eval", str(run), "--backend", "inline", "--suite", "lm-eval:choose", "--harness", program]
+    words = ["eval", str(run), "--backend", "inline", "--suite", "lm-eval:choose", "--harness", LM_EVAL]
     assert main([*words, "--", "--include_path", str(tmp_path)]) == 0
     kept = json.loads((run / "suites" / "lm-eval" / "choose" / "step-000002.json").read_text())
     assert 0 <= kept["results"]["choose"]["acc"] <= 1 and kept["results"]["choose"]["acc_stderr"] >= 0

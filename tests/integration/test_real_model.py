@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import runpy
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from podium.training import OptimConfig, ParallelConfig
 from podium.workers import Generator, Policy, StreamedSync
 from podium_testing.engines import compute_trained_logprobs
 from tests.integration.test_serve_cli import serving
-from tests.integration.test_serve_lm_eval import check_scores
+from tests.integration.test_serve_lm_eval import check_scores, needs_lm_eval
 from tests.integration.test_workers_ranks import started
 from tests.integration.training import losses, metrics_rows, slots, timeless
 from tests.unit.workers.tiny import recorded
@@ -299,7 +298,7 @@ def test_a_served_answer_is_that_of_transformers() -> None:
 @here
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install lm-eval[api]")
+@needs_lm_eval
 def test_lm_eval_measures_the_served_model_as_its_own_backend_does(tmp_path: Path) -> None:
     check_scores(MODEL, tmp_path, count=12)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,12 @@ from tests.integration.test_serve_cli import model, serving
 
 __all__ = ["model"]
 
-pytestmark = pytest.mark.skipif(
-    find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install lm-eval[api]"
-)
+_APART = Path(__file__).parents[2] / ".venvs" / "lm-eval" / "bin" / "lm_eval"
+LM_EVAL = str(_APART) if _APART.exists() else shutil.which("lm_eval")
+
+_INSTALL = "python -m venv .venvs/lm-eval; .venvs/lm-eval/bin/pip install 'lm-eval[api]' transformers accelerate"
+needs_lm_eval = pytest.mark.skipif(LM_EVAL is None, reason=f"lm-eval is not installed: {_INSTALL}")
+pytestmark = needs_lm_eval
 
 TASKS = {
     "choices": """
@@ -63,16 +65,8 @@ test_split: train
 def measured(folder: Path, *words: str) -> dict[str, Any]:
     """The results of lm-eval, and of each task the answers."""
     env = {**os.environ, "OPENAI_API_KEY": "secret", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    command = [
-        sys.executable,
-        "-m",
-        "lm_eval",
-        "run",
-        "--tasks",
-        ",".join(TASKS),
-        "--include_path",
-        str(folder / "tasks"),
-    ]
+    assert LM_EVAL is not None
+    command = [LM_EVAL, "run", "--tasks", ",".join(TASKS), "--include_path", str(folder / "tasks")]
     output = folder / words[1]
     done = subprocess.run(
         [*command, "--output_path", str(output), "--log_samples", *words],
