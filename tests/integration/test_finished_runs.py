@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from podium.cli import main
 from tests.integration.finished_runs import LAYOUTS, copy_folder, read_only, share_folder
 
 
@@ -45,3 +46,11 @@ def test_who_changes_a_shared_run_fails_and_who_changes_a_copy_does_not(tmp_path
         copy = copy_folder(folder, tmp_path / "copy")
         (copy / "latest").write_text("changed\n")
     assert (copy / "metrics.jsonl").read_text() == "changed\n"
+
+
+def test_a_prompt_with_characters_that_the_tokenizer_lacks_is_named(
+    finished_grpo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder = str(finished_grpo / "runs" / "run")
+    assert main(["sample", run_folder, "--prompt", "1é=", "--backend", "inline", "--engine.name", "transformers"]) == 0
+    assert "1 of 1 prompts hold characters that the tokenizer does not know, such as 'é'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
-from podium.cli.status import StatusSink
+from podium.cli.status import StatusSink, write_note
 from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.rollout.engines.config import REPLAY
@@ -24,6 +24,7 @@ from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.recipes import find_recipe, recipe_of
 from podium.runs.records import RunRecord, flatten, is_run
+from podium.telemetry import subscribe
 from podium.telemetry.formatting import visible
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def run_sample(arguments: Sequence[str]) -> int:
             from podium.trainer import open_sampler
 
             sample = stack.enter_context(open_sampler(config, stack.enter_context(connect(backend))))
+        stack.callback(subscribe(write_note))
         for number, prompt in enumerate(prompts):
             for completion in sample(prompt, number):
                 sys.stdout.write((visible(completion) if sys.stdout.isatty() else completion) + "\n")

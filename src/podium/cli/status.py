@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from podium.telemetry.events import Event, Progressing, Waiting
+from podium.telemetry.events import Event, Note, Progressing, Waiting
 from podium.telemetry.formatting import visible
 from podium.telemetry.progress import describe_counts
 from podium.telemetry.sinks.base import Sink
@@ -13,11 +13,11 @@ from podium.telemetry.sinks.base import Sink
 if TYPE_CHECKING:
     from rich.status import Status
 
-__all__ = ["StatusSink"]
+__all__ = ["StatusSink", "write_note"]
 
 
 class StatusSink(Sink):
-    """Shows ``what`` at once, then what the program waits for and what it counts, until the block ends."""
+    """Shows ``what`` at once, then what the program waits for and what it counts, until the block ends. Notes stay."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -34,6 +34,11 @@ class StatusSink(Sink):
             sys.stderr.flush()
 
     def handle(self, event: Event) -> None:
+        if isinstance(event, Note):
+            if self._status is not None:
+                self._status.console.print(visible(event.text), markup=False, highlight=False, soft_wrap=True)
+            else:
+                write_note(event)
         # What is loaded is said already, and workers have another name for it: that of a copy.
         if isinstance(event, Waiting) and not event.what.startswith("loading ") and event.what != self._what:
             self._what = event.what
@@ -49,3 +54,10 @@ class StatusSink(Sink):
     def finish(self) -> None:
         if self._status is not None:
             self._status.stop()
+
+
+def write_note(event: Event) -> None:
+    """Write the text of a note to stderr. Other events have none."""
+    if isinstance(event, Note):
+        sys.stderr.write(f"{visible(event.text)}\n")
+        sys.stderr.flush()

@@ -20,10 +20,12 @@ import podium.cli
 from podium.cli import main
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import inference_config
+from podium.cli.status import StatusSink
 from podium.cli.train import _replay_overrides
 from podium.config import load_config
 from podium.errors import ConfigError
 from podium.runs.directory import RunDirectory
+from podium.telemetry import Note, emit, flush
 from podium.trainer import GRPOConfig, SFTConfig, SFTTrainer
 from podium.trainer.preload import PRELOAD
 from tests.integration.training import MODEL, tiny, write_copy_task
@@ -333,6 +335,14 @@ def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[s
         status, _, err = run(capsys, "train", "grpo", *words)
         assert status == 2
         assert said in err
+
+
+def test_notes_of_eval_and_sample_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    """They say what the model does not see, or that no completion was graded."""
+    with StatusSink("loading runs/a"):
+        emit(Note("1 of 4 prompts hold \x1b[2J"))
+        flush()
+    assert capsys.readouterr().err == "loading runs/a\n1 of 4 prompts hold \\x1b[2J\n"
 
 
 def test_a_replay_of_a_run_with_a_goal_has_none(tmp_path: Path) -> None:
