@@ -280,11 +280,11 @@ def test_an_output_layer_in_float32_rounds_no_logits(
         states.append(hidden.float())
         return apply(hidden, dense)
 
-    apply = decoder._apply
+    apply = decoder.multiply
     for wide in (False, True):
         made = make_engine(EngineConfig(name=name, options={"float32_output": wide}), model)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoder, "_apply", remember)
+            patch.setattr(decoder, "multiply", remember)
             hook = model.lm_head.register_forward_pre_hook(lambda _, args: states.append(args[0][:, -1].float()))
             made.submit(Request(id="one", prompt=tuple(prompts[0]), params=SamplingParams(max_new_tokens=1), seed=1))
             (done,) = made.poll()

@@ -21,15 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from podium.rollout.engines.native.parameters import DecoderWeights
+from podium.rollout.engines.native.products import ROW_QUANTUM
 
-__all__ = ["LENGTH_QUANTUM", "ROW_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class", "round_up"]
+__all__ = ["LENGTH_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class", "round_up"]
 
-# Results of a row depend on neither the number of rows nor the span of positions as long as both are multiples of 16
-# and the span is at least 32: elsewhere BLAS takes kernels that sum in another order.
-ROW_QUANTUM = 16
+# The attention of a row does not depend on the span of positions as long as that is a multiple of 16 and at least 32,
+# and at most 256 values are summed at once: elsewhere BLAS takes kernels that sum in another order, or cuts the sum
+# where the span says so (MKL cuts more than 384 in halves).
 LENGTH_QUANTUM = 32  # positions of lanes come in multiples of it
 _TIME_QUANTUM = 16
 _SHORTEST_SPAN = 32
+_SUMMED_AT_ONCE = 256
 
 
 class KVCache(ABC):
@@ -124,7 +126,7 @@ class GemmCache(KVCache):
         self.values = torch.zeros(*shape, length, weights.head_dim, device=self.device)
         self._dtype = weights.dtype
         self._never = torch.tensor(float("-inf"), device=self.device)
-        self._views: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._views: list[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]] = []
         self._views_for = (0, 0)
 
     @staticmethod
@@ -151,18 +153,26 @@ class GemmCache(KVCache):
             keys[index] = key
             values[place_value] = value
             scores = torch.baddbmm(biases[layer], query.reshape(active * kv, group, dim), seen_keys, alpha=scale)
-            mixed = torch.bmm(torch.softmax(scores, -1), seen_values).view(active, kv * group * dim)
+            shares = torch.softmax(scores, -1).split(_SUMMED_AT_ONCE, -1)
+            mixed = torch.bmm(shares[0], seen_values[0])
+            for share, seen in zip(shares[1:], seen_values[1:], strict=True):
+                mixed = torch.baddbmm(mixed, share, seen)
+            mixed = mixed.view(active, kv * group * dim)
             return mixed.to(self._dtype) if cast else mixed
 
         return attend
 
-    def _views_of(self, active: int, until: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Of each layer: all keys, all values, and the part of them that is read, as batches of matrices."""
+    def _views_of(self, active: int, until: int) -> list[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
+        """Of each layer: all keys, all values, and the part of them that is read, as batches of matrices, and
+        the values cut into what is summed at once."""
         if self._views_for != (active, until):
             self._views_for = (active, until)
             rows = active * self.kv_heads
             self._views = [
-                (keys, values, keys.flatten(0, 1)[:rows, :, :until], values.flatten(0, 1)[:rows, :until])
+                (
+                    *(keys, values, keys.flatten(0, 1)[:rows, :, :until]),
+                    values.flatten(0, 1)[:rows, :until].split(_SUMMED_AT_ONCE, 1),
+                )
                 for keys, values in zip(self._keys, self.values, strict=True)
             ]
         return self._views

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, round_up
+from podium.rollout.engines.native.cache import KVCache
 from podium.rollout.engines.native.parameters import DecoderWeights, Dense, Mlp
+from podium.rollout.engines.native.products import ROW_QUANTUM, add_product, multiply
+from podium.rollout.engines.native.prompt_attention import PromptAttention
 
 __all__ = ["Decoder", "Past", "Prefill"]
-
-_PROMPT_QUANTUM = 32  # attention over prompts works on blocks of 32 queries; whole blocks keep its sums in one order
 
 
 class Prefill(NamedTuple):
@@ -50,7 +50,6 @@ class Decoder:
         self.weights = weights
         self._wide_output = wide_output and weights.dtype != torch.float32
         self._holes = torch.tensor(holes, device=weights.device) if holes else None
-        self._q_size = weights.heads * weights.head_dim
         self._q_and_k = [weights.heads, weights.kv_heads]
         self._qk_and_v = [weights.heads + weights.kv_heads, weights.kv_heads]
         # The norms' own short path pays in float32 on the CPU; elsewhere torch's rms_norm is one kernel, or as fast.
@@ -83,52 +82,27 @@ class Decoder:
         """
         weights, device = self.weights, self.weights.device
         starts = [0] * len(prompts) if past is None else past.lengths
-        lengths = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
-        width = round_up(max(map(len, prompts)), _PROMPT_QUANTUM)
-        query_width = round_up(max(lengths), _PROMPT_QUANTUM)
-        column = torch.cat([torch.arange(length) for length in lengths])
-        row = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(lengths))
-        start = torch.tensor(starts)
+        attention = PromptAttention(starts, [len(prompt) for prompt in prompts], device)
         tokens = [token for prompt, begin in zip(prompts, starts, strict=True) for token in prompt[begin:]]
-        count = len(tokens)
-        slots = _pad_rows(row * query_width + column).to(device)
-        position = _pad_rows(column + start[row]).to(device)
-        row, at = row.to(device), position[:count]
+        count, row, at = len(tokens), attention.rows.to(device), attention.positions.to(device)
 
-        shape = (len(weights.layers), len(prompts), weights.kv_heads, width, weights.head_dim)
+        shape = (len(weights.layers), len(prompts), weights.kv_heads, attention.width, weights.head_dim)
         keys, values = (torch.zeros(shape, dtype=weights.dtype, device=device) for _ in range(2))
         if past is not None:
             keys[:, :, :, : past.keys.shape[3]], values[:, :, :, : past.values.shape[3]] = past.keys, past.values
-        query_positions = (start.unsqueeze(1) + torch.arange(query_width)).unsqueeze(2)
-        masks: dict[int | None, Tensor | None] = {}
-        for window in {layer.window for layer in weights.layers}:
-            masks[window] = None
-            if past is not None or (window is not None and window < width):
-                masks[window] = _mask_of_seen(query_positions, width, window).unsqueeze(1).to(device)
-        grid = torch.zeros(len(prompts) * query_width, weights.heads, weights.head_dim,
-                           dtype=weights.dtype, device=device)  # fmt: skip
         hidden = F.embedding(_pad_rows(torch.tensor(tokens)).to(device), weights.embedding)
-        cos, sin = self._cos_sin[position].unsqueeze(2).unbind(1)
+        cos, sin = self._cos_sin[_pad_rows(attention.positions).to(device)].unsqueeze(2).unbind(1)
 
         for index, layer in enumerate(weights.layers):
             query, key, value = self._project(hidden, index, cos, sin)
-            grid[slots[:count]] = query[:count]
             keys[index][row, :, at], values[index][row, :, at] = key[:count], value[:count]
-            mixed = F.scaled_dot_product_attention(
-                grid.view(len(prompts), query_width, -1, weights.head_dim).transpose(1, 2),
-                keys[index],
-                values[index],
-                attn_mask=masks[layer.window],
-                is_causal=masks[layer.window] is None,
-                enable_gqa=weights.heads > weights.kv_heads,
-            )
-            mixed = mixed.transpose(1, 2).reshape(len(prompts) * query_width, self._q_size)[slots]
-            hidden = _add(hidden, mixed, layer.output)
+            mixed = attention.attend(query[:count], keys[index], values[index], layer.window)
+            hidden = add_product(hidden, F.pad(mixed, (0, 0, 0, len(hidden) - count)), layer.output)
             hidden = self._feed_forward(hidden, index)
 
-        last = torch.tensor(lengths).cumsum(0).sub_(1)
-        logits = self._logits(hidden[_pad_rows(last).to(device)])
-        return Prefill(keys, values, logits[: len(prompts)])
+        logits = self._logits(hidden[_pad_rows(attention.last_rows).to(device)])
+        used = attention.used
+        return Prefill(keys[:, :, :, :used], values[:, :, :, :used], logits[: len(prompts)])
 
     def decode(self, tokens_A: Tensor, positions_A: Tensor, cache: KVCache, until: int) -> Tensor:
         """Logits ``[A, V]``, float32, of what follows ``tokens_A``, which stand at ``positions_A`` of lanes 0 to A-1.
@@ -139,7 +113,7 @@ class Decoder:
         hidden = F.embedding(tokens_A, self.weights.embedding)
         cos, sin = self._cos_sin[positions_A].unsqueeze(2).unbind(1)
         for index, layer in enumerate(self.weights.layers):
-            hidden = _add(hidden, attend(index, *self._project(hidden, index, cos, sin)), layer.output)
+            hidden = add_product(hidden, attend(index, *self._project(hidden, index, cos, sin)), layer.output)
             hidden = self._feed_forward(hidden, index)
         return self._logits(hidden)
 
@@ -147,7 +121,7 @@ class Decoder:
         """Queries ``[N, H, D]`` and keys ``[N, K, D]``, rotated where the layer does so, and values ``[N, K, D]``."""
         weights = self.weights
         layer = weights.layers[index]
-        qkv = _apply(self._norm(hidden, layer.input_norm), layer.qkv)
+        qkv = multiply(self._norm(hidden, layer.input_norm), layer.qkv)
         qk, value = qkv.view(len(qkv), -1, weights.head_dim).split_with_sizes(self._qk_and_v, 1)
         if layer.qk_norm is not None:
             qk = self._head_norm(qk, layer.qk_norm)
@@ -161,14 +135,14 @@ class Decoder:
         inner = self._norm(hidden, layer.mlp_norm)
         if not isinstance(layer.mlp, Mlp):
             return hidden + layer.mlp(inner.unsqueeze(0)).squeeze(0)
-        gate, up = _apply(inner, layer.mlp.gate_up).chunk(2, 1)
-        return _add(hidden, self.weights.activation(gate).mul_(up), layer.mlp.down)
+        gate, up = multiply(inner, layer.mlp.gate_up).chunk(2, 1)
+        return add_product(hidden, self.weights.activation(gate).mul_(up), layer.mlp.down)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head, inner = self.weights.head, self._norm(hidden, self.weights.final_norm)
         if self._wide_output:
             head = Dense(head.weight_t.float(), None if head.bias is None else head.bias.float())
-        logits = _apply(inner.to(head.weight_t.dtype), head).float()
+        logits = multiply(inner.to(head.weight_t.dtype), head).float()
         return logits if self._holes is None else logits.index_fill_(1, self._holes, -torch.inf)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -188,24 +162,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     return (x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
 
 
-def _apply(x: Tensor, dense: Dense) -> Tensor:
-    return torch.mm(x, dense.weight_t) if dense.bias is None else torch.addmm(dense.bias, x, dense.weight_t)
-
-
-def _add(residual: Tensor, x: Tensor, dense: Dense) -> Tensor:
-    """``residual + dense(x)`` in one product where there is no bias."""
-    if dense.bias is None:
-        return torch.addmm(residual, x, dense.weight_t)
-    return residual + torch.addmm(dense.bias, x, dense.weight_t)
-
-
-def _mask_of_seen(asked: Tensor, width: int, window: int | None) -> Tensor:
-    """Which of ``width`` positions the queries at the positions ``asked [..., 1]`` attend to."""
-    positions = torch.arange(width)
-    seen = positions <= asked
-    return seen if window is None else seen & (positions > asked - window)
-
-
 def _pad_rows(index: Tensor) -> Tensor:
-    """``index`` lengthened with zeros to a multiple of the row quantum (see ``cache``)."""
+    """``index`` lengthened with zeros to a multiple of the row quantum (see ``products``)."""
     return F.pad(index, (0, -len(index) % ROW_QUANTUM))

@@ -10,7 +10,7 @@ before, and what they write is read through the joined matrix.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,10 +28,15 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """``y = x @ weight_t + bias``; ``weight_t [in, out]`` is the transposed view of the parameter."""
+    """``y = x @ weight_t + bias``; ``weight_t [in, out]`` is the transposed view of the parameter.
+
+    Attributes:
+        blocks: By the number of rows of ``x``, in which blocks it is computed (see :mod:`.products`).
+    """
 
     weight_t: Tensor
     bias: Tensor | None
+    blocks: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
