@@ -10,11 +10,11 @@
 
 What it guarantees. A completion depends on its prompt, the parameters, its seed and the weights, up to rounding: a draw
 that falls within rounding (about 1e-7 of the mass in float32) of the boundary between two tokens may go either way. In
-float32 on the CPU even rounding does not depend on the batch, the lane or the number of lanes, as far as tests and
-measurements (1M and 10M parameters) show: a row of a matrix product comes out the same, bit by bit, among any multiple
-of 16 rows, and so do attention's sums over a multiple of 16 positions, which is why both are padded to that. BLAS
-promises no such thing; in bfloat16 it was seen not to hold, nor between different numbers of threads. It does not hold
-for a mixture of experts, where a product has as many rows as tokens chose its expert.
+float32 on the CPU even rounding does not depend on the batch, the lane, the number of lanes or the lengths of other
+texts. BLAS promises no such thing, so the engine sees to it: a product takes only numbers of rows that were tried on
+this machine (:mod:`.products`), and attention sums over blocks that a token's position fixes (:mod:`.prompt_attention`,
+:mod:`.cache`). In bfloat16 it was seen not to hold, nor between different numbers of threads. It does not hold for a
+mixture of experts, where a product has as many rows as tokens chose its expert.
 
 `torch.compile` was tried for the decode step and left out: on the CPU one compiled step of a 1M-parameter model took
 longer than the eager one, each span of positions compiles anew (seconds), and dynamic shapes failed in the compiler.
