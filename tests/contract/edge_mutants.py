@@ -272,7 +272,7 @@ EDGE_MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "connects in the main thread alone": Mutant(
         "Any thread may call any method.",
-        "test_any_thread_may_connect",
+        "test_any_thread_may_connect_and_start_and_then_end",
         (
             "backend.py",
             "        self.files = Files()\n",
@@ -292,5 +292,64 @@ EDGE_MUTANTS: Final[dict[str, Mutant]] = {
         "`start_processes` returns a process for each spec.",
         "test_an_end_is_reported_without_a_call_and_with_its_cause",
         ("backend.py", "        return processes\n", "        return processes[::-1]\n"),
+    ),
+    "ends with the thread that connects": Mutant(
+        "Any thread may call any method.",
+        "test_any_thread_may_connect_and_start_and_then_end",
+        (
+            "backend.py",
+            "start_new_session=True)",
+            "start_new_session=True, preexec_fn=lambda: __import__('ctypes').CDLL(None).prctl(1, 9))",
+        ),
+    ),
+    "takes descriptors below 1024": Mutant(
+        "A script may have thousands of open files.",
+        "test_a_script_may_have_thousands_of_open_files",
+        (
+            "backend.py",
+            "            self.pid, _ = receive(self._connection)\n",
+            "            __import__('select').select([self._connection], [], [])\n            self.pid, _ = receive(self._connection)\n",
+        ),
+    ),
+    "sorts processes by their names": Mutant(
+        "`start_processes` returns a process for each spec.",
+        "test_more_than_ten_processes_are_in_the_order_of_their_ranks",
+        (
+            "backend.py",
+            "        return processes\n",
+            "        return sorted(processes, key=lambda process: process._log.path)\n",
+        ),
+    ),
+    "waits for its limit where a process ends before": Mutant(
+        "A process that does not take requests within `timeout_s` has failed to start.",
+        "test_starts_and_their_failures_leave_nothing_anywhere",
+        ("backend.py", "        self._ended.set()\n        self.started.set()\n", "        self._ended.set()\n"),
+    ),
+    "waits for an exit code for ever": Mutant(
+        "The end of a process is reported at once.",
+        "test_the_end_of_what_serves_the_backend_is_the_end_of_its_processes",
+        (
+            "backend.py",
+            "        code = self._leash.recv(16)\n",
+            "        while not (code := self._leash.recv(16)):\n            time.sleep(0.1)\n",
+        ),
+    ),
+    "takes a script that is stopped for one that ended": Mutant(
+        "When the controller ends, in whatever way, its worker processes and their children end within seconds.",
+        "test_a_script_that_a_signal_stops_keeps_its_workers",
+        (
+            "nursery.py",
+            "            for pid, (_, leash) in processes.items():\n",
+            "            if '(stopped)' in open(f'/proc/{os.getppid()}/status').read():\n                break\n            for pid, (_, leash) in processes.items():\n",
+        ),
+    ),
+    "answers at once where no result is wanted": Mutant(
+        "`done` is called once, with the reply to its own request.",
+        "test_an_error_is_heard_where_the_result_is_not_wanted",
+        (
+            "backend.py",
+            "        self._requests.put(request)\n",
+            "        self._requests.put(request)\n        if not request.wants_result and request.target:\n            self._pending.pop(request.number)\n            done(Reply('ok', pack(None, '')))\n",
+        ),
     ),
 }

@@ -38,6 +38,7 @@ T = TypeVar("T")
 H = TypeVar("H", bound=type[Worker])
 
 CALL_TIMEOUT_S = 30 * 60.0
+LONGEST_VARIABLE = (128 << 10) - 2  # bytes of name and value; "=" and the zero at the end are Linux's
 WAIT_LOOKS_S, WAIT_SAYS_S = 0.25, 5.0  # for a pool: how often to look, and to say what is missing
 
 PROTECTED = {
@@ -521,6 +522,11 @@ def _check_env(env: Mapping[str, str]) -> dict[str, str]:
         texts = isinstance(name, str) and isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]
         if not texts or not name or "=" in name or "\0" in name + value or not _encodes(name + value):
             raise ConfigError(f"start(env={{{name!r}: {value!r}}}): expected the name of a variable and its text")
+        if len(os.fsencode(name + value)) > LONGEST_VARIABLE:
+            raise ConfigError(
+                f"start(env={{{name!r}: ...}}): {len(value)} characters are too long for Linux, which gives a "
+                "program at most 128 KiB of each variable; pass the text to the constructor, or a file's name"
+            )
     return dict(env)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from podium.errors import EndpointError, WorkerDied, WorkerStartError
-from podium.processes import descendants_of, kill
+from podium.processes import children_of, descendants_of, kill
 from podium.runtime import Backend, Cluster, Handle, Worker
 from podium_testing.load_workers import (
     Crowd,
@@ -27,6 +28,7 @@ from podium_testing.loads import MIB, numbered
 from podium_testing.processes import GONE_S, Started, make_site, read_written
 from podium_testing.shipped import ClosesSlowly, FailsUnheard, read_thread
 from podium_testing.target import LIMIT_S, Target, all_gone, need, started, wait_for
+from podium_testing.workers import Sleeper
 
 __all__ = ["EdgeContract"]
 
@@ -46,17 +48,49 @@ class EdgeContract:
 
     # -- starts ------------------------------------------------------------------------------------------------------
 
-    def test_any_thread_may_connect(self, target: Target) -> None:
-        pids: list[int] = []
+    def test_any_thread_may_connect_and_start_and_then_end(self, target: Target) -> None:
+        made: list[tuple[Cluster, Handle[Sleeper]]] = []
 
-        def live() -> None:
-            with target.connect() as cluster:
-                pids.extend(cluster.start(Worker.bind(), distributed=False).group.pids)
+        def connect() -> None:
+            cluster = target.connect()
+            made.append((cluster, cluster.start(Sleeper.bind(), distributed=False)))
 
-        thread = threading.Thread(target=live)
+        thread = threading.Thread(target=connect)
         thread.start()
         thread.join()
-        assert len(pids) == 1
+        ((cluster, sleeper),) = made
+        with cluster:
+            assert sleeper.sleep(0.5) == ["sync"], "what a thread has started stays when the thread has ended"
+            other = cluster.start(Sleeper.bind(), distributed=False)
+            assert other.double(1) == sleeper.double(1) == [2]
+
+    def test_a_script_may_have_thousands_of_open_files(self, cluster: Cluster, backend: Backend) -> None:
+        """As many make descriptors above 1023, which not every call of the system takes."""
+        need(cluster, "processes")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
+        descriptors: list[int] = []
+        try:
+            while not descriptors or descriptors[-1] < 1100:
+                descriptors.append(os.open(os.devnull, os.O_RDONLY))
+            raw = Started(backend, 1)
+            assert raw.answer(0, "record", record="here") == "here"
+            raw.close()
+            assert len(raw.deaths) == 1
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def test_more_than_ten_processes_are_in_the_order_of_their_ranks(self, cluster: Cluster, backend: Backend) -> None:
+        need(cluster, "processes")
+        raw = Started(backend, 11)
+        try:
+            for rank in (2, 10, 1):
+                raw.handles[rank].kill()
+            assert [rank for rank, _ in raw.deaths] == [2, 10, 1]
+        finally:
+            raw.close()
 
     def test_an_interrupted_start_leaves_nothing(self, cluster: Cluster, backend: Backend, tmp_path: Path) -> None:
         """The script may catch the Ctrl-C and go on."""
@@ -108,7 +142,7 @@ class EdgeContract:
         def live() -> None:
             Started(backend, 2).close()
             with pytest.raises(WorkerStartError):
-                Started(backend, 2, env=env, timeout_s=LIMIT_S)
+                Started(backend, 2, env=env)  # it need not wait for its limit of ten minutes
 
         live()
         here, servants = read_holdings(), {pid: _count_descriptors(pid) for pid in descendants_of(os.getpid())}
@@ -208,6 +242,21 @@ class EdgeContract:
             words = [line for line in caught.value.last_words if "word of" in line]
             assert words == [f"word of {at + 10} \N{REPLACEMENT CHARACTER}", f"last word of {at + 10}"]
             assert caught.value.cause == f"exit code {at + 10}" or not cluster.capabilities.exit_status
+
+    def test_the_end_of_what_serves_the_backend_is_the_end_of_its_processes(self, target: Target) -> None:
+        """A process between the script and its workers, as a fork server is, may be killed as any other."""
+        with target.connect() as cluster:
+            need(cluster, "processes", "exit_status")
+            sleeper = cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
+            call, pids = sleeper.wait_for_event.submit(LIMIT_S), sleeper.group.pids
+            servants = [pid for pid in children_of(os.getpid()) if {*descendants_of(pid)} >= {*pids}]
+            if not servants:
+                pytest.skip("there is none")
+            for pid in servants:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied):
+                call.result(LIMIT_S)
+            assert not all_gone(pids, GONE_S)
 
     def test_a_process_that_is_stopped_or_ignores_signals_is_killed(self, cluster: Cluster) -> None:
         need(cluster, "processes")

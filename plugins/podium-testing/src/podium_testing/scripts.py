@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 
-from podium.processes import descendants_of, kill
+from podium.processes import descendants_of, is_stopped, kill
 from podium.runtime import Cluster
 from podium.runtime.calls.stacks import outside_stack
 from podium_testing.target import Target, all_gone, need, time_limit, wait_for
@@ -20,6 +20,7 @@ __all__ = ["ScriptContract"]
 
 LIMIT_S = 200.0
 """The script has at least these seconds, also where a test has less."""
+STOPPED_S = 2.0  # for which a signal stops the script: no time after which it may be taken for one that ended
 END_S = 5.0  # for processes that clean up after a killed script
 SAID_S = 60.0  # for what a worker printed to appear
 GONE_S = 60.0
@@ -71,6 +72,8 @@ while os.waitpid(fork, os.WNOHANG) == (0, 0):
         os.kill(fork, signal.SIGKILL)
     time.sleep(0.01)
 print("FORKED", *group.run(work, 0), flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+print("CONTINUED", *group.run(work, 0), flush=True)
 try:
     print("PIDS", *pids, flush=True)
     while True:  # Python sees a signal that comes just before a sleep only when that sleep has ended
@@ -90,6 +93,7 @@ class Seen(NamedTuple):
     Attributes:
         lines: All that was printed.
         forked: What the workers answered after a fork of the script had ended.
+        continued: What the workers answered after a signal had stopped the script for a while, as Ctrl-Z does.
         signals: The signals that the script does not handle any more since it has connected.
         after: What the workers answered after a Ctrl-C in the terminal.
         left: Processes of workers, and their children, that were there after the script had been killed.
@@ -97,6 +101,7 @@ class Seen(NamedTuple):
 
     lines: list[str]
     forked: str
+    continued: str
     signals: str
     after: str
     left: list[int]
@@ -134,6 +139,9 @@ class ScriptContract:
     def test_a_fork_of_the_script_that_ends_leaves_the_workers_alone(self, script: Seen) -> None:
         assert script.forked == "done done", "\n".join(script.lines)
 
+    def test_a_script_that_a_signal_stops_keeps_its_workers(self, script: Seen) -> None:
+        assert script.continued == "done done", "\n".join(script.lines)
+
     def test_the_scripts_handlers_of_signals_stay(self, script: Seen) -> None:
         assert script.signals == "end"
 
@@ -150,15 +158,19 @@ def _run(target: Target, directory: Path) -> Seen:
     everything: list[int] = []
     Thread(target=_read, args=(script, lines), daemon=True).start()
     try:
+        signals, forked = (_after(word, script, lines) for word in ("SIGNALS ", "FORKED "))
+        wait_for(lambda: is_stopped(script.pid) or script.poll() is not None, SAID_S)
+        time.sleep(STOPPED_S)
+        script.send_signal(signal.SIGCONT)
+        continued = _after("CONTINUED ", script, lines)
         pids = [int(word) for word in _after("PIDS ", script, lines).split()]
         assert len(pids) == 4, "\n".join(lines)
-        signals, forked = (_after(word, script, lines) for word in ("SIGNALS ", "FORKED "))
         wait_for(lambda: sum("said by rank" in line for line in lines) == 2, SAID_S)
         os.killpg(script.pid, signal.SIGINT)  # as a terminal does
         after = _after("AFTER ", script, lines)
         everything = descendants_of(script.pid)
         script.kill()
-        return Seen(lines, forked, signals, after, all_gone(pids, GONE_S))
+        return Seen(lines, forked, continued, signals, after, all_gone(pids, GONE_S))
     except pytest.fail.Exception as late:
         everything = descendants_of(script.pid)
         report = "\n".join(["it has printed:", *lines, "its main thread, innermost first:", outside_stack(script.pid)])
