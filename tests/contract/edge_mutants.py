@@ -297,9 +297,9 @@ EDGE_MUTANTS: Final[dict[str, Mutant]] = {
         "Any thread may call any method.",
         "test_any_thread_may_connect_and_start_and_then_end",
         (
-            "backend.py",
-            "start_new_session=True)",
-            "start_new_session=True, preexec_fn=lambda: __import__('ctypes').CDLL(None).prctl(1, 9))",
+            "nursery.py",
+            "    supervisor.settle()\n",
+            "    supervisor.settle()\n    __import__('ctypes').CDLL(None).prctl(1, 9)\n",
         ),
     ),
     "takes descriptors below 1024": Mutant(
