@@ -27,8 +27,9 @@ def processor_s() -> float:
 
 
 @torch.no_grad()
-def score(model: Any, tokenizer: Any, rows: list[dict[str, str]], new_tokens: int) -> float:
+def score(model: Any, tokenizer: Any, rows: list[dict[str, str]], new_tokens: int, draws: int) -> float:
     """The share of prompts whose completion, drawn at temperature 1, is the answer."""
+    rows = rows * draws
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
     inputs.pop("token_type_ids", None)
     training = model.training
@@ -44,7 +45,7 @@ def score(model: Any, tokenizer: Any, rows: list[dict[str, str]], new_tokens: in
 
 def train(
     model: str, train: str, held_out: str, seed: int, steps: int, every: int, learning_rate: float, prompts: int,
-    completions: int, new_tokens: int, kl: float, clip: float,
+    completions: int, new_tokens: int, minibatches: int, draws: int, kl: float, clip: float,
 ) -> dict[str, Any]:  # fmt: skip
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -56,12 +57,13 @@ def train(
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rows = read_rows(held_out)
     torch.manual_seed(seed)
-    points: list[tuple[int, float]] = [(0, score(policy, tokenizer, rows, new_tokens))]
+    points: list[tuple[int, float]] = [(0, score(policy, tokenizer, rows, new_tokens, draws))]
 
     class Evaluation(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step % every == 0:
-                points.append((state.global_step, score(policy, tokenizer, rows, new_tokens)))
+            step, rest = divmod(state.global_step, minibatches)  # TRL counts updates
+            if rest == 0 and step % every == 0:
+                points.append((step, score(policy, tokenizer, rows, new_tokens, draws)))
 
     GRPOTrainer(
         model=policy,
@@ -70,7 +72,8 @@ def train(
         ],
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(prefix="trl-bench-"),
-            per_device_train_batch_size=prompts * completions,
+            per_device_train_batch_size=prompts * completions // minibatches,
+            steps_per_generation=minibatches,
             num_generations=completions,
             max_completion_length=new_tokens,
             temperature=1.0,
@@ -80,7 +83,7 @@ def train(
             beta=kl,
             epsilon=clip,
             gradient_checkpointing=False,
-            max_steps=steps,
+            max_steps=steps * minibatches,
             bf16=False,
             use_cpu=True,
             report_to="none",

@@ -8,6 +8,7 @@ docs/presets.md and its picture. The command fails where a seed was not run or d
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -37,8 +38,11 @@ def report(results: Path, page: Path) -> None:
 def measure(results: Path, folder: Path, arms: Sequence[str], *, again: bool) -> None:
     """Make the runs that are missing, a seed after the other, and write each into ``results`` as it ends."""
     values, course = read_results(results), Course(folder)
+    parts = {"all": SETTINGS, "sampled": DRAWN, "read": READ, "particular": PARTICULAR, "warm_up": WARM_UP}
+    settings = json.loads(json.dumps(parts))
+    if values["runs"] and values["settings"] != settings:
+        raise SystemExit(f"{results} is of other settings: remove it, or name another file with --results")
     if not values["runs"]:
-        settings = {"all": SETTINGS, "sampled": DRAWN, "read": READ, "particular": PARTICULAR, "warm_up": WARM_UP}
         values |= {"settings": settings, "machine": machine(os.getloadavg()[0])}
     if again:
         values["runs"] = [run for run in values["runs"] if run["arm"] not in arms]

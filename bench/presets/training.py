@@ -32,7 +32,7 @@ RIGHT: Final = 0.3
 STEPS: Final = 40
 SETTINGS: Final[Mapping[str, Any]] = {
     "run": {"steps": STEPS},
-    "optim": {"lr": 3e-4},
+    "optim": {"lr": 2e-4},
     "eval": {"items": 200, "every": 5, "metric": "accuracy"},
     "save": {"model": False, "minutes": 0.0},
     "placement": {"cpus": 1},
@@ -41,15 +41,17 @@ SETTINGS: Final[Mapping[str, Any]] = {
 DRAWN: Final[Mapping[str, Any]] = {
     "batch": {"prompts": 16},
     "sampling": {"n": 8, "max_new_tokens": 4},
+    "algorithm": {"minibatches": 4},
     "reward": {"name": "exact", "processes": 1},
-    "eval": {"temperature": 1.0},
+    "eval": {"temperature": {"temperature": 1.0, "n": 4}},
 }
-"""Those of the runs that sample."""
+"""Those of the runs that sample. With several updates of each batch the policy leaves the one that sampled, and losses
+clip."""
 READ: Final[Mapping[str, Any]] = {"batch": {"examples": 16}, "sampling": {"max_new_tokens": 4}}
 """Those of the runs that learn from examples or pairs."""
 PARTICULAR: Final[Mapping[str, Mapping[str, Any]]] = {
     "ppo": {"critic": {"lr": 1e-3}},
-    "sft": {"eval": {"temperature": 1.0}},
+    "sft": {"eval": DRAWN["eval"]},
 }
 """Those of single recipes. The critic of PPO begins with a head of zeros and takes larger steps than the policy."""
 MODEL: Final = {
@@ -180,6 +182,8 @@ class Course:
             "prompts": DRAWN["batch"]["prompts"],
             "completions": DRAWN["sampling"]["n"],
             "new_tokens": DRAWN["sampling"]["max_new_tokens"],
+            "minibatches": DRAWN["algorithm"]["minibatches"],
+            "draws": DRAWN["eval"]["temperature"]["n"],
             "kl": preset["algorithm.kl_coef"],
             "clip": preset["algorithm.clip_low"],
         }

@@ -69,6 +69,9 @@ def test_results_are_continued_and_a_failed_run_names_its_log(tmp_path: Path, mo
         assert made == [("grpo", seed) for seed in SEEDS]
         command.measure(results, tmp_path / "runs", ["grpo"], again=False)
         assert len(made) == len(SEEDS)
+        patch.setattr(command, "DRAWN", {})
+        with pytest.raises(SystemExit, match=r"presets\.json is of other settings: remove it"):
+            command.measure(results, tmp_path / "runs", ["grpo"], again=False)
     monkeypatch.setattr("bench.presets.training.WARM_UP", merge({"optim": {"lr": -1}}))
     with pytest.raises(SystemExit, match=r"habit ended with status 2; .*habit\.log ends with:[\s\S]*optim\.lr"):
         Course(tmp_path / "failed").warm_up()
