@@ -10,7 +10,7 @@ from typing import Any, Final
 from bench.presets.training import SEEDS, TRL, Arm, Run, list_arms
 
 MARGIN: Final = 0.25
-"""Each seed has to gain more than this: at least five standard errors of a difference between two scores on 200 prompts."""
+"""Each seed has to gain more than this: at least five standard errors of a difference of two scores on 200 prompts."""
 MARK: Final = "<!-- begin: python -m bench.presets -->"
 _COLOR, _PEER, _GREY, _DARK, _LINE = "#2563a8", "#d9730d", "#6b7280", "#22262b", "#e6e8eb"
 
