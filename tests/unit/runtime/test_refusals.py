@@ -68,7 +68,7 @@ def test_slots_may_be_whole_numbers_of_any_kind(cluster: Cluster) -> None:
         ({"env": {"A": 1}}, r"env=.'A': 1"),
         ({"env": {"A=B": "1"}}, "env=.'A=B'"),
         ({"env": {"A": "\0"}}, "env=.'A'"),
-        ({"env": {"A": "x" * (128 << 10)}}, "env=.'A': .*too long for Linux.*pass it to the constructor"),
+        ({"env": {"A": "x" * (128 << 10)}}, "env=.'A': .*too long for Linux.*pass the text to the constructor"),
         ({"env": {"A": "\ud800"}}, "env=.'A'.*its text"),
         ({"env": [("A", "1")]}, "env=list .*expected a dict of names"),
         ({"env": "A=1"}, "env=str 'A=1'.*expected a dict of names"),
