@@ -13,7 +13,8 @@ from torch import Tensor
 from podium.errors import ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.models.loading import lay_out
-from podium.models.other_parts import find_other_parts
+from podium.models.other_parts import find_other_parts, freeze_other_parts
+from podium.models.value_head import add_value_head, find_value_head
 from podium.runs.export import export_model, find_model
 from podium.trainer import SFTConfig, SFTTrainer
 from tests.integration.training import tiny
@@ -150,3 +151,13 @@ def test_a_model_whose_text_has_other_names_alone_is_saved_as_text_and_told(tmp_
     parts = find_other_parts(load_model(config), config)
     assert not parts.tensors and not parts.texts
     assert parts.lost.endswith("since transformers gives the text model's tensors other names than the files have")
+
+
+def test_a_value_head_is_trained_beside_frozen_parts() -> None:
+    model = gemma()
+    add_value_head(model)
+    freeze_other_parts(model)
+    head = find_value_head(model)
+    assert head is not None
+    assert all(parameter.requires_grad for parameter in head.parameters())
+    assert not all(parameter.requires_grad for parameter in model.parameters())
