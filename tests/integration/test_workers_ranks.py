@@ -157,6 +157,19 @@ def test_gradients_that_are_accumulated_add_up_over_ranks(preloaded: Cluster, st
     assert metrics[2:] == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in metrics[:2]]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_alone", [False, True])
+def test_ranks_with_unlike_numbers_of_passes_train_a_value_head(preloaded: Cluster, head_alone: bool) -> None:
+    """The passes without rows of a sharded model have gradients of the head too: else ranks wait for each other."""
+    batch = recorded((9, 9, 9)).with_meta(head_alone=head_alone)
+    rows: list[list[dict[str, float]]] = []
+    for ranks in (1, 2):
+        parallel = ParallelConfig(micro_batch_tokens=9, strategy="replicate" if ranks == 1 else "fsdp2")
+        with started(preloaded, ranks, policy=Policy.bind(TINY, OPTIM, parallel, TRUNK, value_lr=1e-2)) as group:
+            rows.append([group.policy.update(batch) for _ in range(3)])
+    assert rows[1] == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in rows[0]]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_update_keeps_the_logprobs_that_it_has_found(cluster: Cluster, ranks: int) -> None:
     policy = Policy.bind(TINY, OPTIM, ParallelConfig(micro_batch_tokens=QUARTERS), GRPO)
