@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 
 __all__ = ["ENGINES_NIGHTLY", "KINDS", "NIGHTLY", "WHOLE", "is_exhaustive"]
 
-WHOLE: Final = ("local",)
-"""The targets on which the whole suite runs every day: the default one."""
+WHOLE: Final = ("inline",)
+"""The targets on which the whole suite runs every day: the one without processes."""
 NIGHTLY: Final = (
     "test_a_message_of_more_than_2_gib_arrives_whole",
     "test_large_messages_arrive_whole_and_can_be_written[260]",

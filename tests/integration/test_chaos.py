@@ -1,7 +1,7 @@
 """Faults of `make chaos` over the three schedules, each once: what is promised of it, and books that balance.
 
-One fault under one schedule is tried every day. Every outcome is among the others, and the ends of each process that
-holds something. `make chaos` strikes with all kinds.
+Every outcome is among them, and the ends of each process that holds something. `make chaos` strikes with all kinds.
+Every day tests/integration/test_losses_in_pairs.py kills processes of runs and checks the same books.
 """
 
 from __future__ import annotations
@@ -44,15 +44,10 @@ def test_every_fault_is_tried_or_left_out() -> None:
     assert all((Path(__file__).parent / name).exists() for name in LEFT_OUT.values())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("schedule", "faults"),
-    [
-        ("asynchronous", ("generator",)),
-        *(pytest.param(*campaign, marks=pytest.mark.exhaustive) for campaign in STRIKES.items()),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "faults"), STRIKES.items())
 def test_a_disturbed_run_balances(
     tmp_path: Path, schedule: str, faults: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def test_the_tools_of_the_page_answer_as_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "name"),
     [
-        ("environments.md", "blocking.py:play"),
+        pytest.param("environments.md", "blocking.py:play", marks=pytest.mark.exhaustive),
         ("environments.md", "review.py:play"),
         ("agents.md", "shell_agent.py:play"),
         pytest.param("agents.md", "claude_agent.py:play", marks=pytest.mark.exhaustive),

@@ -257,6 +257,7 @@ class FatalServe(Generator):
         return super().positions()
 
 
+@pytest.mark.exhaustive
 def test_a_generator_that_ends_as_it_begins_to_answer_sessions_is_mended(preloaded: Cluster, tmp_path: Path) -> None:
     config = config_of("twice", tmp_path, placement={"layout": "split"}, run={"steps": STEPS}, **SECTIONS)
     fatal = FatalServe.bind(config.model, config.engine, folder=tmp_path)

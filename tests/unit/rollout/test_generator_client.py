@@ -132,6 +132,7 @@ def test_where_nobody_answers_the_wait_ends_with_the_reason() -> None:
         asyncio.run(asyncio.wait_for(drawn(["http://127.0.0.1:9"], patience_s=0.5), LONG_S))
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_vanishes_is_lost_without_a_word() -> None:
     """Where the cable is cut, nobody closes the connection on which an answer is waited for."""
     network = ["unshare", "--map-root-user", "--net"]

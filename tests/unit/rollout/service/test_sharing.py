@@ -34,6 +34,7 @@ def limited(service: Service, most_bytes: int) -> Service:
     return service
 
 
+@pytest.mark.exhaustive
 def test_thousands_of_sessions_take_no_more_memory_than_the_limit_says() -> None:
     most, count = 8 << 20, 1500
     service, source, _ = scripted(*["A.<|im_end|>"] * count)
