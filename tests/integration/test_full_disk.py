@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from podium.cli import main
+from podium.cli.status import StatusSink
+from podium.telemetry import Note, emit, flush
 
 
 @pytest.fixture
@@ -46,6 +51,26 @@ def test_a_page_on_a_full_disk_names_the_file(
     error = capsys.readouterr().err
     assert f"cannot write {page}: No space left on device; make room on that disk" in error
     assert [*small_disk.iterdir()] == []
+
+
+def test_a_picture_on_a_full_disk_names_the_file(
+    finished_grpo: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, picture = str(finished_grpo / "runs" / "run"), small_disk / "picture.png"
+    assert main(["runs", "compare", run, run, "--out", str(picture)]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot write {picture}: No space left on device; make room on that disk" in error
+    assert [*small_disk.iterdir()] == []
+
+
+def test_a_status_that_cannot_be_written_ends_no_command() -> None:
+    class Full(StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with redirect_stderr(Full()), StatusSink("loading runs/a"):
+        emit(Note("1 of 4 prompts"))
+        flush()
 
 
 def test_a_completed_script_on_a_full_disk_is_an_error_of_the_disk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from podium.telemetry.events import Event, Note, Progressing, Waiting
@@ -30,8 +31,7 @@ class StatusSink(Sink):
             self._status = Console(stderr=True).status(Text(visible(what)))
             self._status.start()
         else:
-            sys.stderr.write(f"{visible(what)}\n")
-            sys.stderr.flush()
+            _write(what)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Note):
@@ -43,8 +43,7 @@ class StatusSink(Sink):
         if isinstance(event, Waiting) and not event.what.startswith("loading ") and event.what != self._what:
             self._what = event.what
             if self._status is None:
-                sys.stderr.write(f"{visible(event.what)}\n")
-                sys.stderr.flush()
+                _write(event.what)
         counts = describe_counts(event.counts) if isinstance(event, Progressing) else ""
         if self._status is not None and isinstance(event, Waiting | Progressing):
             from rich.text import Text
@@ -59,5 +58,10 @@ class StatusSink(Sink):
 def write_note(event: Event) -> None:
     """Write the text of a note to stderr. Other events have none."""
     if isinstance(event, Note):
-        sys.stderr.write(f"{visible(event.text)}\n")
+        _write(event.text)
+
+
+def _write(text: str) -> None:
+    with suppress(OSError):  # of a full disk, on which the results may yet have room
+        sys.stderr.write(f"{visible(text)}\n")
         sys.stderr.flush()

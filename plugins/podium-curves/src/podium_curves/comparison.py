@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 from podium.runs.records import UNCOMPARED, RunRecord
+from podium.runs.run_files import RunFiles
 from podium_curves.drawing import smooth
 
 __all__ = ["differing", "groups_of", "plot_runs"]
@@ -61,8 +63,11 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix.removeprefix(".") or "png")
+    files = RunFiles(path.parent)
+    files.make_folder()
+    files.write(picture.getvalue(), path.name)
     return path
 
 
