@@ -184,7 +184,7 @@ class CriticOptions:
     critic_trunk: Literal["separate", "shared", "detached"] = "separate"
     """The critic is a model of its own (separate), or a head on the policy's model, whose loss trains the policy's
     model too (shared) or the head alone (detached)."""
-    value_coef: float = Field(default=0.1, ge=0, le=1e6)
+    value_coef: float = Field(default=0.5, ge=0, le=1e6)
     """The loss of a critic on the policy's model is multiplied by this coefficient and added to the policy's loss."""
 
 
