@@ -105,9 +105,10 @@ def grade(completion: str, row: Mapping[str, Any], *, folder: str) -> float:
 
 RAY = pytest.mark.ray
 PLACES = [
-    ("inline", "sync"), ("local", "asynchronous"), pytest.param("ray", "sync", marks=RAY),
+    ("local", "asynchronous"), pytest.param("ray", "sync", marks=RAY),
     *(pytest.param(*place, marks=pytest.mark.exhaustive) for place in [
-        ("inline", "one_step_off"), ("inline", "asynchronous"), ("local", "sync"), ("local", "one_step_off"),
+        ("inline", "sync"), ("inline", "one_step_off"), ("inline", "asynchronous"),
+        ("local", "sync"), ("local", "one_step_off"),
     ]),
     *(pytest.param("ray", name, marks=[RAY, pytest.mark.exhaustive]) for name in ("one_step_off", "asynchronous")),
 ]  # fmt: skip

@@ -141,7 +141,9 @@ def test_a_link_in_a_run_leads_nowhere(finished_grpo: Path, tmp_path: Path) -> N
     check(links, [*sorted(opened & {*entries}), *made[:2]], finished_grpo, tmp_path)
 
 
-@pytest.mark.parametrize("trick", [links_to_nothing, is_pipe], ids=lambda trick: trick.__name__)
+@pytest.mark.parametrize(
+    "trick", [pytest.param(links_to_nothing, marks=pytest.mark.exhaustive), is_pipe], ids=lambda trick: trick.__name__
+)
 def test_other_tricks(trick: Callable[[Path, Path], None], finished_grpo: Path, tmp_path: Path) -> None:
     entries = ("model/config.json", "ledger.jsonl", "logs/controller.log", "evaluations/step-000003.parquet")
     check(trick, entries, finished_grpo, tmp_path)

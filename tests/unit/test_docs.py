@@ -168,6 +168,7 @@ def test_the_student_of_the_page_on_distillation_learns_what_its_teacher_can(
     assert student["after"]["accuracy"] >= 0.5
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_page_on_how_to_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As dry runs, in a directory with the files of the page on training and a model to begin with."""
     monkeypatch.chdir(tmp_path)

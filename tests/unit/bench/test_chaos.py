@@ -166,6 +166,7 @@ def test_a_campaign_goes_on_with_the_kinds_that_have_struck_least(tmp_path: Path
     assert not campaign(tmp_path, ("save",), 3).plan(), "a kind that never meets anybody ends too"
 
 
+@pytest.mark.exhaustive
 def test_a_spare_becomes_the_fork_server_that_it_is_shown_as(tmp_path: Path) -> None:
     code = f"""
 import os

@@ -45,6 +45,7 @@ def test_the_one_that_fails_tells_when_and_the_others_are_busy() -> None:
         assert (products.count > 0) == computing
 
 
+@pytest.mark.exhaustive
 def test_an_error_waits_for_nobody_and_the_group_goes_on(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "BUSY_S", 1e6)  # whoever waits for the others waits for ever
     with podium.connect("local") as cluster:

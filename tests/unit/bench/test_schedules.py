@@ -164,6 +164,7 @@ def test_the_page_has_what_the_report_makes_from_the_stored_results() -> None:
     assert PAGE.with_name(PICTURE).exists() == bool(read_results(RESULTS)["runs"])
 
 
+@pytest.mark.exhaustive
 def test_the_report_writes_the_page_and_draws_the_same_picture_twice(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "runs", tmp_path / "results.json", steps=10, say=lambda line: None)
     arms = ("sync_colocated", "sync", "one_step_off", "asynchronous")

@@ -284,6 +284,7 @@ def test_a_daemon_ends_when_the_grader_closes(grader: Grader, tag: str) -> None:
     assert not alive_with(tag)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_leaves_many_behind_is_replaced(tag: str) -> None:
     with Grader(RewardConfig(processes=1), reward=misbehave) as grader:
         for _ in range(3):

@@ -320,7 +320,7 @@ async def simulate(
     return done, splits, found
 
 
-@pytest.mark.parametrize("count", [TURNS // 5, pytest.param(TURNS, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [TURNS // 10, pytest.param(TURNS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_what_was_sampled_is_trained_as_it_was_sampled(family: Family, count: int) -> None:
     turns, splits, found = asyncio.run(simulate(family, count, 1))
