@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,16 @@ from podium.data import Batch
 from podium.errors import LostTooOften
 from podium.runs.ledger import read_ledger
 from podium.runtime import Cluster, endpoint, nothing
-from podium.telemetry import Event, Note, StepFinished, WorkerStarted, subscribe
+from podium.telemetry import (
+    CheckpointSaved,
+    Event,
+    Note,
+    Recovered,
+    StepFinished,
+    WorkerLost,
+    WorkerStarted,
+    subscribe,
+)
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
 from podium.workers import Generator, Policy
 from tests.integration.test_environments import WORLDS, config_of
@@ -175,6 +186,95 @@ def test_a_policy_that_ends_before_the_first_step_is_mended(
     disturbed.fit()
     assert any("loss 1 of at most 3" in text for text in disturbed.said), disturbed.said
     assert losses(disturbed.run) == pytest.approx(undisturbed, abs=1e-6)
+
+
+Moment = tuple[Callable[[Event], bool], tuple[str, ...]]
+
+
+def after(step: int) -> Callable[[Event], bool]:
+    return lambda event: isinstance(event, StepFinished) and event.step == step
+
+
+def saved(step: int) -> Callable[[Event], bool]:
+    return lambda event: isinstance(event, CheckpointSaved) and event.step == step
+
+
+def begins(role: str) -> Callable[[Event], bool]:
+    return lambda event: isinstance(event, WorkerStarted) and role in event.role
+
+
+def is_lost(event: Event) -> bool:
+    return isinstance(event, WorkerLost)
+
+
+def has_recovered(event: Event) -> bool:
+    return isinstance(event, Recovered)
+
+
+MOMENTS: dict[str, tuple[Moment, ...]] = {
+    "generator and dispatcher": ((after(2), ("generator", "dispatcher")),),
+    "policy, generator and dispatcher": ((after(2), ("policy", "generator", "dispatcher")),),
+    "all and the fork server": ((after(1), ("generator", "fork_server", "policy")),),
+    "after the last step": ((after(STEPS), ("policy", "generator")),),
+    "after the last checkpoint": ((saved(STEPS), ("policy",)),),
+    "three starts": ((saved(1), ("policy",)), (begins("policy"), ("policy",)), (begins("policy"), ("policy",))),
+    "three recoveries": ((after(1), ("policy",)), (has_recovered, ("generator",)), (has_recovered, ("policy",))),
+    "the fork server twice": (
+        (after(1), ("policy",)),
+        (is_lost, ("fork_server",)),
+        (begins("generator"), ("generator", "fork_server")),
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["sync", "asynchronous"])
+@pytest.mark.parametrize("name", MOMENTS)
+def test_several_losses_in_one_moment_and_chains_of_three_lose_nothing(
+    name: str, schedule: str, preloaded: Cluster, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    run = {"steps": STEPS, "schedule": schedule}
+    disturbed = Disturbed(tiny(GRPOConfig, tmp_path, run=run, placement={"layout": "split"}, **SECTIONS), preloaded)
+    moments = [*MOMENTS[name]]
+
+    def strike(event: Event) -> None:
+        if moments and moments[0][0](event):
+            for role in moments.pop(0)[1]:
+                with suppress(ProcessLookupError):  # the fork server's end is that of its workers
+                    os.kill(disturbed.find(role), signal.SIGKILL)
+
+    begun: list[Callable[[], None]] = []
+    fit = disturbed.trainer.fit
+
+    def strike_and_fit() -> Any:
+        begun.append(subscribe(strike))  # behind Disturbed's own, which knows the processes by then
+        return fit()
+
+    disturbed.trainer.fit = strike_and_fit  # type: ignore[method-assign]  # of this trainer alone
+    try:
+        disturbed.fit()
+    finally:
+        begun[0]()
+    assert not moments, f"not all moments came: {disturbed.said}"
+    staleness = 0 if schedule == "sync" else disturbed.trainer.config.run.max_staleness
+    assert check_ledger(disturbed.run / "ledger.jsonl", prompts=4 * STEPS, staleness=staleness) == []
+    if schedule == "sync":
+        assert losses(disturbed.run) == pytest.approx(undisturbed, abs=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_whose_policy_ends_as_it_loads_is_mended(
+    preloaded: Cluster, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    first = tiny(GRPOConfig, tmp_path, run={"steps": 2}, placement={"layout": "split"}, **SECTIONS)
+    PPOTrainer(first, cluster=preloaded, show=False).fit()
+    run = {"steps": STEPS, "resume": str(tmp_path / "runs" / "run")}
+    config = tiny(GRPOConfig, tmp_path, run=run, placement={"layout": "split"}, **SECTIONS)
+    disturbed = Disturbed(config, preloaded, workers={"policy": fatal_load(config, tmp_path, 2)})
+    disturbed.fit()
+    assert len([*tmp_path.glob("loaded-*")]) == 2
+    assert losses(disturbed.run) == pytest.approx(undisturbed, abs=1e-6)
+    assert disturbed.counts() == {"trained": 4 * STEPS}
 
 
 class FatalSync(Generator):
