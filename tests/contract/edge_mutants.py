@@ -352,4 +352,13 @@ EDGE_MUTANTS: Final[dict[str, Mutant]] = {
             "        self._requests.put(request)\n        if not request.wants_result and request.target:\n            self._pending.pop(request.number)\n            done(Reply('ok', pack(None, '')))\n",
         ),
     ),
+    "draws the same numbers everywhere": Mutant(
+        "Each worker process draws random numbers of its own.",
+        "test_every_process_draws_random_numbers_of_its_own",
+        (
+            "worker.py",
+            '.settle_in("lo")\n',
+            '.settle_in("lo")\n    __import__("torch").default_generator.manual_seed(7)\n',
+        ),
+    ),
 }

@@ -17,6 +17,7 @@ from podium.processes import children_of, descendants_of, kill
 from podium.runtime import Backend, Cluster, Handle, Worker
 from podium_testing.load_workers import (
     Crowd,
+    draw,
     end_when_told,
     read_environment,
     read_holdings,
@@ -153,6 +154,16 @@ class EdgeContract:
         )
         grown = {pid: (n, _count_descriptors(pid)) for pid, n in servants.items() if _count_descriptors(pid) > n + 3}
         assert not grown, f"descriptors of processes of the backend: {grown}"
+
+    def test_every_process_draws_random_numbers_of_its_own(self, cluster: Cluster) -> None:
+        """Where workers are forks of one process, the parent's state would be all theirs: one noise, one dropout."""
+        need(cluster, "processes")
+        group = cluster.start(Worker.bind(), cluster.pool([2]), distributed=False).group
+        drawn = group.run(draw)
+        group.restart()
+        drawn += group.run(draw)
+        for of_library in zip(*drawn, strict=True):
+            assert len({*of_library}) == len(drawn), drawn
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -154,6 +154,16 @@ def end_as(worker: Worker, end: int) -> None:
     signal.pause()
 
 
+def draw(worker: Worker) -> list[float]:
+    """Return random numbers of Python, numpy and torch, which nobody has seeded."""
+    import random
+
+    import numpy as np
+    import torch
+
+    return [random.random(), float(np.random.rand()), float(torch.rand(1))]
+
+
 def end_when_told(worker: Worker, directory: str, code: int) -> None:
     """Leave a file in ``directory``, and end with exit code ``code`` once there is a file ``go``, with last words."""
     (Path(directory) / str(code)).touch()
