@@ -335,8 +335,8 @@ class shard(Dispatch):
             raise ConfigError(f"{arguments.method}: no mesh {self.mesh!r} in this group; it has {sorted(world.meshes)}")
         sharded = self._shard(arguments)
         if self.axis not in mesh.axes:
-            here = f"axis {self.axis!r} of mesh {self.mesh!r}, whose axes are {[*mesh.axes]}"
-            raise ConfigError(f"{arguments.method} shards over {here}; name one of these, as in shard(name, axis='tp')")
+            axis = f"axis {self.axis!r} of mesh {self.mesh!r}, whose axes are {[*mesh.axes]}"
+            raise ConfigError(f"{arguments.method} shards over {axis}; name one of these, as in shard(name, axis='tp')")
         plan = self._plan(arguments.method, sharded, mesh.axis_size(self.axis))
         if len(plan.rows) == 1 and plan.contiguous and not plan.padding[0]:
             parts = [sharded]  # one part has all rows as they are

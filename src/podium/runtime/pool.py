@@ -289,8 +289,8 @@ def _explain_kinds(accelerator: str, nodes: Sequence[Node]) -> str:
     if not any(node.resources.get("gpu", 0) for node in nodes):
         return "no node has an accelerator"
     hint = "; CUDA_DEVICE_ORDER=PCI_BUS_ID lets unlike ones be told apart" if "" in kinds else ""
-    known = sorted(kinds - {""}) or "not known here; leave accelerator= out, or choose nodes by labels="
-    return f"no node has any: the kinds are {known}{hint}"
+    models = sorted(kinds - {""}) or "not known here; leave accelerator= out, or choose nodes by labels="
+    return f"no node has any: the kinds are {models}{hint}"
 
 
 def _is_of_kind(kind: str, accelerator: str) -> bool:

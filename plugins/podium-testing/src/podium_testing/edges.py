@@ -146,11 +146,11 @@ class EdgeContract:
                 Started(backend, 2, env=env)  # it need not wait for its limit of ten minutes
 
         live()
-        here, servants = read_holdings(), {pid: _count_descriptors(pid) for pid in descendants_of(os.getpid())}
+        ours, servants = read_holdings(), {pid: _count_descriptors(pid) for pid in descendants_of(os.getpid())}
         for _ in range(4):
             live()
-        assert wait_for(lambda: all(n <= o + 3 for n, o in zip(read_holdings()[:3], here[:3], strict=True)), LIMIT_S), (
-            f"{here[:3]} descriptors, threads and children became {read_holdings()[:3]}"
+        assert wait_for(lambda: all(n <= o + 3 for n, o in zip(read_holdings()[:3], ours[:3], strict=True)), LIMIT_S), (
+            f"{ours[:3]} descriptors, threads and children became {read_holdings()[:3]}"
         )
         grown = {pid: (n, _count_descriptors(pid)) for pid, n in servants.items() if _count_descriptors(pid) > n + 3}
         assert not grown, f"descriptors of processes of the backend: {grown}"
@@ -159,11 +159,11 @@ class EdgeContract:
         """Where workers are forks of one process, the parent's state would be all theirs: one noise, one dropout."""
         need(cluster, "processes")
         group = cluster.start(Worker.bind(), cluster.pool([2]), distributed=False).group
-        drawn = group.run(draw)
+        numbers = group.run(draw)
         group.restart()
-        drawn += group.run(draw)
-        for of_library in zip(*drawn, strict=True):
-            assert len({*of_library}) == len(drawn), drawn
+        numbers += group.run(draw)
+        for of_library in zip(*numbers, strict=True):
+            assert len({*of_library}) == len(numbers), numbers
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
