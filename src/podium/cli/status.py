@@ -18,7 +18,8 @@ __all__ = ["StatusSink", "write_note"]
 
 
 class StatusSink(Sink):
-    """Shows ``what`` at once, then what the program waits for and what it counts, until the block ends. Notes stay."""
+    """Shows ``what`` at once, then what the program waits for and what it counts, until the block ends. Notes stay, but
+    for that of the placement."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class StatusSink(Sink):
             _write(what)
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, Note):
+        if isinstance(event, Note) and not event.text.startswith("placement "):  # which is of interest to training
             if self._status is not None:
                 self._status.console.print(visible(event.text), markup=False, highlight=False, soft_wrap=True)
             else:

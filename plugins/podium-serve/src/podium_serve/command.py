@@ -13,7 +13,7 @@ from typing import NoReturn
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import connect, model_parser, open_config
 from podium.cli.status import StatusSink
-from podium.errors import ConfigError
+from podium.errors import ConfigError, RunInterrupted
 from podium.processes import close_memory
 from podium.runtime.connecting import backend_class
 from podium.trainer.preload import PRELOAD
@@ -93,13 +93,16 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _end_on_sigterm() -> Iterator[None]:
-    """During the block, SIGTERM ends the command like Ctrl-C."""
+    """During the block, SIGTERM ends the command like Ctrl-C, with a status of its own before the service answers."""
 
     def stop(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
+        raise RunInterrupted(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except RunInterrupted:
+        sys.stderr.write("podium serve: ended by SIGTERM\n")
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
