@@ -104,6 +104,9 @@ class KVCache(ABC):
 
     def _of_layers(self, positions: Tensor, until: int, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """For each layer ``make(seen)``, made once for layers of one window. Lanes attend where ``seen`` is true."""
+        # A free lane may stand behind ``until``, further than its window reaches back. Seeing nothing, it would write
+        # NaN, which a later text of that lane meets.
+        positions = positions.clamp(max=until - 1)
         times, made = self._times[:until], dict.fromkeys(self._windows, positions)
         for window in made:
             seen = times <= positions
