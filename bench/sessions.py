@@ -75,6 +75,7 @@ class Echo:
         tokens: bool = True,
         caller: object = None,
         constraint: object = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Sampled]:
         """The answer."""
         await asyncio.sleep(0)

@@ -39,6 +39,7 @@ class Drawing(Echo):
         tokens: bool = True,
         caller: Any = None,
         constraint: Any = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Sampled]:
         """Nothing."""
         self.begun.set()

@@ -50,6 +50,7 @@ class Dying(Echo):
         tokens: bool = True,
         caller: object = None,
         constraint: object = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Sampled]:
         """Nothing."""
         self.now_s += 10 * LONG_S

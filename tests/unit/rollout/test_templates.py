@@ -155,6 +155,7 @@ class Dice:
         tokens: bool = True,
         caller: Any = None,
         constraint: Any = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Sampled]:
         fixed = self.said.pop(0) if self.said else ""
         ids = self._ids(fixed) if fixed else self._drawn()

@@ -70,6 +70,7 @@ class Gated(Echo):
         tokens: bool = True,
         caller: Any = None,
         constraint: Any = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Sampled]:
         """The answer."""
         self.asked += 1

@@ -103,9 +103,10 @@ class RemoteTokens:
         tokens: bool = True,
         caller: Caller | None = None,
         constraint: Constraint | None = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """As :meth:`.TokenSource.stream`. All of a completion comes at once."""
-        del tokens, caller
+        del tokens, caller, exact
         body: dict[str, Any] = {
             "session": session,
             "token_ids": list(prompt),

@@ -61,6 +61,8 @@ class Request:
             float32. An engine may always reuse what it computed for earlier prompts, because the results are the same.
         constraint: What may be drawn, if not everything. Only an engine that says so (``Engine.constrains``) takes it.
         session: Name of the session to which it belongs, as ``Engine.end_session`` gets it; "" for none.
+        exact: Whether the completion may not depend on what else the engine draws, where the engine promises that at
+            all. Without it rounding may differ, and a few requests on the CPU are drawn twice as fast.
     """
 
     id: RequestId
@@ -72,6 +74,7 @@ class Request:
     reuse_completions: bool = True
     constraint: Constraint | None = None
     session: str = ""
+    exact: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))  # compared and kept; a list might change

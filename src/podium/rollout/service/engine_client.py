@@ -107,10 +107,11 @@ class EngineClient:
         tokens: bool = True,
         caller: Caller | None = None,
         constraint: Constraint | None = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """As :meth:`.TokenSource.stream`."""
         async with self.admission.turn(session, len(prompt), self.engine.session_room if session else None):
-            drawing = self._stream(prompt, params, seed, session, tokens, caller, constraint)
+            drawing = self._stream(prompt, params, seed, session, tokens, caller, constraint, exact)
             async with contextlib.aclosing(drawing) as events:
                 async for event in events:
                     if not isinstance(event, Tokens):
@@ -126,6 +127,7 @@ class EngineClient:
         tokens: bool,
         caller: Caller | None,
         constraint: Constraint | None,
+        exact: bool,
     ) -> AsyncGenerator[Tokens | Sampled]:
         priority = self.engine.waiting.next_turn()
         if caller is not None:
@@ -133,7 +135,7 @@ class EngineClient:
             caller.priority = priority
         request = Request(
             id=_Id(next(self._numbers)), prompt=prompt, params=params, seed=seed, stream=tokens, priority=priority,
-            constraint=constraint, session=session,
+            constraint=constraint, session=session, exact=exact,
         )  # fmt: skip
         self.engine.check_request(request)
         events, loop = _Events(), asyncio.get_running_loop()

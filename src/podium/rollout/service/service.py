@@ -72,6 +72,7 @@ class Asked:
         caller: The request that it belongs to.
         constraint: What may be drawn, if not everything.
         top: How many of the most probable tokens are told at each place.
+        exact: Whether equal requests with equal seeds get the same bits: somebody chose the seed.
     """
 
     prompt: Sequence[int]
@@ -89,6 +90,7 @@ class Asked:
     stops: Sequence[str] = ()
     constraint: Constraint | None = None
     top: int = 0
+    exact: bool = True
 
 
 Certain: TypeAlias = Callable[[Asked, Sequence[int]], Delta]
@@ -342,15 +344,16 @@ class Service:
             params = self._params(sampling, limit or room, stops)
         except ConfigError as error:
             raise Refusal(400, str(error)) from None
-        in_flight = self.source.in_flight
-        if in_flight and in_flight + sampling.n * (len(prompt) + (limit or 0)) > self.most_tokens:
+        size = sampling.n * (len(prompt) + (limit or 0))
+        if self.source.in_flight and self.source.in_flight + size > self.most_tokens:
             raise Refusal(429, "too many tokens are in flight: try again later", code="overloaded")
+        session_seeds, numbers = self._seeds_of.get(session), range(sampling.n)
         if sampling.seed is not None and self.rules is None:
-            seeds = [sampling.seed + number for number in range(sampling.n)]
+            seeds, exact = [sampling.seed + number for number in numbers], True
+        elif session_seeds is not None:
+            seeds, exact = [next(session_seeds) for _ in numbers], True
         else:
-            session_seeds = self._seeds_of.get(session)
-            seeds_drawn = [next(session_seeds if session_seeds is not None else self._seeds) for _ in range(sampling.n)]
-            seeds = seeds_drawn if session_seeds is not None else [seed * 1_000_003 for seed in seeds_drawn]
+            seeds, exact = [next(self._seeds) * 1_000_003 for _ in numbers], False
         constraint = make_constraint(
             sampling.logit_bias or {},
             grammar or text_grammar(sampling, self.form.grammars),
@@ -358,7 +361,7 @@ class Service:
             training=self.rules is not None,
         )
         seeds = [seed % _SEEDS for seed in seeds]
-        return Asked(prompt, params, seeds, self.caller(), name=session, constraint=constraint)
+        return Asked(prompt, params, seeds, self.caller(), name=session, constraint=constraint, exact=exact)
 
     async def prepare(self, *asked: Asked) -> None:
         """Compile the grammars of requests, without which none of them is drawn. Raises Refusal if one is wrong."""
@@ -457,13 +460,9 @@ class Service:
         if asked.session is None:
             return answers
         record = partial(
-            asked.session.record,
-            asked.prompt,
-            tools=asked.tools,
-            options=asked.options,
-            continues=asked.continues,
-            departure=asked.departure,
-        )
+            asked.session.record, asked.prompt, tools=asked.tools, options=asked.options,
+            continues=asked.continues, departure=asked.departure,
+        )  # fmt: skip
         before = asked.session.unrecognized
         calls = [record(answer.sampled, (*asked.messages, answer.message)) for answer in answers]
         self.unrecognized += asked.session.unrecognized - before
@@ -538,7 +537,7 @@ class Service:
         await self.prepare(asked)
         drawing = self.source.stream(
             asked.prompt, asked.params, asked.seeds[number], session=asked.name, tokens=tokens, caller=asked.caller,
-            **({} if asked.constraint is None else {"constraint": asked.constraint}),
+            **({} if asked.constraint is None else {"constraint": asked.constraint}), exact=asked.exact,
         )  # fmt: skip
         size = len(asked.prompt) + asked.params.max_new_tokens
         async with self.sessions.in_use(asked.session), asked.caller.hold(size), aclosing(drawing) as events:

@@ -81,6 +81,7 @@ class TokenSource(Protocol):
         tokens: bool = True,
         caller: Caller | None = None,
         constraint: Constraint | None = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """Yield the tokens of a completion as they are drawn, and the whole completion at the end. Closing the iterator
         ends the request.
@@ -95,6 +96,8 @@ class TokenSource(Protocol):
             caller: The request that wants the completion. Those of several requests take turns, where the source knows
                 how.
             constraint: What may be drawn, if not everything.
+            exact: Whether the completion may not depend on what else is drawn, not even by rounding. A source that
+                knows no faster way takes no notice.
 
         Raises:
             ConfigError: The prompt does not fit the model.

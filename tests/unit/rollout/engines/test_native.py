@@ -295,3 +295,56 @@ def test_an_output_layer_in_float32_rounds_no_logits(
         apart[wide] = abs(float(expected) - float(done.completion.logprobs[0]))
     assert apart[True] < 1e-6
     assert apart[False] > 1e-5
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_requests_that_need_no_bits_are_drawn_in_fewer_rows(
+    make_model: MakeModel, prompts: list[list[int]], family: str
+) -> None:
+    """One to four of them take as many rows as they are; one request beside them that is exact has all its bits."""
+    made, params = _native(make_model(family)), SamplingParams(max_new_tokens=12)
+    rows: list[int] = []
+    decode = decoder.Decoder.decode
+
+    def count_rows(self: Any, tokens: torch.Tensor, *args: Any) -> torch.Tensor:
+        rows.append(len(tokens))
+        return decode(self, tokens, *args)
+
+    def draw(count: int, *, exact: bool, also_exact: bool = False) -> list[Any]:
+        rows.clear()
+        for number in range(count):
+            made.submit(Request(id=number, prompt=prompts[number], params=params, seed=number, exact=exact,
+                                reuse_completions=False))  # fmt: skip
+        if also_exact:
+            made.submit(Request(id="exact", prompt=prompts[9], params=params, seed=9, reuse_completions=False))
+        events: dict[Any, Any] = {}
+        while len(events) < count + also_exact:
+            for event in made.poll():
+                assert isinstance(event, Finished), event
+                events[event.id] = event.completion
+        return [events[name] for name in sorted(events, key=str)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder.Decoder, "decode", count_rows)
+        for count, expected in ((1, 1), (2, 2), (4, 4), (5, 16)):
+            loose = draw(count, exact=False)
+            assert {*rows} == {expected}
+            strict = draw(count, exact=True)
+            assert {*rows} == {16}
+            for mine, right in zip(loose, strict, strict=True):
+                assert torch.equal(mine.token_ids, right.token_ids)
+                assert torch.allclose(mine.logprobs, right.logprobs, atol=1e-5)
+        (alone,) = draw(0, exact=True, also_exact=True)
+        *_, beside = draw(2, exact=False, also_exact=True)
+        assert {*rows} == {16}
+    assert same([beside], [alone])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_free_lane_writes_no_nan(make_model: MakeModel, family: str) -> None:
+    """A lane stands behind a long text, while others decode short ones that its window does not reach."""
+    made = _native(make_model(family))
+    long, short = list(range(1, 20)) * 5, [4, 5]
+    for prompts in ([long] * 16, [short], [long, short] * 8):
+        for completion in made.generate(prompts, SamplingParams(max_new_tokens=8), range(len(prompts))):
+            assert completion.logprobs.isfinite().all()

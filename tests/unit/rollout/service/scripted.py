@@ -67,6 +67,7 @@ class Scripted:
         tokens: bool = True,
         caller: Any = None,
         constraint: Any = None,
+        exact: bool = True,
     ) -> AsyncGenerator[Tokens | Sampled]:
         """Give the next answer, token by token where ``tokens`` is True."""
         self.prompts.append(list(prompt))
