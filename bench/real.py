@@ -118,7 +118,8 @@ def sentence(runs: Sequence[Run]) -> str:
             texts.append(f"{gain} ({count}, {minutes:.1f} minutes of processor time a run)")
     return (
         "`make real` fetches a published model, [SmolLM2-135M-Instruct](docs/real-model.md), and trains it on sums by "
-        f"GRPO on two cores. In {runs[0]['steps']} steps the reward on held-out sums rises {' and '.join(texts)}."
+        f"GRPO on two cores. In {runs[0]['steps']} steps the reward on held-out sums rises {' and '.join(texts)}. "
+        "`make real ARGS=--sft`, `--dpo` and `--tool` train it by answers, by preferences, and in sessions with a tool."
     )
 
 
