@@ -77,6 +77,16 @@ def test_a_prompt_goes_on_from_what_another_computed(known: int, window: int | N
 
 
 @torch.inference_mode()
+def test_no_prompt_has_new_tokens_where_others_begin_later() -> None:
+    decoder, prompts = make_decoder(), [prompt for prompt in make_prompts() if len(prompt) in (33, 1000)]
+    expected = decoder.prefill(prompts)
+    went_on = decoder.prefill(prompts, Past(expected.keys[:, :, :, :700], expected.values[:, :, :, :700], [0, 700]))
+    for row, prompt in enumerate(prompts):
+        for mine, right in zip(cut(went_on, row, len(prompt)), cut(expected, row, len(prompt)), strict=True):
+            assert torch.equal(mine, right), row
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 64), (9, 3, 64), (4, 2, 16), (14, 2, 32), (16, 1, 8)])
 def test_a_lane_does_not_depend_on_the_longest(heads: int, kv_heads: int, dim: int) -> None:
     torch.manual_seed(0)

@@ -62,8 +62,9 @@ class PromptAttention:
         for begin in range(self._first, self.width, block):
             end = min(begin + block, self.width)
             there = [row for row, (start, stop) in enumerate(spans) if start < end and stop > begin]
-            prompts = None if len(there) == len(spans) else torch.tensor(there, device=device)
-            self._blocks.append(_Block(begin, end, prompts))
+            if there:
+                prompts = None if len(there) == len(spans) else torch.tensor(there, device=device)
+                self._blocks.append(_Block(begin, end, prompts))
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
