@@ -13,7 +13,7 @@ def is_text(text: str) -> bool:
 
     Python reads each byte of a file's name that is not UTF-8 as such a half.
 
-    >>> is_text("caf\u00e9"), is_text(b"caf\xe9".decode("utf-8", "surrogateescape"))
+    >>> is_text("caf\u00e9"), is_text(bytes([0xE9]).decode("utf-8", "surrogateescape"))
     (True, False)
     """
     return _HALF_OF_PAIR.search(text) is None

@@ -97,7 +97,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "telemetry/sinks/jsonl.py": ("mkdir open", PERSON),
     "telemetry/sinks/trace.py": ("mkdir open", PERSON),
     "podium_changes/evaluations.py": ("ParquetFile", OPENED),
-    "podium_curves/comparison.py": ("mkdir savefig", PERSON),
+    "podium_curves/comparison.py": ("savefig", PERSON),
     "podium_curves/drawing.py": ("savefig", OPENED),
     "podium_view/command.py": ("iterdir", PERSON),
     "podium_view/completions.py": ("ParquetFile", OPENED),
