@@ -20,7 +20,7 @@ POSITIONS = 1056
 
 def make_long_model(window: int | None = None, layers: int = 2) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config: Any = LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=POSITIONS, initializer_range=0.3,
     )  # fmt: skip
