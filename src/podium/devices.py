@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import re
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -26,6 +27,7 @@ __all__ = [
     "free_memory_bytes",
     "give_back_memory",
     "has_bfloat16",
+    "has_bfloat16_unit",
     "host_copy",
     "memory_peak_bytes",
     "parse_dtype",
@@ -34,6 +36,7 @@ __all__ = [
     "return_large_blocks",
     "same_within_rounding",
     "set_random_state",
+    "time_products",
 ]
 
 _SOFT: Final = 1  # omp_pause_soft, of omp.h
@@ -111,10 +114,33 @@ def has_bfloat16() -> bool:
 
     Without them torch converts each number to float32 and back.
     """
+    flags = _processor_flags()
+    return flags is None or bool(_BFLOAT16_FLAGS & flags)
+
+
+def has_bfloat16_unit() -> bool:
+    """Whether this machine's processor has a unit for products of matrices in bfloat16 (Intel's AMX)."""
+    return "amx_bf16" in (_processor_flags() or set[str]())
+
+
+def _processor_flags() -> set[str] | None:
+    """What the processor says that it can; None where the system does not say."""
     with contextlib.suppress(OSError):
         if (flags := re.search(r"^(?:flags|Features)\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)) is not None:
-            return bool(_BFLOAT16_FLAGS & {*flags[1].split()})
-    return True
+            return {*flags[1].split()}
+    return None
+
+
+def time_products(terms: int, columns: int, dtype: torch.dtype, *, rows: int = 16, count: int = 5) -> float:
+    """Return the milliseconds of a product ``[rows, terms] @ [terms, columns]`` on the CPU: the least of ``count``."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.rand(*shape, generator=generator).to(dtype) for shape in ((rows, terms), (columns, terms)))
+    seconds: list[float] = []
+    for _ in range(count + 1):  # the first one sets things up
+        begun_s = time.perf_counter()
+        torch.mm(left, right.t())
+        seconds.append(time.perf_counter() - begun_s)
+    return min(seconds[1:]) * 1e3
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -192,6 +192,13 @@ def vocabulary_size(config: ModelConfig) -> int:
     return _settings(config).get_text_config().vocab_size
 
 
+def widths(config: ModelConfig) -> tuple[int, int]:
+    """Return the number of values of a hidden state, and of a feed-forward layer inside; 0 where the model has none.
+    Raises ConfigError as :func:`longest_text` does."""
+    settings = _settings(config).get_text_config()
+    return getattr(settings, "hidden_size", 0) or 0, getattr(settings, "intermediate_size", 0) or 0
+
+
 def _settings(config: ModelConfig) -> PretrainedConfig:
     with _without_docstrings():
         if config.config:

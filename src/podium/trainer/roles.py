@@ -27,7 +27,14 @@ from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
 from podium.telemetry import Note, Waiting, emit
-from podium.trainer.checks.placement import check_placement, check_ports, reserve_places, standing, warn_of_bfloat16
+from podium.trainer.checks.placement import (
+    check_placement,
+    check_ports,
+    reserve_places,
+    standing,
+    tell_of_bfloat16,
+    warn_of_bfloat16,
+)
 from podium.training import ParallelConfig
 from podium.workers import (
     ColocatedSync,
@@ -337,6 +344,7 @@ def _start_workers(
             for handle in handles:
                 stack.push(partial(_close, handle))
         warn_of_bfloat16(config, parts)
+        tell_of_bfloat16(config, next(iter(generators), None))
         yield started, tuple(generators)
 
 

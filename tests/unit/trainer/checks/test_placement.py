@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import podium
 from podium import Worker, devices
@@ -159,6 +160,40 @@ def test_bfloat16_on_a_processor_without_instructions_for_it_is_one_warning(
         with podium.connect("inline", nodes=2) as cluster, start_generator(cluster, config):
             pass
         assert len([text for text in caplog.messages if "engine.dtype = bfloat16 on the CPU of" in text]) == warned
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "width", "bfloat16_ms", "told"),
+    [
+        ("amx_bf16", None, 512, 0.4, True),
+        ("amx_bf16", None, 512, 0.95, False),  # it would save little
+        ("amx_bf16", "bfloat16", 512, 0.4, False),
+        ("amx_bf16", "float32", 512, 0.4, False),  # chosen by the user
+        ("amx_bf16", None, 64, 0.4, False),  # products are a small part of a small model's time
+        ("avx512_bf16", None, 512, 0.4, False),
+    ],
+)
+def test_what_bfloat16_would_save_is_told_where_there_is_a_unit_for_it(
+    flags: str, dtype: str | None, width: int, bfloat16_ms: float, told: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"flags\t: fpu {flags}\n")
+    times = {torch.float32: 1.0, torch.bfloat16: bfloat16_ms}
+    monkeypatch.setattr(devices, "time_products", lambda terms, columns, dtype: times[dtype])
+    model = {**MODEL, "config": {**MODEL["config"], "hidden_size": width, "intermediate_size": width}}
+    config = build_config(InferenceConfig, {"model": model, "engine": {"dtype": dtype}})
+    with podium.connect("inline") as cluster, start_generator(cluster, config):
+        pass
+    told_texts = [text for text in caplog.messages if text.startswith("engine.dtype: bfloat16 would speed up")]
+    assert len(told_texts) == told
+    assert not told or f"16 rows take {bfloat16_ms:.2f} ms with a layer's matrix in place of 1.00" in told_texts[0]
+
+
+def test_products_are_timed_in_both_types() -> None:
+    assert 0 < devices.time_products(64, 128, torch.float32) < 60_000
+    assert 0 < devices.time_products(64, 128, torch.bfloat16) < 60_000
 
 
 @pytest.mark.parametrize(
