@@ -78,7 +78,7 @@ EVERY_DAY = (
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(EVERY_DAY, id="one of each kind"),
+        pytest.param(EVERY_DAY, id="one of each kind", marks=pytest.mark.slow),
         pytest.param(tuple(FAULTS), id="all", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )

@@ -264,6 +264,7 @@ def live_in_threads(name: str) -> str:
     return " ".join(dict.fromkeys(ends))
 
 
+@pytest.mark.slow
 def test_threads_that_hang_hold_up_no_other_and_no_end_of_the_process() -> None:
     names = ("plain", "to_thread")
     program = f"from tests.unit.rollout.test_runner import live_in_threads; print(*map(live_in_threads, {names}))"
