@@ -50,7 +50,6 @@ class NativeEngine(ModelEngine):
         options = config.read_options(NativeOptions)
         self._wide_output = options.float32_output
         self._decoder = Decoder(read_weights(self.model), wide_output=self._wide_output)
-        self._has_windows = any(layer.window is not None for layer in self._decoder.weights.layers)
         self._budget_bytes = 0
         self._graphs = DecodeGraphs() if options.cuda_graphs else None
         if self._graphs is not None and (reason := graphless(self._decoder.weights)):
@@ -86,11 +85,6 @@ class NativeEngine(ModelEngine):
 
     def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
         super().check(subject, prompt, params)
-        if self._has_windows and getattr(params, "stop", ()):  # the contract suite found other tokens then
-            raise ConfigError(
-                f"{subject} ends with texts, which the native engine does not support for models with sliding windows: "
-                "use engine.name transformers, or token ids in sampling.stop_token_ids"
-            )
         gib, least = self.config.cache_gib, self._bytes(ROW_QUANTUM, len(prompt) + params.max_new_tokens)
         if gib is not None and least > gib * 2**30:
             raise ConfigError(
