@@ -267,12 +267,12 @@ def measure(name: str, steps: int, trace: Path | None) -> dict[str, Any]:
 def estimates(text: str) -> list[int]:
     """The estimated MiB of each process, in the order of processes."""
     units = {"GiB": 1024.0, "MiB": 1.0}
-    each = re.findall(
+    amounts = re.findall(
         r"^memory +about ([\d.,]+) (GiB|MiB) (?:on process|each on processes) (\d+)(?:-(\d+))?", text, re.M
     )
     return [
         round(float(amount.replace(",", "")) * units[unit])
-        for amount, unit, first, last in each
+        for amount, unit, first, last in amounts
         for _ in range(int(first), int(last or first) + 1)
     ]
 

@@ -15,7 +15,6 @@ A section stands beside the class that it configures. Its fields are its keys; t
 """
 
 import dataclasses
-import datetime
 import functools
 import os
 import re
@@ -23,7 +22,6 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, dataclass_transform
 
@@ -37,8 +35,9 @@ from podium.errors import ConfigError
 from podium.exceptions import read_text
 from podium.migration import find_translation
 from podium.migration.answers import describe_answer, find_answer, show_override, show_value
+from podium.plain_values import TOO_MUCH, check_plain
 from podium.secrecy import find_masked, mask, mask_command, variable_of
-from podium.spelling import is_text, nearest_spellings
+from podium.spelling import nearest_spellings
 
 __all__ = [
     "Key",
@@ -327,40 +326,11 @@ def _load_yaml(text: str) -> object:
     try:
         loaded: object = yaml.load(text, _Loader)
     except RecursionError:
-        raise ValueError(_TOO_MUCH) from None
+        raise ValueError(TOO_MUCH) from None
     except Exception as error:  # noqa: BLE001 - PyYAML lets pass what dates, numbers and keys raise
         raise ValueError(read_text(error)) from None
-    _check_plain(loaded)
+    check_plain(loaded)
     return loaded
-
-
-def _check_plain(value: object) -> None:
-    """Raise ValueError for values that no file of a run can hold, and for those that references repeat without end."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        for node in level:
-            if isinstance(node, str) and ("\0" in node or not is_text(node)):
-                raise ValueError(
-                    f"{node[:60]!r} contains a character that is not text: NUL, or half of a surrogate pair"
-                )
-            if isinstance(node, int) and node.bit_length() > _MOST_BITS:
-                raise ValueError(f"a whole number has {node.bit_length()} bits, and {_MOST_BITS} are the most")
-            if not isinstance(node, _PLAIN):
-                raise ValueError(f"a value is of type {type(node).__name__}: write it as text, in quotes, or as a list")
-        items = (cast("Mapping[Any, Any]", node).items() if isinstance(node, Mapping) else () for node in level)
-        lists = (cast("list[Any]", node) if isinstance(node, list) else () for node in level)
-        level = list(islice(chain(chain.from_iterable(chain.from_iterable(items)), *lists), _LARGEST + 1))
-        if not level:
-            return
-        if len(level) > _LARGEST:
-            break
-    raise ValueError(_TOO_MUCH)
-
-
-_PLAIN = (str, int, float, types.NoneType, list, Mapping, datetime.date)
-_MOST_BITS = 64
-_DEEPEST, _LARGEST = 50, 100_000
-_TOO_MUCH = f"its values are nested more than {_DEEPEST} deep, or more than {_LARGEST} on one level"
 
 
 def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
@@ -368,7 +338,7 @@ def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
     plain = str in arms and not (type(None) in arms and text in ("null", "none", "None", "~"))
     try:
         if plain:
-            _check_plain(text)
+            check_plain(text)
             return _several(arms, text)
         value = _load_yaml(text)
     except ValueError as error:

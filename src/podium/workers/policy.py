@@ -47,7 +47,7 @@ from podium.training.routing import (
     record_routes,
     replay_routes,
 )
-from podium.training.scoring import score_tokens, score_values
+from podium.training.scoring import TokenScores, score_tokens, score_values
 from podium.training.shards import load_parallel
 from podium.workers.learner import Learner
 from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments, token_value_loss
@@ -274,6 +274,7 @@ class Policy(Learner):
         batch = self.weighted(batch)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
         judges = loss is None and self.algorithm.has_value_head
+        shared = judges and self.algorithm.critic.critic_trunk == "shared"
         moments = gather_moments(self.engine, batch) if judges else None
         flat = not judges and _has_no_other_term(algorithm) and fields.ADVANTAGES in batch
         flat = flat and self.engine.is_flat(batch, fields.ADVANTAGES)
@@ -290,20 +291,11 @@ class Policy(Learner):
 
         def compute(micro: MicroBatch) -> TokenLoss:
             replay(micro)
-            grad = algorithm.entropy_coef != 0
             top_ids = {name: micro.columns[name].chunk(2, -1)[1].long() for name in _TOP_COLUMNS if name in columns}
             ids_KJ = torch.cat([*top_ids.values()], -1) if top_ids else None
             with nullcontext(list[Route]()) if shares_LE is None else record_routes(self.model) as routes:
-                scores = score_tokens(
-                    self.model,
-                    batch,
-                    micro,
-                    entropy=True,
-                    entropy_grad=grad,
-                    chosen_KJ=ids_KJ,
-                    value_grad=judges and self.algorithm.critic.critic_trunk == "shared",
-                )
-            assert scores.entropy is not None
+                options = {"entropy": True, "entropy_grad": algorithm.entropy_coef != 0, "value_grad": shared}
+                scores = score_tokens(self.model, batch, micro, chosen_KJ=ids_KJ, **options)
             if kept_N is not None:
                 kept_N[micro.index] = scores.logprobs.detach().float()
             added: dict[str, Tensor] = {}
@@ -314,13 +306,7 @@ class Policy(Learner):
                 added |= {f"at_{name}": part for name, part in zip(top_ids, parts, strict=True)}
             inputs = LossInputs(
                 offsets_B1=micro.offsets,
-                columns={
-                    **added,
-                    **{name: micro.columns[name] for name in columns},
-                    "tokens": micro.targets,
-                    "logprobs": scores.logprobs,
-                    "entropy": scores.entropy,
-                },
+                columns={**added, **_loss_columns(micro, scores, columns)},
                 figures={name: micro.columns[name] for name in figures},
                 step=self.engine.step_count,
             )
@@ -555,6 +541,13 @@ class Policy(Learner):
 def _experts(batch: Batch) -> Tensor | None:
     """The column ``experts``; None where nothing is replayed."""
     return batch.jagged(fields.EXPERTS).values if fields.EXPERTS in batch else None
+
+
+def _loss_columns(micro: MicroBatch, scores: TokenScores, columns: Sequence[str]) -> dict[str, Tensor]:
+    """The columns of a loss's inputs that a batch has, and what the forward pass gave."""
+    assert scores.entropy is not None
+    taken = {name: micro.columns[name] for name in columns}
+    return {**taken, "tokens": micro.targets, "logprobs": scores.logprobs, "entropy": scores.entropy}
 
 
 def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:

@@ -61,9 +61,9 @@ class PromptAttention:
         self._blocks = list[_Block]()
         for begin in range(self._first, self.width, block):
             end = min(begin + block, self.width)
-            there = [row for row, (start, stop) in enumerate(spans) if start < end and stop > begin]
-            if there:
-                prompts = None if len(there) == len(spans) else torch.tensor(there, device=device)
+            sharing = [row for row, (start, stop) in enumerate(spans) if start < end and stop > begin]
+            if sharing:
+                prompts = None if len(sharing) == len(spans) else torch.tensor(sharing, device=device)
                 self._blocks.append(_Block(begin, end, prompts))
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
