@@ -18,16 +18,39 @@ from podium.rollout.service.token_source import TokenSource
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
     from podium.rollout.engines.requests import SessionRoom
-    from podium.rollout.environments.offers import Offers
+    from podium.rollout.environments.client import Client
+    from podium.rollout.environments.contract import Task
+    from podium.rollout.environments.runner import Ending
     from podium.rollout.sampling import SamplingParams
     from podium.rollout.service.service import Service
     from podium.rollout.tasks.config import DataConfig
 
-__all__ = ["Gateway", "HttpService", "RemoteSource", "Server", "load_service", "open_gateway"]
+__all__ = ["Gateway", "HttpService", "OfferedSessions", "RemoteSource", "Server", "load_service", "open_gateway"]
 
 _GROUP: Final = "podium.services"
 _NAME: Final = "http"
 _LOOPBACK: Final = "127.0.0.1"
+
+
+class OfferedSessions(Protocol):
+    """The sessions of a rollout worker that a service elsewhere lives."""
+
+    def plan(
+        self, names: Sequence[str], groups: Sequence[int], rows: Sequence[Task], *, is_evaluation: bool = False
+    ) -> None:
+        """Announce sessions, in the order in which the worker has room for them.
+
+        Args:
+            names: S names.
+            groups: S numbers of their groups.
+            rows: S rows of the data.
+            is_evaluation: Whether they are not for training. Their rows are their tasks then.
+        """
+        ...
+
+    async def live(self, client: Client) -> Ending:
+        """Offer a session that is planned, and return how it ended."""
+        ...
 
 
 class Gateway(Protocol):
@@ -47,8 +70,15 @@ class Gateway(Protocol):
         """
         ...
 
-    def admit(self, offers: Offers, token: str) -> None:
-        """Let the bearer of a token open, end and reward the sessions that are offered."""
+    def offer(self, limits_s: tuple[float, float, float], token: str, *, names_tasks: bool) -> OfferedSessions:
+        """Let a service elsewhere open, end and reward sessions.
+
+        Args:
+            limits_s: The most seconds from the request that opens a session to its end; in which somebody opens it; and
+                from its end to its reward.
+            token: What the service sends as its API key.
+            names_tasks: Whether the service names tasks. Else the rows of the data are the tasks.
+        """
         ...
 
     def close(self) -> None:
@@ -158,7 +188,7 @@ class _NoGateway:
 
         yield refuse
 
-    def admit(self, offers: Offers, token: str) -> None:
+    def offer(self, limits_s: tuple[float, float, float], token: str, *, names_tasks: bool) -> OfferedSessions:
         raise ConfigError(_explain_missing("an environment whose sessions a service elsewhere lives"))
 
     def close(self) -> None: ...

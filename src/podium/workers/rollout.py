@@ -29,9 +29,8 @@ from podium.models.tokenizers import load_tokenizer
 from podium.models.vocabulary import TextIds, find_text_ids
 from podium.rollout.engines.requests import SessionRoom
 from podium.rollout.environments.client import MOST_AGENTS
-from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
+from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.contract import Earned
-from podium.rollout.environments.offers import Offers
 from podium.rollout.environments.outside import TOKEN
 from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import ResolvedEnvironment, longest_session_s, resolve_environment
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from podium.rollout.service.chat_format import ChatFormat
     from podium.rollout.service.sessions import Row
     from podium.rollout.service.token_source import TokenSource
-    from podium.rollout.services import RemoteSource
+    from podium.rollout.services import OfferedSessions, RemoteSource
     from podium.workers.generator import Generator
 
 __all__ = ["Rollout"]
@@ -83,9 +82,10 @@ class Rollout(Worker):
         ports, number = environment.limits.port_range, self.ctx.local_rank
         ports = [*ports[number:], *ports[:number]]  # the same worker takes the same port when it is restarted
         self._gateway = open_gateway(environment.limits.host, ports)
-        self._offers = _make_offers(self._environment, environment.limits, data)
-        if self._offers is not None:
-            self._gateway.admit(self._offers, token)
+        self._offers: OfferedSessions | None = None
+        if (outside := self._environment.outside) is not None:
+            limits_s = environment.limits.time_limit_s, outside.open_limit_s, outside.reward_limit_s
+            self._offers = self._gateway.offer(limits_s, token, names_tasks=not data.train)
         self._making = threading.Lock()
         self._remote: RemoteSource | None = None
         self._token = self._url = ""
@@ -267,15 +267,6 @@ class Rollout(Worker):
     @cached_property
     def _writer(self) -> Writer:
         return Writer(self._tokenizer, self._data)
-
-
-def _make_offers(environment: ResolvedEnvironment, limits: SessionLimits, data: DataConfig) -> Offers | None:
-    """Where sessions are offered to a service elsewhere; None for an environment that lives them itself."""
-    outside = environment.outside
-    if outside is None:
-        return None
-    waits = outside.open_limit_s, outside.reward_limit_s
-    return Offers(limits.time_limit_s, *waits, names_tasks=not data.train)
 
 
 def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:

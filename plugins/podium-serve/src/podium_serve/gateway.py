@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from podium.rollout.environments.offers import Offers
     from podium.rollout.service.service import Service
+    from podium_serve.offers import Offers
 
 __all__ = ["LOOPBACK", "Gateway"]
 
@@ -97,9 +97,13 @@ class Gateway:
                 del self._services[call]
                 self._apps.pop(call, None)
 
-    def admit(self, offers: Offers, token: str) -> None:
-        """Let the bearer of a token open, end and reward the sessions that are offered."""
+    def offer(self, limits_s: tuple[float, float, float], token: str, *, names_tasks: bool) -> Offers:
+        """As :meth:`podium.rollout.services.Gateway.offer`."""
+        from podium_serve.offers import Offers
+
+        offers = Offers(*limits_s, names_tasks=names_tasks)
         self._admitted = offers, token
+        return offers
 
     def close(self) -> None:
         """Listen no more. Another thread than that of the event loop calls it."""

@@ -22,7 +22,7 @@ from podium_serve.repeats import Repeats
 from podium_serve.routes import guard, make_application
 
 if TYPE_CHECKING:
-    from podium.rollout.environments.offers import Offer, Offers
+    from podium_serve.offers import Offer, Offers
 
 __all__ = ["make_outside_app"]
 

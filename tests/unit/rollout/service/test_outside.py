@@ -11,7 +11,6 @@ import pytest
 
 from podium.errors import ConfigError
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
-from podium.rollout.environments.offers import Offers
 from podium.rollout.environments.outside import Outside
 from podium.rollout.environments.resolve import longest_session_s, resolve_environment
 from podium.rollout.environments.runner import Episode, live
@@ -51,8 +50,8 @@ def lived(
     calls = [[f"{call}-{number}" for number in range(len(of))] for call, of in (("1-1", groups), ("1-2", held_out))]
 
     async def run() -> list[Episode]:
-        gateway, offers = Gateway(), Offers(*limits_s, names_tasks=names_tasks)
-        gateway.admit(offers, TOKEN)
+        gateway = Gateway()
+        offers = gateway.offer(limits_s, TOKEN, names_tasks=names_tasks)
         async with gateway.open(service, "1-1") as address, gateway.open(service, "1-2"):
             limits = SessionLimits(time_limit_s=600.0, at_once=at_once)
             how: Any = {"address": address, "key_of": gateway.keys.key_of, "live_outside": offers.live}
