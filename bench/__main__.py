@@ -1,7 +1,8 @@
 """`python -m bench`: run the suites, print a table, write bench/results.json.
 
 Each row is kept in runs/bench as soon as it is measured. A run that was stopped goes on after the suites that had
-finished, if machine, versions and commit are the same, and prints the rows of both parts.
+finished, if machine, versions and commit are the same, and prints the rows of both parts. A busy machine is refused:
+machine.json beside the rows has the load before the run (the largest of its parts) and the seconds of each suite.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"  # of the last whole run
 ROWS, QUICK_ROWS = (ROOT / "runs" / "bench" / name / "results.json" for name in ("rows", "quick"))
 TABLE_WIDTH = 150
-BUSY = 0.5  # load average over the last minute above which figures of a two-core machine are not to be trusted
+BUSY = 1.0  # load average over the last minute above which figures of a two-core machine are not to be trusted
 
 Suite = Callable[[Context], Iterator[Row]]
 SUITES: dict[str, Suite] = {
@@ -51,6 +53,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help=f"suites to measure anew, comma-separated: {', '.join(SUITES)}")
     parser.add_argument("--quick", action="store_true", help="a short look: few repetitions, small sizes")
     parser.add_argument("--again", action="store_true", help="drop the rows of a run that was stopped")
+    parser.add_argument("--busy", action="store_true", help=f"measure at a load average above {BUSY:g} too")
     parser.add_argument("--out", type=Path, help="where the rows go as they come, instead of runs/bench/rows")
     return parser.parse_args(arguments)
 
@@ -67,7 +70,10 @@ def main(arguments: Sequence[str] | None = None, suites: Mapping[str, Suite] = S
         return 2
     load_before = os.getloadavg()[0]
     if load_before > BUSY:
-        console.print(f"the machine is busy (load {load_before:.1f}): expect worse figures, above all of calls")
+        console.print(f"the machine is busy: its load average over the last minute is {load_before:.1f}", style="red")
+        if not options.busy:
+            console.print(f"nothing was measured: wait until it is at most {BUSY:g}, or add --busy for worse figures")
+            return 2
     path = options.out or (QUICK_ROWS if options.quick else ROWS)
     record = Record(path, quick=options.quick, load_before=load_before, again=options.again, say=console.print)
     chosen = named or [name for name in suites if name not in record.finished]
@@ -94,12 +100,13 @@ def measure(suites: Mapping[str, Suite], record: Record, console: Console, *, qu
     for name, suite in suites.items():
         context = Context(quick=quick, logs=logs, say=console.print)
         record.begin(name)
+        started = time.perf_counter()
         try:
             with console.status(f"measuring {name}"):
                 for row in suite(context):
                     record.add(name, row)
                     console.print(f"{row.name}: {row.median:.4g} {row.unit}", style="dim")
-            record.finish(name, context.absent)
+            record.finish(name, context.absent, time.perf_counter() - started)
         except Exception:  # noqa: BLE001 - what the other suites measure in many minutes is worth keeping
             console.print_exception()
             failed.append(name)

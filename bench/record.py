@@ -25,6 +25,7 @@ class Record:
     otherwise it is replaced.
 
     Args:
+        load_before: The load average before this part of the run. The record has that of the busiest part.
         again: Begin anew in any case.
         say: Is told whether a record is continued or replaced.
 
@@ -38,6 +39,7 @@ class Record:
         self.path = path
         self.finished: list[str] = []
         self._rows: dict[str, list[Row]] = {}
+        self._seconds: dict[str, float] = {}
         self._about: dict[str, Any] = {**machine(load_before), "commit": commit(), "quick": quick}
         self._absent: set[str] = set()
         if not again:
@@ -63,9 +65,11 @@ class Record:
         self._rows.setdefault(suite, []).append(row)
         self._write()
 
-    def finish(self, suite: str, absent: set[str]) -> None:
-        """Note that the suite has no more rows, and write. ``absent`` are the peers that it or others lacked."""
+    def finish(self, suite: str, absent: set[str], seconds: float) -> None:
+        """Note that the suite has no more rows after so many seconds, and write. ``absent`` are the peers that it or
+        others lacked."""
         self.finished.append(suite)
+        self._seconds[suite] = round(seconds, 1)
         self._absent |= absent
         self._write()
 
@@ -88,13 +92,15 @@ class Record:
             say(f"the rows in {self.path} are replaced: they have another {', '.join(changed)}")
             return
         self.finished, self._absent = about["finished"], set(about["absent"])
+        self._seconds = about.get("seconds", {})
+        self._about["load_before"] = max(self._about["load_before"], about.get("load_before", 0.0))
         for row in written:
             self._rows.setdefault(row["suite"], []).append(Row.from_json(row))
         say(f"going on with {self.path}: {', '.join(self.finished) or 'no suite'} finished")
 
     def _write(self) -> None:
         rows = [{**row.as_json(), "suite": suite} for suite, rows in self._rows.items() for row in rows]
-        about = {**self._about, "absent": sorted(self._absent), "finished": self.finished}
+        about = {**self._about, "absent": sorted(self._absent), "finished": self.finished, "seconds": self._seconds}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, rows)
         write_whole(self.path.with_name(ABOUT), about)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RESULTS", "ROWS", "QUICK_ROWS"):
         monkeypatch.setattr(bench, name, tmp_path / name / "results.json")
         (tmp_path / name).mkdir()
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.25, 4.0, 4.0))
     return bench.RESULTS
 
 
@@ -74,6 +76,32 @@ def test_a_run_that_is_stopped_keeps_its_rows_and_the_next_one_goes_on(results: 
     assert not bench.ROWS.exists(), "the next run begins anew"
 
 
+def test_a_busy_machine_is_refused_unless_the_command_allows_it(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suites = Suites()
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.25, 0.0, 0.0))
+    for arguments in ([], ["--quick"], ["--only", "calls"]):
+        assert bench.main(arguments, suites.named()) == 2
+    assert "1.2" in capsys.readouterr().out
+    assert suites.begun == []
+    assert not results.exists() and not bench.ROWS.exists()
+
+    assert bench.main(["--busy"], suites.named()) == 0
+    assert json.loads(results.with_name("machine.json").read_text())["load_before"] == 1.25
+
+
+def test_a_run_in_parts_has_the_load_of_its_busiest_part(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suites = Suites()
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.5, 0.0, 0.0))
+    assert bench.main(["--busy", "--only", "bytes"], suites.named()) == 0
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.25, 0.0, 0.0))
+    assert bench.main([], suites.named()) == 0
+    about = json.loads(results.with_name("machine.json").read_text())
+    assert about["load_before"] == 7.5
+    assert sorted(about["seconds"]) == ["bytes", "calls"]
+
+
 def test_a_process_that_is_killed_leaves_the_rows_that_it_had(tmp_path: Path) -> None:
     record = Record(tmp_path / "rows.json", quick=False, load_before=0.0, say=lambda text: None)
     for number in range(3):
@@ -97,7 +125,7 @@ def test_rows_of_another_machine_or_commit_are_replaced(tmp_path: Path, change: 
     said: list[str] = []
     record = Record(path, quick=False, load_before=0.0, say=said.append)
     record.add("calls", row("noop"))
-    record.finish("calls", set())
+    record.finish("calls", set(), 1.0)
     if change != "again":
         about = json.loads((tmp_path / "machine.json").read_text())
         (tmp_path / "machine.json").write_text(json.dumps({**about, change: "another"}))
