@@ -31,6 +31,7 @@ from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium_serve.gateway import Gateway
 from podium_serve.server import listen
+from podium_serve.texts import encode
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -371,7 +372,7 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_transformers(served: Ser
         model="tiny", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True
     )
     for prompt, choice in zip(prompts, found.choices, strict=True):
-        ids = served.service.encode(prompt)
+        ids = encode(served.service, prompt)
         with torch.no_grad():
             expected = engine.model(torch.tensor([ids])).logits[0].log_softmax(-1)
         said = choice.logprobs
@@ -411,7 +412,7 @@ def test_the_official_client_gets_tool_calls_whole_and_in_a_stream(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = 'I look.\n<tool_call>{"name": "look", "arguments": {"place": "here"}}</tool_call>'
-    tokenizer: Any = served.service._tokenizer  # pyright: ignore[reportPrivateUsage]
+    tokenizer: Any = served.service.tokenizer
     monkeypatch.setattr(served.service, "source", Scripted(tokenizer, said, said, "A tree."))
     messages: list[Any] = [USER]
     asked: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "extra_headers": {"X-Session-ID": "tools"}}

@@ -159,7 +159,7 @@ class Rollout(Worker):
                 address=address,
                 key_of=self._gateway.keys.key_of,
                 room=self._room,
-                live_outside=self._offers and self._offers.live,
+                live_outside=None if self._offers is None else self._offers.live,
             )
             self._reports[key] = {**_report(episodes, service), "unknown": self._unknown(episodes)}
         batch = _as_batch(

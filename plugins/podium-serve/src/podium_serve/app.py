@@ -32,30 +32,34 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from podium.errors import PodiumError
 from podium.rollout.engines.stops import before_stop
-from podium.rollout.service.concurrency import in_turns
-from podium.rollout.service.constraints import write_masks
-from podium.rollout.service.pieces import Answer, Delta, Progress
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.wire import (
     WISHES,
     ChatRequest,
+    Refusal,
+    parse,
+)
+from podium_serve.bodies import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
-    Refusal,
     ScoreRequest,
     TokenizeRequest,
-    parse,
+    write_masks,
 )
+from podium_serve.concurrency import in_turns
 from podium_serve.dialects import Dialect, Usage, Writer, stream_events
 from podium_serve.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium_serve.messages import Messages
 from podium_serve.metrics import App, Metrics
+from podium_serve.pieces import Delta, Progress
 from podium_serve.routes import PATHS, find_dialect, make_routes
+from podium_serve.streaming import read_answer, stream_answers, stream_texts
+from podium_serve.texts import detokenize, encode, list_pieces, score_text, tokenize
 
 if TYPE_CHECKING:
     from podium.rollout.service.keys import Access
-    from podium.rollout.service.service import Asked, Service
+    from podium.rollout.service.service import Answer, Asked, Service
     from podium.rollout.service.token_source import Scored
 
 __all__ = ["make_app"]
@@ -144,7 +148,7 @@ class _Api:
         (sample,) = await while_there(request, [self.service.draw(question)])
         (answer,) = self.service.read(question, [sample])
         events = [*writer.begin(len(question.prompt))]
-        for piece in Progress(partial(self.service.says, question) if asked_for.logprobs else None).end(answer):
+        for piece in Progress(partial(read_answer, self.service, question) if asked_for.logprobs else None).end(answer):
             events += await self._write(asked_for, question, piece, writer)
         return JSONResponse(writer.whole)
 
@@ -173,18 +177,18 @@ class _Api:
         asked_for = self._parse(ChatRequest, Messages().chat({"max_tokens": 1, **body} if body else body))
         options = self.service.options_of(asked_for, hints=True)
         conversation = TokenizeRequest(messages=asked_for.messages, tools=asked_for.tools, chat_template_kwargs=options)
-        return JSONResponse({"input_tokens": len(self.service.tokenize(conversation))})
+        return JSONResponse({"input_tokens": len(tokenize(self.service, conversation))})
 
     async def tokenize(self, request: Request) -> Response:
         asked_for = self._parse(TokenizeRequest, as_json(await read_body(request)))
-        ids = self.service.tokenize(asked_for)
-        pieces = self.service.pieces(ids) if asked_for.return_token_strs else None
+        ids = tokenize(self.service, asked_for)
+        pieces = list_pieces(self.service, ids) if asked_for.return_token_strs else None
         counts = {"count": len(ids), "max_model_len": self.service.context}
         return JSONResponse({**counts, "tokens": ids, "token_strs": pieces})
 
     async def detokenize(self, request: Request) -> Response:
         asked_for = self._parse(DetokenizeRequest, as_json(await read_body(request)))
-        return JSONResponse({"prompt": self.service.detokenize(asked_for.tokens)})
+        return JSONResponse({"prompt": detokenize(self.service, asked_for.tokens)})
 
     async def completions(self, request: Request) -> Response:
         body = as_json(await read_body(request))
@@ -234,7 +238,7 @@ class _Api:
     ) -> Sequence[Scored | None]:
         if not asked_for.echo or asked_for.logprobs is None:
             return [None] * len(prompts)
-        return await while_there(request, [self.service.score(prompt) for prompt in prompts])
+        return await while_there(request, [score_text(self.service, prompt) for prompt in prompts])
 
     async def generate(self, request: Request) -> Response:
         asked_for = parse(GenerateRequest, as_json(await read_body(request)))
@@ -274,7 +278,7 @@ class _Api:
         if self.service.rules is not None:
             raise Refusal(400, "/inference/v1/score is not for sessions of training: use top_logprobs there")
         how: Any = asked_for.model_dump(include={"first", "top", "temperature"})
-        (scored,) = await while_there(request, [self.service.score(asked_for.token_ids, **how)])
+        (scored,) = await while_there(request, [score_text(self.service, asked_for.token_ids, **how)])
         return JSONResponse(asdict(scored))
 
     async def models(self, request: Request) -> Response:
@@ -314,7 +318,7 @@ class _Api:
     def _stream(self, asked_for: ChatRequest, asked: Asked) -> AsyncGenerator[tuple[int, Delta | Answer]]:
         # What top-p and top-k kept is known at the end, and a run records no answer whose alternatives it cannot tell.
         late = asked.top > 0 and (asked.params.filtered or self.service.rules is not None)
-        return self.service.stream(asked, tokens=bool(asked_for.logprobs), late=late)
+        return stream_answers(self.service, asked, tokens=bool(asked_for.logprobs), late=late)
 
     async def _chat_stream(
         self, asked_for: ChatRequest, asked: Asked, head: Mapping[str, Any]
@@ -350,7 +354,7 @@ class _Api:
         """Chunks of the texts as they come. The last one of a completion has no text but whatever else is asked for."""
         answers: list[Sampled] = []
         has_tokens, offsets = asked_for.logprobs is not None, Counter[int]()
-        async with aclosing(self.service.stream_texts(asked, tokens=has_tokens)) as pieces:
+        async with aclosing(stream_texts(self.service, asked, tokens=has_tokens)) as pieces:
             async for index, piece in pieces:
                 if isinstance(piece, Delta):
                     choice: dict[str, Any] = {"index": index, "text": piece.content, "finish_reason": None}
@@ -430,11 +434,11 @@ class _Api:
 
     def _prompts(self, prompt: str | Sequence[Any]) -> Iterator[list[int]]:
         if isinstance(prompt, str):
-            yield self.service.encode(prompt)
+            yield encode(self.service, prompt)
         elif all(isinstance(entry, int) for entry in prompt):
             yield list(prompt)
         else:
-            yield from (self.service.encode(entry) if isinstance(entry, str) else list(entry) for entry in prompt)
+            yield from (encode(self.service, entry) if isinstance(entry, str) else list(entry) for entry in prompt)
 
     async def _logprobs(self, asked_for: ChatRequest, asked: Asked, piece: Delta | Answer) -> list[dict[str, Any]]:
         """The log-probabilities of the tokens of a piece; [] where they are not asked for."""

@@ -17,7 +17,8 @@ from podium.rollout.service.wire import Refusal
 from podium_serve.exchange import Streamed
 
 if TYPE_CHECKING:
-    from podium.rollout.service.pieces import Answer, Delta
+    from podium.rollout.service.service import Answer
+    from podium_serve.pieces import Delta
 
 __all__ = ["Dialect", "Event", "Usage", "Writer", "check_fields", "list_parts", "refuse", "stream_events"]
 

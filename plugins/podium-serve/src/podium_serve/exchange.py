@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from podium.rollout.service.concurrency import all_of
 from podium.rollout.service.keys import root_of
 from podium.rollout.service.wire import Refusal
+from podium_serve.concurrency import all_of
 
 __all__ = ["SESSION_HEADER", "Streamed", "as_json", "read_body", "session_of", "while_there"]
 

@@ -23,9 +23,9 @@ import httpx2
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.service.admission import Admission
-from podium.rollout.service.constraints import read_masks
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.token_source import Scored
+from podium_serve.bodies import read_masks
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint

@@ -15,7 +15,8 @@ from podium.rollout.service.wire import Refusal
 from podium_serve.dialects import Event, Usage, check_fields, list_parts, refuse
 
 if TYPE_CHECKING:
-    from podium.rollout.service.pieces import Answer, Delta
+    from podium.rollout.service.service import Answer
+    from podium_serve.pieces import Delta
 
 __all__ = ["Messages"]
 

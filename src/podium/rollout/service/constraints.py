@@ -7,15 +7,14 @@ not add the same bias would take the sampled distribution for the policy's, so i
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from podium.rollout.engines.constraints import Constraint
 from podium.rollout.service.structured import AnswerGrammar
 from podium.rollout.service.wire import Refusal
 
-__all__ = ["make_constraint", "read_masks", "write_masks"]
+__all__ = ["make_constraint"]
 
 _BAN: Final = -100.0
 _FORCE: Final = 100.0
@@ -60,16 +59,3 @@ def make_constraint(
     if grammar is not None:
         wire["structured_outputs"] = {"grammar": grammar.text}
     return Constraint(bias=between, only=forced, banned=() if forced else banned, grammar=grammar, wire=wire)
-
-
-def write_masks(masks: Sequence[bytes]) -> dict[str, Any]:
-    """Return the masks of a completion as JSON: each of them once, and by token the number of its mask."""
-    numbers: dict[bytes, int] = {}
-    of = [numbers.setdefault(mask, len(numbers)) for mask in masks]
-    return {"table": [base64.b64encode(mask).decode() for mask in numbers], "of": of}
-
-
-def read_masks(written: Mapping[str, Any]) -> list[bytes]:
-    """Return the masks that :func:`write_masks` wrote."""
-    table = [base64.b64decode(text) for text in written["table"]]
-    return [table[number] for number in written["of"]]

@@ -3,7 +3,7 @@
     messages ─▶ ids (bridged to what the session has recorded) ─▶ source ─▶ ids ─▶ text and tool calls
                                                                      └─▶ recorded as sampled
 
-Nothing here knows HTTP: :mod:`.app` does.
+Nothing here knows HTTP: a package of the group ``podium.services`` does.
 """
 
 from __future__ import annotations
@@ -12,44 +12,39 @@ import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
-from podium.rollout.engines.stops import before_stop, ends_now, find_stop
+from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.service.answer_forms import conversation_grammar
-from podium.rollout.service.concurrency import Caller, merge_streams
+from podium.rollout.service.concurrency import Caller
 from podium.rollout.service.constraints import make_constraint
 from podium.rollout.service.histories import Departure, rename_results, tools_key
-from podium.rollout.service.pieces import Answer, Delta, Progress
 from podium.rollout.service.session_store import SessionStore
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session
-from podium.rollout.service.stops import BEGUN, UNCERTAIN, hold_back, up_to_stop
 from podium.rollout.service.structured import AnswerGrammar, compile_grammars, text_grammar
-from podium.rollout.service.tool_calls import without_begun_end
-from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, TokenizeRequest, texts_of
+from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, texts_of
 from podium.rollout.tasks.examples import message_text
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
     from podium.rollout.service.budgets import Budget
     from podium.rollout.service.chat_format import ChatFormat
-    from podium.rollout.service.token_source import Scored, TokenSource
+    from podium.rollout.service.token_source import TokenSource
 
-__all__ = ["Answer", "Asked", "Delta", "Service"]
+__all__ = ["UNWRITTEN", "Answer", "Asked", "Service", "up_to_stop"]
 
 _ALIASES: Final = 100  # names of models that are counted
 _SEEDS: Final = 2**62
 _MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
-_UNWRITTEN: Final = 4  # of so many characters of a conversation with its names and numbers, one may be in the prompt
+UNWRITTEN: Final = 4
+"""Of so many characters of a conversation with its names and numbers, one may be in the prompt."""
 _MOST_BYTES: Final = 1 << 28  # of sessions that are remembered, where nobody closes them
-_PAUSE_S: Final = 0.02  # between two looks at the text of a stream
-_SLOW_S: Final = 0.05  # of work on a piece of a stream; the next one then comes later
-_OPENERS: Final = "<[{"  # with one of these a tool call may begin
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,25 @@ class Asked:
     exact: bool = True
 
 
-Certain: TypeAlias = Callable[[Asked, Sequence[int]], Delta]
-"""Gives the beginning of what a completion says that no later token changes, by the ids so far."""
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a conversation, or to a text.
+
+    Attributes:
+        message: The assistant's message, as the OpenAI API has it.
+        finish_reason: "stop", "length" or "tool_calls".
+        sampled: The sampled tokens of the answer.
+        call: The call's record in the session; None without a session.
+        stop: The text of the client that ended it; None if none did.
+        start: The number of tokens that the pieces of its text have. The others write no text: calls, and ends.
+    """
+
+    message: Mapping[str, Any]
+    finish_reason: str
+    sampled: Sampled
+    call: RecordedCall | None = None
+    stop: str | None = None
+    start: int = 0
 
 
 class Service:
@@ -134,7 +146,7 @@ class Service:
         stops: Sequence[str] = (),
     ) -> None:
         self.source, self.form, self.model, self.context, self.rules = source, form, model, context, rules
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.stop_token_ids, self.stops = tuple(stop_token_ids), tuple(stops)
         self.most_tokens = most_tokens
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
@@ -158,39 +170,9 @@ class Service:
 
     # -- texts and sessions ----------------------------------------------------------------------------------------
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a plain text, with the tokenizer's first ones. Raises Refusal for a vast text."""
-        self._check_length([text])
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        eos = self._tokenizer.eos_token_id
-        return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
-
-    def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """The ids of a text, or of a conversation. Raises Refusal if the template cannot write it."""
-        if request.prompt is not None:
-            return self.encode(request.prompt)
-        try:
-            form = self.form.with_options(request.chat_template_kwargs)
-            messages, tools = request.messages or [], request.tools or []
-            self._check_length(texts_of([messages, tools, request.chat_template_kwargs]), "", _UNWRITTEN)
-            form.check((), messages, tools)
-            return form.prompt(messages, tools, opened=request.add_generation_prompt)
-        except ConfigError as error:
-            raise Refusal(400, str(error), "messages") from None
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids. Raises Refusal for one that the tokenizer does not have."""
-        if (largest := max(ids, default=0)) >= (count := len(self._tokenizer)):
-            raise Refusal(400, f"tokens: {largest} is no id of the tokenizer, which has {count}", "tokens")
-        return self.decode(ids, special=True)
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The tokens as the tokenizer has them."""
-        return [str(piece) for piece in self._tokenizer.convert_ids_to_tokens(list(ids))]
-
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, special tokens among them only where ``special`` is True."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def open_session(self, name: str, seed: int | None = None, budget: Budget | None = None) -> Session:
         """Return the session of this name. A new session is opened if there is none.
@@ -257,8 +239,8 @@ class Service:
         if hints and self.rules is None and not session:
             request = request.model_copy(update={"messages": self.form.drop_reasoning(request.messages)})
         recorded = self._session(session, request.messages)
-        self._check_length(map(message_text, request.messages), session)
-        self._check_length(texts_of([request.messages, tools, request.chat_template_kwargs]), session, _UNWRITTEN)
+        self.check_length(map(message_text, request.messages), session)
+        self.check_length(texts_of([request.messages, tools, request.chat_template_kwargs]), session, UNWRITTEN)
         continues: RecordedCall | None = None
         departure: Departure | None = None
         prompt: list[int] | None = None
@@ -367,7 +349,7 @@ class Service:
         """Compile the grammars of requests, without which none of them is drawn. Raises Refusal if one is wrong."""
         await compile_grammars([question.constraint for question in asked])
 
-    def _check_length(self, texts: Iterable[str], session: str = "", unwritten: int = 1) -> None:
+    def check_length(self, texts: Iterable[str], session: str = "", unwritten: int = 1) -> None:
         """Raise Refusal for vast texts, which would hold up others. The prompt has one character in ``unwritten``."""
         if self.form.is_vast((characters := sum(map(len, texts))) // unwritten, self.context):
             raise self._full(f"the prompt has {characters} characters", session)
@@ -395,13 +377,6 @@ class Service:
         rules = replace(rules, stop=()) if isinstance(rules, RequestParams) else rules  # the service looks for texts
         return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
 
-    async def score(self, ids: Sequence[int], **how: Any) -> Scored:
-        """Return the log-probabilities of a text's tokens. Raises Refusal if the service cannot compute them."""
-        try:
-            return await self.source.score(ids, **how)
-        except ConfigError as error:
-            raise Refusal(400, str(error)) from None
-
     async def most_probable(self, asked: Asked, drawn: Sampled, first: int = 0) -> list[list[tuple[int, float]]]:
         """Return for each drawn token from ``first`` on the most probable ones with their log-probabilities, among
         those that top-p and top-k kept; none where other weights have drawn the token. Raises Refusal if the service
@@ -422,7 +397,7 @@ class Service:
             for top, shift, ids, version in zip(scored.top, shifts, kept, drawn.versions[first:], strict=True)
         ]
 
-    async def _with_top(self, asked: Asked, drawn: Sampled) -> Sampled:
+    async def with_top(self, asked: Asked, drawn: Sampled) -> Sampled:
         """A completion with the most probable tokens, before it is recorded: what is refused is not trained on."""
         return replace(drawn, top=await self.most_probable(asked, drawn)) if asked.top and drawn.ids else drawn
 
@@ -435,10 +410,10 @@ class Service:
             Refusal: The prompt does not fit the model.
             GenerationError: No token can be drawn.
         """
-        async with aclosing(self._pieces(asked, number, tokens=bool(asked.stops))) as pieces:
+        async with aclosing(self.draw_pieces(asked, number, tokens=bool(asked.stops))) as pieces:
             async for piece in pieces:
                 if piece.finish_reason:
-                    return await self._with_top(asked, piece)
+                    return await self.with_top(asked, piece)
         raise AssertionError("a source ends with all of a completion")
 
     async def answer(self, asked: Asked, number: int = 0) -> Answer:
@@ -469,69 +444,7 @@ class Service:
         self.sessions.keep(asked.session)
         return [replace(answer, call=call) for answer, call in zip(answers, calls, strict=True)]
 
-    async def stream(
-        self, asked: Asked, *, tokens: bool = False, late: bool = False
-    ) -> AsyncGenerator[tuple[int, Delta | Answer]]:
-        """Draw all completions of a conversation. Yields pieces of the texts as they come, with the number of their
-        completion, and at last the whole answers, which are recorded as :meth:`read` does.
-
-        What may be the beginning of a tool call, of a stop text or of a character is held back until it is known.
-
-        Args:
-            asked: The conversation.
-            tokens: Whether pieces have their tokens.
-            late: Whether all pieces come at the end.
-        """
-        count = len(asked.seeds)
-        sent = [Progress(partial(self.says, asked) if tokens else None) for _ in range(count)]
-        samples = dict[int, Sampled]()
-        texts = [self._texts(asked, number, self._certain) for number in range(count)]
-        async with aclosing(merge_streams(texts)) as pieces:
-            async for number, (text, sampled) in pieces:
-                if text is None:
-                    samples[number] = sampled
-                elif not late:
-                    for piece in sent[number].advance(text, sampled):
-                        yield number, piece
-        completions = [await self._with_top(asked, samples[number]) for number in range(count)]
-        for number, answer in enumerate(self.read(asked, completions)):
-            for piece in sent[number].end(answer):
-                yield number, piece
-
-    async def stream_texts(
-        self, asked: Sequence[Asked], *, tokens: bool = False
-    ) -> AsyncGenerator[tuple[int, Delta | Answer]]:
-        """Draw all completions of texts. Yields pieces of them as they come, with the number of their completion, and
-        all of a completion after its last piece. What may be the beginning of a stop text or of a character is held
-        back until it is known. With ``tokens``, pieces have their tokens.
-        """
-        draws = [(question, number) for question in asked for number in range(len(question.seeds))]
-        sent = [Progress(self._says_text if tokens else None) for _ in draws]
-        async with aclosing(merge_streams([self._texts(*which, self._certain_text) for which in draws])) as pieces:
-            async for number, (text, sampled) in pieces:
-                if text is not None:
-                    following: Iterable[Delta | Answer] = sent[number].advance(text, sampled)
-                else:
-                    content = before_stop(self.decode(sampled.ids), draws[number][0].stops)
-                    following = sent[number].end(Answer({"content": content}, sampled.finish_reason, sampled))
-                for piece in following:
-                    yield number, piece
-
-    async def _texts(self, asked: Asked, number: int, certain: Certain) -> AsyncGenerator[tuple[Delta | None, Sampled]]:
-        """Yield the text so far as it is certain, now and then, and what was sampled so far; at last no text and all of
-        the completion. Whoever takes long over a piece gets the next one later, so that it is a larger one."""
-        looked_s, pause_s = 0.0, _PAUSE_S
-        async with aclosing(self._pieces(asked, number)) as pieces:
-            async for piece in pieces:
-                begun_s = time.monotonic()
-                if piece.finish_reason:
-                    yield None, piece
-                elif begun_s - looked_s >= pause_s:
-                    yield certain(asked, piece.ids), piece
-                    looked_s = time.monotonic()
-                    pause_s = max(_PAUSE_S, work_s if (work_s := looked_s - begun_s) > _SLOW_S else 0.0)
-
-    async def _pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[Sampled]:
+    async def draw_pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[Sampled]:
         """Yield what was sampled so far, again and again, without a reason to finish; at last all of the completion."""
         ids, logprobs, versions = list[int](), list[float](), list[int]()
         await self.prepare(asked)
@@ -576,24 +489,8 @@ class Service:
         reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
         return Answer(message, reason, drawn, stop=find_stop(reply.content, asked.stops) or None)
 
-    def _certain(self, asked: Asked, ids: Sequence[int]) -> Delta:
-        """The beginning of content and reasoning that no later token changes."""
-        reply = self.form.parse(asked.prompt, ids, asked.tools, special=asked.special)
-        content, reasoning = reply.content, reply.reasoning or ""
-        if asked.tools:
-            content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]
-        elif (at := content.rfind("<")) >= 0:
-            content = content[:at]
-        return Delta(hold_back(content, asked.stops), without_begun_end(reasoning).rstrip(UNCERTAIN))
 
-    def says(self, asked: Asked, ids: Sequence[int]) -> Delta:
-        """What ids say so far, without the end that may be the beginning of a character."""
-        reply = self.form.parse(asked.prompt, ids, asked.tools, special=asked.special)
-        return Delta(reply.content.rstrip(BEGUN), (reply.reasoning or "").rstrip(BEGUN))
-
-    def _says_text(self, ids: Sequence[int]) -> Delta:
-        return Delta(self.decode(ids).rstrip(BEGUN))
-
-    def _certain_text(self, asked: Asked, ids: Sequence[int]) -> Delta:
-        """The beginning of a plain text that no later token changes."""
-        return Delta(hold_back(self.decode(ids), asked.stops))
+def up_to_stop(drawn: Sampled, stops: Sequence[str], decode: Decode) -> Sampled:
+    """What was sampled up to the token that completes one of ``stops``; what came after it nobody has read."""
+    count = count_to_stop(drawn.ids, stops, decode)
+    return drawn if count is None else replace(drawn.first(count), finish_reason="stop")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = ["MARKS", "CallReader", "Reply", "ToolCall", "read_hermes", "reader_of", "without_begun_end"]
+__all__ = ["MARKS", "REASONING_ENDS", "CallReader", "Reply", "ToolCall", "read_hermes", "reader_of"]
 
 _REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
 _HERMES: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -27,14 +27,15 @@ _CHANNEL: Final = re.compile(
     re.DOTALL,
 )
 _RECIPIENT: Final = re.compile(r"to=functions\.([\w.-]+)")
-_ENDS: Final = ("</think>", "<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of reasoning
+REASONING_ENDS: Final = ("</think>", "<|end|>", "<|call|>", "<|return|>", "<|start|>")
+"""Texts that end reasoning."""
 _LISTED: Final = "[TOOL_CALLS]"
 _ARGUMENTS: Final = "[ARGS]"
 _BARE: Final = "<|python_tag|>"
 
 MARKS: Final = frozenset(
     {"<think>", "<tool_call>", "</tool_call>", "<|message|>", "<|channel|>", "<|constrain|>"}
-    | {*_ENDS, _LISTED, _ARGUMENTS, _BARE}
+    | {*REASONING_ENDS, _LISTED, _ARGUMENTS, _BARE}
 )
 """Texts by which the readers find their way. Other special tokens, such as padding, are nothing that the model says."""
 
@@ -142,12 +143,6 @@ def read_channels(text: str, tools: bool) -> Reply:
             content.append(body if not to else match[0])
     content.append(text[done:])
     return Reply("".join(content), "\n".join(reasoning) if reasoning else None, tuple(calls))
-
-
-def without_begun_end(reasoning: str) -> str:
-    """Reasoning that goes on, without what may be the beginning of the tag that ends it."""
-    before, opener, rest = reasoning.rpartition("<")
-    return before if any(tag.startswith(opener + rest) for tag in _ENDS if opener) else reasoning
 
 
 def _thoughts(text: str) -> tuple[str | None, str]:

@@ -15,12 +15,12 @@ from podium.rollout.tasks.fields import is_speech
 __all__ = [
     "WISHES",
     "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "GenerateRequest",
+    "CommonRequest",
+    "Messages",
     "Refusal",
-    "ScoreRequest",
-    "TokenizeRequest",
+    "Restricted",
+    "Temperature",
+    "Tools",
     "parse",
     "texts_of",
 ]
@@ -57,7 +57,6 @@ WISHES: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Those of them that a run overrules, as it does a temperature: agents send them to any model."""
 
-_MOST_COMPLETIONS: Final = 4096  # of one request
 _COLDEST: Final = 1e-3  # the least temperature beside 0; logits divided by less overflow
 
 
@@ -94,7 +93,7 @@ LogitBias = dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le
 Temperature = Annotated[float, AfterValidator(_check_temperature)]
 
 
-class _Restricted(BaseModel):
+class Restricted(BaseModel):
     """What a request may ask of single tokens and of the form of an answer."""
 
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -102,7 +101,9 @@ class _Restricted(BaseModel):
     structured_outputs: Any = None
 
 
-class _Request(_Restricted):
+class CommonRequest(Restricted):
+    """What requests of conversations and of texts have in common."""
+
     model_config = ConfigDict(extra="allow", strict=False)
 
     model: str = ""
@@ -178,11 +179,15 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | N
     return tools
 
 
-class ChatRequest(_Request):
+Messages = Annotated[list[dict[str, Any]], AfterValidator(_check_messages)]
+Tools = Annotated[list[dict[str, Any]] | None, AfterValidator(_check_tools)]
+
+
+class ChatRequest(CommonRequest):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], AfterValidator(_check_messages)] = Field(min_length=1)
-    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(_check_tools)] = None
+    messages: Messages = Field(min_length=1)
+    tools: Tools = None
     tool_choice: Any = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -219,98 +224,6 @@ class ChatRequest(_Request):
         if wanted not in names:
             raise ValueError(f"tool_choice names {str(wanted)[:80]!r}, which is not among the tools {names}")
         return self
-
-
-class CompletionRequest(_Request):
-    """The body of ``/v1/completions``. ``prompt`` is a text, ids, or several of either."""
-
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(default=16, ge=0)
-    logprobs: int | None = Field(default=None, ge=0, le=1)
-    echo: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
-            raise ValueError("max_tokens = 0 generates nothing: use it only with echo and logprobs")
-        if self.echo and self.stream:
-            raise ValueError("echo does not stream: leave stream out")
-        alone = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        several = 1 if alone else len(self.prompt)
-        if several * self.n > _MOST_COMPLETIONS:
-            raise ValueError(
-                f"{several} prompts with n = {self.n}: {_MOST_COMPLETIONS} completions are the limit of one request"
-            )
-        return self
-
-
-class Sampling(_Restricted):
-    """``sampling_params`` of ``/inference/v1/generate``."""
-
-    model_config = ConfigDict(extra="allow")
-
-    n: int = Field(default=1, ge=1, le=128)
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: Temperature = Field(default=1.0, ge=0, le=100)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
-    seed: int | None = None
-    stop_token_ids: list[int] | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=1)
-
-
-class GenerateRequest(BaseModel):
-    """The body of ``/inference/v1/generate``: ids in, ids out."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str = ""
-    token_ids: list[int] = Field(min_length=1)
-    sampling_params: Sampling = Sampling()
-    stream: bool = False
-    session: str = ""  # of which the engine may keep keys and values
-    ended_sessions: list[str] = []
-
-
-class ScoreRequest(BaseModel):
-    """The body of ``/inference/v1/score``: ids in; the log-probabilities of those from ``first`` on out."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str = ""
-    token_ids: list[int] = Field(min_length=1)
-    first: int = Field(default=1, ge=1)
-    top: int = Field(default=0, ge=0, le=20)
-    temperature: Temperature = Field(default=1.0, gt=0, le=100)
-
-
-class TokenizeRequest(BaseModel):
-    """The body of ``/tokenize``: a text, or a conversation."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str = ""
-    prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], AfterValidator(_check_messages)] | None = None
-    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(_check_tools)] = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt, a text, or messages, a conversation")
-        return self
-
-
-class DetokenizeRequest(BaseModel):
-    """The body of ``/detokenize``."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str = ""
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=1 << 18)  # decoding holds up other requests
 
 
 def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:

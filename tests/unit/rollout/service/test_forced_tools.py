@@ -13,6 +13,7 @@ from podium.rollout.service.answer_forms import AnswerForms
 from podium.rollout.service.service import Service
 from podium.rollout.service.structured import schema_rule
 from podium.rollout.service.wire import ChatRequest, Refusal
+from podium_serve.texts import encode
 from tests.everyday import mark_others
 from tests.unit.rollout.service.engine import random_service
 from tests.unit.rollout.service.scripted import CHATML, SPECIAL, TOKEN, USER, posted
@@ -148,7 +149,7 @@ THINKING = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>ass
 @pytest.mark.parametrize("special", [SPECIAL, (*SPECIAL, "<think>", "</think>")], ids=["text", "tokens"])
 def test_reasoning_that_the_prompt_opens_comes_before_the_answer(special: tuple[str, ...]) -> None:
     service = random_service(make_tokenizer("bytes", THINKING, special))
-    ends = service.encode("</think>")[-1:] if len(special) > 3 else []
+    ends = encode(service, "</think>")[-1:] if len(special) > 3 else []
     bias = {"logit_bias": {str(end): 9 for end in ends}}
     drawn = answers(
         service,
@@ -163,7 +164,7 @@ def test_reasoning_that_the_prompt_opens_comes_before_the_answer(special: tuple[
 
 def test_a_model_that_knows_thinking_may_think_before_its_answer() -> None:
     service = random_service(make_tokenizer("bytes", CHATML, (*SPECIAL, "<think>", "</think>")))
-    opener, closer = (service.encode(text)[-1] for text in ("<think>", "</think>"))
+    opener, closer = (encode(service, text)[-1] for text in ("<think>", "</think>"))
     wish = {"response_format": json_schema(SHORT), "max_tokens": 900}
     thought = {**wish, "logit_bias": {str(opener): 99, str(closer): 8}}
     (first, second) = answers(service, {**thought, "seed": 1}, {**wish, "seed": 1, "logit_bias": {str(opener): -100}})

@@ -41,7 +41,7 @@ def training(service: Service, source: Any = None, **rules: Any) -> Service:
     """The service of a run over the same engine, or over ``source``."""
     params = SamplingParams(**{"max_new_tokens": 10, "stop_token_ids": (), **rules})
     return Service(
-        source or service.source, service.form, service._tokenizer,
+        source or service.source, service.form, service.tokenizer,
         model="policy", context=512, stop_token_ids=(), most_tokens=1 << 40, rules=params,
     )  # fmt: skip
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
+from podium.rollout.service.wire import ChatRequest, Refusal, parse
+from podium_serve.bodies import CompletionRequest, GenerateRequest
+from podium_serve.texts import encode
 from tests.unit.rollout.service.scripted import CHATML, LOOK, TOKEN, USER, posted, say, scripted
 from tests.unit.rollout.service.test_dialects import END, serve
 
@@ -124,7 +126,7 @@ def test_texts_are_tokenized_and_back() -> None:
         closed = json.loads(posted(f"{url}/tokenize", {**asked, "add_generation_prompt": False})[1])["tokens"]
         assert closed == read["tokens"][: len(closed)] != read["tokens"]
         plain = json.loads(posted(f"{url}/tokenize", {"prompt": "one two"})[1])["tokens"]
-        assert plain == service.encode("one two")
+        assert plain == encode(service, "one two")
         for body in ({}, {"prompt": "x", "messages": [USER]}, {"prompt": "x", "bogus": 1}, {"messages": []}):
             assert posted(f"{url}/tokenize", body)[0] == 400
         for body in ({}, {"tokens": [-1]}, {"tokens": [1 << 40]}, {"tokens": "x"}):

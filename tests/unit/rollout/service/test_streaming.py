@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from podium.rollout.engines.stops import before_stop, ends_now
-from podium.rollout.service import service as service_module
-from podium.rollout.service.service import Answer, Delta, Service
+from podium.rollout.service.service import Answer, Service, up_to_stop
 from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.stops import up_to_stop
-from podium.rollout.service.wire import ChatRequest, CompletionRequest
+from podium.rollout.service.wire import ChatRequest
+from podium_serve import streaming
+from podium_serve.bodies import CompletionRequest
+from podium_serve.pieces import Delta
 from tests.unit.rollout.service.scripted import LOOK, USER, scripted
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 
@@ -26,7 +27,7 @@ async def pieces(
 ) -> tuple[list[Delta], Answer]:
     deltas: list[Delta] = []
     asked = service.chat(ChatRequest(messages=[USER], **request))
-    async for _, piece in service.stream(asked, tokens=tokens, late=late):
+    async for _, piece in streaming.stream_answers(service, asked, tokens=tokens, late=late):
         if isinstance(piece, Answer):
             return deltas, piece
         deltas.append(piece)
@@ -49,7 +50,7 @@ async def pieces(
 def test_the_pieces_of_any_answer_are_its_whole(
     said: str, stop: list[str], tools: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
     service, _, _ = scripted(f"{said}<|im_end|>")
     deltas, answer = asyncio.run(pieces(service, stop=stop, tools=tools))
     assert "".join(delta.reasoning for delta in deltas) == answer.message.get("reasoning_content", "")
@@ -72,7 +73,7 @@ def test_the_pieces_of_any_answer_are_its_whole(
 def test_each_token_is_in_the_piece_in_which_its_text_begins(
     said: str, stop: list[str], tools: Any, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
     service, _, _ = scripted(f"{said}<|im_end|>")
     deltas, answer = asyncio.run(pieces(service, tokens=True, late=late, stop=stop, tools=tools))
     starts = [*(delta.start for delta in deltas), answer.start]
@@ -92,17 +93,17 @@ def test_each_token_is_in_the_piece_in_which_its_text_begins(
 
 
 def test_a_character_of_several_tokens_comes_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
     service, source, _ = scripted()
     tokenizer = byte_tokenizer()
-    service._tokenizer = tokenizer
+    service.tokenizer = tokenizer
     ids = tokenizer.encode("a日🙂 b", add_special_tokens=False)
     source.answers.append(ids)
     request = CompletionRequest(prompt="ab", max_tokens=99, logprobs=1)
 
     async def stream() -> list[Delta | Answer]:
         asked = service.ask([1], request, 99, stop=None)
-        return [piece async for _, piece in service.stream_texts([asked], tokens=True)]
+        return [piece async for _, piece in streaming.stream_texts(service, [asked], tokens=True)]
 
     *deltas, answer = asyncio.run(stream())
     texts = {}
@@ -118,7 +119,7 @@ def test_a_character_of_several_tokens_comes_with_all_of_them(monkeypatch: pytes
 def test_texts_come_in_pieces_that_are_their_whole(
     stops: list[str], tokens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
     said = ["one two  three END four", "a line\n and an EN", " "]
     service, _, tokenizer = scripted(*said)
     request = CompletionRequest(prompt="ab", n=len(said), max_tokens=99, stop=stops)
@@ -126,7 +127,7 @@ def test_texts_come_in_pieces_that_are_their_whole(
 
     async def streamed() -> dict[int, list[Delta | Answer]]:
         found: dict[int, list[Delta | Answer]] = {}
-        async for number, piece in service.stream_texts([asked], tokens=tokens):
+        async for number, piece in streaming.stream_texts(service, [asked], tokens=tokens):
             found.setdefault(number, []).append(piece)
         return found
 

@@ -1,4 +1,4 @@
-"""Answers, and the pieces in which a stream sends them: each has a text and the tokens whose text begins in it.
+"""The pieces in which a stream sends an answer: each has a text and the tokens whose text begins in it.
 
 tokens    <think>  hm  </think>  It  ␣is  <|im_end|>
 pieces    [     reasoning     ]  [  content  ][ end ]     every token is in one piece, in its order
@@ -6,14 +6,15 @@ pieces    [     reasoning     ]  [  content  ][ end ]     every token is in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from podium.rollout.service.sessions import RecordedCall, Sampled
+    from podium.rollout.service.service import Answer
+    from podium.rollout.service.sessions import Sampled
 
-__all__ = ["Answer", "Delta", "Progress"]
+__all__ = ["Delta", "Progress"]
 
 
 @dataclass(frozen=True)
@@ -43,32 +44,6 @@ class Delta:
     def up_to(self, whole: Delta) -> Delta:
         """What follows this piece in ``whole``; nothing where it is not the beginning."""
         return Delta(_more(self.content, whole.content), _more(self.reasoning, whole.reasoning))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a conversation, or to a text.
-
-    Attributes:
-        message: The assistant's message, as the OpenAI API has it.
-        finish_reason: "stop", "length" or "tool_calls".
-        sampled: The sampled tokens of the answer.
-        call: The call's record in the session; None without a session.
-        stop: The text of the client that ended it; None if none did.
-        start: The number of tokens that the pieces of its text have. The others write no text: calls, and ends.
-    """
-
-    message: Mapping[str, Any]
-    finish_reason: str
-    sampled: Sampled
-    call: RecordedCall | None = None
-    stop: str | None = None
-    start: int = 0
-
-    @property
-    def text(self) -> Delta:
-        """All that it says beside calls of tools."""
-        return Delta(self.message.get("content") or "", self.message.get("reasoning_content") or "")
 
 
 Read: TypeAlias = Callable[[Sequence[int]], Delta]
@@ -104,7 +79,9 @@ class Progress:
 
     def end(self, answer: Answer) -> Iterator[Delta | Answer]:
         """Yield the last pieces of an answer, and the answer."""
-        yield from self.advance(answer.text, answer.sampled)
+        message = answer.message
+        whole = Delta(message.get("content") or "", message.get("reasoning_content") or "")
+        yield from self.advance(whole, answer.sampled)
         yield replace(answer, start=self._tokens)
 
 
