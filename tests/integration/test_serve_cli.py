@@ -21,12 +21,11 @@ import pytest
 
 import podium
 from podium.cli import main
-from podium.errors import ConfigError, RunInterrupted
+from podium.errors import ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.processes import children_of
 from podium.trainer import InferenceConfig, build_config
 from podium_serve import served
-from podium_serve.command import _end_on_sigterm
 from tests.integration.processes import listeners_of
 from tests.waits import all_end, wait_until
 from tests.warm_python import WarmPopen, run_python
@@ -130,14 +129,6 @@ def counted(text: str) -> Mapping[str, float]:
     """The samples of /metrics, by name and labels."""
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in lines}
-
-
-def test_sigterm_while_the_service_starts_has_its_status(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RunInterrupted) as caught, _end_on_sigterm():
-        signal.raise_signal(signal.SIGTERM)
-    assert caught.value.code == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "podium serve: ended by SIGTERM\n"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_person_serves_a_model_asks_it_and_ends_it(model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Each command imports what it needs when it runs, so that help and mistakes are a
 import argparse
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 import podium
-from podium.errors import PodiumError, RunInterrupted
+from podium.cli.interruption import end_interrupted, ended_by_sigterm
+from podium.errors import PodiumError
 from podium.exceptions import describe_error
 from podium.extras import explain_packages
 from podium.functions import nearest
@@ -58,10 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _no_command(command, installed)
     try:
         _check_text(rest)
-        with without_collector():
-            run = load_command(command)
-        status: int = run(rest)
-        return status
+        with ended_by_sigterm():
+            with without_collector():
+                run = load_command(command)
+            status: int = run(rest)
+            return status
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -78,13 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"podium {command}: {sentence} ({describe_error(error)})\n")
         return 2
-    except RunInterrupted as interruption:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the run has said so, and Python's end is not to be disturbed
-            signal.signal(number, signal.SIG_IGN)
-        return int(interruption.code or 0)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"podium {command}: interrupted\n")
-        return 130
+    except KeyboardInterrupt as interruption:
+        return end_interrupted(command, interruption)
 
 
 def _check_text(words: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
+from podium.cli.interruption import explained
 from podium.cli.status import StatusSink, write_note
 from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
@@ -55,17 +56,32 @@ def run_eval(arguments: Sequence[str]) -> int:
         return _run_suite(options, overrides, backend, further)
     if further or options.harness or options.output:
         raise ConfigError("--harness, --output and arguments behind -- belong to --suite NAME:TASK: give it")
+    evaluations, status = dict[str, "Evaluation"](), StatusSink(f"loading {options.model}")
     with (
-        StatusSink(f"loading {options.model}"),
+        explained(lambda: _describe_finished(evaluations, status.activity)), contextlib.ExitStack() as results, status,
         open_config(options.model, options.config, overrides, needs=_SCORES) as config,
         connect(backend) as cluster,
     ):
-        from podium.runs.judging import choose_metric
         from podium.trainer import evaluate_model
 
-        evaluations = evaluate_model(config, cluster)
-        judge, _ = choose_metric(config, next(iter(evaluations.values())))
+        results.callback(_write_evaluations, config, evaluations)  # of the sets that are done, if a signal ends it
+        evaluate_model(config, cluster, evaluations=evaluations)
+    return 0
+
+
+def _describe_finished(evaluations: Mapping[str, Evaluation], activity: str) -> str:
+    """What an evaluation has done that a signal ended while it was at ``activity``."""
+    sets = ", ".join(filter(None, evaluations))
+    results = f"the results of {sets or 'the only set'} are above" if evaluations else "no set was evaluated to its end"
+    return f"{results}, and nothing else is kept; it was {activity}"
+
+
+def _write_evaluations(config: InferenceConfig, evaluations: Mapping[str, Evaluation]) -> None:
+    """Print the figures of each set, and then some samples of each."""
+    from podium.runs.judging import choose_metric
+
     for name, evaluation in evaluations.items():
+        judge, _ = choose_metric(config, next(iter(evaluations.values())))
         sys.stdout.write(f"set       {name}\n" if name else "")
         sys.stdout.writelines(f"{line}\n" for line in _describe(evaluation, judge))
     for name, evaluation in evaluations.items():
@@ -75,7 +91,7 @@ def run_eval(arguments: Sequence[str]) -> int:
                 f"prompt    {sample.prompt!r}\nanswer    {sample.completion!r}{', cut off' * sample.cut_off}\n"
             )
             sys.stdout.write(f"expected  {sample.expected!r}  reward {sample.reward:g}\n")
-    return 0
+    sys.stdout.flush()
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -91,6 +107,7 @@ def _run_suite(options: argparse.Namespace, overrides: Sequence[str], backend: B
     suite = find_suite(options.suite, options.harness, further)
     name = Path(options.model).name or options.model
     with (
+        explained(lambda: "the suite has given no results, and nothing is kept"),
         StatusSink(f"loading {options.model}"),
         open_config(options.model, options.config, overrides) as config,
         connect(backend) as cluster,
@@ -139,7 +156,9 @@ def run_sample(arguments: Sequence[str]) -> int:
     if options.best is not None:
         return _write_best(options, overrides, backend)
     prompts = [options.prompt] if options.prompt is not None else _read_typed_prompts()
+    answered = 0
     with contextlib.ExitStack() as stack:
+        stack.enter_context(explained(lambda: f"{answered:,} prompts were completed"))
         with StatusSink(f"loading {options.model}"):
             config = stack.enter_context(open_config(options.model, options.config, overrides))
             from podium.trainer import open_sampler
@@ -150,6 +169,7 @@ def run_sample(arguments: Sequence[str]) -> int:
             for completion in sample(prompt, number):
                 sys.stdout.write((visible(completion) if sys.stdout.isatty() else completion) + "\n")
             sys.stdout.flush()
+            answered += 1
     return 0
 
 
@@ -159,14 +179,15 @@ def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: 
         raise ConfigError("--best takes the prompts of data.train: leave out --prompt")
     if (path := Path(options.best)).exists():
         raise ConfigError(f"--best {path}: this file exists; give another, or remove it")
+    from podium.trainer import BestOfN, draw_best
+
+    count = BestOfN()
     with (
+        explained(lambda: f"{path} has the best of {count.kept:,} prompts" if path.exists() else "nothing is kept"),
         StatusSink(f"loading {options.model}"),
         open_config(options.model, options.config, overrides, needs=("data.train", *_SCORES)) as config,
         connect(backend) as cluster,
     ):
-        from podium.trainer import BestOfN, draw_best
-
-        count = BestOfN()
         rows = draw_best(config, cluster, count)
         first = next(rows, None)  # what is refused leaves no file
         with path.open("x", encoding="utf-8") as file:

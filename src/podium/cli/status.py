@@ -19,11 +19,15 @@ __all__ = ["StatusSink", "write_note"]
 
 class StatusSink(Sink):
     """Shows ``what`` at once, then what the program waits for and what it counts, until the block ends. Notes stay, but
-    for that of the placement."""
+    for that of the placement.
+
+    Attributes:
+        activity: What the program does now, with its counts.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self._what = what
+        self._what = self.activity = what
         self._status: Status | None = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -42,10 +46,12 @@ class StatusSink(Sink):
                 write_note(event)
         # What is loaded is said already, and workers have another name for it: that of a copy.
         if isinstance(event, Waiting) and not event.what.startswith("loading ") and event.what != self._what:
-            self._what = event.what
+            self._what = self.activity = event.what
             if self._status is None:
                 _write(event.what)
         counts = describe_counts(event.counts) if isinstance(event, Progressing) else ""
+        if counts:
+            self.activity = f"{self._what} ({counts})"
         if self._status is not None and isinstance(event, Waiting | Progressing):
             from rich.text import Text
 

@@ -194,16 +194,27 @@ def load_held_out_pairs(config: InferenceConfig, tokenizer: PreTrainedTokenizerB
     return sets
 
 
-def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | None = None) -> dict[str, Evaluation]:
+def evaluate_model(
+    config: InferenceConfig,
+    cluster: Cluster,
+    reward: Rewards | None = None,
+    *,
+    evaluations: dict[str, Evaluation] | None = None,
+) -> dict[str, Evaluation]:
     """Score a model, without training it, on ``config.eval.items`` held-out prompts of each evaluation set.
 
     Returns the evaluations by the names of their sets, the set of ``eval.metric`` first. One set without a name has the
     name "". Where ``eval.metric`` is the loss or the accuracy of tokens, held-out answers are scored, and the model
     answers nothing.
 
+    Args:
+        evaluations: Each evaluation is added to this dictionary as soon as its set is done, so that the caller has what
+            there is where a later one fails. It is also what is returned.
+
     Raises:
         ConfigError: The model, the data or the reward cannot be loaded, or ``eval.items`` is 0.
     """
+    evaluations = {} if evaluations is None else evaluations
     if not config.eval.items:
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
     config = resolve_models(config)
@@ -211,7 +222,9 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | 
     if config.scores_answers:
         pairs = load_held_out_pairs(config, tokenizer)
         with start_scorer(cluster, config) as policy:
-            return {name: score_answers(policy, examples, tokenizer) for name, examples in pairs.items()}
+            for name, examples in pairs.items():
+                evaluations[name] = score_answers(policy, examples, tokenizer)
+        return evaluations
     check_reward(config.reward, reward)
     sets: dict[str, list[Prompt]] = {}
     for name, source in config.eval_sets.items():
@@ -239,8 +252,8 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | 
             beside = stand_together(roles.rollout, roles.generator)
             sessions = Sessions(roles.rollout, () if beside else (roles.generator,), config, sampling)
         emit(Waiting(f"evaluating {sum(map(len, sets.values())):,} prompts"))
-        return {
-            name: score_held_out(
+        for name, prompts in sets.items():
+            evaluations[name] = score_held_out(
                 config,
                 roles.generator,
                 prompts,
@@ -252,8 +265,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: Rewards | 
                 set_name=name,
                 known=known or None,
             )
-            for name, prompts in sets.items()
-        }
+    return evaluations
 
 
 @contextmanager

@@ -4,16 +4,14 @@ import contextlib
 import ipaddress
 import os
 import secrets
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import connect, model_parser, open_config
 from podium.cli.status import StatusSink
-from podium.errors import ConfigError, RunInterrupted
+from podium.errors import ConfigError
 from podium.processes import close_memory
 from podium.runtime.connecting import backend_class
 from podium.trainer.preload import PRELOAD
@@ -50,7 +48,6 @@ def run_serve(arguments: Sequence[str]) -> int:
     token = environment_token or secrets.token_urlsafe(32)
     check_serving(options.host, options.port, token)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_end_on_sigterm())
         with StatusSink(f"loading {name}"):
             backend_class(backend.name, backend.options).prepare(PRELOAD)  # while this process imports
             config = stack.enter_context(open_config(options.model, options.config, overrides))
@@ -89,20 +86,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-@contextlib.contextmanager
-def _end_on_sigterm() -> Iterator[None]:
-    """During the block, SIGTERM ends the command like Ctrl-C, with a status of its own before the service answers."""
-
-    def stop(number: int, frame: object) -> NoReturn:
-        raise RunInterrupted(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except RunInterrupted:
-        sys.stderr.write("podium serve: ended by SIGTERM\n")
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
