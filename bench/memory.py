@@ -42,6 +42,7 @@ from podium.workers import Critic, Generator, Policy, Reference
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "bench" / "memory.json"
+SMOLLM2: Final = ROOT / ".cache" / "real" / "model"
 PAGE: Final = ROOT / "docs" / "training.md"
 MARK: Final = "<!-- begin: python -m bench.memory -->"
 BASES: Final = "PODIUM_BENCH_BASES"
@@ -70,7 +71,10 @@ SMALL_WORDS: Final[Mapping[str, Any]] = {
 
 
 class Case:
-    """A configuration: its title, class, tokens of a prompt, changes of the model, and of the usual settings."""
+    """A configuration: its title, class, words of a prompt, changes of the model, and of the usual settings.
+
+    ``published`` says that the model is SmolLM2-135M, which `python examples/real/convert.py` fetches.
+    """
 
     def __init__(
         self,
@@ -78,9 +82,17 @@ class Case:
         cls: type[PPOConfig | SFTConfig] = GRPOConfig,
         prompt: int = 32,
         shape: Mapping[str, Any] | None = None,
+        *,
+        published: bool = False,
         **sections: Mapping[str, Any],
     ) -> None:
         self.title, self.cls, self.prompt, self.shape, self.sections = title, cls, prompt, shape or {}, sections
+        self.published = published
+
+    def of_published(self) -> Case:
+        """The same configuration of the published model, whose tokenizer splits each word into about five tokens."""
+        words = self.prompt if self.prompt < 100 else self.prompt // 5
+        return Case(self.title, self.cls, words, published=True, **self.sections)
 
 
 SPLIT: Final = {"layout": "split", "ranks": 1, "generator_ranks": 1, "cpus": 1}
@@ -104,7 +116,8 @@ TRIED: Final = {
     "sft": Case("fine-tuning, rows of 200 tokens", SFTConfig, prompt=190),
     "half": Case("weights in bfloat16", model={"dtype": "bfloat16"}),
 }
-CASES: Final = FITTED | TRIED
+PUBLISHED: Final = {f"smollm2-{name}": case.of_published() for name, case in FITTED.items()}
+CASES: Final = FITTED | TRIED | PUBLISHED
 
 
 def note_base(model: ModelConfig) -> None:
@@ -176,7 +189,7 @@ class Watch(threading.Thread):
             for pid in os.listdir(self._bases):
                 try:
                     anonymous, shared = read_own(pid)
-                except OSError:  # it has ended
+                except (OSError, ValueError):  # it has ended, or is about to and has no memory any more
                     continue
                 alone, both = self.peaks.get(pid, (0, 0))
                 self.peaks[pid] = max(alone, anonymous), max(both, anonymous + shared)
@@ -216,15 +229,16 @@ def save_model(folder: Path, shape: Mapping[str, Any]) -> None:
 
 
 def config_of(case: Case, folder: Path, steps: int) -> PPOConfig | SFTConfig:
-    shape = {**SHAPE, **case.shape}
-    save_model(folder / "model", shape)
+    model = SMOLLM2 if case.published else folder / "model"
+    if not case.published:
+        save_model(model, {**SHAPE, **case.shape})
     with (folder / "rows.jsonl").open("w") as file:
         for number in range(64):
             words = [f"w{2 + (97 * number + place) % 8000}" for place in range(case.prompt)]
             file.write(json.dumps({"prompt": f"{' '.join(words)}\n", "answer": " ".join(words[:9])}) + "\n")
     values: dict[str, Any] = {
         "run": {"dir": str(folder / "runs"), "name": "run", "steps": steps},
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(model)},
         "data": {"train": str(folder / "rows.jsonl"), "holdout": 0.2},
         "reward": {"name": "bench.memory:score", "processes": 1},
         "sampling": {"max_new_tokens": 64},
