@@ -58,7 +58,9 @@ def run_eval(arguments: Sequence[str]) -> int:
         raise ConfigError("--harness, --output and arguments behind -- belong to --suite NAME:TASK: give it")
     evaluations, status = dict[str, "Evaluation"](), StatusSink(f"loading {options.model}")
     with (
-        explained(lambda: _describe_finished(evaluations, status.activity)), contextlib.ExitStack() as results, status,
+        explained(lambda: _describe_finished(evaluations, status.activity)),
+        contextlib.ExitStack() as results,
+        status,
         open_config(options.model, options.config, overrides, needs=_SCORES) as config,
         connect(backend) as cluster,
     ):
