@@ -65,6 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-seconds", action="store_true", help="write the seconds of each file into tests/seconds.json"
     )
+    parser.addoption("--quick", action="store_true", help="leave out tests that take long, as `make check` does")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests of each file in random order")
 
 
@@ -85,11 +86,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names of tests that differ in each process: give ids of their own to {addresses[:3]}")
-    if not config.getoption("--all"):
-        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-        if exhaustive:
-            config.hook.pytest_deselected(items=exhaustive)
-            items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    kept = [item for item in items if config.getoption("--all") or not item.get_closest_marker("exhaustive")]
+    if config.getoption("--quick"):
+        names = [item.nodeid for item in kept]
+        quick = scheduling.select_quick(names, scheduling.read_seconds(), scheduling.list_changes())
+        kept = [item for item in kept if item.nodeid in quick]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        items[:] = kept
     if (seed := config.getoption("--shuffle")) is not None:
         isolation.shuffle(items, seed)
     items.sort(key=lambda item: item.get_closest_marker("ray") is not None)

@@ -1,7 +1,8 @@
 """The order of the tests under `make test`: the files that take longest start first, and one process runs Ray.
 
-The seconds of each file are recorded in tests/seconds.json by `make test-seconds`. A file that has no record counts as
-short, so that a new file needs no entry.
+The seconds of each file are recorded in tests/seconds.json by `make test-seconds`, and those of each unit test that is
+not quick. `make check` leaves these out, but for those of the files that the change touches. A file or test that has
+no record counts as short, so that a new one needs no entry.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,34 +19,87 @@ from typing import Any, Final
 
 import pytest
 
-__all__ = ["RECORD", "LongTests", "SecondsRecorder", "Unit", "cut_units", "make_scheduler", "read_seconds"]
+__all__ = [
+    "RECORD",
+    "LongTests",
+    "SecondsRecorder",
+    "Unit",
+    "cut_units",
+    "list_changes",
+    "make_scheduler",
+    "read_seconds",
+    "select_quick",
+]
 
 RECORD: Final = Path(__file__).with_name("seconds.json")
+ROOT: Final = RECORD.parents[1]
+FAST_FOLDERS: Final = ("plugins/", "tests/unit/")
+"""Where the tests of `make check` are."""
+QUICK_S: Final = 0.5
+"""What a test of `make check` may take on a quiet machine."""
 LONG_S: Final = 20.0
 """What an everyday test may take on a quiet machine; a longer one is marked ``slow`` or ``exhaustive``."""
 
 
 def read_seconds() -> dict[str, float]:
-    """Return the recorded seconds of each file by its path from the root of the repository."""
+    """Return the recorded seconds of files, by their paths from the root of the repository, and of tests, by ids."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
 class SecondsRecorder:
     """Adds up the seconds of each file's tests, and writes them when the session ends.
 
-    Files that did not run keep the seconds of their former record.
+    Files that did not run keep their former records. Of the tests of `make check` each one that is not quick has an
+    entry of its own: the seconds of its body, because what a fixture of several tests takes would fall to the next one.
     """
 
     def __init__(self) -> None:
         self.seconds = defaultdict[str, float](float)
+        self.long_tests: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid.partition("::")[0]] += report.duration
+        is_long = report.when == "call" and report.duration > QUICK_S
+        if is_long and report.nodeid.startswith(FAST_FOLDERS) and "slow" not in report.keywords:
+            self.long_tests[report.nodeid] = report.duration
 
     def pytest_sessionfinish(self) -> None:
-        seconds = {file: total for file, total in read_seconds().items() if (RECORD.parent.parent / file).exists()}
-        seconds |= {file: round(total, 1) for file, total in self.seconds.items()}
+        seconds = {
+            name: total
+            for name, total in read_seconds().items()
+            if (file := name.partition("::")[0]) not in self.seconds and (ROOT / file).exists()
+        }
+        seconds |= {name: round(total, 1) for name, total in (self.seconds | self.long_tests).items()}
         RECORD.write_text(json.dumps(dict(sorted(seconds.items())), indent=1) + "\n", encoding="utf-8")
+
+
+def list_changes(root: Path = ROOT) -> list[str]:
+    """Return the files that differ from the branch main, or from the last commit where that is main's."""
+    git = ["git", "-C", str(root)]
+
+    def read_lines(*words: str) -> list[str]:
+        return subprocess.run([*git, *words], capture_output=True, text=True, check=False).stdout.splitlines()
+
+    base = read_lines("merge-base", "HEAD", "main") or read_lines("merge-base", "HEAD", "origin/main") or ["HEAD"]
+    return read_lines("diff", "--name-only", base[0]) + read_lines("ls-files", "--others", "--exclude-standard")
+
+
+def select_quick(tests: Sequence[str], seconds: Mapping[str, float], changes: Sequence[str]) -> set[str]:
+    """Return those of ``tests`` that `make check` runs: the quick ones, and all where the ``changes`` are.
+
+    A change of src/podium/A/B.py touches tests/unit/A/test_B.py, and one of a plugin's code all of its tests.
+    """
+    touched = set(changes)
+    for path in map(Path, changes):
+        if path.parts[:2] == ("src", "podium"):
+            touched.add(Path("tests/unit", *path.parts[2:-1], f"test_{path.name}").as_posix())
+        elif path.parts[:1] == ("plugins",) and path.suffix == ".py" and "src" in path.parts:
+            touched.add("/".join(path.parts[:2]))
+    return {
+        test
+        for test in tests
+        if test not in seconds or touched & {test.partition("::")[0], "/".join(Path(test).parts[:2])}
+    }
 
 
 class LongTests:

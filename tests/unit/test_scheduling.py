@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scheduling import cut_units
+from tests.scheduling import SecondsRecorder, cut_units, list_changes, select_quick
 
 CONFTEST = """
 import pytest
@@ -102,8 +102,79 @@ def test_one_process_runs_the_tests_with_ray_and_none_without_after_them(tmp_pat
 def test_the_record_is_of_files_that_exist() -> None:
     from tests.scheduling import RECORD, read_seconds
 
-    assert all((RECORD.parent.parent / file).exists() for file in read_seconds())
+    assert all((RECORD.parent.parent / name.partition("::")[0]).exists() for name in read_seconds())
     assert not RECORD.exists() or json.loads(RECORD.read_text()) == read_seconds()
+
+
+def test_tests_that_are_not_quick_have_records_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, file, former = tmp_path / "seconds.json", "tests/unit/test_names.py", "tests/unit/test_clocks.py"
+    record.write_text(
+        json.dumps({f"{file}::gone": 3.0, former: 2.0, f"{former}::kept": 1.0, "tests/unit/gone.py": 1.0})
+    )
+    monkeypatch.setattr("tests.scheduling.RECORD", record)
+    recorder = SecondsRecorder()
+
+    def report(test: str, when: str, seconds: float, *marks: str, path: str = file) -> None:
+        keywords = dict.fromkeys(marks, 1)
+        recorder.pytest_runtest_logreport(
+            pytest.TestReport(f"{path}::{test}", (path, 0, test), keywords, "passed", None, when, duration=seconds)
+        )
+
+    report("test_long", "call", 4.0)
+    report("test_quick", "call", 0.1)
+    report("test_first", "setup", 8.0)
+    report("test_marked", "call", 30.0, "slow")
+    report("test_train", "call", 5.0, path="tests/integration/test_train_sft.py")
+    recorder.pytest_sessionfinish()
+    assert json.loads(record.read_text()) == {
+        former: 2.0,
+        f"{former}::kept": 1.0,
+        file: 42.1,
+        f"{file}::test_long": 4.0,
+        "tests/integration/test_train_sft.py": 5.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("docs/index.md", {"unit/rollout/test_tools.py::quick"}),
+        ("tests/unit/rollout/test_tools.py", {"unit/rollout/test_tools.py::quick", "unit/rollout/test_tools.py::long"}),
+        ("src/podium/rollout/tools.py", {"unit/rollout/test_tools.py::quick", "unit/rollout/test_tools.py::long"}),
+        ("src/podium/tools.py", {"unit/rollout/test_tools.py::quick"}),
+        ("plugins/podium-a/src/podium_a/x.py", {"unit/rollout/test_tools.py::quick", "a::long"}),
+        ("plugins/podium-a/README.md", {"unit/rollout/test_tools.py::quick"}),
+    ],
+)
+def test_quick_tests_and_all_where_the_changes_are(change: str, expected: set[str]) -> None:
+    tools, plugin = "tests/unit/rollout/test_tools.py", "plugins/podium-a/tests/test_a.py"
+    names = {
+        f"{tools}::quick": "unit/rollout/test_tools.py::quick",
+        f"{tools}::long[/a]": "unit/rollout/test_tools.py::long",
+        f"{plugin}::long": "a::long",
+    }
+    seconds = {tools: 9.0, f"{tools}::long[/a]": 8.0, plugin: 5.0, f"{plugin}::long": 5.0}
+    assert {names[test] for test in select_quick(list(names), seconds, [change])} == expected
+
+
+def test_changes_are_those_since_main_committed_or_not(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    assert list_changes(tmp_path) == []
+    git("init", "-q", "-b", "main")
+    for name in ("same", "edited", "committed"):
+        (tmp_path / name).write_text("a")
+    git("add", ".")
+    git("commit", "-qm", "a")
+    assert list_changes(tmp_path) == []
+    git("checkout", "-qb", "change")
+    (tmp_path / "committed").write_text("b")
+    git("commit", "-qam", "b")
+    (tmp_path / "edited").write_text("b")
+    (tmp_path / "new").write_text("b")
+    assert sorted(list_changes(tmp_path)) == ["committed", "edited", "new"]
 
 
 @pytest.mark.parametrize(("record", "processes"), [(False, ("-n", "2")), (True, ())])
