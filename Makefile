@@ -56,8 +56,8 @@ env: $(STAMP)  ## create or refresh the environment in .venv
 
 # pyright is one process of more than a minute: it runs beside the tests, and what it says comes after their output.
 check: .lint-text  ## the one door for a change: format, lint, types, layering, quick tests
-	@log=$$(mktemp); $(MAKE) .lint-types > "$$log" 2>&1 & types=$$!; \
-		trap 'kill $$types 2>/dev/null || true; rm -f "$$log"' EXIT; \
+	@log=$$(mktemp); set -m; $(MAKE) .lint-types > "$$log" 2>&1 & types=$$!; set +m; \
+		trap 'kill -- -$$types 2>/dev/null || true; rm -f "$$log"' EXIT; \
 		status=0; $(MAKE) test-fast || status=$$?; wait $$types || status=$$?; cat "$$log"; exit $$status
 
 lint: .lint-text .lint-types  ## format, lint, types and layering, without the tests
