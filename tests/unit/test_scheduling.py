@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,8 +115,8 @@ def test_tests_that_are_not_quick_have_records_of_their_own(tmp_path: Path, monk
     monkeypatch.setattr("tests.scheduling.RECORD", record)
     recorder = SecondsRecorder()
 
-    def report(test: str, when: str, seconds: float, *marks: str, path: str = file) -> None:
-        keywords = dict.fromkeys(marks, 1)
+    def report(test: str, when: Any, seconds: float, *marks: str, path: str = file) -> None:
+        keywords: Any = dict.fromkeys(marks, 1)
         recorder.pytest_runtest_logreport(
             pytest.TestReport(f"{path}::{test}", (path, 0, test), keywords, "passed", None, when, duration=seconds)
         )
