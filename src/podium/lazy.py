@@ -69,28 +69,29 @@ def without_collector() -> Iterator[None]:
 
 @contextmanager
 def keep_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the block if there was a Ctrl-C in it. Libraries that are imported may swallow
-    the KeyboardInterrupt, or raise another error in its place. A handler of the user's is left alone."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) != signal.default_int_handler
-    ):
+    """Raise after the block what the handler of Ctrl-C raised in it, which is KeyboardInterrupt but for a user's
+    handler. Libraries that are imported may swallow that exception, or raise another one in its place."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    interrupts: list[int] = []
+    raised: list[BaseException] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        interrupts.append(number)
-        signal.default_int_handler(number, frame)
+        try:
+            handler(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
 
     signal.signal(signal.SIGINT, note)
     try:
         yield
     except Exception:
-        if not interrupts:
+        if not raised:
             raise
     finally:
         if signal.getsignal(signal.SIGINT) == note:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupts:
-        raise KeyboardInterrupt
+            signal.signal(signal.SIGINT, handler)
+    if raised:
+        raise raised[0]

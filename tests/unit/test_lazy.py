@@ -7,13 +7,15 @@ import importlib
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
 
 import podium
 from podium.__main__ import main
+from podium.backends.interrupts import Interrupts
 from podium.lazy import without_collector
 
 SOURCE = Path(podium.__file__).parent
@@ -75,18 +77,52 @@ except BaseException as error:
 """
 
 
+class Stopped(Exception):
+    """What a handler of the user's raises."""
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    """The handler that backends put in the place of Python's own."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield (handler := Interrupts())
+    handler.restore()
+    signal.signal(signal.SIGINT, former)
+
+
 @pytest.mark.parametrize("then", ["pass", "raise ImportError('no') from error", "raise"])
+@pytest.mark.parametrize("backend", [False, True])
 def test_ctrl_c_that_an_import_swallows_is_raised_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, backend: bool, interrupts: Interrupts
+) -> None:
+    (tmp_path / "swallowing.py").write_text(SWALLOWS.format(then))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "swallowing", raising=False)
+    if not backend:
+        interrupts.restore()
+    handler = signal.getsignal(signal.SIGINT)
+    assert (handler == signal.default_int_handler) is not backend
+    with pytest.raises(KeyboardInterrupt), without_collector():
+        importlib.import_module("swallowing")
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+@pytest.mark.parametrize("then", ["pass", "raise ImportError('no') from error", "raise"])
+def test_what_a_handler_of_the_users_raises_in_an_import_is_raised_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     (tmp_path / "swallowing.py").write_text(SWALLOWS.format(then))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "swallowing", raising=False)
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a backend may have put its own there
+    former = signal.signal(signal.SIGINT, stop)
     try:
-        with pytest.raises(KeyboardInterrupt), without_collector():
+        with pytest.raises(Stopped), without_collector():
             importlib.import_module("swallowing")
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) == stop
     finally:
         signal.signal(signal.SIGINT, former)
 
