@@ -34,7 +34,7 @@ NEWEST_TESTS := tests/unit/training tests/unit/models tests/unit/workers tests/u
 	tests/integration/test_train_grpo.py tests/integration/test_train_sft.py
 
 PLUGINS := $(wildcard plugins/podium-*)
-PEERS := ray trl verl monarch areal
+PEERS := ray trl verl monarch areal vllm
 CLIENTS := openai-agents langgraph litellm inspect
 
 ##@ Use
@@ -141,7 +141,7 @@ test-wheel-newest:  ## the same on Python 3.14 or 3.13, where one is installed (
 		else $(MAKE) test-wheel WHEEL_PYTHON="$(NEWEST_PYTHON)"; fi
 
 ##@ Measure
-bench: $(STAMP)  ## every figure of the README, beside floors and installed peers; writes bench/results.json
+bench: $(STAMP)  ## every figure of the README, beside floors and installed peers: 45 minutes; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)
 
 pictures: $(STAMP)  ## draw the pictures of the README from a run of the quickstart: two minutes

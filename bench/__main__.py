@@ -20,7 +20,7 @@ from bench.context import Context
 from bench.measure import Row
 from bench.record import Record
 from bench.report import show
-from bench.suites import dataplane, faults, generation, grading, grpo, ray, runtime, scoring
+from bench.suites import dataplane, faults, generation, grading, grpo, loading, ray, runtime, scoring
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"  # of the last whole run
@@ -40,11 +40,14 @@ SUITES: dict[str, Suite] = {
     "faults": faults.faults,
     "ray": ray.ray,
     "generate": generation.generate,
+    "generate_135m": generation.generate_135m,
     "scoring": scoring.scoring,
     "grading": grading.grading,
     "grpo": grpo.grpo,
     "grpo_10m": grpo.grpo_10m,
-    "grpo_100m": grpo.grpo_100m,
+    "grpo_135m": grpo.grpo_135m,
+    "load": loading.load,
+    "first_step": loading.first_step,
 }
 
 

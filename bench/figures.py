@@ -1,14 +1,15 @@
 """Writes the tables of docs/figures.md and of the README from bench/results.json: `python -m bench.figures`.
 
 A cell is a template, ``{noop_8_local}`` for Podium's figure or ``{noop_8_local.pipe}`` for what stands beside it, so
-that no figure is typed by hand.
+that no figure is typed by hand. A line whose rows the last whole run lacks is left out, and the command fails.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ from bench.report import put_section
 ROOT: Final = Path(__file__).resolve().parent.parent
 MARK: Final = "<!-- begin: python -m bench.figures -->"
 PAGES: Final = {"docs/figures.md": ("LOCAL", "RAY"), "README.md": ("SHORT",)}
+
+CELL: Final = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 
 Lines = tuple[tuple[str, ...], ...]
 
@@ -61,8 +64,9 @@ LOCAL: Final[Lines] = (
         "verl {verl_transfer_fetched_2GiB_8_local.verl}, {verl_transfer_fetched_2GiB_8_local.verl_numpy} as numpy",
     ),
     (
-        "weights of 0.5 GB to 4 generators", "{publish_512MB_4_local}", "four copies {publish_512MB_4_local.memcpy}",
-        "{publish_512MB_4_local.ray} / {publish_512MB_4_local.ray_numpy}", "",
+        "weights of 135M parameters to 4 generators", "{publish_135m_4_local}",
+        "four copies {publish_135m_4_local.memcpy}",
+        "{publish_135m_4_local.ray} / {publish_135m_4_local.ray_numpy}", "",
     ),
     (
         "8 workers with torch, cold / warm", "{startup_8_local_cold} / {startup_8_local_warm}", "",
@@ -82,9 +86,16 @@ LOCAL: Final[Lines] = (
         "generation, 10M parameters, batch 128", "{generate_10m_b128}", "products {generate_10m_b128.products}", "",
         "transformers {generate_10m_b128.transformers}",
     ),
-    (
-        "generation, 100M parameters, batch 128, bfloat16", "{generate_100m_bf16_b128}",
-        "products {generate_100m_bf16_b128.products}", "", "transformers {generate_100m_bf16_b128.transformers}",
+    *(
+        (
+            f"generation, 135M parameters, {rows}", f"{{{name}}}", f"products {{{name}.products}}", "",
+            f"transformers {{{name}.transformers}}, vLLM {{{name}.vllm}}",
+        )
+        for name, rows in (
+            ("generate_135m_b1", "one row"), ("generate_135m_b4", "4 rows"), ("generate_135m_b16", "16 rows"),
+            ("generate_135m_b32", "32 rows"), ("generate_135m_b128", "128 rows"),
+            ("generate_135m_bf16_b128", "128 rows, bfloat16"),
+        )
     ),
     (
         "GRPO step, 1M parameters, 16 prompts by 8 completions of 64 tokens", "{grpo_step_1m}",
@@ -96,8 +107,20 @@ LOCAL: Final[Lines] = (
         "TRL {grpo_step_10m.trl} at its best setting, {grpo_step_10m.trl_default} by default",
     ),
     (
-        "GRPO step, 100M parameters, 4 by 4 of 32 tokens", "{grpo_step_100m}", "products {grpo_step_100m.products}", "",
-        "TRL {grpo_step_100m.trl} at its best setting, {grpo_step_100m.trl_default} by default",
+        "GRPO step, 135M parameters, 4 by 4 of 32 tokens", "{grpo_step_135m}", "products {grpo_step_135m.products}", "",
+        "TRL {grpo_step_135m.trl} at its best setting, {grpo_step_135m.trl_default} by default",
+    ),
+    (
+        "the generation within that step", "{grpo_generate_135m}", "", "",
+        "TRL {grpo_generate_135m.trl} at its best setting, {grpo_generate_135m.trl_default} by default",
+    ),
+    (
+        "from the start to the end of a first step, 135M parameters", "{first_step_135m}",
+        "imports, reading and products {first_step_135m.parts}", "", "TRL {first_step_135m.trl}",
+    ),
+    (
+        "weights of 135M parameters read from a directory", "{load_135m}", "bytes of the file {load_135m.read}", "",
+        "transformers {load_135m.transformers}",
     ),
 )  # fmt: skip
 
@@ -137,25 +160,45 @@ SHORT: Final[Lines] = (
         "GRPO step, 1M parameters, 16 prompts by 8 completions of 64 tokens", "{grpo_step_1m}",
         "TRL {grpo_step_1m.trl} at its best setting, {grpo_step_1m.trl_default} by default",
     ),
+    (
+        "GRPO step, 135M parameters, 4 prompts by 4 completions of 32 tokens", "{grpo_step_135m}",
+        "TRL {grpo_step_135m.trl} at its best setting, {grpo_step_135m.trl_default} by default",
+    ),
+    (
+        "generation, 135M parameters, one row / 32 rows", "{generate_135m_b1} / {generate_135m_b32}",
+        (
+            "transformers {generate_135m_b1.transformers} / {generate_135m_b32.transformers}, "
+            "vLLM {generate_135m_b1.vllm} / {generate_135m_b32.vllm}"
+        ),
+    ),
 )  # fmt: skip
 
 
-def tables(rows: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> str:
+def tables(rows: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> str:
     """Tables in Markdown. ``rows`` are those of bench/results.json, by their names.
 
-    Raises:
-        KeyError: A table names a figure that ``rows`` lack.
+    A line with a row that was not measured is left out, see :func:`absent_rows`. A figure that stands beside a row and
+    was not taken, because a peer was not installed, is said to be not measured.
     """
     return "\n\n".join(_table(rows, globals()[name]) for name in names)
 
 
+def absent_rows(rows: Collection[str], names: Sequence[str]) -> list[str]:
+    """The rows that the tables name and that were not measured."""
+    cells = "".join(cell for name in names for line in globals()[name] for cell in line)
+    return sorted({match[1] for match in CELL.finditer(cells)} - {*rows})
+
+
 def _table(rows: Mapping[str, Mapping[str, Any]], lines: Lines) -> str:
     def fill(match: re.Match[str]) -> str:
-        name, _, beside = match[1].partition(".")
+        name, beside = match.groups()
         row = rows[name]
+        if beside and beside not in row["others"]:
+            return "not measured"
         return shown(row["others"][beside] if beside else row["median"], row["unit"])
 
-    head, *body = [[re.sub(r"\{([\w.]+)\}", fill, cell) for cell in line] for line in lines]
+    whole = [line for line in lines if all(match[1] in rows for match in CELL.finditer("".join(line)))]
+    head, *body = [[CELL.sub(fill, cell) for cell in line] for line in whole]
     rule = f"|{'---|' * len(head)}"
     return "\n".join([_line(head), rule, *map(_line, body)])
 
@@ -171,18 +214,26 @@ def shown(value: float, unit: str) -> str:
     return f"{text} {'µs' if unit == 'us' else unit}"
 
 
+def measured() -> dict[str, dict[str, Any]]:
+    """The rows of the last whole run, by their names."""
+    return {row["name"]: row for row in json.loads((ROOT / "bench" / "results.json").read_text())}
+
+
 def with_figures(page: str, text: str) -> str:
     """The ``text`` of a page of PAGES, with the figures of the last whole run."""
-    rows = {row["name"]: row for row in json.loads((ROOT / "bench" / "results.json").read_text())}
-    return put_section(text, tables(rows, PAGES[page]), MARK)
+    return put_section(text, tables(measured(), PAGES[page]), MARK)
 
 
-def main() -> None:
-    """Write the pages."""
+def main() -> int:
+    """Write the pages. Returns 1 if a row that they name was not measured."""
     for page in PAGES:
         path = ROOT / page
         path.write_text(with_figures(page, path.read_text()))
+    absent = absent_rows(measured(), [name for names in PAGES.values() for name in names])
+    for row in absent:
+        sys.stderr.write(f"bench/results.json has no row {row}: the lines that name it are left out\n")
+    return int(bool(absent))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

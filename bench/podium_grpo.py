@@ -71,14 +71,15 @@ def config_of(load: StepLoad, folder: Path) -> GRPOConfig:
     return GRPOConfig(
         run=RunConfig(dir=str(folder), name="run", seed=load.seed, steps=MANY_STEPS),
         model=ModelConfig(
-            config={"model_type": "qwen3", **SHAPES[load.shape].config()},
+            path=load.path,
+            config={} if load.path else {"model_type": "qwen3", **SHAPES[load.shape].config()},
             tokenizer=f"chars:{ALPHABET}",
             seed=load.seed,
         ),
         data=DataConfig(train=str(data), holdout=0.0),
         reward=RewardConfig(name="bench.workload:reward"),
         optim=OptimConfig(lr=load.learning_rate),
-        placement=PlacementConfig(ranks=2, cpus=1),  # two ranks of one thread each beat one rank of two threads
+        placement=PlacementConfig(ranks=load.ranks, cpus=2 // load.ranks),
         batch=PromptBatch(prompts=load.prompts),
         sampling=SamplingParams(
             max_new_tokens=load.new_tokens,
@@ -86,7 +87,7 @@ def config_of(load: StepLoad, folder: Path) -> GRPOConfig:
             n=load.completions,
             stop_token_ids=(load.unused_id,),
         ),
-        engine=EngineConfig(name="native", max_sequences=load.prompts * load.completions // 2),
+        engine=EngineConfig(name="native", max_sequences=load.prompts * load.completions // load.ranks),
         eval=EvalConfig(items=0),
         save=SaveConfig(model=False),
     )

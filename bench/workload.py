@@ -62,6 +62,7 @@ class StepLoad:
     """One GRPO step: `prompts` prompts of `prompt_tokens` tokens, `completions` completions each of `new_tokens`."""
 
     shape: str = "1m"
+    path: str = ""  # a directory that has the model's weights; without one they are random
     prompts: int = 16
     completions: int = 8
     prompt_tokens: int = 16
@@ -69,6 +70,7 @@ class StepLoad:
     learning_rate: float = 1e-4
     temperature: float = 1.0
     seed: int = 0
+    ranks: int = 2  # of Podium, which share two threads
 
     @property
     def unused_id(self) -> int:

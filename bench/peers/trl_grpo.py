@@ -65,7 +65,10 @@ def build_trainer(load: dict[str, Any], pacer: Pacer, generation: Generation, *,
 
     cuda = load.get("cuda", False)  # bench.gpu asks for products in bfloat16 on the GPU
     torch.manual_seed(load["seed"])
-    model = Qwen3ForCausalLM(Qwen3Config(**load["config"]))
+    if load.get("path"):
+        model = Qwen3ForCausalLM.from_pretrained(load["path"], dtype=torch.float32)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**load["config"]))
     source = random.Random(load["seed"])
     texts = ["".join(source.choices(load["alphabet"], k=load["prompt_tokens"])) for _ in range(4096)]
     trainer = GRPOTrainer(

@@ -43,6 +43,7 @@ from bench.ways import (
     tensor_peers,
     weight_ways_of,
 )
+from bench.workload import SHAPES
 from podium import Batch, Handle
 from podium.models import ModelConfig
 from podium.rollout.engines import EngineConfig
@@ -220,11 +221,11 @@ def check_twos(result: Batch, rows: int, columns: int) -> None:
 
 
 def publish(context: Context) -> Iterator[Row]:
-    """Rows `publish_SIZE_GENERATORS_local`: whole float32 models of the Qwen3 family, none of the weights left out."""
-    layers, vocabulary = (1, 768) if context.quick else (8, 6144)
-    if not context.quick and not room_for(context, "a weight sync of 512 MB", PUBLISH_GIB):
+    """Rows `publish_SHAPE_GENERATORS_local`: whole float32 models, none of the weights left out."""
+    shape = "10m" if context.quick else "135m"
+    if not context.quick and not room_for(context, "a weight sync of 540 MB", PUBLISH_GIB):
         return
-    model = ModelConfig(config=config_of(layers, vocabulary), tokenizer="chars:0123456789")
+    model = ModelConfig(config={"model_type": "qwen3", **SHAPES[shape].config()}, tokenizer="chars:0123456789")
     repetitions = context.repetitions(5)
     for generators in (1, 4):
         sizes, own = podium_syncs(model, generators, repetitions)
@@ -237,8 +238,13 @@ def publish(context: Context) -> Iterator[Row]:
                     peer.call("start", workers=1 + generators)
                     peer.call("prepare_weights", sizes=sizes)
                     figures |= alternate(weight_ways_of(peers), repetitions=repetitions)
-        name = f"publish_{round(nbytes / 1e6)}MB_{generators}_local"
-        yield compare(name, figures, unit="ms", scale=1e3, floor="memcpy: one copy for each generator")
+        yield compare(
+            f"publish_{shape}_{generators}_local",
+            figures,
+            unit="ms",
+            scale=1e3,
+            floor="memcpy: one copy for each generator",
+        )
 
 
 def podium_syncs(model: ModelConfig, generators: int, repetitions: int) -> tuple[list[int], list[float]]:
@@ -253,22 +259,6 @@ def podium_syncs(model: ModelConfig, generators: int, repetitions: int) -> tuple
         versions = itertools.count()
         samples = alternate({"podium": lambda: sync_s(sync, next(versions))}, repetitions=repetitions)
         return sizes, samples["podium"]
-
-
-def config_of(layers: int, vocabulary: int) -> dict[str, object]:
-    """15.2 million parameters a layer, and 1024 for each token."""
-    return {
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 64,
-    }
 
 
 def sync_s(sync: StreamedSync, version: int) -> float:

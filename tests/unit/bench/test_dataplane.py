@@ -13,6 +13,7 @@ from bench.context import Context
 from bench.holder import Adder, make_columns
 from bench.peers.touching import first_element, timed_look, touch_pages
 from bench.suites import dataplane
+from bench.workload import SHAPES
 from podium import Batch, TensorRef
 from podium.models import ModelConfig
 from podium.workers import Generator, Policy, StreamedSync
@@ -70,7 +71,7 @@ def test_a_transfer_that_changed_nothing_is_noticed() -> None:
 
 @pytest.mark.exhaustive
 def test_a_weight_sync_is_of_whole_models_and_timed_until_generators_have_it() -> None:
-    small = {**dataplane.config_of(layers=1, vocabulary=16), "hidden_size": 32, "intermediate_size": 64}
+    small = {"model_type": "qwen3", **SHAPES["1m"].config()}
     model = ModelConfig(config=small, tokenizer="chars:0123456789")
     with podium.connect("local", echo=False) as cluster:
         policy, generator = cluster.start(Policy.bind(model)), cluster.start(Generator.bind(model))
