@@ -12,7 +12,6 @@ from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from podium.algorithms.advantages.compute import compute_advantages as compute_advantages
-    from podium.algorithms.advantages.groups import group_statistics as group_statistics
     from podium.algorithms.aggregation import loss_weights as loss_weights
     from podium.algorithms.config import Aggregation as Aggregation, AlgorithmConfig as AlgorithmConfig
     from podium.algorithms.declarations import (
@@ -50,7 +49,11 @@ if TYPE_CHECKING:
         resolve_correction as resolve_correction,
         resolve_loss as resolve_loss,
     )
-    from podium.algorithms.token_rows import discounted_sums as discounted_sums, whiten as whiten
+    from podium.algorithms.token_rows import (
+        discounted_sums as discounted_sums,
+        group_statistics as group_statistics,
+        whiten as whiten,
+    )
     from podium.algorithms.turns import Turns as Turns, find_turns as find_turns
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -14,9 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.records import TokenLoss
-from podium.algorithms.token_rows import wide
+from podium.algorithms.token_rows import group_statistics, wide
 from podium.errors import DataError
 
 __all__ = [

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from podium.algorithms import AlgorithmConfig
-from podium.data import Batch, fields
+from podium.data import Batch
 from podium.errors import ConfigError
 from podium.rollout.tasks import Example, PromptStream
 from podium.rollout.tasks.encode import encode_pairs
-from podium.runtime import Call, Handle
-from podium.telemetry import metrics as names
 from podium.trainer.checks.preflight import check_examples
 from podium.trainer.prompts import Prompt, pair_batch
-from podium.workers import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from podium.runs.config import PPOConfig
 
-__all__ = ["Answers", "submit_update"]
+__all__ = ["Answers"]
 
 
 class Answers:
@@ -59,22 +55,3 @@ class Answers:
         examples = [prompts[group].example for group in dict.fromkeys(groups)]
         places = [self._places[id(example)] for example in examples if id(example) in self._places]
         return pair_batch([self._pairs[place] for place in places]) if len(places) >= max(least, 1) else None
-
-
-def submit_update(
-    policy: Handle[Policy],
-    minibatch: Batch,
-    answers: Answers | None,
-    prompts: Sequence[Prompt],
-    updates: list[Mapping[str, float]],
-) -> list[Call[dict[str, float]]]:
-    """Submit an optimizer step by a minibatch of completions, and by the data's ``answers`` to its prompts, if the loss
-    has a weight for them. Their loss is added to ``updates``."""
-    batch = None
-    if answers is not None and answers.weight:
-        batch = answers.batch_of(prompts, minibatch.dense(fields.GROUP).tolist(), policy.group.world_size)
-    if answers is None or batch is None:
-        return [policy.update.submit(minibatch)]
-    learned = policy.accumulate(batch, AlgorithmConfig(loss="cross_entropy"), weight=answers.weight)
-    updates.append({"loss/cross_entropy": learned[names.LOSS] / answers.weight})
-    return [policy.accumulate.submit(minibatch), policy.step.submit()]

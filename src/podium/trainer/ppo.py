@@ -34,7 +34,7 @@ from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
-from podium.trainer.answers import Answers, submit_update
+from podium.trainer.answers import Answers
 from podium.trainer.baselines import add_baselines, be_greedy
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
@@ -48,7 +48,7 @@ from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.step_watch import StepWatch
 from podium.trainer.trainer import Trainer
 from podium.trainer.training_prompts import check_training, load_training
-from podium.trainer.updates import join_updates
+from podium.trainer.updates import join_updates, submit_update
 from podium.workers import Estimator, FollowingReference, Reference, Teacher
 from podium.workers.learner import LEFT_OUT
 from podium.workers.policy import ENTROPY_COEF, HEAD_ALONE
@@ -269,7 +269,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         scored = scored.with_verdicts(known)
         self.watch.check_staleness(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
-        if self.config.run.staleness == 0:  # the generators sample nothing while the policy learns
+        if self.run.declared.staleness == 0:  # the generators sample nothing while the policy learns
             self.rest(*self.run.roles.generators)
         with stage("logprobs"):
             batch = self.logprobs(batch)

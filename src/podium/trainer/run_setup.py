@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -125,7 +125,7 @@ class Run(_Lasting[E]):
     generators: Generators | None
     sessions: Sessions | None
 
-    @property
+    @cached_property
     def declared(self) -> ScheduleDeclaration:
         """The declaration of the schedule."""
         return declaration_of(self.schedule)

@@ -30,6 +30,7 @@ class StepWatch:
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
+        self._staleness, self._replays = config.run.staleness, config.replays
         self._mismatch_noted = False
         self._flat_steps = 0
         self._noted_left_out = False
@@ -60,8 +61,8 @@ class StepWatch:
 
     def check_staleness(self, scored: ScoredBatch) -> None:
         """Raise PodiumError if a token was sampled by older weights than the schedule allows."""
-        bound, oldest = self.config.run.staleness, scored.oldest_version()
-        if self.config.replays:  # the versions are those of another run
+        bound, oldest = self._staleness, scored.oldest_version()
+        if self._replays:  # the versions are those of another run
             return
         if bound is not None and oldest is not None and scored.step - 1 - oldest > bound:
             raise PodiumError(
@@ -83,7 +84,7 @@ class StepWatch:
             f"step {step}: the generator's and the trainer's log-probabilities of the same tokens differ by "
             f"{apart:.3g} nats on average ({names.MISMATCH_MEAN})"
         )
-        if self.config.replays:  # the policy of another loss is soon another one than that which sampled
+        if self._replays:  # the policy of another loss is soon another one than that which sampled
             if self._mismatch_noted and not was_noted:
                 emit(Note(f"{what}: the policy has left the one that sampled what is replayed"))
             return

@@ -109,12 +109,12 @@ def note_choices(experts_NC: Tensor | None, routes: Sequence[Route], micro: Micr
 
 
 @contextmanager
-def replay_routes(model: nn.Module, experts_NC: Tensor | None) -> Iterator[Callable[[MicroBatch], None]]:
+def replay_routes(model: nn.Module, experts_NC: Tensor) -> Iterator[Callable[[MicroBatch], None]]:
     """Let the routers choose what they chose before, in forward passes of the block and when backward passes repeat
     them. Weights of the experts and gradients are those of the current logits: Ma et al. 2025, arXiv:2510.11370.
 
     Args:
-        experts_NC: The column ``experts`` of the batch; None lets the routers choose anew.
+        experts_NC: The column ``experts`` of the batch.
 
     Yields:
         A function that takes the micro-batch of the next pass. Where its rows share the tokens of a prompt, the first
@@ -124,9 +124,6 @@ def replay_routes(model: nn.Module, experts_NC: Tensor | None) -> Iterator[Calla
         ConfigError: see :func:`find_routers`; or a router does not choose by one ``topk``.
         DataError: The column is not that of this model.
     """
-    if experts_NC is None:
-        yield lambda micro: None
-        return
     routers, chosen = find_routers(model, "router_replay"), list[Tensor]()
     if experts_NC.shape[-1] % len(routers):
         raise DataError(f"{fields.EXPERTS} has {experts_NC.shape[-1]} columns; the model has {len(routers)} routers")

@@ -2,8 +2,8 @@
 
 import inspect
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Final, cast
@@ -314,7 +314,7 @@ class Policy(Learner):
 
         added_columns = (*columns, *figures, *(VALUE_COLUMNS if judges else ()))
         whole = batch.with_columns(figures)
-        with replay_routes(self.model, _experts(batch)) as replay:
+        with _replay_experts(self.model, batch) as replay:
             minibatch = self.engine.accumulate(whole, compute, columns=added_columns, weight=weight, flat=flat)
         self._scored = kept_N
         named = {metrics.LOSS: minibatch.loss, **minibatch.metrics, **sampled}
@@ -478,7 +478,7 @@ class Policy(Learner):
             return {name: column for name, column in zip(_SCORES, named, strict=True) if column is not None}
 
         names = [name for name, asked in zip(_SCORES, (True, entropy, squares), strict=True) if asked]
-        with replay_routes(self.model, _experts(batch)) as replay:
+        with _replay_experts(self.model, batch) as replay:
             return self.engine.evaluate(batch, compute, names)
 
     def _expert_shares(self, batch: Batch) -> Tensor:
@@ -494,7 +494,7 @@ class Policy(Learner):
             counts = counts + count_choices(routes, micro.select)
             return {}
 
-        with replay_routes(self.model, _experts(batch)) as replay:
+        with _replay_experts(self.model, batch) as replay:
             self.engine.evaluate(batch, count, ())
         every = self.engine.parallel.gather_objects(counts.cpu())
         total_LE = sum((part for part in every if part.ndim), torch.zeros((), dtype=torch.float64)).to(self.device)
@@ -538,9 +538,11 @@ class Policy(Learner):
         return columns_added
 
 
-def _experts(batch: Batch) -> Tensor | None:
-    """The column ``experts``; None where nothing is replayed."""
-    return batch.jagged(fields.EXPERTS).values if fields.EXPERTS in batch else None
+def _replay_experts(model: nn.Module, batch: Batch) -> AbstractContextManager[Callable[[MicroBatch], None]]:
+    """As :func:`replay_routes` by the column ``experts``. Without this column the routers choose anew."""
+    if fields.EXPERTS not in batch:
+        return nullcontext(lambda micro: None)
+    return replay_routes(model, batch.jagged(fields.EXPERTS).values)
 
 
 def _loss_columns(micro: MicroBatch, scores: TokenScores, columns: Sequence[str]) -> dict[str, Tensor]:

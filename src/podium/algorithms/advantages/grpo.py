@@ -2,11 +2,10 @@
 
 import torch
 
-from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
-from podium.algorithms.token_rows import EPSILON
+from podium.algorithms.token_rows import EPSILON, group_statistics
 
 __all__ = ["grpo"]
 

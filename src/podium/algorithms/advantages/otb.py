@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
-from podium.algorithms.token_rows import discounted_sums, whiten, wide
+from podium.algorithms.token_rows import discounted_sums, group_statistics, whiten, wide
 from podium.errors import DataError
 
 __all__ = ["otb"]

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import PassOptions, advantage_declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
+from podium.algorithms.token_rows import group_statistics
 from podium.errors import DataError
 
 __all__ = ["pass_at_k"]

@@ -1,4 +1,4 @@
-"""A gate between forward passes and changes of the weights.
+"""The part of an engine's contract that is about new weights, with a gate between forward passes and their changes.
 
     decode loop    | pass | pass |   waits              | pass |   ...     holds the gate for one forward pass
     new weights              close ... copy ... open(version)              holds it from the first bucket to the last
@@ -6,16 +6,23 @@
 
 Weights are written in place while no token is drawn. A second copy of the model beside the old weights would take
 memory from the engine's cache.
+
+New weights come all at once, by ``refresh``; or a part at a time: check_weights, gate.close, load ..., load_adapters,
+loaded, gate.open.
 """
 
 import threading
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from torch import Tensor
+
+from podium.data.adapters import Adapter, merge_adapters
 from podium.errors import GenerationError
 from podium.exceptions import read_text
 
-__all__ = ["WeightGate"]
+__all__ = ["WeightGate", "WeightHolder"]
 
 
 class WeightGate:
@@ -85,3 +92,65 @@ class WeightGate:
             self.refuse(f"the weights of version {version} arrived only in part ({read_text(error)}); sync again")
             raise
         self.open(version)
+
+
+class WeightHolder(ABC):
+    """What takes new weights in place. ``gate`` is closed while they arrive."""
+
+    gate: WeightGate
+
+    def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Take the weights of ``version``, in place.
+
+        Args:
+            version: Number of the new weights.
+            weights: Full tensors by parameter name. Without them the engine reads the model that it was made with,
+                which has changed in place. Where that model is sharded, every rank of its mesh must call.
+
+        Raises:
+            ConfigError: Names or shapes do not fit the model. The weights are then as they were.
+        """
+        if weights is not None:
+            self.check_weights({name: tuple(tensor.shape) for name, tensor in weights.items()})
+        with self.gate.changing(version):
+            if weights is None:
+                self.reread()
+            else:
+                for name, tensor in weights.items():
+                    self.load(name, 0, tensor)
+            self.loaded()
+
+    @abstractmethod
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise ConfigError unless tensors of these names and shapes are all that the model needs, and no more."""
+
+    @abstractmethod
+    def load(self, name: str, start: int, values: Tensor) -> None:
+        """Copy ``values`` over the rows of the weight ``name`` from ``start`` on; the gate is closed."""
+
+    def load_adapters(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
+        """Take the base of adapters with ``adapters`` merged, in place of earlier ones; the gate is closed.
+
+        The base class merges each weight and loads it. An engine that computes with adapters apart has its own.
+
+        Args:
+            adapters: All adapters; weights without one keep what was loaded.
+            tensors: The matrices of the adapters, and the weights that they change as they are without adapters.
+        """
+        for name, values in merge_adapters(adapters, tensors):
+            self.load(name, 0, values)
+
+    @abstractmethod
+    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
+        """Rows of a weight as this engine holds them; None where it keeps them in a form of its own."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """Drop everything derived from the old weights: all new weights have arrived. The gate is closed."""
+
+    @abstractmethod
+    def reread(self) -> None:
+        """Copy the current weights of the model with which the engine was made. The gate is closed."""
+
+    def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
+        """Free the buffers kept between calls. The next request allocates them again."""
