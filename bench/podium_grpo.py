@@ -7,6 +7,8 @@ bench asks for the next.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -105,7 +107,9 @@ def main() -> None:
     def on_event(event: Event) -> None:
         recorder.take(event)
         if isinstance(event, StepFinished) and not pacer.step_ended():
-            sys.exit(0)  # unwinds through the trainer, which closes its workers
+            # An exception would be noted as the listener's own, and the trainer would go on. Workers end with it.
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(0)
 
     with tempfile.TemporaryDirectory(prefix="podium-bench-") as folder:
         try:
