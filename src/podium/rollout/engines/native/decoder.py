@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from podium.rollout.engines.native.cache import KVCache
+from podium.rollout.engines.native.packing import can_pack, pack, pays, unpack
 from podium.rollout.engines.native.parameters import DecoderWeights, Dense, Mlp
 from podium.rollout.engines.native.products import ROW_QUANTUM, add_product, multiply
 from podium.rollout.engines.native.prompt_attention import PromptAttention
@@ -56,6 +57,9 @@ class Decoder:
         self._short_norm = weights.dtype == torch.float32 and weights.device.type == "cpu"
         self._eps = torch.full((1, 1), weights.norm_eps, device=weights.device)
         self._qk_eps = torch.full((1, 1, 1), weights.qk_norm_eps, device=weights.device)
+        self._packed: bool | None = False if weights.dense is None or not can_pack(weights.dense) else None
+        for dense in weights.dense or ():
+            dense.is_apart = self._packed is None
         self._cos_sin = torch.empty(0, 2, weights.head_dim, dtype=weights.dtype, device=weights.device)
 
     @property
@@ -64,6 +68,23 @@ class Decoder:
         weights = self.weights
         copies = [layer.qk_norm for layer in weights.layers if layer.qk_norm is not None]
         return [*weights.shared, *copies, self._cos_sin, self._eps, self._qk_eps]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether as few rows as ``packing.WIDTHS`` names have the bits of sixteen rows now."""
+        return bool(self._packed)
+
+    def pack(self, lanes: int, steps: int) -> None:
+        """Copy the matrices so that few rows are faster, if so many lanes have so many steps before them that it pays,
+        and memory and this machine's BLAS allow it."""
+        if self._packed is None and self.weights.dense is not None and pays(lanes, steps):
+            self._packed = pack(self.weights.dense)
+
+    def unpack(self) -> None:
+        """Give back what ``pack`` took."""
+        if self._packed and self.weights.dense is not None:
+            unpack(self.weights.dense)
+            self._packed = None
 
     def reserve(self, length: int) -> None:
         """Have rotary tables for positions below ``length``."""

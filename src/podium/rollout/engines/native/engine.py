@@ -76,12 +76,14 @@ class NativeEngine(ModelEngine):
         # Reading costs microseconds a layer, joins again what was torn apart, and follows a model that was moved.
         limit, holes = self.text_ids or (None, ())
         weights = read_weights(self.model, limit)
+        self._decoder.unpack()
         if self._graphs is None or not renew(self._decoder.weights, weights):
             self._decoder = Decoder(weights, holes, wide_output=self._wide_output)
 
     def release(self) -> None:
         if not self._lanes.live:
             self._lanes.clear()
+            self._decoder.unpack()
 
     def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
         super().check(subject, prompt, params)

@@ -4,9 +4,9 @@
        ^                                    (until no request that is due needs them)   ^         |
        └── submit                                                                       └─ free <─┘ stop, length, abort
 
-A lane is a row of the key/value cache. Lanes 0 to A-1 are decoded at every step, A a multiple of 16, or less where no
-request is ``exact``. While requests wait, a lane that falls free is filled before the next step. When none waits, live
-lanes from the end change places with free ones and A shrinks.
+A lane is a row of the key/value cache. Lanes 0 to A-1 are decoded at every step, A a multiple of 16, or less where the
+decoder's matrices are packed or no request is ``exact``. While requests wait, a lane that falls free is filled before
+the next step. When none waits, live lanes from the end change places with free ones and A shrinks.
 
 A free lane remembers: its keys and values stay until another request needs the lane, and then move to pages (see
 :mod:`.memory`) if the request allowed that they are reused. A prompt that begins like the text of some lane or page
@@ -35,15 +35,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from podium.errors import GenerationError
-from podium.rollout.engines.constraints import Guided, restrict_logits
+from podium.rollout.engines.constraints import restrict_logits
 from podium.rollout.engines.draw import Draw, draw, uniforms
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
-from podium.rollout.engines.native.cache import KVCache, cache_class, round_up
+from podium.rollout.engines.native.cache import KVCache, cache_class
 from podium.rollout.engines.native.decoder import Decoder, Past
 from podium.rollout.engines.native.graphs import DecodeGraphs, bucket
+from podium.rollout.engines.native.lane import LANE
 from podium.rollout.engines.native.memory import PagedMemory
-from podium.rollout.engines.native.prompts import Beginning, Key, Seen, cut_texts, drawing_of, find_due, key_of
+from podium.rollout.engines.native.products import round_rows
+from podium.rollout.engines.native.prompts import (
+    Beginning,
+    Key,
+    Seen,
+    cut_texts,
+    drawing_of,
+    find_due,
+    guide_of,
+    key_of,
+)
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
@@ -53,19 +64,8 @@ __all__ = ["Lanes"]
 _STEPS_BETWEEN_LOOKS = {"cpu": 1}  # other devices: 8
 _SHRINK_BELOW = 0.75  # moving lanes costs about a step; worth it when a quarter of the rows falls away
 _PREFILL_AHEAD = 4  # prompts for a quarter of the lanes beyond those needed now, so that refills rarely wait for one
-_MOST_NARROW = 4  # with SmolLM2-135M's shapes 1, 2 and 4 rows take 20, 21 and 36 ms of products, 8 to 16 rows 46
 _SHORTEST_PREFIX = 16  # below it, copying keys and values costs more than computing them
 
-# What is known of a lane on the CPU. Its position at step s is ``base + s``; its length is reached when s is ``end``.
-# ``kind`` numbers the parameters that it draws by. ``known`` positions of its text have keys and values, ``exact`` of
-# them as a prefill computes them. The lane that was freed first has the lowest ``used``; 0 where nothing is to keep.
-_LANE = np.dtype(
-    [
-        *(("live", bool), ("stops", bool), ("streams", bool), ("kind", int), ("base", int), ("end", int)),
-        *(("known", int), ("exact", int), ("used", int), ("reused", int), ("request", object), ("versions", object)),
-        *(("kept", object), ("top", object), ("guided", bool), ("guide", object)),
-    ]
-)
 _Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]  # rows that are drawn alike
 
 
@@ -122,7 +122,7 @@ class Lanes:
         self._logprobs = torch.zeros(0, 1, device=device)
         self._uniforms = torch.zeros(0, 1, dtype=torch.float64, device=device)
         self._stops = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        self._records: Any = np.zeros(0, _LANE)
+        self._records: Any = np.zeros(0, LANE)
         self._texts = np.zeros((0, 0), np.int64)
         self._seen: dict[Key, Seen] = {}
         self._kinds: dict[SamplingParams, int] = {}
@@ -137,7 +137,7 @@ class Lanes:
         self.cache = cache
         more = count - len(self._records)
         self._state = F.pad(self._state, (0, more))
-        self._records = np.concatenate((self._records, np.zeros(more, _LANE)))
+        self._records = np.concatenate((self._records, np.zeros(more, LANE)))
         self._texts = np.pad(self._texts, ((0, more), (0, length - self._texts.shape[1])))
         self._widen(lanes=more)
         self._activate(self._active)
@@ -222,13 +222,13 @@ class Lanes:
 
     def _step(self, until: int, groups: _Groups, stops: bool, guided: bool) -> None:
         assert self.cache is not None
-        tokens, positions, drawn_A1, uniforms_AT, ids_AT, logprobs_AT, stops_AS = self._views
-        numbers = uniforms_AT.gather(1, drawn_A1).squeeze(1)
         ids: Tensor | None = None
         logprobs: Tensor | None = None
         logits: Tensor | None
         with self._gate:
             decoder = self._decoder()
+            tokens, positions, drawn_A1, uniforms_AT, ids_AT, logprobs_AT, stops_AS = self._views
+            numbers = uniforms_AT.gather(1, drawn_A1).squeeze(1)
             if self._graphs is None:
                 logits = decoder.decode(tokens, positions, self.cache, until)
             else:
@@ -325,6 +325,8 @@ class Lanes:
         if self._gate.changes != self._changes:
             self._changes, self._version = self._gate.changes, self._gate.version
             self._begin_version(decoder, self.cache)
+            decoder.pack(self.live, self._steps_left())
+            self._activate(self._active)  # as many rows as these weights allow
             if self._graphs is not None:
                 self._graphs.look_again()
         return decoder
@@ -402,7 +404,9 @@ class Lanes:
         keys = list(map(key_of, requests))
         due = find_due(waiting, keys[-1], min(most, len(records)) // _PREFILL_AHEAD)
         with self._gate:
-            self._prefill(self._decoder(), keys, due)
+            decoder = self._decoder()
+            decoder.pack(self.live + len(requests), max(one.params.max_new_tokens for one in requests))
+            self._prefill(decoder, keys, due)
         lanes = free[np.argsort(records["used"][free], kind="stable")][: len(requests)]  # first those just read whole
         index = self._index(lanes)
         seen = [self._seen[key] for key in keys]
@@ -428,11 +432,19 @@ class Lanes:
                 *(length - self._step_number, self._step_number + params.max_new_tokens - 1),
                 *(length, exact, 0, reused_tokens, request, [(0, self._version)], [] if params.filtered else None),
                 [] if params.record_top else None,
-                *(request.constraint is not None, self._guide(request)),
+                *(request.constraint is not None, guide_of(request, self._vocabulary)),
             )
         due += map(key_of, islice(waiting, 1))
         self._seen = {key: seen for key, seen in self._seen.items() if key in due}
+        self._draw_first(requests, lanes, torch.cat(logits))
+        self._count.done += len(requests)
+        if self._broken:
+            self._end_broken()
+        self._stream(lanes[records["streams"][lanes] & records["live"][lanes]])
 
+    def _draw_first(self, requests: Sequence[Request], lanes: np.ndarray, logits_BV: Tensor) -> None:
+        """Draw the first token of each request, and let its lane move on from there."""
+        records, index = self._records, self._index(lanes)
         new_tokens = max(request.params.max_new_tokens for request in requests)
         stops = [request.params.stop_token_ids for request in requests]
         self._widen(new_tokens=new_tokens, stop_tokens=max(map(len, stops)))
@@ -442,22 +454,13 @@ class Lanes:
         self._uniforms[:, :new_tokens].index_copy_(0, index, numbers)
         self._stops.index_copy_(0, index, stops_BS)
         groups = self._groups(records["kind"][lanes], np.arange(len(lanes)))
-        ids, logprobs = self._draw(torch.cat(logits), groups, numbers[:, 0], lanes.tolist())
+        ids, logprobs = self._draw(logits_BV, groups, numbers[:, 0], lanes.tolist())
         self._ids[:, 0].index_copy_(0, index, ids)
         self._logprobs[:, 0].index_copy_(0, index, logprobs)
         positions = self._index(records["known"][lanes])
         moves = (ids.unsqueeze(1) != stops_BS).all(1).long()
         self._state.index_copy_(1, index, torch.stack((ids, positions, torch.ones_like(ids), moves)))
         self._activate(int(records["live"].nonzero()[0][-1]) + 1)
-        self._count.done += len(requests)
-        if self._broken:
-            self._end_broken()
-        self._stream(lanes[records["streams"][lanes] & records["live"][lanes]])
-
-    def _guide(self, request: Request) -> Guided | None:
-        if request.constraint is None:
-            return None
-        return Guided(request.constraint, request.params.stop_token_ids, self._vocabulary)
 
     def _count_prompts(self, keys: Sequence[Key]) -> list[int]:
         """Count the tokens of prompts, and return how many of each had been computed before."""
@@ -491,7 +494,10 @@ class Lanes:
         """Close the gaps between live lanes where that takes away enough rows; no request waits."""
         assert self.cache is not None
         live = self._records["live"]
-        size = self._rows(int(live.sum()))
+        if (count := self.live) and not self._current_decoder().is_narrow:
+            with self._gate:
+                self._decoder().pack(count, self._steps_left())
+        size = self._rows(count)
         if size > _SHRINK_BELOW * self._active:
             return
         first = live[size:].nonzero()[0] + size
@@ -523,7 +529,10 @@ class Lanes:
         if self._graphs is not None:
             return bucket(lanes, len(self._records))
         is_exact = any(request.exact for request in self._records["request"][self._records["live"]])
-        return lanes if lanes <= _MOST_NARROW and not is_exact else round_up(lanes)
+        return round_rows(lanes, is_packed=self._current_decoder().is_narrow, is_exact=is_exact)
+
+    def _steps_left(self) -> int:
+        return int((self._records["end"][self._records["live"]] - self._step_number).max(initial=0))
 
     def _activate(self, lanes: int) -> None:
         """Decode lanes 0 to ``lanes``, rounded up, from now on; the views are made once for many steps."""

@@ -11,14 +11,14 @@ before, and what they write is read through the joined matrix.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-__all__ = ["DecoderWeights", "Dense", "LayerWeights", "Mlp", "find_unsupported", "read_weights"]
+__all__ = ["DecoderWeights", "Dense", "LayerWeights", "Mlp", "Packed", "find_unsupported", "read_weights"]
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 _SAME_IN_ALL_LAYERS = ("mistral", "qwen3_moe")  # these read config.sliding_window and no config.layer_types
@@ -26,17 +26,34 @@ _KINDS = {"full_attention", "sliding_attention"}
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-@dataclass(frozen=True, slots=True)
+class Packed(NamedTuple):
+    """Rows ``start`` to ``stop`` of a ``weight_t``, in the order in which BLAS reads them.
+
+    ``shape`` is a view of one number, which has their shape, transposed.
+    """
+
+    start: int
+    stop: int
+    matrix: Tensor
+    shape: Tensor
+
+
+@dataclass(eq=False, slots=True)
 class Dense:
     """``y = x @ weight_t + bias``; ``weight_t [in, out]`` is the transposed view of the parameter.
 
     Attributes:
         blocks: By the number of rows of ``x``, in which blocks it is computed (see :mod:`.products`).
+        packed: A copy of ``weight_t`` for at most 16 rows, in parts (see :mod:`.packing`); () where there is none.
+        is_apart: Whether what is added to the product is added afterwards, rather than within it: the order of sums
+            that products of packed matrices have.
     """
 
     weight_t: Tensor
     bias: Tensor | None
-    blocks: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], compare=False, repr=False)
+    blocks: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], repr=False)
+    packed: tuple[Packed, ...] = field(default=(), repr=False)
+    is_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,16 @@ class DecoderWeights:
             ]
             tensors += [tensor for linear in dense for tensor in (linear.weight_t, linear.bias)]
         return [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def dense(self) -> list[Dense] | None:
+        """All its matrices but the embedding; None where experts have others."""
+        matrices = [self.head]
+        for layer in self.layers:
+            if not isinstance(layer.mlp, Mlp):
+                return None
+            matrices += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
+        return matrices
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,11 +13,13 @@ from itertools import count, repeat
 import torch
 from torch import Tensor
 
+from podium.rollout.engines.native.packing import WIDTHS, multiply_packed
 from podium.rollout.engines.native.parameters import Dense
 
-__all__ = ["ROW_QUANTUM", "add_product", "multiply"]
+__all__ = ["ROW_QUANTUM", "add_product", "multiply", "round_rows"]
 
 ROW_QUANTUM = 16
+_MOST_NARROW = 4  # where matrices are not packed, 5 to 15 rows take as long as 16
 _MOST_ROWS = 256  # of one product, so that at most 16 numbers of rows are tried for each matrix
 
 _verdicts: dict[tuple[object, ...], bool] = {}
@@ -26,14 +28,35 @@ _verdicts: dict[tuple[object, ...], bool] = {}
 
 def multiply(rows: Tensor, dense: Dense) -> Tensor:
     """Return ``rows [N, K] @ weight_t [K, M] + bias``."""
-    return _compute(rows, dense, dense.bias)
+    if not dense.is_apart:
+        return _compute(rows, dense, dense.bias)
+    product = _multiply_apart(rows, dense)
+    return product if dense.bias is None else product.add_(dense.bias)
 
 
 def add_product(residual: Tensor, rows: Tensor, dense: Dense) -> Tensor:
-    """Return ``residual [N, M] + rows [N, K] @ weight_t [K, M] + bias``, by one product where there is no bias."""
-    if dense.bias is not None:
-        return residual + _compute(rows, dense, dense.bias)
+    """Return ``residual [N, M] + rows [N, K] @ weight_t [K, M] + bias``, by one product where there is no bias, unless
+    the matrix is one that can be packed."""
+    if dense.bias is not None or dense.is_apart:
+        return residual + multiply(rows, dense)
     return _compute(rows, dense, residual)
+
+
+def round_rows(rows: int, *, is_packed: bool, is_exact: bool) -> int:
+    """Return how many rows are computed for ``rows`` of them: where ``is_exact``, with the bits of sixteen."""
+    if rows <= 1 and (is_packed or not is_exact):
+        return rows
+    if is_packed and rows <= ROW_QUANTUM:
+        return next(width for width in WIDTHS if width >= rows)
+    if rows <= _MOST_NARROW and not is_exact:
+        return rows
+    return -(-rows // ROW_QUANTUM) * ROW_QUANTUM
+
+
+def _multiply_apart(rows: Tensor, dense: Dense) -> Tensor:
+    if dense.packed and len(rows) <= ROW_QUANTUM:
+        return multiply_packed(rows, dense.packed)
+    return _compute(rows, dense, None)
 
 
 def _compute(rows: Tensor, dense: Dense, addend: Tensor | None) -> Tensor:

@@ -6,12 +6,13 @@ from functools import lru_cache
 from itertools import dropwhile, groupby, islice
 from typing import NamedTuple, TypeAlias
 
+from podium.rollout.engines.constraints import Guided
 from podium.rollout.engines.native.decoder import Prefill
 from podium.rollout.engines.native.memory import Match
 from podium.rollout.engines.requests import Request, RequestQueue
 from podium.rollout.sampling import SamplingParams
 
-__all__ = ["Beginning", "Key", "Seen", "cut_texts", "drawing_of", "find_due", "key_of"]
+__all__ = ["Beginning", "Key", "Seen", "cut_texts", "drawing_of", "find_due", "guide_of", "key_of"]
 
 Key: TypeAlias = tuple[Sequence[int], bool]
 """A prompt, and whether what decoding computed may serve it."""
@@ -47,6 +48,13 @@ def drawing_of(params: SamplingParams) -> SamplingParams:
 def key_of(request: Request) -> Key:
     """What tells the request's prompt from others."""
     return request.prompt, request.reuse_completions
+
+
+def guide_of(request: Request, vocabulary: int) -> Guided | None:
+    """What says which of ``vocabulary`` ids may come next; None where all may."""
+    if request.constraint is None:
+        return None
+    return Guided(request.constraint, request.params.stop_token_ids, vocabulary)
 
 
 def find_due(waiting: RequestQueue, last: Key, count: int) -> list[Key]:
