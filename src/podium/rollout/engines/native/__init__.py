@@ -12,8 +12,9 @@ What it guarantees. A completion depends on its prompt, the parameters, its seed
 that falls within rounding (about 1e-7 of the mass in float32) of the boundary between two tokens may go either way. In
 float32 on the CPU even rounding does not depend on the batch, the lane, the number of lanes or the lengths of other
 texts. BLAS promises no such thing, so the engine sees to it: a product takes only numbers of rows that were tried on
-this machine (:mod:`.products`), few rows take matrices that were packed for them (:mod:`.packing`), and attention sums over blocks that a token's position fixes (:mod:`.prompt_attention`,
-:mod:`.cache`). In bfloat16 it was seen not to hold, nor between different numbers of threads. It does not hold for a
+this machine (:mod:`.products`), few rows take matrices that were packed for them (:mod:`.packing`), and attention sums
+over blocks that a token's position fixes (:mod:`.prompt_attention`, :mod:`.cache`). In bfloat16 it was seen not to
+hold, nor between different numbers of threads. It does not hold for a
 mixture of experts, where a product has as many rows as tokens chose its expert.
 
 `torch.compile` was tried for the decode step and left out: on the CPU one compiled step of a 1M-parameter model took
