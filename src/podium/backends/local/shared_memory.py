@@ -3,7 +3,9 @@
 A *segment* is a memfd of its writer. It is passed as a descriptor, so there is no name that could leak, and the kernel
 frees it when the last process has closed it, however that process ended. Its key is its inode, which is the same in
 every process. A reader says when it is done; only then is the segment written again. Segments are kept for that,
-because memory that was touched before is three times faster to write than fresh memory.
+because memory that was touched before is three times faster to write than fresh memory. What is first written to a
+segment goes there by pwrite, since a fresh page that is faulted in is zeroed first and takes twice as long. The segment
+is mapped when it is written again, and all its pages in one system call.
 
 A reader maps a segment in one of two ways. A private mapping is copy-on-write, so that what the reader writes stays its
 own. A reader that does not write shares the pages. Both kinds of mappings are kept, because a released segment is
@@ -30,14 +32,15 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from podium.backends.process import MEMORY
-from podium.data.store import Bytes
+from podium.data.store import Bytes, fill_block
 from podium.errors import RefLostError, StoreFullError
 from podium.processes import open_own
 
@@ -52,6 +55,8 @@ KEPT_COUNT = 64  # idle segments, and mappings, that a process keeps: each takes
 Key = tuple[int, int]
 """Device and inode of a segment's file."""
 
+_MADV_POPULATE_WRITE = 23  # of linux/mman.h, Linux 5.14
+_madvise = ctypes.CDLL(None).madvise
 _PAGEMAP_SCAN = 0xC0606610  # of linux/fs.h, as what follows
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 4, 8, 16
 _SCAN = struct.Struct("12Q")
@@ -76,18 +81,34 @@ class Segment:
         self.ended = ended
         self.holders: dict[object, int] = {}
         self._mapping: mmap.mmap | None = None
+        self._has_pages = ended is not None
 
     @property
     def mapping(self) -> mmap.mmap:
         """The segment itself, to write into."""
         if self._mapping is None:
-            self._mapping = mmap.mmap(self.fd, self.nbytes)
+            if not self._has_pages:
+                os.posix_fallocate(self.fd, 0, self.nbytes)
+            self._mapping, self._has_pages = mmap.mmap(self.fd, self.nbytes), True
+            if self.ended is None:
+                _fault_in(self._mapping)
         return self._mapping
 
     @property
     def memory(self) -> Bytes:
         """uint8 ``[nbytes]`` over :attr:`mapping`, for as long as a lease is held."""
         return np.frombuffer(self.mapping, dtype=np.uint8)
+
+    def fill(self, buffers: Sequence[Bytes], offsets: Sequence[int]) -> None:
+        """Copy each buffer to its offset. Raises OSError where there is no memory for it."""
+        if self._has_pages:
+            fill_block(self.memory, buffers, offsets)
+            return
+        self._has_pages = True
+        for buffer, start in zip(buffers, offsets, strict=True):
+            left = memoryview(cast(Any, buffer))
+            while left:  # the kernel writes less than 2 GiB in one call
+                left = left[os.pwrite(self.fd, left, start + buffer.nbytes - len(left)) :]
 
     def free(self) -> None:
         self._mapping = None  # it ends with its last user
@@ -112,20 +133,29 @@ class SegmentPool:
         self._process = os.getpid()
 
     def take(self, nbytes: int, what: str, label: str = "") -> Lease:
-        """A segment of at least ``nbytes`` to write into.
+        """A segment of at least ``nbytes``, mapped to be written.
 
         Raises:
             StoreFullError: There is no memory for it. The message names ``what``.
         """
+        with _make_room(nbytes, what):
+            lease = self._take(nbytes, label)
+            _ = lease.segment.mapping
+            return lease
+
+    def store(self, buffers: Sequence[Bytes], offsets: Sequence[int], nbytes: int, what: str, label: str = "") -> Lease:
+        """A segment of at least ``nbytes``, with each buffer at its offset. Raises as :meth:`take`."""
+        with _make_room(nbytes, what):
+            lease = self._take(nbytes, label)
+            lease.segment.fill(buffers, offsets)
+            return lease
+
+    def _take(self, nbytes: int, label: str) -> Lease:
         size = _round_up(nbytes)
-        try:
-            with self._lock:
-                lease = Lease(self, self._take_idle_segment(size) or self._add(Segment(_memfd(size))))
-                lease.segment.label = label
-                _ = lease.segment.mapping
-                return lease
-        except OSError as error:
-            raise StoreFullError(f"no shared memory for {nbytes} bytes of {what}: {error}") from error
+        with self._lock:
+            lease = Lease(self, self._take_idle_segment(size) or self._add(Segment(_memfd(size))))
+            lease.segment.label = label
+            return lease
 
     def take_file(self, nbytes: int, directory: Path, label: str) -> Lease:
         """As :meth:`take`, on disk: a file without a name, which ends with its last descriptor and is not used again.
@@ -303,6 +333,22 @@ class Lease:
         memory = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
         weakref.finalize(memory, _let_go, self).atexit = False
         return memory
+
+
+@contextlib.contextmanager
+def _make_room(nbytes: int, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreFullError(f"no shared memory for {nbytes} bytes of {what}: {error}") from error
+
+
+def _fault_in(mapping: mmap.mmap) -> None:
+    """Enter all pages of a mapping that is about to be written into the page table; an older kernel does so later.
+
+    The method of ``mmap`` would hold the interpreter's lock meanwhile.
+    """
+    _madvise(ctypes.byref(ctypes.c_char.from_buffer(mapping)), ctypes.c_size_t(len(mapping)), _MADV_POPULATE_WRITE)
 
 
 def _map(segment: Segment, nbytes: int, flags: int, protection: int, what: str) -> mmap.mmap:

@@ -35,8 +35,7 @@ def bring(block: Block, segments: SegmentPool) -> LocalBlock:
     if isinstance(block, LocalBlock) and block.lease.pool is segments:
         return block
     memory = block.read(readonly=True)
-    lease = segments.take(memory.nbytes, _read_creator(block.info), block.info.label)
-    np.copyto(lease.segment.memory[: memory.nbytes], memory)
+    lease = segments.store([memory], [0], memory.nbytes, _read_creator(block.info), block.info.label)
     return LocalBlock(lease, block.info)
 
 
@@ -55,8 +54,7 @@ class LocalStore(TensorStore):
     def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
         if info.nbytes <= INLINE_LIMIT:  # a copy costs less than a descriptor
             return PlainBlock(fill_block(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
-        lease = self._segments.take(info.nbytes, _read_creator(info), info.label)
-        fill_block(lease.segment.memory, buffers, offsets)
+        lease = self._segments.store(buffers, offsets, info.nbytes, _read_creator(info), info.label)
         return LocalBlock(lease, info)
 
     def overflow(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block | None:

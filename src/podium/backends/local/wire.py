@@ -43,7 +43,7 @@ import numpy as np
 
 from podium.backends.local.shared_memory import INLINE_LIMIT, Key, Lease, SegmentPool
 from podium.backends.local.store import LocalBlock, bring
-from podium.data.store import ALIGN, Block, fill_block, lay_out
+from podium.data.store import ALIGN, Block, lay_out
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
 
@@ -120,10 +120,9 @@ class Parcel:
         buffers = [np.frombuffer(part, dtype=np.uint8) for part in parts]
         offsets, nbytes = lay_out(buffers)
         try:
-            lease = self._segments.take(nbytes, self._where)
+            lease = self._segments.store(buffers, offsets, nbytes, self._where)
         except StoreFullError as error:
             raise SerializationError(str(error)) from error
-        fill_block(lease.segment.memory, buffers, offsets)
         self.leases = [lease, *self.leases]
         return lease.segment.key
 
