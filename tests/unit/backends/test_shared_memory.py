@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import mmap
 import os
@@ -19,7 +20,7 @@ from podium.backends.local.shared_memory import (
     SegmentPool,
     WrittenPages,
 )
-from podium.errors import RefLostError
+from podium.errors import RefLostError, StoreFullError
 
 MIB = 1 << 20
 
@@ -168,6 +169,45 @@ def test_a_file_on_disk_is_not_kept_by_a_mapping(tmp_path: Path) -> None:
     assert lease.open(MIB).sum() == 0
     assert not pool._views
     del lease
+    pool.close()
+
+
+def test_a_new_segment_is_written_before_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, write, writes = SegmentPool(), os.pwrite, list[int]()
+
+    def write_some(fd: int, data: memoryview, at: int) -> int:
+        writes.append(write(fd, data[:100_000], at))  # the kernel may write less than it was asked to
+        return writes[-1]
+
+    monkeypatch.setattr(os, "pwrite", write_some)
+    buffers = [np.arange(nbytes, dtype=np.uint8) for nbytes in (MIB, 0, 77)]
+    offsets = [0, MIB, MIB + 64]
+    keys = set[object]()
+    for _ in range(2):
+        lease = pool.store(buffers, offsets, MIB + 4096, "a test")
+        keys.add(lease.segment.key)
+        memory = lease.open(MIB + 4096)
+        for buffer, start in zip(buffers, offsets, strict=True):
+            assert np.array_equal(memory[start : start + buffer.nbytes], buffer)
+        assert sum(writes) == MIB + 77, "a segment that is used again is written through its mapping"
+        buffers = [buffer + np.uint8(1) for buffer in buffers]
+        del memory, lease
+    assert len(keys) == 1, "the segment is used again"
+    pool.close()
+
+
+def test_memory_that_is_not_there_is_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    pool = SegmentPool()
+    for call in ("pwrite", "posix_fallocate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, refuse)
+            with pytest.raises(StoreFullError, match=r"no shared memory for 1048576 bytes of a test: .*no space left"):
+                pool.store([np.ones(MIB, np.uint8)], [0], MIB, "a test") if call == "pwrite" else take(pool, MIB)
+        pool.close()
+    assert pool.store([np.ones(MIB, np.uint8)], [0], MIB, "a test").open(MIB).all()
     pool.close()
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from podium.backends.local.process import Outbox
+from podium.backends.local.process import Outbox, encode_request
 from podium.backends.local.shared_memory import Key, Lease, SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import (
     INLINE_LIMIT,
+    LARGEST_CARRIED,
     MOST_FDS,
     Message,
     Parcel,
@@ -34,6 +36,7 @@ from podium.backends.local.wire import (
 from podium.data import keep
 from podium.errors import StoreFullError
 from podium.runtime.codec import read_as
+from podium.runtime.messages import Request
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -70,9 +73,9 @@ def released(message: Message) -> list[Key]:
     return keys
 
 
-def carry(value: Any, segments: SegmentPool, pair: Pair) -> tuple[Any, int]:
+def carry(value: Any, segments: SegmentPool, pair: Pair, limit: int = INLINE_LIMIT) -> tuple[Any, int]:
     """``value`` after its way through the sockets, and how many descriptors came along."""
-    parcel = pack(value, segments)
+    parcel = pack(value, segments, limit=limit)
     message, leases = outgoing(parcel)
     for lease in leases:
         segments.hold(lease.segment, "reader")
@@ -92,6 +95,54 @@ def test_values_of_every_size_arrive(size: int, segments: SegmentPool, pair: Pai
     got, _ = carry({"a": array, "b": [array[:3], "text"]}, segments, pair)
     assert np.array_equal(got["a"], array)
     assert got["b"][1] == "text"
+
+
+def test_a_value_for_one_reader_goes_in_the_message(segments: SegmentPool, pair: Pair) -> None:
+    assert LARGEST_CARRIED > 2 * INLINE_LIMIT, "the sockets of this machine are small"
+    for size in (INLINE_LIMIT, LARGEST_CARRIED - 500, LARGEST_CARRIED):
+        array = np.arange(size, dtype=np.uint8)
+        got, fds = carry({"a": array, "b": "text", "c": b"bytes"}, segments, pair, LARGEST_CARRIED)
+        assert np.array_equal(got["a"], array)
+        got["a"][0] = 7
+        assert array[0] == 0, "the reader has bytes of its own"
+        assert fds == (size == LARGEST_CARRIED)
+
+
+def test_the_largest_arguments_of_one_rank_fit_into_a_message(segments: SegmentPool, pair: Pair) -> None:
+    shared, mine = (
+        pack({name: np.zeros(LARGEST_CARRIED - 500, dtype=np.uint8)}, segments, limit=LARGEST_CARRIED) for name in "ab"
+    )
+    message, leases = encode_request(Request(1, "worker" * 50, "method" * 50, shared, mine))
+    for lease in leases:
+        segments.hold(lease.segment, "reader")
+    send_message(pair[0], message, leases, wait=False)
+    received, fds = Receiver(no_release).receive(pair[1], wait=False)
+    releases, reader = Releases(pair[1]), SegmentPool()
+    values = [receive_parcel(wire, fds, releases, reader).read() for wire in received[5:]]
+    assert [[*value] for value in values] == [["a"], ["b"]]
+    assert len(leases) == 1, "one of the two lies in shared memory"
+
+
+def test_a_message_for_which_the_kernel_has_no_memory_now_is_sent_later() -> None:
+    class Connection:
+        def __init__(self) -> None:
+            self.answers = [OSError(errno.ENOBUFS, "no buffer space"), OSError(errno.ENOBUFS, "no buffer space"), None]
+            self.sent: list[bytes] = []
+
+        def send(self, message: bytes, flags: int) -> None:
+            if (answer := self.answers.pop(0)) is not None:
+                raise answer
+            self.sent.append(message)
+
+        def fileno(self) -> int:
+            return 7
+
+    connection, asked, ends = Connection(), list[int](), list[str]()
+    outbox = Outbox(cast(socket.socket, connection), asked.append, lambda: ends.append("end"))
+    outbox.send(b"message", [])
+    assert (asked, ends, connection.sent) == ([7], [], [])
+    assert outbox.flush()
+    assert (ends, connection.sent) == ([], [b"message"])
 
 
 def segment_descriptors() -> int:

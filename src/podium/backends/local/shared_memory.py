@@ -4,8 +4,8 @@ A *segment* is a memfd of its writer. It is passed as a descriptor, so there is 
 frees it when the last process has closed it, however that process ended. Its key is its inode, which is the same in
 every process. A reader says when it is done; only then is the segment written again. Segments are kept for that,
 because memory that was touched before is three times faster to write than fresh memory. What is first written to a
-segment goes there by pwrite, since a fresh page that is faulted in is zeroed first and takes twice as long. The segment
-is mapped when it is written again, and all its pages in one system call.
+segment goes there by pwrite, and then all its pages are mapped in one system call: a fresh page that is faulted in is
+zeroed first, and takes almost twice as long.
 
 A reader maps a segment in one of two ways. A private mapping is copy-on-write, so that what the reader writes stays its
 own. A reader that does not write shares the pages. Both kinds of mappings are kept, because a released segment is
@@ -32,7 +32,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -109,6 +109,7 @@ class Segment:
             left = memoryview(cast(Any, buffer))
             while left:  # the kernel writes less than 2 GiB in one call
                 left = left[os.pwrite(self.fd, left, start + buffer.nbytes - len(left)) :]
+        _ = self.mapping  # or no process would seem to have this memory
 
     def free(self) -> None:
         self._mapping = None  # it ends with its last user
@@ -336,7 +337,7 @@ class Lease:
 
 
 @contextlib.contextmanager
-def _make_room(nbytes: int, what: str) -> Iterator[None]:
+def _make_room(nbytes: int, what: str) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
