@@ -99,13 +99,13 @@ with podium.connect("local", preload=["torch", "no_such_module"]) as cluster:
 
 def test_what_is_put_is_stored_once_for_all_groups_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    take = SegmentPool.take
+    take = SegmentPool._take
 
-    def counted(self: SegmentPool, nbytes: int, what: str, label: str = "") -> Lease:
+    def counted(self: SegmentPool, nbytes: int, label: str) -> Lease:
         taken.append(nbytes)
-        return take(self, nbytes, what, label)
+        return take(self, nbytes, label)
 
-    monkeypatch.setattr(SegmentPool, "take", counted)
+    monkeypatch.setattr(SegmentPool, "_take", counted)
     backend = LocalBackend()
     with Cluster(backend) as cluster:
         groups = [cluster.start(Stash.bind(), name=name, distributed=False) for name in ("one", "two", "three")]
