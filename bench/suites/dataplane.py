@@ -10,8 +10,8 @@
 - publish: the weights of a policy into the tensors of generators, by a StreamedSync; peers move tensors of the
   same sizes; `memcpy` is one copy a generator.
 
-In a hop all subjects take turns, but for the largest. There and in the other two they come one after the other, since
-together they would not fit into the memory of a small machine. Peers that would take minutes with the larger tensors,
+In a hop all subjects take turns. In the other two they come one after the other, since together they would not fit into
+the memory of a small machine. Peers that would take minutes with the larger tensors,
 or more memory than there is, are left out: see bench.ways.
 """
 
@@ -51,9 +51,9 @@ from podium.workers import Generator, Policy, StreamedSync
 
 INT64, FLOAT32 = 8, 4  # bytes
 OBJECT_STORE_BYTES = 6 << 30  # the largest batch, there and back
-REPETITIONS_BY_MIB = {1: 11, 16: 9, 128: 5, 512: 3, 2048: 2}
+REPETITIONS_BY_MIB = {1: 11, 16: 9, 128: 5, 512: 3}
 # What subjects that run together take at worst, in GiB.
-HOP_GIB, HOP_ALONE_GIB = 10, 9
+HOP_GIB = 10
 HOP_FLOOR = "shm: two processes that pass on the descriptor of shared memory touched before"
 TRANSFER_GIB = 14
 PUBLISH_GIB = 10
@@ -82,22 +82,6 @@ def hop(context: Context) -> Iterator[Row]:
             }
             hops = alternate(subjects, repetitions=context.repetitions(REPETITIONS_BY_MIB[mib]))
             yield from hop_rows(mib, hops | {name: [peer_hops[name]()] for name in slow})
-    if not context.quick and room_for(context, "a hop of 2GiB", HOP_ALONE_GIB):
-        yield from hop_rows(2048, hops_alone(context, 2048))
-
-
-def hops_alone(context: Context, mib: int) -> dict[str, list[Hop]]:
-    """Samples of a size of which the machine has no room for all subjects: their processes come one after the other."""
-    repetitions = REPETITIONS_BY_MIB[mib]
-    hops: dict[str, list[Hop]] = {}
-    for backend in ("local", "ray"):
-        with pair(backend) as holders:
-            hops |= alternate(podium_hops(backend, holders, mib), repetitions=repetitions)
-    with HopFloor.start() as floor:
-        hops |= alternate(floor_hops(floor, mib), repetitions=repetitions)
-    with tensor_peers(context, ("ray",)) as peers:
-        start_pairs(peers)
-        return hops | alternate(hops_of(peers, mib), repetitions=repetitions)
 
 
 def podium_hops(backend: str, holders: tuple[Handle[Holder], Handle[Holder]], mib: int) -> dict[str, Callable[[], Hop]]:
@@ -184,13 +168,13 @@ def podium_transfers(workers: int, rows: int, columns: int, repetitions: int) ->
 
 
 def verl_transfers(context: Context, workers: int, rows: int, columns: int, repetitions: int) -> dict[str, list[float]]:
-    """The same by verl, by torch.save, which is its default and slow enough for one turn, and as numpy arrays."""
+    """The same by verl, as numpy arrays, and to eight workers by torch.save, its default, in one turn of 20 s."""
     with tensor_peers(context, ("verl",), object_store_bytes=OBJECT_STORE_BYTES) as peers:
         for verl in peers.values():
             verl.call("start", workers=workers)
             transfer = partial(verl.call, "transfer", rows=rows, columns=columns)
             faster = alternate({"verl_numpy": partial(transfer, variant="numpy")}, repetitions=repetitions)
-            return faster | {"verl": [transfer(variant="torch")]}
+            return faster | ({"verl": [transfer(variant="torch")]} if workers == 8 else {})
     return {}
 
 
@@ -226,7 +210,7 @@ def publish(context: Context) -> Iterator[Row]:
     if not context.quick and not room_for(context, "a weight sync of 540 MB", PUBLISH_GIB):
         return
     model = ModelConfig(config={"model_type": "qwen3", **SHAPES[shape].config()}, tokenizer="chars:0123456789")
-    repetitions = context.repetitions(5)
+    repetitions = context.repetitions(3)
     for generators in (1, 4):
         sizes, own = podium_syncs(model, generators, repetitions)
         nbytes = FLOAT32 * sum(sizes)

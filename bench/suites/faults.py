@@ -94,7 +94,7 @@ def fault_rows(
     """Rows `exception_4_BACKEND`, `kill_4_BACKEND` and `restart_4_BACKEND`."""
     place = f"{'computing_' if computing else ''}{RANKS}_{cluster.backend_name}"
     load = {"rank": VICTIM, "lead_s": LEAD_S, "busy_s": BUSY_S, "computing": computing}
-    repetitions = context.repetitions(5 if cluster.backend_name == "local" else 3, 2)  # others take seconds to be whole
+    repetitions = context.repetitions(3, 2)
     with probes(cluster, RANKS) as group, peer_groups(peers, RANKS):
         victims = Victims(group, computing=computing)
         for fault, podium_s in (("exception", victims.exception), ("kill", victims.kill)):

@@ -28,7 +28,7 @@ MIB = 1 << 20
 ROW_FLOATS = 1024
 # Enough calls a repetition that a median of them means something, few enough that a repetition stays short.
 CALLS_BY_MIB = {1: 20, 16: 8, 128: 3, 512: 1}
-REPETITIONS_BY_MIB = {1: 11, 16: 11, 128: 7, 512: 5}
+REPETITIONS_BY_MIB = {1: 11, 16: 11, 128: 5, 512: 3}
 PEER_CALLS = 50
 PEER_CALLS_BY_MIB = {1: 3, 16: 3, 128: 1, 512: 1}
 
@@ -160,7 +160,7 @@ def startup(context: Context) -> Iterator[Row]:
     yield from import_alone(context)
     yield from two_steps(context)
     workers = 8
-    repetitions = context.repetitions(5, 2)
+    repetitions = context.repetitions(3, 2)
     with peer_processes(context, ("ray",)) as peers:
         cold: Subjects = {
             "podium": lambda: podium_cold_s(workers),
