@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 from podium.errors import RewardError
 from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.forms import Item
-from podium.rewards.grades import Source, make_grade
-from podium.rewards.panel import Clock, Panel, Result, judge, judge_awaited
+from podium.rewards.panel import Clock, Panel, Result, judge, judge_awaited, make_grade
+from podium.rewards.resolve import Source
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 

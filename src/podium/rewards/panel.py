@@ -1,6 +1,7 @@
 """The reward functions of a run as one: each scores a completion, and the score is their weighted sum.
 
-A function that returns None abstains: its term is left out of the sum. Where all abstain, there is no score.
+A function that returns None abstains: its term is left out of the sum. Where all abstain, there is no score. What was
+returned becomes a grade, or the error that ends the run.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, RewardError
 from podium.exceptions import describe_error, format_error, read_text
+from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.forms import CallError, Form, Item, Log, read_form
 from podium.rewards.resolve import RewardFn, name_of, resolve_reward
 
-__all__ = ["Clock", "Panel", "Result", "is_finite", "judge", "judge_awaited"]
+__all__ = ["Clock", "Panel", "Result", "is_finite", "judge", "judge_awaited", "make_grade", "show_traceback"]
 
 _LARGEST: Final = 3.4028234663852886e38  # of float32, in which rewards train
 _PROBLEM: Final = 2_000  # characters; a result stays under the dispatcher's limit
@@ -328,3 +330,35 @@ def _trace(error: BaseException) -> str:
     while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
         trace = trace.tb_next
     return format_error(error, trace)
+
+
+def make_grade(result: Result, config: RewardConfig, label: str, item: str, remedy: str = "") -> Grade | RewardError:
+    """Return the grade of a completion, or the error that its reward's failure is.
+
+    Args:
+        result: What the reward returned, or why it did not.
+        label: The reward, as errors call it.
+        item: The completion, as errors call it.
+        remedy: What else to say of a failure.
+    """
+    if not result.problem and result.score is None:
+        return Grade(math.nan, result.parts, abstained=True, extra=result.extra)
+    if not result.problem and result.score is not None:
+        return Grade(result.score, result.parts, config.is_correct(result.score), extra=result.extra)
+    problem = result.problem
+    if over_memory := result.limit == "memory" and config.memory_gib is not None:
+        problem = f"ran over {config.memory_gib:g} GiB of memory (reward.memory_gib)"
+    if result.limit == "time" or over_memory or config.on_error == "score":
+        return Grade(config.failure_score, error=problem, timed_out=result.limit == "time")
+    error = RewardError(
+        f"{item}: the reward {label} {problem}; expected a finite number, or a mapping of named finite numbers with "
+        '"score": repair the reward, or set reward.on_error to score, which gives such items '
+        f"{config.failure_score:g} and goes on{remedy}{show_traceback(result)}"
+    )
+    error.__cause__ = result.error
+    return error
+
+
+def show_traceback(result: Result) -> str:
+    """Return the end of a message that has the traceback of a reward; "" without one."""
+    return f"\n\nIn the reward:\n{result.traceback.rstrip()}" if result.traceback else ""

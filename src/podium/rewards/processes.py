@@ -26,12 +26,11 @@ from podium.processes import (
     describe_exit,
     make_frame,
 )
-from podium.rewards.config import RewardConfig
+from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.dispatcher import Settings
-from podium.rewards.grades import Grade, Source, make_grade, show_traceback
 from podium.rewards.grading_process import decode
-from podium.rewards.panel import Result
-from podium.rewards.resolve import RewardFn, name_of
+from podium.rewards.panel import Result, make_grade, show_traceback
+from podium.rewards.resolve import RewardFn, Source, name_of
 from podium.secrecy import find_secrets
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting

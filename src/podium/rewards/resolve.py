@@ -1,6 +1,7 @@
 """The rewards that have names, and the search for the function that a configuration names."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from podium.errors import ConfigError
@@ -8,7 +9,7 @@ from podium.functions import load_function
 from podium.rewards.config import RewardConfig
 from podium.rewards.keys import declared_columns
 
-__all__ = ["GROUP", "NAMED_REWARDS", "RewardFn", "Rewards"]
+__all__ = ["GROUP", "NAMED_REWARDS", "RewardFn", "Rewards", "Source"]
 __all__ += ["check_weights", "columns_read", "list_rewards", "load_nearby", "name_of", "resolve_reward"]
 
 Score = float | Mapping[str, float] | Sequence[float | None] | None
@@ -40,6 +41,17 @@ _READ_COLUMNS: Final = {
     **dict.fromkeys(("overlong", "format", "length", "repetition"), frozenset[str]()),
     "model": frozenset({"model_score"}),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The reward functions or their names, the columns that every row has, if they are known, the run's steps, and
+    whether something else may score all completions, so that nobody calls the functions."""
+
+    rewards: tuple[str | RewardFn, ...]
+    columns: tuple[str, ...] | None = None
+    steps: int = 0
+    optional: bool = False
 
 
 def resolve_reward(spec: str) -> RewardFn:

@@ -130,6 +130,7 @@ class Trainer(ABC, Generic[C, E, R]):
         rows = "" if data is None else f"a {type(data).__name__}{OF_SCRIPT.rstrip(', ')}"
         self.options = RunOptions(cluster, dict(backend_options or {}), workers, reward, show, report, given, rows)
         self.clock, self.state = StageClock(), TrainerState()
+        self._counts_correct = dict[tuple[str, bool], bool]()  # by the metric that judges, after the first step or not
 
     # -- what a recipe defines -------------------------------------------------------------------------------------
 
@@ -517,7 +518,9 @@ class Trainer(ABC, Generic[C, E, R]):
     def knows_accuracy(self, step: int) -> bool | None:
         """Whether completions are correct or not; None where their scores say so."""
         judge, last = self.state.metric, self.state.last
-        if knows_accuracy(self.config, judge, step):
+        if (judge, step > 0) not in self._counts_correct:
+            self._counts_correct[judge, step > 0] = knows_accuracy(self.config, judge, step)
+        if self._counts_correct[judge, step > 0]:
             return True
         return False if judge and last is not None and ACCURACY not in last.figures else None
 
