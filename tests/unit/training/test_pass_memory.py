@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged, fields
 from podium.models import LoraConfig, ModelConfig, load_model
 from podium.models.loading import checkpoint_layers, lay_out, with_adapters
+from podium.models.value_head import add_value_head
 from podium.training.micro_batches import MicroBatch, cut
 from podium.training.pass_memory import PassMemory, count_pass
 from podium.training.scoring import score_tokens
@@ -106,3 +108,23 @@ def test_bfloat16_halves_the_activations_of_products() -> None:
     outline, (_, micro) = lay_out(CONFIG), rows()
     half = count_pass(outline, micro, torch.bfloat16)
     assert half.activations < 0.85 * count().activations
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"options": {"score_centering": 256}},
+        {"options": {"score_centering": 256}, "loss": "clip_cov"},  # which reads the figures of a minibatch
+        {"loss": "teacher_kl", "options": {"teacher": "model", "teacher_top_k": 256}},
+        {"loss": "gspo", "correction": "truncate", "options": {"score_centering": 256}},
+    ],
+)
+def test_what_a_loss_reads_and_computes_is_counted(values: dict[str, Any]) -> None:
+    plain, counted = (count(algorithm=AlgorithmConfig(**part).resolve()) for part in ({}, values))
+    assert sum(counted) - sum(plain) > 4 * 30 * 256 * 8, "a column of so many tokens at least"
+
+
+def test_a_value_head_on_the_policy_is_counted() -> None:
+    algorithm = AlgorithmConfig(advantage="gae", options={"critic_trunk": "shared"}).resolve()
+    counted = count(lambda model: add_value_head(model), algorithm=algorithm)
+    assert sum(counted) > sum(count(algorithm=AlgorithmConfig().resolve()))

@@ -21,6 +21,9 @@ from podium.runtime import backend_class
 from podium.trainer.checks.plan import is_accelerated
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from podium.algorithms import AlgorithmConfig
     from podium.training.pass_memory import PassMemory
 
 __all__ = ["Amounts", "ModelSize", "Row", "describe_memory", "memory_gib", "model_size"]
@@ -29,6 +32,9 @@ _MIB, _GIB = 2**20, 2**30
 _BFLOAT16: Final = "bfloat16"
 _EXACT: Final = 4  # bytes of a float32
 _BYTES: Final = {"float32": 4, _BFLOAT16: 2, "float16": 2}
+
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")  # names of one setting
+_COLUMN_COPIES: Final = 3  # as they were drawn, in the store, and those that the update has taken from it
 
 _log = logging.getLogger("podium")
 
@@ -131,6 +137,7 @@ class Amounts:
         sequences: Sequences that a generator decodes at the same time.
         length: Tokens of the longest of them, its prompt included.
         prompts: Tokens of the different prompts that go through a generator at the same time.
+        step: Tokens of a step's rows on a rank of the policy.
     """
 
     rows: tuple[Row, ...]
@@ -139,6 +146,7 @@ class Amounts:
     sequences: int
     length: int
     prompts: int
+    step: int = 0
 
     @classmethod
     def of(cls, config: PPOConfig | SFTConfig, lengths: Sequence[int] | None) -> Amounts:
@@ -149,13 +157,16 @@ class Amounts:
             rows, drawn = _rows_of_examples(config, lengths), evaluated
         else:
             rows, drawn = _rows_of_prompts(config, lengths), max(config.rows, evaluated)
+        step = sum(row.prompt + row.rest for row in rows)
+        if isinstance(config, PPOConfig):
+            step *= config.algorithm.minibatches
         tokens, passes, rows = _largest_micro_batch(config, rows)
         longest = max(lengths) if lengths else config.data.max_prompt_tokens
         sequences = min(config.engine.max_sequences, -(-drawn // generators))
         prompts = -(-sequences // config.sampling.n) * longest
         if lengths:
             prompts = min(prompts, sum(heapq.nlargest(-(-drawn // generators), lengths)))
-        return cls(tuple(rows), tokens, passes, sequences, longest + sampled, prompts)
+        return cls(tuple(rows), tokens, passes, sequences, longest + sampled, prompts, step)
 
 
 def _rows_of_prompts(config: PPOConfig, lengths: Sequence[int] | None) -> list[Row]:
@@ -207,7 +218,6 @@ def _count_pass(
 
     from podium.data import Batch, Jagged, fields
     from podium.devices import LEAST_RETURNED, compute_dtype
-    from podium.models.loading import checkpoint_layers, lay_out, with_adapters
     from podium.processes import LARGEST_KEPT
     from podium.training.micro_batches import cut
     from podium.training.pass_memory import count_pass
@@ -219,20 +229,37 @@ def _count_pass(
     share, packed = parallel.batching == "auto", parallel.batching == "packed"
     (micro,) = cut(batch, 10**9, packed=packed, share=share)
     wish = "bfloat16" if accelerated and parallel.choice.compute == "auto" else parallel.choice.compute
-    outline = lay_out(model, spared=find_replaced_heads(model.path) if not scores else ())
+    shards = parallel.strategy == "fsdp2"
+    kept_bytes = 0 if accelerated else LEAST_RETURNED if shards else LARGEST_KEPT
+    algorithm = config.algorithm.resolve() if scores and isinstance(config, PPOConfig) else None
+    try:
+        precision = compute_dtype(torch.device("cpu"), wish)
+        options: dict[str, Any] = {"scores": scores, "keeps_gradients": not shards, "algorithm": algorithm}
+        outline = _lay_out_trained(model, algorithm, spared=find_replaced_heads(model.path) if not scores else ())
+        return count_pass(outline, micro, precision, kept_bytes=kept_bytes, **options)
+    except Exception as error:  # noqa: BLE001 - whatever an architecture raises whose path depends on values
+        _log.debug("the pass of %s is estimated, not counted: %s", model.path, describe_error(error))
+        return None
+
+
+def _lay_out_trained(model: ModelConfig, algorithm: AlgorithmConfig | None, *, spared: Sequence[str]) -> nn.Module:
+    """The model on meta, with all that training adds to it."""
+    import torch
+
+    from podium.models.loading import checkpoint_layers, lay_out, plain_model, with_adapters
+    from podium.models.value_head import add_value_head, find_value_head
+
+    outline: Any = lay_out(model, spared=spared)
     if model.gradient_checkpointing:
         checkpoint_layers(outline)
     if model.lora is not None:
         with torch.device("meta"):
             outline = with_adapters(outline, model.lora, model.seed)
-    shards = parallel.strategy == "fsdp2"
-    kept_bytes = 0 if accelerated else LEAST_RETURNED if shards else LARGEST_KEPT
-    try:
-        precision = compute_dtype(torch.device("cpu"), wish)
-        return count_pass(outline, micro, precision, scores=scores, keeps_gradients=not shards, kept_bytes=kept_bytes)
-    except Exception as error:  # noqa: BLE001 - whatever an architecture raises whose path depends on values
-        _log.debug("the pass of %s is estimated, not counted: %s", type(outline).__name__, describe_error(error))
-        return None
+    if algorithm is not None and algorithm.has_value_head:
+        add_value_head(plain_model(outline))
+        head: Any = find_value_head(outline)
+        head.to("meta")
+    return outline
 
 
 def memory_gib(
@@ -296,8 +323,20 @@ def memory_gib(
         lasting |= {"base of the adapters": size.parameters * width} if base else {}
         lasting |= _cache(config, size, amounts, dtype, accelerated)
         stages.append(("generator", _generation(config, size, amounts, dtype, lasting["key/value cache"])))
+    lasting |= _columns(config, size, amounts, roles)
     if copied:
         stages.append(("", {"copy for a checkpoint": copied / ranks}))
+    largest = _find_largest(config, stages, gradients, amounts)
+    return {name: nbytes / _GIB for name, nbytes in (lasting | largest).items()}
+
+
+def _find_largest(
+    config: PPOConfig | SFTConfig,
+    stages: Sequence[tuple[str, dict[str, float]]],
+    gradients: Mapping[str, dict[str, float]],
+    amounts: Amounts,
+) -> dict[str, float]:
+    """The stage that adds most, each with its role, and the gradients that are there meanwhile."""
     # A sharded learner lets go of its gradients before a step, and each arises when activations go.
     absent = config.parallel.strategy == "fsdp2" and amounts.passes == 1
     present = (
@@ -307,8 +346,7 @@ def memory_gib(
         {name: nbytes for part in (*parts.values(), stage) for name, nbytes in part.items()}
         for parts, (_, stage) in zip(present, stages, strict=True)
     ]
-    largest = max(sums, key=lambda stage: sum(stage.values()))
-    return {name: nbytes / _GIB for name, nbytes in (lasting | largest).items()}
+    return max(sums, key=lambda stage: sum(stage.values()))
 
 
 class _Learner(NamedTuple):
@@ -328,6 +366,20 @@ def _learner(config: PPOConfig | SFTConfig, size: ModelSize, *, lora: bool) -> _
     return _Learner(trained * width, 2 * trained * _EXACT, trained * masters, trained * _EXACT)
 
 
+def _columns(
+    config: PPOConfig | SFTConfig, size: ModelSize, amounts: Amounts, roles: Collection[str]
+) -> dict[str, float]:
+    """The columns of a step's batch in which a token has several numbers: log-probabilities of probable ids, ids that
+    were kept, and experts that were chosen."""
+    if not isinstance(config, PPOConfig) or {"policy", "generator"}.isdisjoint(roles):
+        return {}
+    algorithm = config.algorithm
+    nbytes = _EXACT * sum(algorithm.column_widths.values()) + 8 * min(config.sampling.top_k, size.vocabulary)
+    if algorithm.router_replay != "none":
+        nbytes += 2 * size.choices
+    return {"columns of several numbers": _COLUMN_COPIES * amounts.step * nbytes} if nbytes else {}
+
+
 def _update(
     config: PPOConfig | SFTConfig,
     size: ModelSize,
@@ -344,6 +396,10 @@ def _update(
         stage = {f"{owner}activations": counted.activations, f"{owner}temporary tensors": counted.working}
     else:
         stage = {f"{owner}activations (rough)": _rough_activations(config, size, amounts.tokens, scores=scores)}
+    if (
+        scores and isinstance(config, PPOConfig) and config.algorithm.router_balance
+    ):  # logits and probabilities of each layer's router, and a gradient
+        stage["routers' logits"] = 3 * amounts.tokens * size.layers * size.experts * _EXACT
     if shards > 1:  # what is in no layer is there as a whole, and so are the layer that computes and the next one
         stage[f"{owner}gathered shards"] = (size.outside + 2 * size.layer) * _BYTES[config.model.dtype]
     return stage
@@ -406,6 +462,8 @@ class ModelSize:
         outside: Parameters that belong to no layer, such as the embedding.
         layer: Parameters of the largest layer.
         native: Whether the native engine generates from the model.
+        experts: The experts of a layer, if it is a mixture of experts.
+        choices: The experts that all layers choose for a token.
     """
 
     parameters: int
@@ -419,6 +477,8 @@ class ModelSize:
     outside: int = 0
     layer: int = 0
     native: bool = False
+    experts: int = 0
+    choices: int = 0
 
 
 def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
@@ -447,6 +507,7 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
         with torch.device("meta"):
             adapted = with_adapters(outline, model.lora, model.seed)
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    every = next((n for name in _EXPERTS if (n := getattr(settings, name, None))), 0)
     experts = getattr(settings, "num_experts_per_tok", None) or 1
     inner = getattr(settings, "moe_intermediate_size", None) or getattr(settings, "intermediate_size", 0)
     return ModelSize(
@@ -461,4 +522,6 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
         outside=parameters - sum(layers),
         layer=max(layers, default=0),
         native=native,
+        experts=every,
+        choices=settings.num_hidden_layers * experts * bool(every),
     )
