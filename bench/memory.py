@@ -318,6 +318,11 @@ def section(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def read_results() -> dict[str, Any]:
+    """The figures of each configuration that was measured."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
 def main() -> None:
     """Measure what is named, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -326,14 +331,14 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a directory for all that was read, a line each")
     parser.add_argument("--report", action="store_true", help="write docs/training.md from the results there are")
     options = parser.parse_args()
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in () if options.report else options.cases:
-        results[name] = measure(name, options.steps, options.trace)
+        figures = measure(name, options.steps, options.trace)
+        results = read_results() | {name: figures}  # read now, as another measurement may have ended meanwhile
         sys.stdout.write(f"{name}: estimate {results[name]['estimate']}, measured {results[name]['measured']}\n")
         sys.stdout.flush()
         RESULTS.write_text(json.dumps({key: results[key] for key in CASES if key in results}, indent=1) + "\n")
     if MARK in PAGE.read_text():
-        PAGE.write_text(put_section(PAGE.read_text(), section(results), MARK))
+        PAGE.write_text(put_section(PAGE.read_text(), section(read_results()), MARK))
 
 
 if __name__ == "__main__":
