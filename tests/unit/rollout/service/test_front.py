@@ -186,6 +186,7 @@ def test_a_head_that_does_not_end_is_answered_and_closed_although_its_bytes_move
         assert wait_until(lambda: fronted.phases() == [Phase.IDLE])
         kept.sendall(GET)
         assert status(kept) in (200, 403), "a client that keeps its connection has longer between requests"
+        assert wait_until(lambda: fronted.phases() == [Phase.IDLE])
         fronted.pass_time(51.0)
         assert b"408" not in ended(kept)
 
@@ -222,6 +223,14 @@ def test_what_a_client_goes_on_sending_after_its_answer_does_not_keep_it() -> No
             fronted.pass_time(1.1)
         ended(sender)
         assert wait_until(lambda: not fronted.phases())
+
+
+@KINDS
+def test_no_part_of_an_answer_waits_until_the_client_has_acknowledged_the_one_before(kind: str) -> None:
+    with serve(kind) as fronted, closing(fronted.connect(GET)) as connection:
+        assert status(connection) in (200, 403)
+        (visitor,) = fronted.front.visitors.values()
+        assert visitor.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_an_answer_may_take_as_long_as_it_takes() -> None:
