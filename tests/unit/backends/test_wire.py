@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import gc
 import os
 import pickle
 import socket
@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from podium.backends.local.process import Outbox, encode_request
+from podium.backends.local.process import Outbox
 from podium.backends.local.shared_memory import Key, Lease, SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import (
     INLINE_LIMIT,
-    LARGEST_CARRIED,
     MOST_FDS,
     Message,
     Parcel,
@@ -36,7 +35,6 @@ from podium.backends.local.wire import (
 from podium.data import keep
 from podium.errors import StoreFullError
 from podium.runtime.codec import read_as
-from podium.runtime.messages import Request
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -73,9 +71,9 @@ def released(message: Message) -> list[Key]:
     return keys
 
 
-def carry(value: Any, segments: SegmentPool, pair: Pair, limit: int = INLINE_LIMIT) -> tuple[Any, int]:
+def carry(value: Any, segments: SegmentPool, pair: Pair) -> tuple[Any, int]:
     """``value`` after its way through the sockets, and how many descriptors came along."""
-    parcel = pack(value, segments, limit=limit)
+    parcel = pack(value, segments)
     message, leases = outgoing(parcel)
     for lease in leases:
         segments.hold(lease.segment, "reader")
@@ -95,54 +93,6 @@ def test_values_of_every_size_arrive(size: int, segments: SegmentPool, pair: Pai
     got, _ = carry({"a": array, "b": [array[:3], "text"]}, segments, pair)
     assert np.array_equal(got["a"], array)
     assert got["b"][1] == "text"
-
-
-def test_a_value_for_one_reader_goes_in_the_message(segments: SegmentPool, pair: Pair) -> None:
-    assert LARGEST_CARRIED > 2 * INLINE_LIMIT, "the sockets of this machine are small"
-    for size in (INLINE_LIMIT, LARGEST_CARRIED - 500, LARGEST_CARRIED):
-        array = np.arange(size, dtype=np.uint8)
-        got, fds = carry({"a": array, "b": "text", "c": b"bytes"}, segments, pair, LARGEST_CARRIED)
-        assert np.array_equal(got["a"], array)
-        got["a"][0] = 7
-        assert array[0] == 0, "the reader has bytes of its own"
-        assert fds == (size == LARGEST_CARRIED)
-
-
-def test_the_largest_arguments_of_one_rank_fit_into_a_message(segments: SegmentPool, pair: Pair) -> None:
-    shared, mine = (
-        pack({name: np.zeros(LARGEST_CARRIED - 500, dtype=np.uint8)}, segments, limit=LARGEST_CARRIED) for name in "ab"
-    )
-    message, leases = encode_request(Request(1, "worker" * 50, "method" * 50, shared, mine))
-    for lease in leases:
-        segments.hold(lease.segment, "reader")
-    send_message(pair[0], message, leases, wait=False)
-    received, fds = Receiver(no_release).receive(pair[1], wait=False)
-    releases, reader = Releases(pair[1]), SegmentPool()
-    values = [receive_parcel(wire, fds, releases, reader).read() for wire in received[5:]]
-    assert [[*value] for value in values] == [["a"], ["b"]]
-    assert len(leases) == 1, "one of the two lies in shared memory"
-
-
-def test_a_message_for_which_the_kernel_has_no_memory_now_is_sent_later() -> None:
-    class Connection:
-        def __init__(self) -> None:
-            self.answers = [OSError(errno.ENOBUFS, "no buffer space"), OSError(errno.ENOBUFS, "no buffer space"), None]
-            self.sent: list[bytes] = []
-
-        def send(self, message: bytes, flags: int) -> None:
-            if (answer := self.answers.pop(0)) is not None:
-                raise answer
-            self.sent.append(message)
-
-        def fileno(self) -> int:
-            return 7
-
-    connection, asked, ends = Connection(), list[int](), list[str]()
-    outbox = Outbox(cast(socket.socket, connection), asked.append, lambda: ends.append("end"))
-    outbox.send(b"message", [])
-    assert (asked, ends, connection.sent) == ([7], [], [])
-    assert outbox.flush()
-    assert (ends, connection.sent) == ([], [b"message"])
 
 
 def segment_descriptors() -> int:
@@ -173,6 +123,26 @@ def test_a_parcel_that_is_dropped_unread_lets_go_of_its_segment(segments: Segmen
     answer, _ = Receiver(no_release).receive(pair[0], wait=True)
     assert released(answer) == [key]
     assert segment_descriptors() == before
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize("size", [0, 100, INLINE_LIMIT // 2, INLINE_LIMIT * 4])
+def test_the_collector_frees_parcels_of_a_circle(
+    encoded: bool, size: int, segments: SegmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an error's traceback makes one. A parcel that held the exported memory of its value crashed the process."""
+    complaints: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", complaints.append)
+    for _ in range(20):
+        parcel = pack({"a": torch.zeros(size), "b": np.ones(size), "c": bytearray(size)}, segments)
+        if encoded:
+            _ = parcel.wire
+        circle: list[Any] = [parcel]
+        circle.append(circle)
+        cast("Any", parcel.leases).append(circle)
+        del parcel, circle
+        gc.collect()
+    assert complaints == []
 
 
 @pytest.mark.parametrize("count", [1, MOST_FDS, MOST_FDS + 1, 2 * MOST_FDS, 555])

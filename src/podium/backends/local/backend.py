@@ -27,9 +27,9 @@ from typing import Any, ClassVar, cast
 from podium.backends.files import Files
 from podium.backends.local.io import IoLoop
 from podium.backends.local.process import LocalProcess
-from podium.backends.local.shared_memory import INLINE_LIMIT, SegmentPool
+from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.store import LocalStore
-from podium.backends.local.wire import LARGEST_CARRIED, NOTHING, Inbound, Parcel, pack
+from podium.backends.local.wire import NOTHING, Inbound, Parcel, pack
 from podium.backends.process import THREAD_VARIABLES, accelerators, machine
 from podium.errors import ConfigError, WorkerStartError
 from podium.processes import ForkServer, close_memory, command, raise_descriptor_limit
@@ -175,9 +175,7 @@ class LocalBackend(Backend):
         return self.files.rendezvous()
 
     def pack(self, value: Any, readers: int) -> Parcel:
-        if value == {}:
-            return NOTHING
-        return pack(value, self.segments, "an argument", LARGEST_CARRIED if readers == 1 else INLINE_LIMIT)
+        return NOTHING if value == {} else pack(value, self.segments, "an argument")
 
     def unpack(self, payload: Inbound | None) -> Any:
         return None if payload is None else payload.read("the result")

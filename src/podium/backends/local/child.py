@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from podium.backends.local.shared_memory import INLINE_LIMIT, Key, Lease, SegmentPool
+from podium.backends.local.shared_memory import Key, Lease, SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import (
-    LARGEST_CARRIED,
     NOTHING,
     SEND,
     Inbound,
@@ -129,7 +128,7 @@ class _Child:
             with self._sending:  # nothing comes between the parts of one message
                 if self._releases.late:
                     message = self._releases.carried(message)
-                if leases or len(message) > INLINE_LIMIT:
+                if leases:
                     for part, some in split_message(message, leases):
                         send_message(self._calls, part, some, wait=True)
                 else:
@@ -141,7 +140,7 @@ class _Child:
             os.killpg(0, signal.SIGKILL)  # nobody left to answer
 
     def _pack(self, value: Any) -> Parcel:
-        parcel = pack(value, self._segments, "the result", LARGEST_CARRIED)
+        parcel = pack(value, self._segments, "the result")
         _ = parcel.wire  # a result for which there is no memory is an error of the call
         return parcel
 

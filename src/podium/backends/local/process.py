@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from podium.backends.local.shared_memory import INLINE_LIMIT, Lease
+from podium.backends.local.shared_memory import Lease
 from podium.backends.local.wire import (
-    FULL,
     MOST_FDS,
     NOTHING,
     SEND_NOW,
@@ -38,7 +37,7 @@ from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
 if TYPE_CHECKING:
     from podium.backends.local.backend import LocalBackend, WorkerServer
 
-__all__ = ["LocalProcess", "Outbox", "encode_request"]
+__all__ = ["LocalProcess", "Outbox"]
 
 KILL_S = 10.0
 REPORT_S = 60.0
@@ -112,7 +111,7 @@ class LocalProcess(ProcessHandle):
         if not self.takes_calls:
             return
         if request.wire is None:
-            request.wire = encode_request(request)
+            request.wire = _encode(request)
         message, leases = request.wire
         if leases:
             for lease in leases:
@@ -265,15 +264,13 @@ class LocalProcess(ProcessHandle):
         return False
 
 
-def encode_request(request: Request) -> tuple[bytes, list[Lease]]:
+def _encode(request: Request) -> tuple[bytes, list[Lease]]:
     """The message for a request, the same for every process that it goes to; see wire.py."""
     if request.own is None and request.shared is NOTHING:
         short = short_call(request.number, request.target, request.method, request.wants_result)
         if short is not None:
             return short, []
     parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
-    for beside in parcels[:-1]:  # a message has room for one large parcel
-        beside.limit = INLINE_LIMIT
     wires = [parcel.wire for parcel in parcels]
     head = ("call", request.number, request.target, request.method, request.wants_result)
     return pickle.dumps((*head, *wires), 5), [lease for parcel in parcels for lease in parcel.leases]
@@ -312,10 +309,9 @@ class Outbox:
                     return
                 except BlockingIOError:
                     pass
-                except OSError as error:
-                    if error.errno not in FULL:
-                        self._on_end()
-                        return
+                except OSError:
+                    self._on_end()
+                    return
             self._late.extend(split_message(message, leases))
         if not self.flush():
             self._flush_later(self._connection.fileno())

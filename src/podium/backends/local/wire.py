@@ -8,11 +8,10 @@ A message is a tuple:
     either way           ("release", keys of segments that the sender has read)
 
 ``shared``, ``own`` and the result are parcels. A *parcel* is (pickle, buffers, segment, blocks): the pickle of a value,
-its out-of-band buffers, and the keys of the segments of the blocks to which it refers. A small value is in the message,
-and so is one of up to ``LARGEST_CARRIED`` bytes that goes to one reader: the kernel copies it into the message and out
-of it in less time than a segment is found, mapped, passed on and given back. A large one lies in a segment, whose key
-is in the parcel: the pickle of (pickle, sizes of the buffers), whose size is the parcel's second entry, and then the
-buffers. A parcel is None where there are no arguments, or where the result is None.
+its out-of-band buffers, and the keys of the segments of the blocks to which it refers. A small value is in the message.
+A large one lies in a segment, whose key is in the parcel: the pickle of (pickle, sizes of the buffers), whose size is
+the parcel's second entry, and then the buffers. A parcel is None where there are no arguments, or where the result is
+None.
 
 A tuple crosses as its pickle, but for the two that are most frequent and have no parcel, a call without arguments and
 its answer, whose fields are laid end to end: see :func:`short_call` and :func:`short_answer`.
@@ -44,38 +43,15 @@ import numpy as np
 
 from podium.backends.local.shared_memory import INLINE_LIMIT, Key, Lease, SegmentPool
 from podium.backends.local.store import LocalBlock, bring
-from podium.data.store import ALIGN, Block, lay_out
+from podium.data.store import ALIGN, Block, Bytes, lay_out
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
 
-__all__ = ["FULL", "LARGEST_CARRIED", "MOST_FDS", "NOTHING", "SEND", "SEND_NOW", "Inbound", "Message", "Parcel"]
-__all__ += [
-    "Receiver",
-    "Releases",
-    "pack",
-    "receive_parcel",
-    "send_message",
-    "short_answer",
-    "short_call",
-    "split_message",
-]
+__all__ = ["MOST_FDS", "NOTHING", "SEND", "SEND_NOW", "Inbound", "Message", "Parcel", "Receiver", "Releases"]
+__all__ += ["pack", "receive_parcel", "send_message", "short_answer", "short_call", "split_message"]
 
-
-def _measure_room() -> int:
-    """Bytes that a socket takes in one message; 0 where there are no such sockets."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            return probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    except OSError:
-        return 0
-
-
-LARGEST_CARRIED = max(INLINE_LIMIT, min(144 << 10, _measure_room() - 2 * INLINE_LIMIT))
-"""Bytes of a parcel for one reader that still go in the message, beside another parcel of INLINE_LIMIT."""
-RECEIVE_LIMIT = LARGEST_CARRIED + 5 * INLINE_LIMIT
+RECEIVE_LIMIT = 6 * INLINE_LIMIT
 MOST_FDS = 200  # in one message; the kernel takes 253
-FULL = (errno.ETOOMANYREFS, errno.ENOBUFS)
-"""As many descriptors are on their way as this user may have open, or the kernel has no memory in one piece now."""
 
 # Flags as plain integers: combining the enum's members takes longer than the system call saves. macOS lacks two of
 # them, and LocalBackend.stand_in says so.
@@ -114,21 +90,14 @@ class Parcel:
     while the next one's part is copied.
 
     Attributes:
-        limit: Bytes up to which the value goes in the message.
         leases: The segments that go with the message, in the order of their keys in the parcel.
     """
 
-    __slots__ = ("_parts", "_segments", "_where", "_wire", "leases", "limit")
+    __slots__ = ("_parts", "_segments", "_where", "_wire", "leases")
 
     def __init__(
-        self,
-        parts: Sequence[bytes | memoryview],
-        segments: SegmentPool,
-        where: str,
-        blocks: Sequence[LocalBlock],
-        limit: int = INLINE_LIMIT,
+        self, parts: Sequence[bytes | Bytes], segments: SegmentPool, where: str, blocks: Sequence[LocalBlock]
     ) -> None:
-        self.limit = limit
         self._parts, self._segments, self._where = parts, segments, where
         self._wire: Message | None = None
         self.leases: list[Lease] = [block.lease for block in blocks]
@@ -139,17 +108,15 @@ class Parcel:
         if self._parts:
             blocks = [lease.segment.key for lease in self.leases]
             data, *buffers = self._parts
-            if len(data) + sum(len(buffer) + ALIGN for buffer in buffers) <= self.limit:
-                copy = self.limit == INLINE_LIMIT  # several may read it, and all shall get the same
-                carried = [bytearray(b) if copy or memoryview(b).readonly else pickle.PickleBuffer(b) for b in buffers]
-                self._wire = (data, carried, None, blocks)
+            if len(data) + sum(len(buffer) + ALIGN for buffer in buffers) <= INLINE_LIMIT:
+                self._wire = (data, [bytearray(buffer) for buffer in buffers], None, blocks)
             else:
                 head = pickle.dumps((data, list(map(len, buffers))), 5)
                 self._wire = (None, len(head), self._store([head, *buffers]), blocks)
             self._parts = ()
         return self._wire
 
-    def _store(self, parts: Sequence[bytes | memoryview]) -> Key:
+    def _store(self, parts: Sequence[bytes | Bytes]) -> Key:
         buffers = [np.frombuffer(part, dtype=np.uint8) for part in parts]
         offsets, nbytes = lay_out(buffers)
         try:
@@ -164,8 +131,8 @@ NOTHING = Parcel((), SegmentPool(), "nothing", ())
 """The parcel of a call without arguments, and of the result None."""
 
 
-def pack(value: Any, segments: SegmentPool, where: str = "a value", limit: int = INLINE_LIMIT) -> Parcel:
-    """Pickle ``value``, its buffers aside. Up to ``limit`` bytes go in the message.
+def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
+    """Pickle ``value``, its buffers aside.
 
     Raises:
         SerializationError: The value does not pickle.
@@ -174,7 +141,10 @@ def pack(value: Any, segments: SegmentPool, where: str = "a value", limit: int =
     blocks: list[Block] = []
     data, buffers = encode(value, where, blocks)
     carried_blocks = [bring(block, segments) for block in blocks]
-    return Parcel([data, *[buffer.raw() for buffer in buffers]], segments, where, carried_blocks, limit)
+    # As arrays, which the garbage collector does not look into: Python 3.11 crashes, or complains, where it frees a
+    # circle of objects with views of views among them.
+    views = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+    return Parcel([data, *views], segments, where, carried_blocks)
 
 
 class Inbound:
@@ -277,16 +247,16 @@ class Releases:
 def send_message(connection: socket.socket, message: bytes, leases: Sequence[Lease], *, wait: bool) -> None:
     """Send one message with at most MOST_FDS segments. Raises BlockingIOError if it would wait, unless ``wait``."""
     flags = SEND if wait else SEND_NOW
+    if not leases:
+        connection.send(message, flags)
+        return
     fds = array.array("i", [lease.segment.fd for lease in leases])
     while True:
         try:
-            if leases:
-                connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], flags)
-            else:
-                connection.send(message, flags)
+            connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], flags)
             return
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno != errno.ETOOMANYREFS:  # as many descriptors are on their way as this user may have open
                 raise
             if not wait:
                 raise BlockingIOError(error.errno, error.strerror) from None
