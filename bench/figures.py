@@ -152,11 +152,6 @@ SHORT: Final[Lines] = (
         "verl {verl_transfer_2GiB_8_local.verl}",
     ),
     (
-        "8 workers with torch, cold / warm", "{startup_8_local_cold} / {startup_8_local_warm}",
-        "Ray actors {startup_8_local_cold.ray} / {startup_8_local_warm.ray}",
-    ),
-    ("one of 4 ranks is killed, to the error", "{kill_4_local}", "Ray actors {kill_4_local.ray}"),
-    (
         "GRPO step, 1M parameters, 16 prompts by 8 completions of 64 tokens", "{grpo_step_1m}",
         "TRL {grpo_step_1m.trl} at its best setting, {grpo_step_1m.trl_default} by default",
     ),
