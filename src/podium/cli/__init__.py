@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with without_collector():
                 run = load_command(command)
             status: int = run(rest)
+            sys.stdout.flush()  # here an error has words; at the interpreter's end it would have none
             return status
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
