@@ -192,8 +192,8 @@ def _table(rows: Mapping[str, Mapping[str, Any]], lines: Lines) -> str:
             return "not measured"
         return shown(row["others"][beside] if beside else row["median"], row["unit"])
 
-    whole = [line for line in lines if all(match[1] in rows for match in CELL.finditer("".join(line)))]
-    head, *body = [[CELL.sub(fill, cell) for cell in line] for line in whole]
+    measured_lines = [line for line in lines if all(match[1] in rows for match in CELL.finditer("".join(line)))]
+    head, *body = [[CELL.sub(fill, cell) for cell in line] for line in measured_lines]
     rule = f"|{'---|' * len(head)}"
     return "\n".join([_line(head), rule, *map(_line, body)])
 

@@ -36,13 +36,13 @@ from torch import Tensor
 
 from podium.errors import GenerationError
 from podium.rollout.engines.constraints import restrict_logits
-from podium.rollout.engines.draw import Draw, draw, uniforms
+from podium.rollout.engines.draw import draw, uniforms
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.native.cache import KVCache, cache_class
 from podium.rollout.engines.native.decoder import Decoder, Past
 from podium.rollout.engines.native.graphs import DecodeGraphs, bucket
-from podium.rollout.engines.native.lane import LANE
+from podium.rollout.engines.native.lane import LANE, keep_draw
 from podium.rollout.engines.native.memory import PagedMemory
 from podium.rollout.engines.native.products import round_rows
 from podium.rollout.engines.native.prompts import (
@@ -272,13 +272,13 @@ class Lanes:
     ) -> tuple[Tensor, Tensor]:
         if len(groups) == 1:
             result = draw(logits_BV, groups[0][0], uniforms_B)
-            self._keep(result, lanes)
+            keep_draw(self._records, result, lanes)
             return result.ids_B, result.logprobs_B
         ids = torch.zeros_like(uniforms_B, dtype=torch.int64)
         logprobs = torch.zeros_like(uniforms_B, dtype=torch.float32)
         for params, rows in groups:
             result = draw(logits_BV[rows], params, uniforms_B[rows])
-            self._keep(result, [lanes[row] for row in rows.tolist()])
+            keep_draw(self._records, result, [lanes[row] for row in rows.tolist()])
             ids[rows], logprobs[rows] = result.ids_B, result.logprobs_B
         return ids, logprobs
 
@@ -292,19 +292,6 @@ class Lanes:
         broken, self._broken = self._broken, {}
         self._events += [Failed(self._records["request"][lane].id, error) for lane, error in broken.items()]
         self._free(np.array([*broken]), forget=True)
-
-    def _keep(self, result: Draw, lanes: Sequence[int]) -> None:
-        if result.top_B2J is not None:
-            for lane, top_2J in zip(lanes, result.top_B2J, strict=True):
-                if self._records["live"][lane]:
-                    self._records["top"][lane].append(top_2J)
-        if result.kept_ids_BK is None or result.kept_sizes_B is None:
-            return
-        sizes = result.kept_sizes_B.tolist()
-        order = result.kept_ids_BK[:, : max(sizes)].cpu()
-        for row, lane in enumerate(lanes):
-            if self._records["live"][lane]:
-                self._records["kept"][lane].append(order[row, : sizes[row]].clone())
 
     def _stream(self, lanes: np.ndarray) -> None:
         """Report what these lanes drew last."""
