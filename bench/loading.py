@@ -27,7 +27,7 @@ from podium.models import ModelConfig, load_model
 from podium.runtime import Worker, endpoint, gather
 from podium.trainer import PRELOAD
 from podium.training import ParallelConfig, TrainEngine
-from podium.training.shards import load_parallel
+from podium.training.sharded_loading import load_parallel
 
 RANKS = (1, 2, 4)
 FSDP2 = ParallelConfig(strategy="fsdp2")

@@ -38,7 +38,7 @@ from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium_serve.gateway import Gateway
 
 SESSIONS, TURNS, ANSWER = 1000, 10, 16
@@ -101,7 +101,7 @@ def make_service() -> Service:
     """A service of the echo."""
     tokenizer = make_tokenizer()
     answer = tokenizer.encode("It is " + "9" * (ANSWER - 7) + "<|im_end|>", add_special_tokens=False)
-    form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    form = chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer)
     return Service(
         *(Echo(answer), form, tokenizer),
         model="echo",
@@ -304,7 +304,7 @@ def by_model(rows: int = 512, tokens: int = 64) -> list[dict[str, Any]]:
 
     tokenizer = make_tokenizer()
     engine = make_engine(EngineConfig(), make_model(positions=256))
-    form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    form = chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer)
     params = SamplingParams(max_new_tokens=tokens)
     service = Service(
         *(EngineClient(engine), form, tokenizer),

@@ -24,7 +24,7 @@ from podium.models import char_tokenizer
 from podium.rollout.environments import Toolbox
 from podium.rollout.service.chat_format import chat_format
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.integration.training import MODEL, metrics_rows, tiny
@@ -172,7 +172,7 @@ def test_the_template_of_the_page_writes_calls_of_tools_which_are_read_again(
     write_model_to_try(tmp_path)
     alphabet = yaml.safe_load(Path("run.yaml").read_text())["model"]["tokenizer"].removeprefix("chars:")
     tokenizer = char_tokenizer(alphabet, chat_template=Path("chat.jinja").read_text())
-    written = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    written = chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer)
     tools = Toolbox([price]).schemas
     asked = [{"role": "user", "content": "What does a bolt cost?"}]
     prompt = written.prompt(asked, tools)

@@ -28,7 +28,7 @@ from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium_serve.gateway import Gateway
 from podium_serve.server import listen
 from podium_serve.texts import encode
@@ -84,7 +84,7 @@ def served() -> Iterator[Served]:
     client = EngineClient(make_engine(EngineConfig(max_sequences=8), model))
     end: Any = tokenizer.convert_tokens_to_ids("<|im_end|>")
     service = Service(
-        client, ChatFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer,
+        client, ChatFormat(ChatEncoder(tokenizer, DataConfig()), tokenizer), tokenizer,
         model="tiny", context=512, stop_token_ids=[end], most_tokens=100_000,
     )  # fmt: skip
     with Server(make_app(service, TOKEN)) as server:

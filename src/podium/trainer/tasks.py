@@ -18,7 +18,7 @@ from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.tasks import DataConfig, Example, load_examples
 from podium.rollout.tasks.bad_rows import BadRows
 from podium.rollout.tasks.encode import check_media
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.trainer.prompts import Prompt
 
 __all__ = ["TaskPrompt", "Tasks", "check_conversations", "load_tasks"]
@@ -57,7 +57,7 @@ class Tasks(Sequence[TaskPrompt]):
 
 def check_conversations(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
     """Check that there is a chat template, by which sessions write conversations. Raises ConfigError if not."""
-    Writer(tokenizer, data).text([{"role": "user", "content": "1 + 1 ="}], opened=True)
+    ChatEncoder(tokenizer, data).text([{"role": "user", "content": "1 + 1 ="}], opened=True)
 
 
 def load_tasks(

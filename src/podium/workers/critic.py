@@ -16,7 +16,7 @@ from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import metrics
 from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import run_model
-from podium.training.shards import load_parallel
+from podium.training.sharded_loading import load_parallel
 from podium.workers.learner import Learner
 from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments, token_value_loss
 

@@ -30,7 +30,7 @@ from podium.models.value_head import is_of_value_head
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout
 from podium.training.engine import TrainEngine
-from podium.training.shards import load_parallel
+from podium.training.sharded_loading import load_parallel
 from podium.training.state_copy import StateCopy
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from podium.training.routing import (
     replay_routes,
 )
 from podium.training.scoring import TokenScores, score_tokens, score_values
-from podium.training.shards import load_parallel
+from podium.training.sharded_loading import load_parallel
 from podium.workers.learner import Learner
 from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments, token_value_loss
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of

@@ -17,7 +17,7 @@ from podium.training.config import ParallelConfig
 from podium.training.engine import TrainEngine
 from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import score_tokens
-from podium.training.shards import load_parallel
+from podium.training.sharded_loading import load_parallel
 from podium.workers.learner import Learner
 from podium.workers.siblings import find_sibling
 

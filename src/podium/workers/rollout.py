@@ -40,7 +40,7 @@ from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.service import Service
 from podium.rollout.services import load_service, open_gateway
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.runtime import Worker, concat, endpoint, gather, shard
 from podium.telemetry import Event, Note, active, emit, subscribe
 from podium.workers.siblings import find_sibling
@@ -213,7 +213,7 @@ class Rollout(Worker):
 
     def _unknown(self, episodes: Sequence[Episode]) -> int:
         """How many rows hold a character that the tokenizer does not know, in what the model has read."""
-        unknown = self._writer.unknown
+        unknown = self._encoder.unknown
         return sum(
             any(id == unknown and not sampled for id, sampled in zip(row.ids, row.sampled, strict=True))
             for episode in episodes
@@ -262,11 +262,11 @@ class Rollout(Worker):
 
     @cached_property
     def _form(self) -> ChatFormat:
-        return chat_format(self._writer, self._tokenizer)
+        return chat_format(self._encoder, self._tokenizer)
 
     @cached_property
-    def _writer(self) -> Writer:
-        return Writer(self._tokenizer, self._data)
+    def _encoder(self) -> ChatEncoder:
+        return ChatEncoder(self._tokenizer, self._data)
 
 
 def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:

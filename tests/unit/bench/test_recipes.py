@@ -13,7 +13,7 @@ from bench.report import put_section
 from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 
 
 def test_the_page_has_the_figures_of_the_runs() -> None:
@@ -44,10 +44,10 @@ def test_the_template_of_the_recipes_leaves_tools_out_on_purpose(recipe: str, mo
     names = runpy.run_path(str(folder / f"{recipe}.py"), run_name="recipe")
     template, tools = runpy.run_path(str(folder / "small.py"))["TEMPLATE"], find_schemas(names)
     messages = [{"role": "user", "content": "12="}]
-    Writer(char_tokenizer("0123456789= ", chat_template=template), DataConfig()).check(messages, tools)
+    ChatEncoder(char_tokenizer("0123456789= ", chat_template=template), DataConfig()).check(messages, tools)
     plain = template.partition("-#}")[2]
     with pytest.raises(ConfigError, match="podium: tools are left out"):
-        Writer(char_tokenizer("0123456789= ", chat_template=plain), DataConfig()).check(messages, tools)
+        ChatEncoder(char_tokenizer("0123456789= ", chat_template=plain), DataConfig()).check(messages, tools)
 
 
 def find_schemas(names: dict[str, Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from podium.models.progress import counting_transformers
 from podium.runtime.worker import WorkerContext, current_context
 from podium.telemetry.progress import Counting, read_counts
 from podium.training import ParallelConfig
-from podium.training.shards import load_parallel
+from podium.training.sharded_loading import load_parallel
 from tests.unit.training.families import make
 
 

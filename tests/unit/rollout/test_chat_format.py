@@ -10,7 +10,7 @@ import pytest
 from podium.models import char_tokenizer
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 CHATML = (
@@ -32,7 +32,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 def make(template: str = CHATML) -> tuple[ChatFormat, Any]:
     tokenizer = char_tokenizer(ALPHABET, chat_template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})  # type: ignore[arg-type]
-    return ChatFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer
+    return ChatFormat(ChatEncoder(tokenizer, DataConfig()), tokenizer), tokenizer
 
 
 def said(text: str, tokenizer: Any, *, end: bool = True) -> list[int]:

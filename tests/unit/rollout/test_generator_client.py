@@ -20,7 +20,7 @@ from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -76,7 +76,7 @@ class Noting(Echo):
 
 def service_of(source: Echo) -> Service:
     tokenizer = make_tokenizer()
-    form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    form = chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer)
     return Service(source, form, tokenizer, model="echo", context=512, stop_token_ids=(), most_tokens=1 << 60)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from podium.rollout.service.chat_format import ChatFormat, chat_format
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.telemetry import Note, subscribe
 from tests.unit.rollout.test_templates import (
     CHATML,
@@ -51,7 +51,7 @@ def qwen3() -> Family:
 @cache
 def by_renderer(family: Family) -> ChatFormat:
     tokenizer = tokenizer_of(family)
-    return chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    return chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer)
 
 
 def test_it_is_taken_where_it_writes_what_the_template_writes() -> None:
@@ -123,7 +123,7 @@ def test_a_library_that_cannot_be_imported_is_no_secret(monkeypatch: pytest.Monk
     notes: list[str] = []
     unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
     try:
-        assert chat_format(Writer(tokenizer, DataConfig()), tokenizer).library is None
+        assert chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer).library is None
     finally:
         unsubscribe()
     assert notes == ["the library renderers is installed, but cannot be used: No module named 'httpx'"]

@@ -22,7 +22,7 @@ from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.service import Service
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 
 DRAWN, TURNS, SESSIONS = 12, 8, 136
 TOKENS = 2 * 16 * 352  # for which the engine has memory, half of them in lanes
@@ -45,7 +45,7 @@ def live_sessions(engine: NativeEngine, sessions: int, **limits: Any) -> tuple[l
     """Live sessions of which each has ``TURNS`` turns. Return them, and the number of tokens that were new to the
     engine. These are all that sessions added, and the last token of each answer, which decoding does not read."""
     tokenizer, chance = make_tokenizer(), random.Random(0)
-    form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    form = chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer)
     rules = SamplingParams(max_new_tokens=DRAWN)
     service = Service(
         *(EngineClient(engine), form, tokenizer),

@@ -26,7 +26,7 @@ from podium.rollout.service.service import Answer, Service
 from podium.rollout.service.sessions import Sampled, Session
 from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from tests.everyday import mark_others
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 
@@ -197,7 +197,7 @@ class Dice:
 
 
 def by_template(family: Family) -> ChatFormat:
-    return ChatFormat(Writer(tokenizer_of(family), DataConfig()), tokenizer_of(family))
+    return ChatFormat(ChatEncoder(tokenizer_of(family), DataConfig()), tokenizer_of(family))
 
 
 def make(

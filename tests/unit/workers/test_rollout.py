@@ -25,7 +25,7 @@ from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.trainer import PRELOAD
 from podium.workers import Rollout
 from tests.integration.training import MODEL
@@ -131,7 +131,7 @@ def rollout_worker(
 ) -> Iterator[Any]:
     """A rollout worker, which asks for tokens by HTTP."""
     tokenizer = make_tokenizer()
-    form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    form = chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer)
     service = Service(source, form, tokenizer, model="echo", context=512, stop_token_ids=(), most_tokens=1 << 60)
     (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     data = DataConfig(chat_template=str(folder / "chat.jinja"))

@@ -107,14 +107,14 @@ def serve_engine(
     from podium.rollout.service.chat_format import chat_format
     from podium.rollout.service.engine_client import EngineClient
     from podium.rollout.service.service import Service
-    from podium.rollout.tasks.writer import Writer
+    from podium.rollout.tasks.chat_encoder import ChatEncoder
     from podium_serve.app import make_app
     from podium_serve.server import Server
 
     context = engine.positions or _LONGEST
     service = Service(
         EngineClient(engine),
-        chat_format(Writer(tokenizer, data), tokenizer),
+        chat_format(ChatEncoder(tokenizer, data), tokenizer),
         tokenizer,
         model=model,
         context=context,

@@ -22,7 +22,7 @@ from podium.rollout.service.renderers import CALL, TOOL, USER, LibraryBridge, li
 from podium.rollout.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
 
 if TYPE_CHECKING:
-    from podium.rollout.tasks.writer import Writer
+    from podium.rollout.tasks.chat_encoder import ChatEncoder
 
 __all__ = ["ChatFormat", "Reply", "ToolCall", "chat_format"]
 
@@ -44,13 +44,13 @@ class ChatFormat:
     (:mod:`.tool_calls`).
 
     Args:
-        writer: Writes conversations by the template.
+        encoder: Writes conversations by the template.
         tokenizer: Decodes sampled tokens.
         library: Writes the tokens between turns where the template's text cannot.
     """
 
-    def __init__(self, writer: Writer, tokenizer: Any, library: LibraryBridge | None = None) -> None:
-        self._writer = writer
+    def __init__(self, encoder: ChatEncoder, tokenizer: Any, library: LibraryBridge | None = None) -> None:
+        self._encoder = encoder
         self._tokenizer = tokenizer
         self.library = library
         self._read_fields: dict[tuple[str, ...], dict[str, bool]] = {}  # by role and name, whether values are written
@@ -68,7 +68,7 @@ class ChatFormat:
         key = json.dumps(options, sort_keys=True, default=str)
         if key not in self._variants:
             try:
-                variant = ChatFormat(self._writer.with_options(options), self._tokenizer)
+                variant = ChatFormat(self._encoder.with_options(options), self._tokenizer)
             except ConfigError as error:
                 raise ConfigError(str(error).removeprefix("data.")) from None
             if len(self._variants) >= _VARIANTS:
@@ -79,17 +79,17 @@ class ChatFormat:
     def effort(self, effort: str | None, thinking: bool | None) -> dict[str, Any]:
         """The variables of the template by which a client's wishes about reasoning are met; {} if it has none."""
         options: dict[str, Any] = {}
-        if effort is not None and self._writer.mentions("reasoning_effort"):
+        if effort is not None and self._encoder.mentions("reasoning_effort"):
             options["reasoning_effort"] = effort
         elif effort is not None and thinking is None:
             thinking = effort != "none"
-        if thinking is not None and self._writer.mentions("enable_thinking"):
+        if thinking is not None and self._encoder.mentions("enable_thinking"):
             options["enable_thinking"] = thinking
         return options
 
     def drop_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages without the reasoning of answers, where the template has no place for it."""
-        written = any(map(self._writer.mentions, ("reasoning_content", "reasoning", "thinking")))
+        written = any(map(self._encoder.mentions, ("reasoning_content", "reasoning", "thinking")))
         return [
             {name: value for name, value in message.items() if written or name != "reasoning_content"}
             for message in messages
@@ -102,7 +102,7 @@ class ChatFormat:
         Raises:
             ConfigError: The template cannot write the conversation.
         """
-        return self._writer.encode(self._text(messages, tools, opened=opened))
+        return self._encoder.encode(self._text(messages, tools, opened=opened))
 
     def check(self, said: Messages, new: Messages, tools: Tools) -> None:
         """Check that the template writes what ``new``, which follows ``said``, and the tools say.
@@ -111,11 +111,11 @@ class ChatFormat:
             ConfigError: It does not.
         """
         before = (self._recent(said, new, tools) if said else None) or said
-        self._writer.check([*before, *new], list(tools) or None, len(before))
+        self._encoder.check([*before, *new], list(tools) or None, len(before))
 
     def is_vast(self, characters: int, tokens: int) -> bool:
-        """As :meth:`.Writer.is_vast`."""
-        return self._writer.is_vast(characters, tokens)
+        """As :meth:`.ChatEncoder.is_vast`."""
+        return self._encoder.is_vast(characters, tokens)
 
     def bridge(
         self,
@@ -148,7 +148,7 @@ class ChatFormat:
             self._learn_recent(said, new, tools, text)
         if text is None:
             return self._by_library(prompt, sampled, [*said, *new], new, tools)
-        added = self._writer.encode(text)
+        added = self._encoder.encode(text)
         if sampled and added and sampled[-1] in {added[0], *ends} & self._special and added[0] in self._special:
             added = added[1:]  # the model has written the end of its turn itself
         return [*prompt, *sampled, *added]
@@ -204,7 +204,7 @@ class ChatFormat:
     def reads(self, role: str, fields: Mapping[str, Any]) -> bool:
         """As :meth:`.histories.Template.reads`. A template that mentions no field and does not write whole messages
         reads none; others are tried, each field with the first values that it has."""
-        if not any(map(self._writer.mentions, fields)) and _UNKNOWN.keys() != fields.keys():
+        if not any(map(self._encoder.mentions, fields)) and _UNKNOWN.keys() != fields.keys():
             return self.reads(role, _UNKNOWN)
         names = role, *fields
         values = self._read_fields.setdefault(names, {})
@@ -289,7 +289,7 @@ class ChatFormat:
         return ending if mark else None
 
     def _text(self, messages: Messages, tools: Tools, *, opened: bool) -> str:
-        return self._writer.text(messages, list(tools) or None, opened=opened)
+        return self._encoder.text(messages, list(tools) or None, opened=opened)
 
 
 class RecentMessages(NamedTuple):
@@ -335,7 +335,7 @@ def _kind(recent: RecentMessages, new: Messages, tools: Tools) -> tuple[Any, ...
     return len(new), bool(tools), fields
 
 
-def chat_format(writer: Writer, tokenizer: Any) -> ChatFormat:
+def chat_format(encoder: ChatEncoder, tokenizer: Any) -> ChatFormat:
     """Return the format of a model, with a renderer of the library ``renderers`` if there is one for it."""
-    plain = ChatFormat(writer, tokenizer)
-    return ChatFormat(writer, tokenizer, library_bridge(tokenizer, plain.prompt))
+    plain = ChatFormat(encoder, tokenizer)
+    return ChatFormat(encoder, tokenizer, library_bridge(tokenizer, plain.prompt))

@@ -26,7 +26,7 @@ from podium.rollout.tasks.examples import Example, Messages, answer_text, messag
 from podium.rollout.tasks.fields import is_speech
 from podium.rollout.tasks.media import find_media, find_sign
 from podium.rollout.tasks.spans import split_turns
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.telemetry import Note, Waiting, emit
 
 if TYPE_CHECKING:
@@ -193,26 +193,26 @@ def encode_prompts(
         ConfigError: The template cannot be read or used, or a prompt is a conversation and there is no template.
         DataError: A prompt is empty, or every prompt is too long or unknown to the tokenizer.
     """
-    writer = Writer(tokenizer, config)
+    encoder = ChatEncoder(tokenizer, config)
 
     def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
-        rows, prompts = _Rows(), _Prompts(writer, examples, bad, answers=False)
+        rows, prompts = _Rows(), _Prompts(encoder, examples, bad, answers=False)
         for chunk in prompts.chunks():
             for _, _, tokens in chunk:
                 rows.add(tokens)
-        return {**rows.tensors(), **prompts.tensors(), "unwritten": _pack(writer.unwritten)}
+        return {**rows.tensors(), **prompts.tensors(), "unwritten": _pack(encoder.unwritten)}
 
-    count = len(examples) if writer.is_lasting else 0
+    count = len(examples) if encoder.is_lasting else 0
     bad = BadRows(config.bad_rows)
     stored = read_or_compute(
-        partial(encode, examples, bad), "prompts", tokenizer, writer.settings, map(_content, examples), count
+        partial(encode, examples, bad), "prompts", tokenizer, encoder.settings, map(_content, examples), count
     )
     _tell_bad(bad, encode, examples, stored)
-    _check_unknown(writer, examples, stored)
+    _check_unknown(encoder, examples, stored)
     _tell_unwritten(stored["unwritten"])
     dropped, cut = stored["counts"].tolist()
     rows = TokenRows(stored["values"], stored["offsets"])
-    return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if writer.is_lasting else "")
+    return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if encoder.is_lasting else "")
 
 
 def encode_pairs(
@@ -229,8 +229,8 @@ def encode_pairs(
         ConfigError: As :func:`encode_prompts`, or no token ends an answer.
         DataError: As :func:`encode_prompts`; or an answer is missing, vast, or neither text nor messages.
     """
-    writer = Writer(tokenizer, config)
-    end = tokenizer.eos_token_id if writer.end is None else writer.end[1]
+    encoder = ChatEncoder(tokenizer, config)
+    end = tokenizer.eos_token_id if encoder.end is None else encoder.end[1]
     if not isinstance(end, int):
         raise ConfigError(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop: set eos_token"
@@ -244,10 +244,10 @@ def encode_pairs(
         emit(Note(f"{empty} of {len(examples)} answers are empty{effect}"))
 
     def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
-        rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples, bad, answers=True)
-        writer.turns[:] = [0] * 5
+        rows, learned, prompts = _Rows(), array("b"), _Prompts(encoder, examples, bad, answers=True)
+        encoder.turns[:] = [0] * 5
         for chunk in prompts.chunks():
-            pairs = writer.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end)
+            pairs = encoder.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end)
             for (index, _, _), pair in zip(chunk, pairs, strict=True):
                 if isinstance(pair, tuple):
                     rows.add(pair[0])
@@ -255,14 +255,14 @@ def encode_pairs(
                 else:
                     prompts.take_out(index, pair)
         made = {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
-        return {**made, "turns": torch.tensor(writer.turns), "unwritten": _pack(writer.unwritten)}
+        return {**made, "turns": torch.tensor(encoder.turns), "unwritten": _pack(encoder.unwritten)}
 
     content = ((_content(e), e.row.get("answer", e.answer), e.turns, e.whole) for e in examples)
-    bad, count = BadRows(config.bad_rows, noun), len(examples) if writer.is_lasting else 0
-    stored = read_or_compute(partial(encode, examples, bad), "pairs", tokenizer, writer.settings, content, count)
+    bad, count = BadRows(config.bad_rows, noun), len(examples) if encoder.is_lasting else 0
+    stored = read_or_compute(partial(encode, examples, bad), "pairs", tokenizer, encoder.settings, content, count)
     _tell_bad(bad, encode, examples, stored)
-    _check_unknown(writer, examples, stored, answers=False)
-    _check_unknown(writer, examples, stored, answers=True)
+    _check_unknown(encoder, examples, stored, answers=False)
+    _check_unknown(encoder, examples, stored, answers=True)
     dropped, cut = stored["counts"].tolist()
     if dropped or cut:
         of = f" {noun}" if noun != "rows" else ""
@@ -273,7 +273,7 @@ def encode_pairs(
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
     kept = [examples[index] for index in stored["kept"].tolist()]
-    return EncodedPairs(rows, mask, kept, rows.digest if writer.is_lasting else "")
+    return EncodedPairs(rows, mask, kept, rows.digest if encoder.is_lasting else "")
 
 
 def _split(examples: Sequence[Example]) -> list[Example]:
@@ -289,7 +289,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int |
     Raises:
         ConfigError: The template cannot be read or used.
     """
-    end = Writer(tokenizer, config).end
+    end = ChatEncoder(tokenizer, config).end
     return None if end is None else end[1]
 
 
@@ -373,21 +373,21 @@ def _tell_unlearned(examples: Sequence[Example]) -> None:
 
 
 def _check_unknown(
-    writer: Writer, examples: Sequence[Example], found: dict[str, Tensor], answers: bool | None = None
+    encoder: ChatEncoder, examples: Sequence[Example], found: dict[str, Tensor], answers: bool | None = None
 ) -> None:
     """Tell of prompts, or of ``answers``, with characters that the tokenizer does not know. Raises DataError."""
-    if writer.unknown is None:
+    if encoder.unknown is None:
         kept = [examples[index] for index in found["kept"].tolist()]
         texts = [_whole_text(example.prompt) if not answers else example.answer or "" for example in kept]
-        writer.check_lost("answers" if answers else "prompts", texts)
+        encoder.check_lost("answers" if answers else "prompts", texts)
         return
-    hits = found["values"].eq(writer.unknown)
+    hits = found["values"].eq(encoder.unknown)
     if answers is not None:
         hits &= found["learned"].eq(answers)
     rows = torch.searchsorted(found["offsets"], hits.nonzero()[:, 0], right=True).sub(1).unique()
     places = found["kept"][rows[:_EXAMINED]].tolist()
     texts = [_last_text(examples[index].prompt) if not answers else examples[index].answer or "" for index in places]
-    writer.check_unknown("answers" if answers else "prompts", texts, len(rows), len(found["kept"]))
+    encoder.check_unknown("answers" if answers else "prompts", texts, len(rows), len(found["kept"]))
 
 
 def _last_text(prompt: str | Messages) -> str:
@@ -479,14 +479,14 @@ class _Prompts:
     """The prompts of ``examples`` that are short enough or could be cut.
 
     Args:
-        writer: Writes the prompts.
+        encoder: Writes the prompts.
         examples: The examples.
         bad: Counts the examples that cannot be used.
         answers: Whether the answers are learned, and have to fit, too.
     """
 
-    def __init__(self, writer: Writer, examples: Sequence[Example], bad: BadRows, *, answers: bool) -> None:
-        self._writer = writer
+    def __init__(self, encoder: ChatEncoder, examples: Sequence[Example], bad: BadRows, *, answers: bool) -> None:
+        self._encoder = encoder
         self._examples = examples
         self._answers = answers
         self._kept = array("q")
@@ -500,7 +500,7 @@ class _Prompts:
         Raises:
             ConfigError, DataError: As :func:`encode_prompts`.
         """
-        writer, examples, most = self._writer, self._examples, self._writer.config.max_prompt_tokens
+        encoder, examples, most = self._encoder, self._examples, self._encoder.config.max_prompt_tokens
         shortest: float = float("inf")
         for start in range(0, len(examples), _CHUNK):
             emit(Waiting(f"tokenizing {len(examples):,} examples", start, len(examples)))
@@ -513,7 +513,7 @@ class _Prompts:
                 prompt: str | Messages = examples[index].prompt
                 shortest = min(shortest, len(tokens) if tokens is not None else shortest)
                 if tokens is None or len(tokens) > most:
-                    shorter = writer.cut(examples[index], tokens) if writer.config.overlong == "cut" else None
+                    shorter = encoder.cut(examples[index], tokens) if encoder.config.overlong == "cut" else None
                     if shorter is None:
                         self._dropped += 1
                         continue
@@ -528,16 +528,16 @@ class _Prompts:
             fact = f"the shortest has {shortest:.0f}" if shortest < float("inf") else "each has far more"
             raise DataError(
                 f"each of the {self._dropped} prompts is longer than data.max_prompt_tokens = {most} ({fact}); "
-                f"raise it{'' if writer.config.overlong == 'cut' else ', or set data.overlong to cut'}"
+                f"raise it{'' if encoder.config.overlong == 'cut' else ', or set data.overlong to cut'}"
             )
 
     def _encode(self, examples: Sequence[Example]) -> Iterator[list[int] | RowError | None]:
         """Yield the ids of each prompt, None for one that is vast, or why the example cannot be used."""
-        for example, tokens in zip(examples, self._writer.prompts(examples, answers=self._answers), strict=True):
+        for example, tokens in zip(examples, self._encoder.prompts(examples, answers=self._answers), strict=True):
             try:
                 with example.name_in_errors():
                     (_check_answer if self._answers else _check_prompt)(example)
-                    check_media(example, self._writer.words, answer=self._answers)
+                    check_media(example, self._encoder.words, answer=self._answers)
                     if tokens == []:
                         raise DataError(f"the prompt {str(example.prompt)[:60]!r} has no tokens; take the row out")
             except (ConfigError, DataError) as error:

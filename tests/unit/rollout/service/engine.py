@@ -15,7 +15,7 @@ from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.service import Service
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL
 
 
@@ -41,7 +41,7 @@ def engine_service() -> tuple[Service, Callable[[], int]]:
 
     engine.poll = count  # type: ignore[method-assign] - counted for the test
     service = Service(
-        EngineClient(engine), ChatFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer,
+        EngineClient(engine), ChatFormat(ChatEncoder(tokenizer, DataConfig()), tokenizer), tokenizer,
         model="tiny", context=512, stop_token_ids=[], most_tokens=4 * 8 * 512,
     )  # fmt: skip
     return service, lambda: finished
@@ -70,7 +70,7 @@ def random_service(
     engine = make_engine(EngineConfig(name=name, max_sequences=16), model)
     engine.restrict(len(tokenizer))
     return Service(
-        EngineClient(engine), ChatFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer, model="tiny",
+        EngineClient(engine), ChatFormat(ChatEncoder(tokenizer, DataConfig()), tokenizer), tokenizer, model="tiny",
         context=2048, stop_token_ids=[tokenizer.convert_tokens_to_ids(end) for end in ends], most_tokens=1 << 40,
         rules=rules,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.token_source import Scored
 from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>")
@@ -104,7 +104,7 @@ def scripted(
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
     source = Scripted(tokenizer, *answers, pause_s=pause_s)
     end: Any = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    form = ChatFormat(Writer(tokenizer, DataConfig(**data)), tokenizer)
+    form = ChatFormat(ChatEncoder(tokenizer, DataConfig(**data)), tokenizer)
     service = Service(
         source, form, tokenizer, model="tiny", context=1 << 16, stop_token_ids=[end], most_tokens=1 << 40
     )  # fmt: skip

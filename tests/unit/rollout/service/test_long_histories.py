@@ -12,7 +12,7 @@ import pytest
 from podium.rollout.service.chat_format import ChatFormat, recent_messages
 from podium.rollout.service.sessions import Sampled, Session
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from tests.unit.rollout.test_templates import FAMILIES, Family, converse, make, tokenizer_of
 
 TURN = "message.role + '\\n' + message.content"
@@ -42,7 +42,7 @@ class Whole(ChatFormat):
 
 
 def form_of(kind: type[ChatFormat], family: Family) -> ChatFormat:
-    return kind(Writer(tokenizer_of(family), DataConfig()), tokenizer_of(family))
+    return kind(ChatEncoder(tokenizer_of(family), DataConfig()), tokenizer_of(family))
 
 
 async def prompts_of(kind: type[ChatFormat], family: Family, seed: int, turns: int) -> tuple[list[Any], int, int]:
@@ -82,7 +82,7 @@ def say(form: ChatFormat, turns: int, *, tool: bool = False) -> tuple[int, int]:
     ids = form.prompt(said)
     form._text = count  # type: ignore[method-assign, assignment]
     for turn in range(turns):
-        sampled = form._writer.encode(f"So {turn}.<|im_end|>")
+        sampled = form._encoder.encode(f"So {turn}.<|im_end|>")
         said = [*said, {"role": "assistant", "content": f"So {turn}."}]
         new: list[Any] = [{"role": "tool" if tool else "user", "content": f"And {turn}?"}]
         bridged = form.bridge(ids, sampled, said, new)

@@ -8,7 +8,7 @@ import pytest
 
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from tests.unit.rollout.service.scripted import USER, say, scripted
 
 BRIEF = {"role": "system", "content": "Be brief."}
@@ -25,7 +25,7 @@ def test_a_session_reads_what_a_single_prompt_reads() -> None:
         await say(service, [USER, answer, {"role": "user", "content": "and now?"}])
 
     asyncio.run(talk())
-    (alone,) = Writer(tokenizer, DATA).prompts([Example("hello", None, {})])
+    (alone,) = ChatEncoder(tokenizer, DATA).prompts([Example("hello", None, {})])
     assert source.prompts[0] == alone
     assert tokenizer.decode(source.prompts[1]).count("Be brief.") == 1
     session = service.sessions["s"]
@@ -39,5 +39,5 @@ def test_an_own_system_message_counts_alone(role: str) -> None:
     own = {"role": role, "content": "Be long."}
     plain, _, _ = scripted()
     assert service.form.prompt([own, USER]) == plain.form.prompt([own, USER])
-    (alone,) = Writer(tokenizer, DATA).prompts([Example([own, USER], None, {})])
+    (alone,) = ChatEncoder(tokenizer, DATA).prompts([Example([own, USER], None, {})])
     assert service.form.prompt([own, USER]) == alone

@@ -17,8 +17,8 @@ from podium.models import ModelConfig, char_tokenizer
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, EncodedPairs, Example, cache, encode_pairs, encode_prompts
-from podium.rollout.tasks.tokens import Encoder
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.text_encoder import TextEncoder
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.telemetry import Event, Note, subscribe
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
 
@@ -281,13 +281,13 @@ def test_a_text_of_30_mb_is_answered_at_once(
 ) -> None:
     """The tokenizer, which takes a minute for such a text, gets none."""
     huge = "a \N{GRINNING FACE}" * 10_000_000
-    lengths, encode_texts = [0], Encoder._encoding
+    lengths, encode_texts = [0], TextEncoder._encoding
 
-    def encode_and_count(encoder: Encoder, texts: list[str], **options: bool) -> Any:
+    def encode_and_count(encoder: TextEncoder, texts: list[str], **options: bool) -> Any:
         lengths.extend(map(len, texts))
         return encode_texts(encoder, texts, **options)
 
-    monkeypatch.setattr(Encoder, "_encoding", encode_and_count)
+    monkeypatch.setattr(TextEncoder, "_encoding", encode_and_count)
     assert encode_prompts([example("a"), example(huge)], tokenizer, DataConfig()).kept == [0]
     cut = encode_prompts([example("a"), example(huge)], tokenizer, DataConfig(overlong="cut"))
     assert cut.cut == 1 and len(cut.token_ids[1]) <= 1024
@@ -336,7 +336,7 @@ def test_token_ids_are_kept_until_something_changes_that_they_depend_on(
         if isinstance(made, EncodedPairs) and isinstance(again, EncodedPairs):
             assert list(made.loss_mask) == list(again.loss_mask)
     monkeypatch.setattr(cache, "save_file", None)  # what is there is read, and nothing is encoded
-    monkeypatch.setattr(Writer, "prompts", None)
+    monkeypatch.setattr(ChatEncoder, "prompts", None)
     assert list(encode_prompts(examples, tokenizer, DataConfig()).kept) == [0, 1]
 
 

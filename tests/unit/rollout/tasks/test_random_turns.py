@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import DataConfig, Example, encode_pairs
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from tests.unit.rollout.tasks.test_spans import OPEN, SIGNS, make_tokenizer
 
 HEAD = "<|start|>{{ m.role }}:"
@@ -246,7 +246,7 @@ def check(
 ) -> None:
     """Check one row: ``messages`` end with it, and it learns the ``turns``."""
     ids, mask = row
-    writer = Writer(tokenizer, DataConfig())
+    encoder = ChatEncoder(tokenizer, DataConfig())
     whole = tokenizer(str(tokenizer.apply_chat_template(messages, tokenize=False)), add_special_tokens=False)[
         "input_ids"
     ]
@@ -257,10 +257,10 @@ def check(
         learned = tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
         assert "".join(str(learned).split()) == "".join(str(read).split())
     if exact or ids[: len(whole)] == whole[: len(ids)]:
-        prompt = writer.encode(writer.text(messages[: turns[-1]], opened=True))
+        prompt = encoder.encode(encoder.text(messages[: turns[-1]], opened=True))
         assert ids[: len(prompt)] == prompt, "the prompt is not the server's"
         assert all(mask[len(prompt) :]), "a token that the model generates is not learned"
-        first = len(writer.encode(writer.text(messages[: turns[0]], opened=True)))
+        first = len(encoder.encode(encoder.text(messages[: turns[0]], opened=True)))
         assert len(turns) > 1 or not any(mask[:first]), "a part of the prompt is learned"
 
 

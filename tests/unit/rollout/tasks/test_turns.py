@@ -6,7 +6,7 @@ import pytest
 
 from podium.errors import DataError
 from podium.rollout.tasks import DataConfig, Example, encode_pairs
-from podium.rollout.tasks.writer import Writer
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from tests.unit.rollout.tasks.test_encode import notes_of
 from tests.unit.rollout.tasks.test_spans import (
     CHATML,
@@ -50,9 +50,9 @@ def test_each_turn_is_learned_whole_after_the_prompt_that_a_server_sends(templat
     split = rows(template, conversation(THINKING))
     assert [learned for _, learned in split] == [f"{THINKING[at]['content']}<|end|>" for at in (1, 3, 5)]
     tokenizer = make_tokenizer(template)
-    writer = Writer(tokenizer, DataConfig())
+    encoder = ChatEncoder(tokenizer, DataConfig())
     for at, (prompt, _) in zip((1, 3, 5), split, strict=True):
-        assert prompt == str(tokenizer.decode(writer.encode(writer.text(THINKING[:at], opened=True))))
+        assert prompt == str(tokenizer.decode(encoder.encode(encoder.text(THINKING[:at], opened=True))))
 
 
 def test_reasoning_in_a_field_is_learned_with_each_turn() -> None:

@@ -13,7 +13,7 @@ from podium.rollout.tasks.spans import Span, mask_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Encoder", "Kept"]
+__all__ = ["TextEncoder", "Kept"]
 
 Kept = tuple[str, list[tuple[int, int]]]
 """The text of a prompt, and the offsets of its tokens."""
@@ -21,7 +21,7 @@ Kept = tuple[str, list[tuple[int, int]]]
 _VAST: Final = 1_000_000  # characters: only texts of more are judged by their length before they are encoded
 
 
-class Encoder:
+class TextEncoder:
     """Encodes texts with one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

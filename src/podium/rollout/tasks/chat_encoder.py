@@ -32,7 +32,7 @@ from podium.rollout.tasks.templates import (
     run_in_time,
     template_options,
 )
-from podium.rollout.tasks.tokens import Encoder, Kept
+from podium.rollout.tasks.text_encoder import TextEncoder, Kept
 from podium.rollout.tasks.tools import ToolCheck
 from podium.rollout.tasks.turns import Texts, TurnFinder
 from podium.telemetry import Note, emit
@@ -40,7 +40,7 @@ from podium.telemetry import Note, emit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["INSTRUCTING", "Writer"]
+__all__ = ["INSTRUCTING", "ChatEncoder"]
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ _EXAMINED: Final = 200  # characters of a text that are looked at for unknown on
 _PROBES: Final = (("user", "podium"), ("assistant", "podium"), ("assistant", "rostra"))
 
 
-class Writer:
+class ChatEncoder:
     """Writes prompts and answers as text and encodes them, for one tokenizer and one configuration."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
@@ -68,15 +68,15 @@ class Writer:
         self._tools_check = ToolCheck(
             lambda messages, tools: self._render(messages, [*tools], opened=True), self._tool_template or ""
         )
-        self._encoder = Encoder(tokenizer)
+        self._encoder = TextEncoder(tokenizer)
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
         self.unknown = unknown if isinstance(unknown, int) and unknown not in special else None
 
-    def with_options(self, options: Mapping[str, Any]) -> Writer:
-        """Return a writer whose template gets these variables too. Raises ConfigError for one that it does not read."""
+    def with_options(self, options: Mapping[str, Any]) -> ChatEncoder:
+        """Return an encoder whose template gets these variables too. Raises ConfigError for one that it does not read."""
         options = {**self.config.chat_template_kwargs, **options}
-        return Writer(self._tokenizer, replace(self.config, chat_template_kwargs=options))
+        return ChatEncoder(self._tokenizer, replace(self.config, chat_template_kwargs=options))
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -195,7 +195,7 @@ class Writer:
             raise ConfigError(str(error)) from None
 
     def is_vast(self, characters: int, tokens: int) -> bool:
-        """As :meth:`.Encoder.is_vast`."""
+        """As :meth:`.TextEncoder.is_vast`."""
         return self._encoder.is_vast(characters, tokens)
 
     def encode(self, text: str) -> list[int]:

@@ -23,7 +23,7 @@ from podium.models.tensor_files import find_sources, places, read
 from podium.training import ParallelConfig, shards
 from podium.training.parallel import is_sharded
 from podium.training.row_isolation import choose_batching
-from podium.training.shards import load_parallel
+from podium.training.sharded_loading import load_parallel
 from tests.unit.training.families import APART, MIXING, make
 from tests.unit.workers.tiny import TINY
 
