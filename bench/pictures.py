@@ -32,7 +32,7 @@ from rich.style import Style
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from podium.runs.records import RunRecord
+from podium.runs.run_reader import RunRecord
 from podium_curves.drawing import build_curve, plot_curve
 
 ROOT = Path(__file__).parents[1]

@@ -37,8 +37,8 @@ from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.wire import ChatRequest
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from podium_serve.gateway import Gateway
 
 SESSIONS, TURNS, ANSWER = 1000, 10, 16

@@ -34,7 +34,7 @@ __all__ = [
     "roles_of",
 ]
 
-HELPERS: Final = {"fork_server": "podium.backends.local.server", "dispatcher": "podium.rewards.dispatcher"}
+HELPERS: Final = {"fork_server": "podium.backends.local.server", "dispatcher": "podium.rewards.grading_dispatcher"}
 """The processes of a controller that hold no role, and the module that each runs."""
 
 

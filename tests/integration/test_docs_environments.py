@@ -23,8 +23,8 @@ from podium.cli import main
 from podium.models import char_tokenizer
 from podium.rollout.environments import Toolbox
 from podium.rollout.service.chat_format import chat_format
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.integration.training import MODEL, metrics_rows, tiny

@@ -13,7 +13,7 @@ import pytest
 
 from podium.cli import main
 from podium.runs.files import step_name
-from podium.runs.records import RunRecord
+from podium.runs.run_reader import RunRecord
 from podium.trainer import GRPOConfig
 from tests.integration.test_serve_lm_eval import LM_EVAL, needs_lm_eval
 from tests.integration.training import MODEL, tiny, train

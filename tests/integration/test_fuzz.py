@@ -39,8 +39,8 @@ from podium.models.loading import longest_text
 from podium.models.manifest import check_manifest, file_sums, write_manifest
 from podium.rollout.tasks import DataConfig, encode_pairs, encode_prompts, load_examples
 from podium.runs.checkpoints import TrainerState
-from podium.runs.directory import RunDirectory
 from podium.runs.recipes import find_recipe, list_recipes
+from podium.runs.run_writer import RunDirectory
 from podium.trainer.checks.preflight import check_settings, with_stop_tokens
 
 CONFIGS = {name: find_recipe(name).config for name in list_recipes()}

@@ -14,7 +14,7 @@ import pytest
 
 from podium.cli import main
 from podium.errors import CheckpointError, ConfigError
-from podium.runs.records import RunRecord
+from podium.runs.run_reader import RunRecord
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer, Summary
 from podium_view.run import Run

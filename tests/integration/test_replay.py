@@ -15,7 +15,7 @@ from podium.algorithms import AdvantageInputs, AdvantageOutputs, AlgorithmConfig
 from podium.cli import main
 from podium.errors import ConfigError
 from podium.runs.ledger import read_ledger
-from podium.runs.records import RunRecord
+from podium.runs.run_reader import RunRecord
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, load_config
 from tests.integration.training import losses, metrics_rows, tiny, train

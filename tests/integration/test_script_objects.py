@@ -12,7 +12,7 @@ import yaml
 from podium.cli import main
 from podium.config import load_config
 from podium.errors import ConfigError
-from podium.runs.records import RunRecord
+from podium.runs.run_reader import RunRecord
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.workers import Policy

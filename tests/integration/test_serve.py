@@ -27,8 +27,8 @@ from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from podium_serve.gateway import Gateway
 from podium_serve.server import listen
 from podium_serve.texts import encode

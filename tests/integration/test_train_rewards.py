@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from podium.errors import ConfigError, RewardError
-from podium.runs.records import RunRecord
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import RunRecord
 from podium.telemetry import Event, Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium_view.completions import Completions

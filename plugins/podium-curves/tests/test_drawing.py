@@ -11,7 +11,7 @@ import pytest
 
 import podium_curves
 from podium.runs.evaluation import accuracy_interval
-from podium.runs.records import RunRecord
+from podium.runs.run_reader import RunRecord
 from podium.telemetry import EvalFinished, PhaseStarted, StepFinished, emit, metrics
 from podium.telemetry.sinks import JsonlSink
 from podium_curves.drawing import Curve, Point, build_curve, draw_curve, plot_curve, smooth

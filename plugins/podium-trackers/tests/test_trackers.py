@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from podium.errors import ConfigError
-from podium.runs.directory import RunDirectory
+from podium.runs.run_writer import RunDirectory
 from podium.telemetry import (
     CompletionsSampled,
     EvalFinished,

@@ -24,7 +24,7 @@ from podium.runs.config import InferenceConfig
 from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.recipes import find_recipe, recipe_of
-from podium.runs.records import RunRecord, flatten, is_run
+from podium.runs.run_reader import RunRecord, flatten, is_run
 from podium.telemetry import subscribe
 from podium.telemetry.formatting import visible
 

@@ -15,7 +15,7 @@ from podium.extras import explain_packages
 from podium.functions import nearest
 
 if TYPE_CHECKING:
-    from podium.runs.records import RunRecord
+    from podium.runs.run_reader import RunRecord
 
 __all__ = ["describe_held_out", "run_runs", "write_table"]
 
@@ -51,7 +51,7 @@ def run_runs(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     paths = [Path(path) for path in options.paths]
-    from podium.runs.records import find_runs
+    from podium.runs.run_reader import find_runs
 
     runs = [run for path in paths for run in find_runs(path)]
     if len(runs) == 1 and runs[0].path == paths[0]:
@@ -95,7 +95,7 @@ def _list(runs: Sequence[RunRecord]) -> None:
 
 
 def _show(run: RunRecord) -> None:
-    from podium.runs.records import name_data
+    from podium.runs.run_reader import name_data
     from podium.telemetry.formatting import duration, visible
 
     sys.stdout.write(f"{visible(str(run.path))}: {_describe_run(run)}, took {duration(run.seconds)}\n")
@@ -145,7 +145,7 @@ def _clean(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", help="runs to remove; default: those below runs/ that ended before a step")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
-    from podium.runs.records import RunRecord, check_run, find_runs
+    from podium.runs.run_reader import RunRecord, check_run, find_runs
 
     named = [RunRecord(Path(path)) for path in options.paths]
     for run in named:

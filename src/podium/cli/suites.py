@@ -71,8 +71,8 @@ def keep_results(model: str, record: Mapping[str, Any], output: str | None) -> s
     the file; None if there is no run, and no ``output``."""
     from podium.runs.export import find_model
     from podium.runs.files import step_name, step_of
-    from podium.runs.records import RunRecord
     from podium.runs.run_files import RunFiles
+    from podium.runs.run_reader import RunRecord
 
     text = json.dumps({"model": model, **record}, indent=2) + "\n"
     if output is not None:

@@ -25,8 +25,8 @@ from podium.lazy import without_collector
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runs.recipes import find_recipe, list_recipes, recipe_of
-from podium.runs.records import CONFIG, check_run
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import CONFIG, check_run
 from podium.runtime.connecting import backend_class
 from podium.telemetry import Note, Waiting, emit, flush
 from podium.trainer.preload import PRELOAD

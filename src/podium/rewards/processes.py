@@ -27,7 +27,7 @@ from podium.processes import (
     make_frame,
 )
 from podium.rewards.config import Grade, RewardConfig
-from podium.rewards.dispatcher import Settings
+from podium.rewards.grading_dispatcher import Settings
 from podium.rewards.grading_process import decode
 from podium.rewards.panel import Result, make_grade, show_traceback
 from podium.rewards.resolve import RewardFn, Source, name_of
@@ -130,7 +130,7 @@ class GradingProcesses:
             "OMP_NUM_THREADS": str(max(1, cores // processes)),
             **{name: value for name, value in os.environ.items() if name not in self._withheld},
         }
-        self._launched = Launched(command("podium.rewards.dispatcher"), env=environment, log_path=log_path)
+        self._launched = Launched(command("podium.rewards.grading_dispatcher"), env=environment, log_path=log_path)
         self._reader = threading.Thread(target=self._read, name="podium-grader", daemon=True)
         self._reader.start()
         self._write(make_frame(0, pickle.dumps(settings)))

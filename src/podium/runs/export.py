@@ -23,8 +23,8 @@ from podium.runs.files import STATE_FILE, check_path, step_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
 from podium.runs.recipes import find_recipe, recipe_of
-from podium.runs.records import CONFIG, RunRecord, flatten, is_run, name_data
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import CONFIG, RunRecord, flatten, is_run, name_data
 from podium.secrecy import mask
 from podium.telemetry.held_out import Metric
 

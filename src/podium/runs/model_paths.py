@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig
-from podium.runs.records import is_run
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import is_run
 
 __all__ = ["resolve_models"]
 

@@ -13,8 +13,8 @@ from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import free_name
 from podium.runs.model_paths import resolve_models
 from podium.runs.named_files import align_values, find_again
-from podium.runs.records import CONFIG, RunRecord, flatten, is_run
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import CONFIG, RunRecord, flatten, is_run
 from podium.secrecy import mask
 
 __all__ = ["list_other_settings", "resolve_resume", "run_path"]

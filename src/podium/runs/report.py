@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from podium.runs.curves import CurveText, load_drawer
-from podium.runs.directory import RunDirectory, Summary
 from podium.runs.evaluation import Evaluation, Gain, Interval, gain
-from podium.runs.records import RunRecord
+from podium.runs.run_reader import RunRecord
+from podium.runs.run_writer import RunDirectory, Summary
 from podium.telemetry import Note, Sample, emit
 from podium.telemetry.formatting import duration, plain, visible
 from podium.telemetry.held_out import Metric

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         SaveConfig as SaveConfig,
         SFTConfig as SFTConfig,
     )
-    from podium.runs.directory import Summary as Summary
     from podium.runs.evaluation import Evaluation as Evaluation
+    from podium.runs.run_writer import Summary as Summary
     from podium.trainer.best_of_n import BestOfN as BestOfN, draw_best as draw_best
     from podium.trainer.checks.data_plan import describe_data as describe_data
     from podium.trainer.checks.memory import describe_memory as describe_memory

@@ -30,8 +30,8 @@ from podium.rollout.tasks.encode import TokenRows
 from podium.runs.config import PPOConfig
 from podium.runs.files import step_name
 from podium.runs.paths import list_other_settings
-from podium.runs.records import check_run
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import check_run
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.prompts import Prompt, Prompts
 

@@ -26,10 +26,10 @@ from podium.rewards import Grader, Rewards
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks.examples import RowReader
 from podium.runs.config import PPOConfig, SFTConfig
-from podium.runs.directory import RunDirectory
 from podium.runs.files import step_of
 from podium.runs.named_files import remarks
 from podium.runs.paths import run_path
+from podium.runs.run_writer import RunDirectory
 from podium.runs.schedules import ScheduleDeclaration, declaration_of
 from podium.runtime import Cluster, backend_class, connect
 from podium.telemetry import Event, Note, OutputLost, WorkerLost, emit, subscribe

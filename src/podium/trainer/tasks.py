@@ -17,8 +17,8 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.tasks import DataConfig, Example, load_examples
 from podium.rollout.tasks.bad_rows import BadRows
-from podium.rollout.tasks.encode import check_media
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.encode import check_media
 from podium.trainer.prompts import Prompt
 
 __all__ = ["TaskPrompt", "Tasks", "check_conversations", "load_tasks"]

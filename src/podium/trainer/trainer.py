@@ -27,16 +27,16 @@ from podium.rollout.tasks.config import show_sources
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
-from podium.runs.directory import Summary
 from podium.runs.evaluation import Evaluation
 from podium.runs.judging import choose_metric, knows_accuracy
 from podium.runs.ledger import Ledger
 from podium.runs.named_code import remember_code
 from podium.runs.named_files import as_given, record
 from podium.runs.paths import resolve_resume
-from podium.runs.records import LEDGER, RunRecord
 from podium.runs.report import report
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import LEDGER, RunRecord
+from podium.runs.run_writer import Summary
 from podium.runtime import Cluster
 from podium.telemetry import (
     EvalFinished,

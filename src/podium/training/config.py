@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +11,7 @@ from podium.algorithms.config import AlgorithmConfig
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.models.config import ModelConfig
+from podium.training.learning_rate import compute_learning_rate
 
 if TYPE_CHECKING:
     import torch
@@ -73,12 +73,7 @@ class OptimConfig:
             ConfigError: The rate falls, and nobody says where it ends.
         """
         end = self.warmup_steps + 1 if self.lr_schedule == "constant" else self._require_end()
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.lr_schedule == "constant":
-            return self.lr
-        done = min(1.0, (step - self.warmup_steps) / (end - self.warmup_steps))
-        return self.lr * (1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
+        return compute_learning_rate(self.lr, self.lr_schedule, step, self.warmup_steps, end)
 
     def _require_end(self) -> int:
         if self.end is None:

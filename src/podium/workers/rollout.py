@@ -39,8 +39,8 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.service import Service
 from podium.rollout.services import load_service, open_gateway
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from podium.runtime import Worker, concat, endpoint, gather, shard
 from podium.telemetry import Event, Note, active, emit, subscribe
 from podium.workers.siblings import find_sibling

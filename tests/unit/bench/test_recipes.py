@@ -12,8 +12,8 @@ from bench import recipes
 from bench.report import put_section
 from podium.errors import ConfigError
 from podium.models import char_tokenizer
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 
 
 def test_the_page_has_the_figures_of_the_runs() -> None:

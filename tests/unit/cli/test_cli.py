@@ -24,7 +24,7 @@ from podium.cli.status import StatusSink
 from podium.cli.train import _replay_overrides
 from podium.config import load_config
 from podium.errors import ConfigError
-from podium.runs.directory import RunDirectory
+from podium.runs.run_writer import RunDirectory
 from podium.telemetry import Note, emit, flush
 from podium.trainer import GRPOConfig, SFTConfig, SFTTrainer
 from podium.trainer.preload import PRELOAD

@@ -202,7 +202,9 @@ def test_several_threads_may_use_one_grader(tolerant: Grader) -> None:
 
 def dispatcher() -> int:
     """The process between this one and its grading processes."""
-    mine = set(alive_with("podium.rewards.dispatcher")) & set(family_of(os.getpid()))  # forks share its command line
+    mine = set(alive_with("podium.rewards.grading_dispatcher")) & set(
+        family_of(os.getpid())
+    )  # forks share its command line
     (pid,) = [pid for pid in mine if family_of(pid)]
     return pid
 

@@ -19,8 +19,8 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -21,8 +21,8 @@ from podium.rollout.service.admission import Admission
 from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.service import Service
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 
 DRAWN, TURNS, SESSIONS = 12, 8, 136
 TOKENS = 2 * 16 * 352  # for which the engine has memory, half of them in lanes

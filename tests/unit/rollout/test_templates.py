@@ -25,8 +25,8 @@ from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.service import Answer, Service
 from podium.rollout.service.sessions import Sampled, Session
 from podium.rollout.service.wire import ChatRequest
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from tests.everyday import mark_others
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 

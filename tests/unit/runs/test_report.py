@@ -17,9 +17,9 @@ from rich.text import Text
 
 from podium.runs import curves
 from podium.runs.curves import CurveText
-from podium.runs.directory import RunDirectory, Summary
 from podium.runs.evaluation import Evaluation
 from podium.runs.report import render, report
+from podium.runs.run_writer import RunDirectory, Summary
 from podium.telemetry import Note, Sample, StepFinished, emit, metrics, subscribe
 from podium.telemetry.held_out import Metric
 from podium.telemetry.sinks import JsonlSink

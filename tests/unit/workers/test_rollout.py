@@ -24,8 +24,8 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from podium.trainer import PRELOAD
 from podium.workers import Rollout
 from tests.integration.training import MODEL

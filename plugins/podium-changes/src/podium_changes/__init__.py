@@ -28,7 +28,7 @@ def run_changes(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if len(options.names) > 2:
         raise ConfigError("expected two evaluations: give RUN, or RUN@STEP twice")
-    from podium.runs.records import RunRecord
+    from podium.runs.run_reader import RunRecord
     from podium.telemetry.formatting import visible
     from podium_changes.evaluations import find_evaluations, find_run, without_completions
 

@@ -10,8 +10,8 @@ from urllib.parse import unquote
 
 from podium.errors import ConfigError
 from podium.runs.files import SET, step_of
-from podium.runs.records import RunRecord, check_run, is_run
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import RunRecord, check_run, is_run
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 

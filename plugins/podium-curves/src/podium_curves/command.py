@@ -29,7 +29,7 @@ def run_compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
     from podium.cli.runs import describe_held_out, write_table
-    from podium.runs.records import find_runs
+    from podium.runs.run_reader import find_runs
     from podium.telemetry import metrics
     from podium.telemetry.formatting import visible
     from podium_curves.comparison import differing, groups_of, plot_runs

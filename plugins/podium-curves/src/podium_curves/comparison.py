@@ -8,8 +8,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
-from podium.runs.records import UNCOMPARED, RunRecord
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import UNCOMPARED, RunRecord
 from podium_curves.drawing import smooth
 
 __all__ = ["differing", "groups_of", "plot_runs"]

@@ -11,7 +11,7 @@ from typing import IO, Any, Final
 from rich.text import Text
 
 from podium.runs.evaluation import accuracy_interval
-from podium.runs.records import metric_of
+from podium.runs.run_reader import metric_of
 from podium.telemetry import metrics
 from podium.telemetry.held_out import ACCURACY, Metric
 

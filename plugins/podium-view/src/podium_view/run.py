@@ -9,8 +9,8 @@ from typing import Any
 
 from podium.errors import ConfigError, DataError
 from podium.runs.named_files import PLACES
-from podium.runs.records import CONFIG, LEDGER, METRICS, SUMMARY, UNCOMPARED, RunRecord, is_run, name_data
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import CONFIG, LEDGER, METRICS, SUMMARY, UNCOMPARED, RunRecord, is_run, name_data
 from podium_view.completions import Completions
 from podium_view.curves import Curves
 from podium_view.evaluations import Evaluations

@@ -32,7 +32,7 @@ from podium.rollout.tasks.templates import (
     run_in_time,
     template_options,
 )
-from podium.rollout.tasks.text_encoder import TextEncoder, Kept
+from podium.rollout.tasks.text_encoder import Kept, TextEncoder
 from podium.rollout.tasks.tools import ToolCheck
 from podium.rollout.tasks.turns import Texts, TurnFinder
 from podium.telemetry import Note, emit
@@ -74,7 +74,7 @@ class ChatEncoder:
         self.unknown = unknown if isinstance(unknown, int) and unknown not in special else None
 
     def with_options(self, options: Mapping[str, Any]) -> ChatEncoder:
-        """Return an encoder whose template gets these variables too. Raises ConfigError for one that it does not read."""
+        """Return an encoder whose template also gets these variables. Raises ConfigError for one that is not read."""
         options = {**self.config.chat_template_kwargs, **options}
         return ChatEncoder(self._tokenizer, replace(self.config, chat_template_kwargs=options))
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.bad_rows import SHOWN, BadRows, RowError
 from podium.rollout.tasks.cache import read_or_compute
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
 from podium.rollout.tasks.fields import is_speech
 from podium.rollout.tasks.media import find_media, find_sign
 from podium.rollout.tasks.spans import split_turns
-from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.telemetry import Note, Waiting, emit
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.services import load_service
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
-from podium.runs.records import check_run
+from podium.runs.run_reader import check_run
 from podium.runs.schedules import find_schedule
 from podium.runs.trackers import load_tracker
 from podium.runtime import Bound

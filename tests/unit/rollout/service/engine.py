@@ -14,8 +14,8 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.service import Service
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL
 
 

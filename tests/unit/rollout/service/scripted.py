@@ -18,8 +18,8 @@ from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.token_source import Scored
 from podium.rollout.service.wire import ChatRequest
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>")

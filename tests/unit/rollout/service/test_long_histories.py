@@ -11,8 +11,8 @@ import pytest
 
 from podium.rollout.service.chat_format import ChatFormat, recent_messages
 from podium.rollout.service.sessions import Sampled, Session
-from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from tests.unit.rollout.test_templates import FAMILIES, Family, converse, make, tokenizer_of
 
 TURN = "message.role + '\\n' + message.content"

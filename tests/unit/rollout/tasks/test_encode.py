@@ -17,8 +17,8 @@ from podium.models import ModelConfig, char_tokenizer
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, EncodedPairs, Example, cache, encode_pairs, encode_prompts
-from podium.rollout.tasks.text_encoder import TextEncoder
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.text_encoder import TextEncoder
 from podium.telemetry import Event, Note, subscribe
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
 

@@ -160,7 +160,7 @@ class _Dispatcher:
             for pid, status in self._supervisor.reap():
                 if pid in self._children:
                     self._bury(self._children[pid], os.waitstatus_to_exitcode(status))
-            self._expire()
+            self._enforce_time_limits()
             self._hand_out()
             self._grader.queue(self._results)
             self._results.clear()
@@ -287,7 +287,7 @@ class _Dispatcher:
             replaced = code == REPLACE and child.answered
             self._end(child, None if replaced else Result(problem=f"ended its process ({describe_exit(code)})"))
 
-    def _expire(self) -> None:
+    def _enforce_time_limits(self) -> None:
         now = time.monotonic()
         for child in [child for child in self._children.values() if child.pending and child.deadline <= now]:
             self._hear(child)  # this process may have been late, not the child

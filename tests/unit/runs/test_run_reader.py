@@ -15,14 +15,14 @@ import pytest
 
 from podium.cli import main
 from podium.errors import ConfigError
-from podium.runs.directory import RunDirectory
-from podium.runs.records import RunRecord
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import RunRecord
+from podium.runs.run_writer import RunDirectory
 from podium_view.run import Run
 
 RUN = """
 import sys
-from podium.runs.directory import RunDirectory
+from podium.runs.run_writer import RunDirectory
 from podium.telemetry import StepFinished
 from podium.telemetry.sinks import JsonlSink
 run = RunDirectory(sys.argv[1])

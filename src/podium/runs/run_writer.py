@@ -43,8 +43,8 @@ from podium.runs.checkpoints import Checkpoints
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import SET, check_path, free_name, step_of
 from podium.runs.named_files import PLACES
-from podium.runs.records import CONFIG, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
 from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import CONFIG, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
 from podium.runs.trackers import load_tracker
 from podium.secrecy import mask_command, mask_text
 from podium.telemetry import Event, Note, subscribe

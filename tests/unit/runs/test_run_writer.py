@@ -19,10 +19,10 @@ import pytest
 from podium.data import fields
 from podium.errors import ConfigError, DataError
 from podium.rewards import Grade
-from podium.runs.directory import RunDirectory, Summary, library_versions
 from podium.runs.ledger import Ledger
 from podium.runs.paths import resolve_resume, run_path
-from podium.runs.records import RunRecord
+from podium.runs.run_reader import RunRecord
+from podium.runs.run_writer import RunDirectory, Summary, library_versions
 from podium.runs.trackers import load_tracker
 from podium.telemetry import EvalFinished, PhaseStarted, StepFinished, emit, metrics
 from podium.telemetry.sinks import JsonlSink
@@ -211,7 +211,7 @@ def test_a_run_whose_ledger_is_damaged_keeps_its_name(run: RunDirectory) -> None
 OTHER_WRITER = """
 import sys
 from podium.errors import ConfigError
-from podium.runs.directory import RunDirectory
+from podium.runs.run_writer import RunDirectory
 try:
     RunDirectory(sys.argv[1], resume=True)
 except ConfigError as error:
