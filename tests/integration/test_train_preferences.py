@@ -176,7 +176,7 @@ def test_the_best_completions_are_rows_to_learn(tmp_path: Path, capsys: pytest.C
     words = ["sample", str(model), "--best", str(path), "--backend", "inline", "--data.train", data]
     words += ["--sampling.max_new_tokens", "3", "--reward.name", "fraction", "--reward.correct_at", "0.5"]
     assert main(words) == 2
-    assert "sampling.n = 1: the best of one is that one" in capsys.readouterr().err
+    assert "sampling.n = 1: one completion of a prompt leaves no choice" in capsys.readouterr().err
     assert not path.exists()
     assert main([*words, "--sampling.n", "8"]) == 0
     said = capsys.readouterr().out

@@ -51,7 +51,10 @@ class PartialMetrics:
         """Return the metrics of both. Raises DataError where their names differ."""
         if (self.sums.keys(), self.maxima.keys()) != (other.sums.keys(), other.maxima.keys()):
             names = sorted({*self.sums, *self.maxima} ^ {*other.sums, *other.maxima})
-            raise DataError(f"the loss reports {', '.join(names)} in some micro-batches and not in others")
+            raise DataError(
+                f"the loss reports {', '.join(names)} in some micro-batches and not in others: return the same metrics "
+                "for every micro-batch"
+            )
         return PartialMetrics(
             self.weight + other.weight,
             {name: value + other.sums[name] for name, value in self.sums.items()},

@@ -253,8 +253,9 @@ class Front(socket.socket):
             if not self._warned:
                 self._warned = True
                 _log.warning(
-                    "The service at port %d has %d connections, the most with a limit of %d open files (ulimit -n). "
-                    "Connections that are idle are closed from now on, and new ones are refused where none is.",
+                    "The service at port %d has %d connections, and its limit of %d open files (ulimit -n) allows no "
+                    "more. It closes idle connections for new ones, and refuses new ones if none is idle. Raise the "
+                    "limit.",
                     self.getsockname()[1], len(self.visitors), resource.getrlimit(resource.RLIMIT_NOFILE)[0],
                 )  # fmt: skip
             evictable = [visitor for visitor in self.visitors.values() if visitor.phase in _EVICTED]

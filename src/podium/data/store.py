@@ -73,7 +73,7 @@ class Block(ABC):
         if not self.is_intact(memory):
             raise DataError(
                 f"the tensors made by {self.info.label} have changed while they were shared by reference: a worker "
-                "that declares readonly=True, or their maker, wrote to them"
+                "that declares readonly=True, or the worker that made them, wrote to them; write to a copy there"
             )
         return memory
 

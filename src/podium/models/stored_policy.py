@@ -60,7 +60,7 @@ def load_stored(folder: Path, config: ModelConfig) -> nn.Module:
             )
             raise CheckpointError(
                 f"the checkpoint {folder} is of another model than the run's model.path and model.config give: "
-                f"{', '.join(odd[:3]) or 'shapes'} differ"
+                f"{', '.join(odd[:3]) or 'shapes'} differ; put the model back with which the run began"
             )
         base = {BASE: torch.zeros(1, dtype=torch.int64)} if adapters else {}
         with warnings.catch_warnings():

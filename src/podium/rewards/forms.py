@@ -270,7 +270,7 @@ class Form:
         answer = next((column for column in ("answer", *sorted(columns - {"prompt"})) if column in columns), "answer")
         what = f"is neither the completion, the row nor a column of the data (which are {listed})"
         if name in ("self", "cls"):
-            what = "is what a method belongs to: give the method of an object, as in `Judge().score`. Or"
+            what = "is the object of a method: give the method of an object, as in `Judge().score`. Or"
         elif name in _ROWS and len(self.parameters) == 1:
             what = "is the row, and no parameter is known to be the completion"
         if name in columns:

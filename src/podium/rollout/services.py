@@ -189,7 +189,7 @@ class _NoGateway:
         yield refuse
 
     def offer(self, limits_s: tuple[float, float, float], token: str, *, names_tasks: bool) -> OfferedSessions:
-        raise ConfigError(_explain_missing("an environment whose sessions a service elsewhere lives"))
+        raise ConfigError(_explain_missing("an environment whose sessions run in a service elsewhere"))
 
     def close(self) -> None: ...
 
@@ -199,5 +199,5 @@ def _find_entry() -> EntryPoint | None:
 
 
 def _explain_missing(purpose: str) -> str:
-    reason = "needs a package that speaks HTTP, and none is installed (docs/serve.md)"
+    reason = "needs a package for HTTP, and none is installed (docs/serve.md)"
     return f"{purpose} {reason}: {explain_packages(_GROUP)}"

@@ -347,8 +347,8 @@ class PPOConfig(_TrainingConfig):
             }
             if why := next((reason for reason, holds in reasons.items() if holds), ""):
                 raise ConfigError(
-                    f"algorithm.options.{what} with {why}: what the generator computes is recorded for completions "
-                    "alone, and the most probable tokens where it draws from all tokens; leave one of the two out"
+                    f"algorithm.options.{what} with {why}: the generator records what this option needs only for "
+                    "single completions that are drawn from all tokens; leave one of the two out"
                 )
 
     @property

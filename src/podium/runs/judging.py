@@ -54,8 +54,8 @@ def _explain_missing(config: InferenceConfig, figure: str, evaluation: Evaluatio
     subject = f"eval.metric = {config.eval.metric!r}"
     if figure.startswith(MAJ) and ACCURACY in evaluation.figures:
         return (
-            f"{subject}, and nobody says what answer stands in a completion: let the reward return a mapping that has "
-            'the answer that it read beside the score, as in {"score": 1.0, "answer": "42"}'
+            f"{subject}, and the reward does not say which answer a completion gives: return a mapping with the answer "
+            'beside the score, as in {"score": 1.0, "answer": "42"}'
         )
     if _counts_correct(figure):
         scores = [score for score in evaluation.scores.get(REWARD, ()) if score not in (0, 1)]

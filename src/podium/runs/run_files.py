@@ -82,7 +82,9 @@ class RunFiles:
         with self.open(*names) as file:
             content = file.read(_SMALL_FILE + 1)
         if len(content) > _SMALL_FILE:
-            raise DataError(f"{self._name(names)} has more than {_SMALL_FILE:,} bytes: it is no such file of a run")
+            raise DataError(
+                f"{self._name(names)} has more than {_SMALL_FILE:,} bytes, too many for this file of a run: remove it"
+            )
         return content
 
     def names(self, *names: str) -> list[str]:

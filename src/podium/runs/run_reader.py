@@ -105,7 +105,7 @@ class RunRecord:
             for name, settings in values.items():
                 if not isinstance(settings, Mapping | None):
                     raise DataError(
-                        f"{self.path / CONFIG}: {name} is {type(settings).__name__}, and no section of keys"
+                        f"{self.path / CONFIG}: {name} is {type(settings).__name__}; expected a section of keys"
                     )
             for mistake in _find_mistyped(values):
                 _logger.warning("%s: %s", self.path / CONFIG, mistake)

@@ -55,7 +55,9 @@ def draw_best(
             environment, whose sessions are no single answers.
     """
     if config.sampling.n < 2:
-        raise ConfigError(f"sampling.n = {config.sampling.n}: the best of one is that one; set it to 8, for example")
+        raise ConfigError(
+            f"sampling.n = {config.sampling.n}: one completion of a prompt leaves no choice; set it to 8, for example"
+        )
     if config.environment.name:
         raise ConfigError(
             f"environment.name = {config.environment.name!r}: a session is no single answer to keep; leave it out"

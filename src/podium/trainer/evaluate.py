@@ -140,8 +140,9 @@ def _explain_scores(grades: Sequence[Grade], set_name: str) -> str:
     scores = [grade.score for grade in grades if grade.correct is None]
     return (
         f"{len(scores)} of {len(grades)} held-out scores{f' of {set_name}' * bool(set_name)} are neither 0 nor 1, such "
-        f"as {scores[0]:g}, and the run is judged by accuracy: a completion stays correct from a score of 1 on. "
-        "eval.metric = reward judges a run by the scores themselves, and reward.correct_at sets another lowest score"
+        f"as {scores[0]:g}, and the run is judged by accuracy: a completion counts as correct from a score "
+        "of 1 on. eval.metric = reward judges a run by the scores themselves, and reward.correct_at sets another "
+        "lowest score"
     )
 
 

@@ -48,7 +48,7 @@ class StepWatch:
         if rows < ranks:
             raise RewardError(
                 f"{what}, and the policy trains on {ranks} rank{'s' * (ranks > 1)}: a function that ends without "
-                "`return` returns None; return a number for what is to be trained"
+                "`return` returns None; return a number for each completion that the policy should be trained on"
             )
         if not self._noted_left_out:
             self._noted_left_out = True

@@ -255,7 +255,7 @@ class TrainEngine:
             PodiumError: The engine has no optimizer.
         """
         if self.optim is None or self.optimizer is None:
-            raise PodiumError("this engine was made without an optimizer and only evaluates")
+            raise PodiumError("this engine was made without an optimizer and only evaluates: give it optim to train")
         minibatch, parts = _Minibatch(batch, compute, columns, weight), list[tuple[Tensor, PartialMetrics]]()
         try:
             if not self._count(batch.jagged(fields.LOSS_WEIGHTS).values):
@@ -392,7 +392,9 @@ class TrainEngine:
         sums, maxima, _ = every[0]
         if any(report[:2] != (sums, maxima) for report in every):
             names = "; ".join(", ".join(ours + theirs) for ours, theirs, _ in every)
-            raise DataError(f"the loss reports other metrics on one rank than on another: {names}")
+            raise DataError(
+                f"the loss reports different metrics on different ranks: {names}. Return the same metrics on every rank"
+            )
         table = torch.stack([values for _, _, values in every])
         loss, weight, *added = table[:, : 2 + len(sums)].sum(0)
         largest = table[:, 2 + len(sums) :].amax(0)

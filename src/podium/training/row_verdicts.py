@@ -72,7 +72,7 @@ class Verdicts:
             verdict = self._sentences[number] if type(number) is int and number >= 0 else None
         if not self._agree(verdict is not None):
             return None
-        _logger.info("the trial whether rows share a forward pass is left out: %s has its verdict", path)
+        _logger.info("the check whether rows affect each other is skipped: %s has its result", path)
         return verdict
 
     def keep(self, trial: str, verdict: str) -> None:
@@ -83,7 +83,9 @@ class Verdicts:
         try:
             _write_file(path, json.dumps({"verdict": self._sentences.index(verdict)}).encode())
         except OSError as error:
-            _logger.info("the verdict whether rows share a forward pass is not kept at %s: %s", path, error)
+            _logger.info(
+                "the result of the check whether rows affect each other cannot be saved to %s: %s", path, error
+            )
 
     def _path(self, trial: str) -> Path:
         digest = hashlib.blake2b(f"{self._identity} {trial}".encode(), digest_size=20)

@@ -311,7 +311,7 @@ def test_a_correction_of_the_users_own(tmp_path: Path) -> None:
     for function, message in {
         "of_rows": r"returned shape \[9\]; expected a tensor of one weight a token",
         "a_number": "returned float; expected",
-        "negative": "returned weights that are not finite or below 0",
+        "negative": "returned weights that are negative or not finite",
     }.items():
         with pytest.raises(DataError, match=message):
             weigh(rows, f"{tmp_path}/own_corrections.py:{function}")

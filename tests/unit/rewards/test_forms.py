@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "verl by batches": (lambda data_sources, solution_strs, ground_truths, extra_infos: [0.0], "'data_sources' is nei"),
     "TRL's environments": (lambda completions, environments: [0.0], "environments, which only TRL"),
     "verl with a router": (lambda solution_str, ground_truth, reward_router_address: 0.0, "'reward_router_address'"),
-    "method of no object": (Plain.by_column, "'self' is what a method belongs to: give the method of an object"),
+    "method of no object": (Plain.by_column, "'self' is the object of a method: give the method of an object"),
     "class with an argument": (NeedsArgument, "is a class"),
     "nothing": (lambda: 1.0, "does not say what it takes"),
     "badly decorated": (wrap(two, well=False), "functools.wraps"),

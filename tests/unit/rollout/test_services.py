@@ -37,7 +37,7 @@ def test_the_installed_service_has_the_functions_of_the_contract() -> None:
 
 
 def test_without_a_service_the_error_says_what_needs_it_and_how_to_install_one(bare: None) -> None:
-    with pytest.raises(ConfigError, match=f"a test needs a package that speaks HTTP.*{REMEDY}"):
+    with pytest.raises(ConfigError, match=f"a test needs a package for HTTP.*{REMEDY}"):
         load_service("a test")
     with pytest.raises(ConfigError, match=f"environment.options.host and ports needs.*{REMEDY}"):
         open_gateway("0.0.0.0", (0,))
@@ -75,7 +75,7 @@ def test_a_run_whose_sessions_need_a_service_is_refused_before_its_workers_start
     bare: None, layout: str, name: str
 ) -> None:
     config = build_config(GRPOConfig, {"environment": {"name": name}, "placement": {"layout": layout}})
-    with pytest.raises(ConfigError, match=f"needs a package that speaks HTTP.*{REMEDY}"):
+    with pytest.raises(ConfigError, match=f"needs a package for HTTP.*{REMEDY}"):
         check_services(config)
 
 

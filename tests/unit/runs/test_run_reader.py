@@ -112,7 +112,7 @@ ROWS = [
         ("algorithm: {kl_coef: true}", ROWS, "config.yaml: algorithm.kl_coef = True: expected a number"),
         ("model: {attention: .nan}", ROWS, "config.yaml: model.attention = nan: expected"),
         ("optim: {lr: -1}", ROWS, "config.yaml: optim.lr = -1: expected a number from 0"),
-        ("engine: 5", ROWS, "config.yaml: engine is int, and no section of keys"),
+        ("engine: 5", ROWS, "config.yaml: engine is int; expected a section of keys"),
         ("{}", [*ROWS[:2], ROWS[2].replace("0.0", "null")], "metrics.jsonl, line 3: .*loss is null"),
         ("{}", [*ROWS[:2], ROWS[2][:-1]], "metrics.jsonl, line 3: .*not JSON"),
         ("{}", ROWS[:2], "metrics.jsonl ends at step 1, and the run reached step 2"),

@@ -6,7 +6,10 @@ from podium.extras import install_command
 from podium.runtime.backend import CONTRACT_VERSION
 
 if CONTRACT_VERSION != 1:
-    raise ImportError(f"podium-monarch keeps version 1 of Podium's contract, which is at {CONTRACT_VERSION}")
+    raise ImportError(
+        f"podium-monarch implements version 1 of Podium's contract, and this Podium has version {CONTRACT_VERSION}: "
+        "install both from one clone"
+    )
 if find_spec("monarch") is None:
     raise ImportError(f"torchmonarch is not installed: {install_command('monarch', package='podium-monarch')}")
 

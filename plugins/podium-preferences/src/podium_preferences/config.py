@@ -126,12 +126,11 @@ class PreferenceRun(SFTConfig):
             )
         if self.data.prompt_column is None:
             raise ConfigError(
-                "data.prompt_column = null, and a preference is one between the answers to a prompt: set it"
+                "data.prompt_column = null, and preferences compare the answers to a prompt: set it to a column"
             )
         if self.data.split_turns:
             raise ConfigError(
-                "data.split_turns = true makes a row of each turn, and a preference is one between whole answers: "
-                "leave it out"
+                "data.split_turns = true makes a row of each turn, and preferences compare whole answers: leave it out"
             )
 
     def check_figure(self) -> None:

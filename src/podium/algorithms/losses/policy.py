@@ -200,6 +200,6 @@ def correction_weights(inputs: LossInputs, config: AlgorithmConfig) -> Tensor | 
                 )
             weights_N = wide(weights_N)
             if not bool((weights_N.isfinite() & (weights_N >= 0)).all()):
-                raise DataError(f"correction {name!r} returned weights that are not finite or below 0")
+                raise DataError(f"correction {name!r} returned weights that are negative or not finite")
             product_N = product_N * weights_N
     return product_N

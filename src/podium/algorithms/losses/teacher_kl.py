@@ -47,8 +47,8 @@ def _compare_top(inputs: LossInputs, forward: bool) -> TokenLoss:
     """The divergence over the teacher's most probable ids and all others as one, ``[N]``."""
     if not {"teacher_top", "at_teacher_top"} <= inputs.columns.keys():
         raise DataError(
-            "algorithm.options.teacher_top_k is set, and the batch has no teacher_top: a teacher gives it whose top_k "
-            "is that number, as the trainer's own does"
+            "algorithm.options.teacher_top_k is set, and the batch has no column teacher_top: start the teacher with "
+            "this number as its top_k, as the trainer does"
         )
     policy_NJ = _with_rest(wide(inputs.columns["at_teacher_top"]))
     teacher_NJ = _with_rest(wide(inputs.columns["teacher_top"].detach().chunk(2, -1)[0]))

@@ -411,7 +411,10 @@ class Engine(WeightHolder):
         wrong = ids[(ids >= limit) | torch.isin(ids, torch.tensor(holes, dtype=ids.dtype))]
         if not len(wrong):
             return event
-        reason = f"{type(self).__name__} drew the token {int(wrong[0])}, which stands for no text: it ignores text_ids"
+        reason = (
+            f"{type(self).__name__} drew the token {int(wrong[0])}, which stands for no text: draw from the "
+            "logits that podium.rollout.engines.draw.leave_out(logits, self.text_ids) returns"
+        )
         return Failed(event.id, GenerationError(reason))
 
     @torch.no_grad()

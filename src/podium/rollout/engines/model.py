@@ -49,7 +49,7 @@ class ModelEngine(Engine):
         model_dtype = next(model.parameters()).dtype
         dtype = model_dtype if config.dtype is None or self.converts_dtype else getattr(torch, config.dtype)
         self.copied = any(map(is_divided, model.parameters())) or dtype != model_dtype
-        refusal = "this engine generates from a copy of the model, which holds no weights before refresh()"
+        refusal = "this engine generates from a copy of the model, which has no weights yet: call refresh() first"
         super().__init__(config, model, refusal if self.copied else "")
         self._given = model
         self.model = _empty_copy(model, dtype) if self.copied else model

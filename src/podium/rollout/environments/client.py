@@ -177,7 +177,7 @@ class Client:
                 agent or of another session.
         """
         if not self._session.calls:
-            raise ValueError(f"reward({value!r}) was called before the model had answered")
+            raise ValueError(f"reward({value!r}) was called before the model answered: call chat() first")
         if reply is not None and reply.session != self._session.id:
             raise ValueError(
                 "the reply does not come from this client's chat(): an agent can only reward its own replies"

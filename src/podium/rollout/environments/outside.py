@@ -69,5 +69,8 @@ class Outside:
     async def play(self, task: Task, client: Client) -> Ending:
         """Offer the session, and wait for its end and its reward."""
         if client.live_outside is None:
-            raise ConfigError("environment.name = 'service' lives in a rollout worker alone")
+            raise ConfigError(
+                "environment.name = 'service' needs a rollout worker, which opens sessions for the service: use it in "
+                "podium train or podium eval"
+            )
         return await client.live_outside(client)

@@ -203,7 +203,9 @@ async def ending_of(
         details = f"it lasted longer than environment.options.time_limit_s = {limit_s:g}"
         return Ending(failure=TIME_LIMIT, details=details)
     if lived.cancelled():
-        return _make_failure(asyncio.CancelledError("the session has cancelled its own task"))
+        return _make_failure(
+            asyncio.CancelledError("the session cancelled its own task; raise an exception or return to end a session")
+        )
     return lived.result()
 
 

@@ -242,7 +242,8 @@ def _arguments_model(function: Callable[..., Any], label: str, fixed: Mapping[st
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"the tool {label!r} has the parameter {parameter}: a model gives arguments by their names"
+                f"the tool {label!r} has the parameter {parameter}: a model passes arguments by name, so write "
+                "named parameters"
             )
         if parameter.annotation is parameter.empty:
             raise ConfigError(
@@ -254,5 +255,7 @@ def _arguments_model(function: Callable[..., Any], label: str, fixed: Mapping[st
         model = create_model(f"{label}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
         model.model_json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
-        raise ConfigError(f"the tool {label!r} has an annotation without a JSON schema: {error}") from None
+        raise ConfigError(
+            f"the tool {label!r} has an annotation without a JSON schema, use plain types: {error}"
+        ) from None
     return model

@@ -75,7 +75,7 @@ def read_or_compute(
         aside.replace(path)
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        _logger.info("token ids are not kept at %s: %s", path, error)
+        _logger.info("the token ids cannot be cached at %s, so the next run computes them again: %s", path, error)
         with suppress(OSError):
             aside.unlink()
         return made

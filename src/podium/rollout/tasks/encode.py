@@ -313,18 +313,17 @@ def _tell_turns(turns: int, rewritten: int, endless: int, partial: int, opened: 
     if rewritten:
         emit(
             Note(
-                f"the chat template writes {rewritten} of {turns} turns of the assistant otherwise than the rows have "
-                "them: many templates leave the reasoning of earlier turns out. The model learns what the template "
-                "writes, and the last turn of a conversation whole; data.split_turns makes a row of each turn, which "
-                "is then learned whole"
+                f"the chat template changes the text of {rewritten} of {turns} turns of the assistant; many templates "
+                "leave out the reasoning of earlier turns. The model learns the text that the template writes. "
+                "data.split_turns makes a row of each turn, and the model then learns the whole turn"
             )
         )
     if opened:
         emit(
             Note(
-                f"the chat template opens {opened} of {turns} turns of the assistant otherwise than it opens an answer "
-                "that is generated, as many templates do once later messages follow; data.split_turns makes a row of "
-                "each turn, after the opening of answers"
+                f"the chat template begins {opened} of {turns} turns of the assistant in another way than an answer "
+                "that the model generates; many templates do so if later messages follow. data.split_turns makes a row "
+                "of each turn, which begins like a generated answer"
             )
         )
     if partial:
@@ -337,7 +336,7 @@ def _tell_turns(turns: int, rewritten: int, endless: int, partial: int, opened: 
     if endless:
         emit(
             Note(
-                f"the chat template ends {endless} of {turns} turns of the assistant without a token of its own: the "
+                f"the chat template ends {endless} of {turns} turns of the assistant without a special token, so the "
                 "model does not learn to stop there"
             )
         )
@@ -401,7 +400,7 @@ def _whole_text(prompt: str | Messages) -> str:
 def _check_prompt(example: Example) -> None:
     if example.is_text:
         raise DataError(
-            f"column {example.columns[1]!r} is a text without a prompt, of which only supervised fine-tuning learns; "
+            f"column {example.columns[1]!r} is a text without a prompt, which only supervised fine-tuning can use; "
             "set data.prompt_column to a column to generate from, or eval.items to 0"
         )
 

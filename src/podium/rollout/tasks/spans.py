@@ -168,8 +168,7 @@ def find_turn(
         bounds = _find_common_end(text, render(_with_probe(messages, index)), start, [*ends, *special])
     if bounds is None:
         raise ConfigError(
-            f"the chat template writes the turn {str(messages[index])[:60]} otherwise once later messages follow: "
-            f"{MARKING}"
+            f"the chat template changes the turn {str(messages[index])[:60]} when later messages follow it: {MARKING}"
         )
     return Span(index, start, bounds[0], ended=bounds[1], opening=opened[start:])
 

@@ -58,7 +58,10 @@ class PromptStream(Generic[T]):
         indices = {name: [index for index, source in enumerate(sources) if source == name] for name in names}
         self._indices = [*indices.values()] if weights else [list(range(len(examples)))]
         if empty := [name for name, rows in zip(names, self._indices, strict=True) if not rows]:
-            raise ConfigError(f"{empty[0]} has a weight in data.train, and no example of it is left to train on")
+            raise ConfigError(
+                f"{empty[0]} has a weight in data.train, and no example of it is left to train on: leave it out, or "
+                "lower data.holdout"
+            )
         self._go_to(seed, [0] * len(names))
 
     @classmethod
@@ -118,7 +121,7 @@ class PromptStream(Generic[T]):
         seed, epoch, position, items = values
         if not all(isinstance(value, int) for value in values) or epoch < 0 or not 0 <= position <= items:
             raise CheckpointError(
-                f"the checkpoint's place in the data is none: {dict(state)!r:.200}; resume from another checkpoint"
+                f"the checkpoint has no valid position in the data, {dict(state)!r:.200}; resume from another one"
             )
         appended = not self._shuffles and items <= len(self)  # what comes later has no effect on the place
         if items != len(self) and not appended:

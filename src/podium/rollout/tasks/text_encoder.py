@@ -108,9 +108,9 @@ class TextEncoder:
         read = (partial(self._tokenizer.decode, clean_up_tokenization_spaces=False), self._join_tokens)
         if pieces != whole and all(reader(pieces) != reader(whole) for reader in read):
             raise DataError(
-                f"the tokenizer merges what is learned of {text[:40]!r} with the text before it, and reads other "
-                "characters in the two apart: set data.chat_template to one with a special token or a new line before "
-                "the answer"
+                f"the tokenizer merges the learned part of {text[:40]!r} with the text before it, and changes "
+                "characters if the two are encoded separately: set data.chat_template to one with a special token or a "
+                "new line before the answer"
             )
 
     def _join_tokens(self, ids: list[int]) -> str:

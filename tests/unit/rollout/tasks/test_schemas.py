@@ -302,7 +302,7 @@ def test_a_schema_of_the_field_is_read_by_at_most_two_settings_or_refused(tmp_pa
     if "tools" in schema.row or "functions" in schema.row or "responses_create_params" in schema.row:
         assert written.startswith('<|im_start|>system\n{"') and '"description": "Adds."' in written
     if example.is_text:
-        with pytest.raises(DataError, match="a text without a prompt, of which only supervised fine-tuning learns"):
+        with pytest.raises(DataError, match="a text without a prompt, which only supervised fine-tuning can use"):
             encode_prompts([example], tokenizer, DataConfig())
     else:
         assert encode_prompts([example], tokenizer, DataConfig()).kept == [0]

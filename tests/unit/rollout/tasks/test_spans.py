@@ -196,7 +196,7 @@ def test_reasoning_that_a_template_strips_from_earlier_turns_is_told(notes: list
         say("assistant", "<think>y</think>2"),
     ]
     assert learn(STRIPS_THINKING, messages)[1] == "1<|end|><think>y</think>2<|end|>"
-    assert any("writes 1 of 2 turns of the assistant otherwise" in note for note in notes)
+    assert any("changes the text of 1 of 2 turns of the assistant" in note for note in notes)
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking", "thoughts"])
@@ -210,7 +210,7 @@ def test_reasoning_that_the_template_writes_is_learned(notes: list[str]) -> None
     assert not notes
     messages = [say("user", "a"), say("assistant", "b", reasoning="why"), say("user", "c"), say("assistant", "d")]
     assert learn(READS_REASONING, messages)[1] == "b<|end|>d<|end|>"
-    assert any("writes 1 of 2 turns" in note for note in notes)
+    assert any("changes the text of 1 of 2 turns" in note for note in notes)
 
 
 @pytest.mark.parametrize("content", [None, ""])

@@ -71,7 +71,7 @@ def test_notes_tell_the_number_of_rows_and_no_stripped_turn() -> None:
     notes = notes_of(lambda: encode_pairs([conversation(THINKING)], make_tokenizer(STRIPS_THINKING), SPLIT))
     assert notes == ["data.split_turns makes 3 rows of 1, one for each turn that is learned"]
     (note,) = notes_of(lambda: encode_pairs([conversation(THINKING)], make_tokenizer(STRIPS_THINKING), DataConfig()))
-    assert "writes 2 of 3 turns of the assistant otherwise" in note
+    assert "changes the text of 2 of 3 turns of the assistant" in note
     assert "data.split_turns makes a row of each turn" in note
 
 
@@ -125,11 +125,11 @@ def test_turns_that_stand_after_another_opening_are_told() -> None:
     messages = [TALK[0], say("assistant", "<t>beta"), *TALK[2:]]  # whose text begins as the opening does
     tokenizer = make_tokenizer(template)
     (note,) = notes_of(lambda: encode_pairs([conversation(messages)], tokenizer, DataConfig()))
-    assert "opens 1 of 2 turns of the assistant otherwise" in note
+    assert "begins 1 of 2 turns of the assistant in another way" in note
     ((ids, mask),) = encode_pairs([conversation(messages)], tokenizer, DataConfig())
     learned = [token for token, flag in zip(ids, mask, strict=True) if flag]
     assert tokenizer.decode(learned) == "<t>beta<|end|>delta<|end|>"
     assert [text for _, text in rows(template, conversation(messages))] == ["<t>beta<|end|>", "delta<|end|>"]
     assert not any(
-        "opens" in text for text in notes_of(lambda: encode_pairs([conversation(messages)], tokenizer, SPLIT))
+        "in another way" in text for text in notes_of(lambda: encode_pairs([conversation(messages)], tokenizer, SPLIT))
     )
