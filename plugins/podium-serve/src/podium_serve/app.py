@@ -15,11 +15,9 @@ given another ``base_url``; by the header ``X-Session-ID``; or by ``metadata.ses
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -55,7 +53,16 @@ from podium_serve.metrics import App, Metrics
 from podium_serve.pieces import Delta, Progress
 from podium_serve.routes import PATHS, find_dialect, make_routes
 from podium_serve.streaming import read_answer, stream_answers, stream_texts
-from podium_serve.texts import detokenize, encode, list_pieces, score_text, tokenize
+from podium_serve.texts import (
+    detokenize,
+    encode,
+    list_pieces,
+    name_bytes,
+    place_tokens,
+    score_text,
+    spell,
+    tokenize,
+)
 
 if TYPE_CHECKING:
     from podium.rollout.service.keys import Access
@@ -174,7 +181,7 @@ class _Api:
     async def count(self, request: Request) -> Response:
         """Answer how many tokens the prompt of a message has."""
         body = as_json(await read_body(request))
-        asked_for = self._parse(ChatRequest, Messages().chat({"max_tokens": 1, **body} if body else body))
+        asked_for = self._parse(ChatRequest, Messages().read({"max_tokens": 1, **body} if body else body))
         options = self.service.options_of(asked_for, hints=True)
         conversation = TokenizeRequest(messages=asked_for.messages, tools=asked_for.tools, chat_template_kwargs=options)
         return JSONResponse({"input_tokens": len(tokenize(self.service, conversation))})
@@ -201,7 +208,7 @@ class _Api:
         questions = await in_turns(
             replace(
                 self.service.ask(ids, asked_for, asked_for.max_tokens, stop=asked_for.stop_token_ids),
-                stops=(*asked_for.stops, *self.service.stops),
+                special=not asked_for.skip_special_tokens,
                 caller=caller,
             )
             for ids in self._prompts(asked_for.prompt)
@@ -345,7 +352,7 @@ class _Api:
                 ending = await self._ending(asked_for, asked, piece)
                 yield {**chunk, "choices": [{"index": index, "delta": delta, **ending}]}
         usage = self._usage([asked], sampled)
-        if (asked_for.stream_options or {}).get("include_usage"):
+        if asked_for.stream_options.include_usage:
             yield {**head, "choices": [], "usage": usage}
 
     async def _text_stream(
@@ -353,7 +360,7 @@ class _Api:
     ) -> AsyncGenerator[Mapping[str, Any]]:
         """Chunks of the texts as they come. The last one of a completion has no text but whatever else is asked for."""
         answers: list[Sampled] = []
-        has_tokens, offsets = asked_for.logprobs is not None, Counter[int]()
+        has_tokens = asked_for.logprobs is not None
         async with aclosing(stream_texts(self.service, asked, tokens=has_tokens)) as pieces:
             async for index, piece in pieces:
                 if isinstance(piece, Delta):
@@ -363,12 +370,10 @@ class _Api:
                     answers.append(piece.sampled)
                     choice = {**self._text_choice(asked_for, index, piece.sampled), "text": ""}
                 if has_tokens and piece.sampled is not None:
-                    part = self._text_logprobs(piece.sampled, start=piece.start, offset=offsets[index])
-                    choice["logprobs"] = part
-                    offsets[index] += sum(map(len, part["tokens"]))
+                    choice["logprobs"] = self._text_logprobs(asked_for, piece.sampled, start=piece.start)
                 yield {**head, "choices": [choice]}
         usage = self._usage(asked, answers)
-        if (asked_for.stream_options or {}).get("include_usage"):
+        if asked_for.stream_options.include_usage:
             yield {**head, "choices": [], "usage": usage}
 
     # -- answers ---------------------------------------------------------------------------------------------------
@@ -391,30 +396,33 @@ class _Api:
         scored: Scored | None = None,
     ) -> dict[str, Any]:
         special = not asked_for.skip_special_tokens
-        text = before_stop(self.service.decode(sampled.ids, special=special), asked_for.stops)
+        stops = (*asked_for.stops, *self.service.stops)
+        text = before_stop(self.service.decode(sampled.ids, special=special), stops)
         if asked_for.echo:
             text = self.service.decode(prompt, special=True) + text
         choice: dict[str, Any] = {
             "index": index, "text": text, "finish_reason": sampled.finish_reason, "logprobs": None,
         }  # fmt: skip
         if asked_for.logprobs is not None:
-            choice["logprobs"] = self._text_logprobs(sampled, prompt if asked_for.echo else (), scored)
+            choice["logprobs"] = self._text_logprobs(asked_for, sampled, prompt if asked_for.echo else (), scored)
         if asked_for.return_token_ids:
             choice |= {"token_ids": list(sampled.ids), "versions": list(sampled.versions)}
         return choice
 
     def _text_logprobs(
         self,
+        asked_for: CompletionRequest,
         sampled: Sampled,
         prompt: Sequence[int] = (),
         scored: Scored | None = None,
         *,
         start: int = 0,
-        offset: int = 0,
     ) -> dict[str, Any]:
-        """The log-probabilities of the prompt and of what was drawn, from token ``start`` on, whose text begins at
-        ``offset``; the most probable tokens of the prompt alone."""
-        names = [self.service.decode([token], special=True) for token in (*prompt, *sampled.ids[start:])]
+        """The log-probabilities of the prompt and of what was drawn, from token ``start`` on; the most probable tokens
+        of the prompt alone."""
+        parts = [spell(self.service, id, begins=not at) for ids in (prompt, sampled.ids) for at, id in enumerate(ids)]
+        silent = {} if not asked_for.skip_special_tokens else {*self.service.tokenizer.all_special_ids}
+        names = [name_bytes(part) for part in parts[start:]]
         logprobs: list[float | None] = [None] * len(prompt)
         top: list[dict[str, float] | None] = [None] * len(names)
         if scored is not None:
@@ -422,14 +430,16 @@ class _Api:
             for index, (best, logprob) in enumerate(zip(scored.best, scored.best_logprobs, strict=True), start=1):
                 top[index] = {
                     names[index]: scored.logprobs[index - 1],
-                    self.service.decode([best], special=True): logprob,
+                    name_bytes(spell(self.service, best)): logprob,
                 }
-        offsets = itertools.accumulate(map(len, names[:-1]), initial=offset) if names else ()
+        shown = [
+            b"" if id in silent else part for id, part in zip((*[None] * len(prompt), *sampled.ids), parts, strict=True)
+        ]
         return {
             "tokens": names,
             "token_logprobs": [*logprobs, *sampled.logprobs[start:]],
             "top_logprobs": top,
-            "text_offset": list(offsets),
+            "text_offset": place_tokens(shown)[start:],
         }
 
     def _prompts(self, prompt: str | Sequence[Any]) -> Iterator[list[int]]:
@@ -451,13 +461,14 @@ class _Api:
                 await self.service.most_probable(asked, sampled, start) if sampled.top is None else sampled.top[start:]
             )
 
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self.service.decode([token], special=True)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        def entry(token: int, logprob: float, at: int) -> dict[str, Any]:
+            part = spell(self.service, token, begins=not at)
+            return {"token": part.decode(errors="replace"), "logprob": logprob, "bytes": list(part)}
 
+        drawn = zip(sampled.ids[start:], sampled.logprobs[start:], top, strict=True)
         return [
-            {**entry(token, logprob), "top_logprobs": [entry(*other) for other in others]}
-            for token, logprob, others in zip(sampled.ids[start:], sampled.logprobs[start:], top, strict=True)
+            {**entry(token, logprob, at), "top_logprobs": [entry(*other, at) for other in others]}
+            for at, (token, logprob, others) in enumerate(drawn, start)
         ]
 
     def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, Any]:

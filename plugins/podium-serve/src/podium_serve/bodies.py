@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from podium.rollout.service.wire import CommonRequest, Messages, Restricted, Temperature, Tools
 
@@ -23,10 +23,22 @@ __all__ = [
 _MOST_COMPLETIONS: Final = 4096  # of one request
 
 
+TokenIds = list[Annotated[int, Field(strict=True)]]  # neither texts of digits nor true and false
+
+
+def _check_prompt(prompt: Any) -> Any:
+    kinds = {*map(type, prompt)} if isinstance(prompt, list) else {None}
+    if isinstance(prompt, str) or kinds <= {str} or kinds <= {int}:
+        return prompt
+    if kinds == {list} and all({*map(type, entry)} <= {int} for entry in prompt):
+        return prompt
+    raise ValueError("expected a text, token ids, a list of texts, or a list of lists of token ids")
+
+
 class CompletionRequest(CommonRequest):
     """The body of ``/v1/completions``. ``prompt`` is a text, ids, or several of either."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[str | list[str] | TokenIds | list[TokenIds], BeforeValidator(_check_prompt)]
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=1)
     echo: bool | None = None
@@ -67,7 +79,7 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: TokenIds = Field(min_length=1)
     sampling_params: Sampling = Sampling()
     stream: bool = False
     session: str = ""  # of which the engine may keep keys and values
@@ -80,7 +92,7 @@ class ScoreRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: TokenIds = Field(min_length=1)
     first: int = Field(default=1, ge=1)
     top: int = Field(default=0, ge=0, le=20)
     temperature: Temperature = Field(default=1.0, gt=0, le=100)
@@ -112,7 +124,9 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=1 << 18)  # decoding holds up other requests
+    tokens: list[Annotated[int, Field(strict=True, ge=0)]] = Field(
+        max_length=1 << 18
+    )  # decoding holds up other requests
 
 
 def write_masks(masks: Sequence[bytes]) -> dict[str, Any]:

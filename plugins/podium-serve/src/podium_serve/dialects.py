@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from podium.errors import PodiumError
 from podium.rollout.service.wire import Refusal
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from podium.rollout.service.service import Answer
     from podium_serve.pieces import Delta
 
-__all__ = ["Dialect", "Event", "Usage", "Writer", "check_fields", "list_parts", "refuse", "stream_events"]
+__all__ = ["Dialect", "Event", "Usage", "Writer", "as_list", "check_fields", "list_parts", "refuse", "stream_events"]
 
 Event = dict[str, Any]
 
@@ -125,6 +125,13 @@ def check_fields(
         if name not in neutral and name not in known:
             raise Refusal(400, f"{path}: this service knows no such parameter", path, "unknown_parameter")
     return fields
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """Return a value that is a list. Raises Refusal for any other."""
+    if not isinstance(value, list):
+        raise Refusal(400, f"{name}: Input should be a valid list", name)
+    return cast("list[Any]", value)
 
 
 def list_parts(content: Any, where: str, kinds: Sequence[str]) -> str:

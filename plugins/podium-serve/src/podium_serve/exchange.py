@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from math import isfinite
 from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -27,7 +29,7 @@ _MOST_SENT: Final = 1 << 30  # bytes that are read and thrown away before a clie
 _READING_S: Final = 60.0  # for all of a body, which a client could otherwise send byte by byte for ever
 _MOST_VALUES: Final = 50_000  # objects, lists, texts and names of a body; numbers, such as token ids, do not count
 _MOST_OBJECTS: Final = 4096  # of one list: messages, parts or tools
-_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_HALF: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request) -> bytes:
@@ -35,9 +37,13 @@ async def read_body(request: Request) -> bytes:
     would not read the answer.
 
     Raises:
-        Refusal: The body is too large, or did not arrive in time.
+        Refusal: The body is compressed or too large, or did not arrive in time.
         ClientDisconnect: The client went away.
     """
+    if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        raise Refusal(
+            415, f"Content-Encoding: {encoding[:40]}: this service reads no compressed body; send it as it is"
+        )
     parts, count = list[bytes](), 0
     try:
         async with asyncio.timeout(_READING_S):
@@ -57,18 +63,35 @@ async def read_body(request: Request) -> bytes:
 
 
 def as_json(raw: bytes) -> Any:
-    """Read a body. Raises Refusal if the body is not JSON, has text that is not Unicode, or more values than the
-    service can look at while others wait."""
+    """Read a body. Raises Refusal if the body is not JSON, has text that is not Unicode, an object with two values of
+    one name, or more values than the service can look at while others wait."""
     try:
-        body = json.loads(raw)
+        text = raw.decode(json.detect_encoding(raw))  # json.loads() takes bytes that are half of a surrogate pair
+        body = json.loads(text, object_pairs_hook=_read_object, parse_constant=_read_number, parse_float=_read_number)
         _check_size(body)
-        if _HALF.search(raw):
+        if _HALF.search(text):
             json.dumps(body, ensure_ascii=False).encode()
         return body
     except UnicodeEncodeError:
         raise Refusal(400, "the body has half of a surrogate pair, which is no character") from None
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
+
+
+def _read_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, of which Python would keep the last of two values of one name without a word."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise Refusal(400, f"an object of the body has {name[:80]!r} more than once: send the one that is meant", name)
+    return fields
+
+
+def _read_number(text: str) -> float:
+    """A number that JSON can say again. Python would read NaN and Infinity."""
+    if not isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is no number of JSON")
+    return number
 
 
 def _check_size(body: Any) -> None:
@@ -101,12 +124,14 @@ def session_of(request: Request, body: Any) -> str:
     """Return the name of the session that a request names, or else of the one whose key it sends; "" for none.
 
     Raises:
-        Refusal: The name is too long, or is not of the session whose key the request sends.
+        Refusal: The name is no text, too long, or not of the session whose key the request sends.
     """
     metadata = body.get("metadata") if isinstance(body, Mapping) else None
     named = metadata.get("session_id") if isinstance(metadata, Mapping) else None
     in_path = request.path_params.get("session", "")
-    name = in_path or request.headers.get(SESSION_HEADER) or (named if isinstance(named, str) else "")
+    name = in_path or request.headers.get(SESSION_HEADER) or named or ""
+    if not isinstance(name, str):
+        raise Refusal(400, f"metadata.session_id is {str(name)[:80]}: a session is named by a text", "metadata")
     if len(name) > _LONGEST_NAME:
         raise Refusal(400, f"the name of the session has {len(name)} characters; {_LONGEST_NAME} are the limit")
     scope = getattr(request.state, "scope", "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from podium.rollout.service.budgets import LIMIT_REACHED
 from podium.rollout.service.wire import Refusal
-from podium_serve.dialects import Event, Usage, check_fields, list_parts, refuse
+from podium_serve.dialects import Event, Usage, as_list, check_fields, list_parts, refuse
 
 if TYPE_CHECKING:
     from podium.rollout.service.service import Answer
@@ -96,7 +96,20 @@ class Messages:
     clips = True
 
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """As :meth:`.Dialect.chat`."""
+        """As :meth:`.Dialect.chat`. In this API a last message of the assistant asks to go on with its text."""
+        request = self.read(body)
+        if request["messages"] and request["messages"][-1]["role"] == "assistant":
+            raise Refusal(
+                400,
+                "messages: the last message is the assistant's, and this service does not go on with the text of an "
+                "answer: end with a message of the user, and ask for a form by output_config.format or tool_choice",
+                "messages",
+                "unsupported",
+            )
+        return request
+
+    def read(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The conversation of a body, whoever speaks last in it. Raises as :meth:`.Dialect.chat`."""
         fields = check_fields(body, _READ | {*_SAME} | _HARMLESS, _NEUTRAL)
         request: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
         for name in ("messages", "max_tokens"):
@@ -104,7 +117,7 @@ class Messages:
                 raise Refusal(400, f"{name}: Field required", name)
         request["messages"] = _messages(fields["messages"], fields.get("system"))
         if tools := fields.get("tools"):
-            request["tools"] = [_tool(tool, f"tools.{number}") for number, tool in enumerate(tools)]
+            request["tools"] = [_tool(tool, f"tools.{number}") for number, tool in enumerate(as_list(tools, "tools"))]
         if "tool_choice" in fields:
             request |= _tool_choice(fields["tool_choice"])
         if "stop_sequences" in fields:
@@ -151,9 +164,7 @@ def _messages(sent: Any, system: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if system:
         messages.append({"role": "system", "content": list_parts(system, "system", _TEXT)})
-    if not isinstance(sent, list):
-        raise Refusal(400, "messages: Input should be a valid list", "messages")
-    for number, message in enumerate(sent):
+    for number, message in enumerate(as_list(sent, "messages")):
         where = f"messages.{number}"
         fields = check_fields(message, _MESSAGE, {}, where)
         role, content = fields.get("role"), fields.get("content")

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from podium.rollout.service.wire import Refusal
-from podium_serve.exchange import read_body, while_there
+from podium_serve.exchange import SESSION_HEADER, read_body, while_there
 
 __all__ = ["Repeats"]
 
@@ -30,7 +30,7 @@ _MOST_BYTES: Final = 64 << 20  # of answers that are kept
 _REPLAYED: Final = (b"idempotent-replayed", b"true")
 
 
-_Name: TypeAlias = tuple[str, str, str]  # the session of the request's token, its path, and its key
+_Name: TypeAlias = tuple[str, str, str, str]  # the session of the request's token, its path, its session, and its key
 
 
 class Repeats:
@@ -53,7 +53,8 @@ class Repeats:
         if len(key) > _LONGEST:
             raise Refusal(400, f"the Idempotency-Key has {len(key)} characters; {_LONGEST} are the limit")
         body = await read_body(request)
-        name = (getattr(request.state, "scope", ""), request.url.path, key)
+        session = request.headers.get(SESSION_HEADER, "")
+        name = (getattr(request.state, "scope", ""), request.url.path, session, key)
         digest = hashlib.blake2b(body).digest()
         recording = self._recordings.get(name)
         if is_first := recording is None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.rollout.service.wire import Refusal
-from podium_serve.dialects import Event, Usage, check_fields, list_parts, refuse
+from podium_serve.dialects import Event, Usage, as_list, check_fields, list_parts, refuse
 
 if TYPE_CHECKING:
     from podium.rollout.service.service import Answer
@@ -62,6 +62,7 @@ _INCLUDED: Final = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
+_GRAMMAR: Final = frozenset({"type", "syntax", "definition"})
 _FREE: Final = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -86,7 +87,7 @@ class Responses:
         request: dict[str, Any] = {name: fields[name] for name in _MORE if name in fields}
         request["messages"] = _messages(fields["input"], fields.get("instructions"))
         if tools := fields.get("tools"):
-            request["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(_as_list(tools, "tools"))]
+            request["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(as_list(tools, "tools"))]
         if "tool_choice" in fields:
             request["tool_choice"] = _tool_choice(fields["tool_choice"], request.get("tools", []))
         if "max_output_tokens" in fields:
@@ -114,18 +115,12 @@ def _read_form(fields: Mapping[str, Any]) -> dict[str, Any]:
         read["verbosity"] = text["verbosity"]
     if (form := text.get("format")) is not None:
         read["response_format"] = _format(form)
-    include = _as_list(fields.get("include", []), "include")
+    include = as_list(fields.get("include", []), "include")
     if other := [name for name in include if name not in _INCLUDED]:
         raise refuse("include", other[0])
     if _LOGPROBS in include or "top_logprobs" in fields:
         read |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
     return read
-
-
-def _as_list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise Refusal(400, f"{name}: Input should be a valid list", name)
-    return value
 
 
 def _messages(sent: Any, instructions: Any) -> list[dict[str, Any]]:
@@ -134,7 +129,7 @@ def _messages(sent: Any, instructions: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": list_parts(instructions, "instructions", _TEXTS)})
-    items = [{"role": "user", "content": sent}] if isinstance(sent, str) else _as_list(sent, "input")
+    items = [{"role": "user", "content": sent}] if isinstance(sent, str) else as_list(sent, "input")
     for number, item in enumerate(items):
         message = _message(item, f"input[{number}]")
         role = message["role"]
@@ -184,7 +179,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind == "custom" and isinstance(tool, Mapping):
-        form = tool.get("format") or {}
+        form = check_fields(tool.get("format") or {}, _GRAMMAR, {}, f"{where}.format")
         about = [str(tool.get("description") or "")]
         if form.get("type") == "grammar":
             about.append(f"The input follows this grammar ({form.get('syntax')}):\n{form.get('definition')}")
@@ -199,7 +194,8 @@ def _tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
     if not isinstance(choice, Mapping):
         return choice
     if choice.get("type") == "allowed_tools":
-        allowed = {tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, Mapping)}
+        listed = as_list(choice.get("tools") or [], "tool_choice.tools")
+        allowed = {str(tool.get("name")) for tool in listed if isinstance(tool, Mapping)}
         if allowed != {tool["function"].get("name") for tool in tools}:
             raise refuse("tool_choice.tools", sorted(map(str, allowed)), "send the tools that may be called alone")
         return choice.get("mode")
@@ -240,7 +236,7 @@ class ResponseWriter:
             "top_p": body.get("top_p", 1.0), "truncation": "disabled", "usage": None, "user": body.get("user"),
             "metadata": body.get("metadata") or {},
         }  # fmt: skip
-        self._free = {tool["name"] for tool in self.whole["tools"] if tool.get("type") == "custom"}
+        self._free = {tool.get("name") for tool in self.whole["tools"] if tool.get("type") == "custom"}
         self._has_summary = bool((body.get("reasoning") or {}).get("summary"))
 
     def _event(self, kind: str, **fields: Any) -> Event:

@@ -74,13 +74,14 @@ async def stream_texts(
     back until it is known. With ``tokens``, pieces have their tokens.
     """
     draws = [(question, number) for question in asked for number in range(len(question.seeds))]
-    sent = [Progress(partial(_read_text, service) if tokens else None) for _ in draws]
+    sent = [Progress(partial(_read_text, service, which) if tokens else None) for which, _ in draws]
     async with aclosing(merge_streams([_texts(service, *which, _certain_text) for which in draws])) as pieces:
         async for number, (text, sampled) in pieces:
             if text is not None:
                 following: Iterable[Delta | Answer] = sent[number].advance(text, sampled)
             else:
-                content = before_stop(service.decode(sampled.ids), draws[number][0].stops)
+                question = draws[number][0]
+                content = before_stop(service.decode(sampled.ids, special=question.special), question.stops)
                 following = sent[number].end(Answer({"content": content}, sampled.finish_reason, sampled))
             for piece in following:
                 yield number, piece
@@ -120,13 +121,13 @@ def read_answer(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
     return Delta(reply.content.rstrip(_BEGUN), (reply.reasoning or "").rstrip(_BEGUN))
 
 
-def _read_text(service: Service, ids: Sequence[int]) -> Delta:
-    return Delta(service.decode(ids).rstrip(_BEGUN))
+def _read_text(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
+    return Delta(service.decode(ids, special=asked.special).rstrip(_BEGUN))
 
 
 def _certain_text(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
     """The beginning of a plain text that no later token changes."""
-    return Delta(_hold_back(service.decode(ids), asked.stops))
+    return Delta(_hold_back(service.decode(ids, special=asked.special), asked.stops))
 
 
 def _hold_back(text: str, stops: Sequence[str]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from podium.errors import ConfigError
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
     from podium.rollout.service.token_source import Scored
     from podium_serve.bodies import TokenizeRequest
 
-__all__ = ["detokenize", "encode", "list_pieces", "score_text", "tokenize"]
+__all__ = [
+    "detokenize",
+    "encode",
+    "list_pieces",
+    "name_bytes",
+    "place_tokens",
+    "score_text",
+    "spell",
+    "tokenize",
+]
 
 
 def encode(service: Service, text: str) -> list[int]:
@@ -44,6 +54,32 @@ def detokenize(service: Service, ids: Sequence[int]) -> str:
     if (largest := max(ids, default=0)) >= (count := len(service.tokenizer)):
         raise Refusal(400, f"tokens: {largest} is no id of the tokenizer, which has {count}", "tokens")
     return service.decode(ids, special=True)
+
+
+def spell(service: Service, token: int, *, begins: bool = False) -> bytes:
+    """The bytes that a token stands for in an answer, at whose beginning many tokenizers leave out a space. A special
+    token is spelled by its name."""
+    spelled = service.spelling.bytes_of(token) or service.decode([token], special=True).encode()
+    if begins and spelled[:1] == b" " and spelled == b" " + (text := service.decode([token]).encode()):
+        return text
+    return spelled
+
+
+def name_bytes(spelled: bytes) -> str:
+    """The text of a token; a piece of a character is named as OpenAI's completions name it."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def place_tokens(spelled: Iterable[bytes]) -> list[int]:
+    """The number of characters of a text that are whole before each token."""
+    decoder, count, places = getincrementaldecoder("utf-8")(errors="replace"), 0, list[int]()
+    for part in spelled:
+        places.append(count)
+        count += len(decoder.decode(part))
+    return places
 
 
 def list_pieces(service: Service, ids: Sequence[int]) -> list[str]:

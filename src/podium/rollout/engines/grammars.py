@@ -24,7 +24,7 @@ from typing import Any, Final
 from podium.errors import ConfigError, GenerationError
 from podium.extras import install_command
 
-__all__ = ["Grammars", "token_bytes"]
+__all__ = ["Grammars", "Spelling", "token_bytes"]
 
 _CACHED: Final = 64  # compiled grammars
 _TRIAL_S: Final = 2  # of processor time, and a hundred times of waiting on a busy machine
@@ -287,35 +287,56 @@ class _Vocabulary:
 _UNWRITABLE: Final = "the vocabulary has no tokens for "
 
 
+class Spelling:
+    """The bytes that ids of a tokenizer stand for within a text. Special tokens stand for none."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder
+        self._tokenizer, self._added = tokenizer, {id: token.content for id, token in added.items()}
+        self._special = {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        written = "" if decoder is None else decoder.__getstate__().decode()
+        self._has_bytes, self._falls_back = "ByteLevel" in written, "ByteFallback" in written
+        self._spelled: dict[int, bytes] = {}
+
+    def bytes_of(self, id: int) -> bytes:
+        """The bytes of an id; b"" for one that stands for none."""
+        if id not in self._spelled:
+            token = None if id in self._special else self._tokenizer.convert_ids_to_tokens(id)
+            self._spelled[id] = b"" if token is None else self.spell(id, token)
+        return self._spelled[id]
+
+    def spell(self, id: int, token: str) -> bytes:
+        """The bytes of an id whose token the vocabulary writes so."""
+        if self._has_bytes:
+            bytes_of = _bytes_of_characters()
+            is_spelled = id not in self._added and all(character in bytes_of for character in token)
+            return bytes(bytes_of[c] for c in token) if is_spelled else self._added.get(id, token).encode()
+        if self._falls_back and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        before, text = self._anchor
+        return _decode(self._tokenizer, [before, id]).removeprefix(text).encode()
+
+    @functools.cached_property
+    def plain(self) -> Mapping[int, str]:
+        """The tokens that stand for bytes, by id."""
+        return {id: token for token, id in self._tokenizer.get_vocab().items() if id not in self._special}
+
+    @functools.cached_property
+    def _anchor(self) -> tuple[int, str]:
+        """An id after which others are decoded as within a text, and its text."""
+        short = (id for id, token in self.plain.items() if len(token) == 1 and token.isalnum())
+        before = next(short, next(iter(self.plain), 0))
+        return before, _decode(self._tokenizer, [before])
+
+
 def token_bytes(tokenizer: Any) -> list[bytes]:
     """Return the bytes that each id of a tokenizer stands for within a text; b"" for ids that stand for none."""
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special |= {*tokenizer.all_special_ids}
-    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
-    tokens = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    plain = {id: token for token, id in vocabulary.items() if id not in special}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = str(json.loads(backend.to_str()).get("decoder")) if backend is not None else ""
-    if "ByteLevel" in decoder:
-        bytes_of = _bytes_of_characters()
-        for id, token in plain.items():
-            is_spelled = id not in added and all(character in bytes_of for character in token)
-            tokens[id] = bytes(bytes_of[c] for c in token) if is_spelled else added.get(id, token).encode()
-        return tokens
-    before = _find_anchor(tokenizer, plain)
-    for id, token in plain.items():
-        if "ByteFallback" in decoder and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            tokens[id] = bytes([int(token[3:5], 16)])
-        else:
-            tokens[id] = _decode(tokenizer, [before, id]).removeprefix(_decode(tokenizer, [before])).encode()
+    spelling = Spelling(tokenizer)
+    tokens = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
+    for id, token in spelling.plain.items():
+        tokens[id] = spelling.spell(id, token)
     return tokens
-
-
-def _find_anchor(tokenizer: Any, plain: Mapping[int, str]) -> int:
-    """An id after which others are decoded as within a text."""
-    short = (id for id, token in plain.items() if len(token) == 1 and token.isalnum())
-    return next(short, next(iter(plain), 0))
 
 
 def _decode(tokenizer: Any, ids: Iterable[int]) -> str:

@@ -20,6 +20,7 @@ from podium.rollout.engines.grammars import Grammars
 from podium.rollout.service.answer_forms import AnswerForms
 from podium.rollout.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
 from podium.rollout.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
+from podium.rollout.service.wire import Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.tasks.chat_encoder import ChatEncoder
@@ -57,6 +58,7 @@ class ChatFormat:
         self._variants: dict[str, ChatFormat] = {}  # by the variables of requests
         self._trusted: dict[tuple[Any, ...], int] = {}  # by kind, the longest history that its last messages stand for
         special = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._names = {text: token_id for token_id, text in special.items()}
         self._special = {*special}
         self._silent = {token_id for token_id, text in special.items() if text not in MARKS}
         self._ends = {token_id for token_id, text in special.items() if not (text in MARKS and text.startswith("</"))}
@@ -273,6 +275,19 @@ class ChatFormat:
     def forms(self) -> AnswerForms:
         """The forms in which the template writes answers and calls."""
         return AnswerForms(self._text, self._tokenizer, self._ends)
+
+    def find_stop_tokens(self, stops: Sequence[str]) -> list[int]:
+        """The special tokens among texts that end an answer. Their texts are not in the text of an answer, in which the
+        others are looked for. Raises Refusal for a text that has such a token beside others."""
+        for stop in stops:
+            if stop not in self._names and (name := next((name for name in self._names if name in stop), None)):
+                raise Refusal(
+                    400,
+                    f"stop = {stop[:80]!r} has the special token {name!r} beside other text, and would never be found: "
+                    "send the token alone, or the other text alone",
+                    "stop",
+                )
+        return [self._names[stop] for stop in stops if stop in self._names]
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with the beginning of the model's reasoning."""

@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
+from podium.rollout.engines.grammars import Spelling
 from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.service.answer_forms import conversation_grammar
@@ -168,6 +169,11 @@ class Service:
         if name in self.aliases or len(self.aliases) < _ALIASES:
             self.aliases[name] += 1
 
+    @cached_property
+    def spelling(self) -> Spelling:
+        """The bytes of single tokens."""
+        return Spelling(self.tokenizer)
+
     # -- texts and sessions ----------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -268,7 +274,7 @@ class Service:
             raise Refusal(400, str(error), "messages") from None
         except RecursionError:
             raise Refusal(400, "the messages or tools are nested too deeply to be written", "messages") from None
-        limit = request.max_completion_tokens or request.max_tokens
+        limit = request.limit
         limit = min(limit, max(1, self.context - len(prompt))) if limit and clips else limit
         form = self.form
         grammar = conversation_grammar(request, tools, form.forms, lambda: form.opens_reasoning(prompt), form.grammars)
@@ -282,19 +288,26 @@ class Service:
             special=not request.skip_special_tokens,
             continues=continues,
             departure=departure,
-            stops=(*request.stops, *self.stops),
             top=request.top_logprobs,
         )
 
     def options_of(self, request: ChatRequest, *, hints: bool = False) -> dict[str, Any]:
-        """The variables that a request gives to the chat template. Raises Refusal for an effort that nothing reads,
-        unless it is a hint."""
-        options = self.form.effort(request.reasoning_effort, request.thinking)
-        if request.reasoning_effort is not None and not options:
+        """The variables that a request gives to the chat template. Raises Refusal for an effort or a switch of thinking
+        that nothing reads, unless it is a hint."""
+        effort, thinking = request.reasoning_effort, request.thinking
+        options = self.form.effort(effort, thinking)
+        reads_switch = "enable_thinking" in options
+        reads_effort = "reasoning_effort" in options or (reads_switch and thinking is None)
+        for name, wish, is_read in (
+            ("reasoning_effort", effort, reads_effort),
+            ("thinking", thinking, reads_switch),
+        ):
+            if wish is None or is_read:
+                continue
             if self.rules is None and not hints:
-                message = "reasoning_effort: the chat template reads no such variable; leave it out"
-                raise Refusal(400, message, "reasoning_effort", "unsupported")
-            self.overruled["reasoning_effort"] += 1
+                message = f"{name}: the chat template reads no such variable; leave it out"
+                raise Refusal(400, message, name, "unsupported")
+            self.overruled[name] += 1
         return {**options, **request.chat_template_kwargs}
 
     def ask(
@@ -307,8 +320,8 @@ class Service:
         session: str = "",
         grammar: AnswerGrammar | None = None,
     ) -> Asked:
-        """Prepare ids. ``sampling`` has temperature, top_p, top_k, n and seed. ``grammar`` is that of a conversation's
-        answer; a text's is in ``sampling``.
+        """Prepare ids. ``sampling`` has temperature, top_p, top_k, n and seed, and may have texts that end an answer.
+        ``grammar`` is that of a conversation's answer; a text's is in ``sampling``.
 
         Raises:
             Refusal: The prompt leaves no room for an answer, or too many tokens are in flight.
@@ -321,7 +334,8 @@ class Service:
             raise self._full(f"the prompt has {len(prompt)} tokens{wanted}", session)
         if named := self.sessions.get(session):
             limit = named.budget.begin(len(prompt), sampling.n, limit)
-        stops = (*self.stop_token_ids, *(stop or ()))
+        texts = getattr(sampling, "stops", ())
+        stops = (*self.stop_token_ids, *(stop or ()), *self.form.find_stop_tokens(texts))
         try:
             params = self._params(sampling, limit or room, stops)
         except ConfigError as error:
@@ -343,7 +357,10 @@ class Service:
             training=self.rules is not None,
         )
         seeds = [seed % _SEEDS for seed in seeds]
-        return Asked(prompt, params, seeds, self.caller(), name=session, constraint=constraint, exact=exact)
+        return Asked(
+            prompt, params, seeds, self.caller(), name=session, constraint=constraint, exact=exact,
+            stops=(*texts, *self.stops) if hasattr(sampling, "stops") else (),
+        )  # fmt: skip
 
     async def prepare(self, *asked: Asked) -> None:
         """Compile the grammars of requests, without which none of them is drawn. Raises Refusal if one is wrong."""
@@ -487,7 +504,9 @@ class Service:
                 for call in reply.tool_calls
             ]
         reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
-        return Answer(message, reason, drawn, stop=find_stop(reply.content, asked.stops) or None)
+        last = self.decode(drawn.ids[-1:], special=True) if asked.stops and drawn.finish_reason == "stop" else ""
+        stop = find_stop(reply.content, asked.stops) or (last if last in asked.stops else None)
+        return Answer(message, reason, drawn, stop=stop)
 
 
 def up_to_stop(drawn: Sampled, stops: Sequence[str], decode: Decode) -> Sampled:

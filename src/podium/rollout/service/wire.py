@@ -6,7 +6,7 @@ A parameter that changes what is sampled is taken or refused. None is ignored wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -93,6 +93,16 @@ LogitBias = dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le
 Temperature = Annotated[float, AfterValidator(_check_temperature)]
 
 
+class StreamOptions(BaseModel):
+    """What a stream has beside the answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of the lengths of pieces, of which there is none
+    continuous_usage_stats: Literal[False] = False
+
+
 class Restricted(BaseModel):
     """What a request may ask of single tokens and of the form of an answer."""
 
@@ -117,7 +127,7 @@ class CommonRequest(Restricted):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
 
     @property
@@ -198,6 +208,11 @@ class ChatRequest(CommonRequest):
     thinking: bool | None = None
 
     @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None where the request has no limit."""
+        return min(filter(None, (self.max_tokens, self.max_completion_tokens)), default=None)
+
+    @property
     def forces_call(self) -> bool:
         """Whether the answer must be a call of a tool."""
         return self.tool_choice not in (None, "auto", "none")
@@ -227,10 +242,11 @@ class ChatRequest(CommonRequest):
 
 
 def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A request without its nulls, and its sampling parameters without theirs."""
+    """A request without its nulls, and its sampling parameters and options of a stream without theirs."""
     present = {str(name): value for name, value in body.items() if value is not None}
-    if isinstance(nested := present.get("sampling_params"), Mapping):
-        present["sampling_params"] = _without_nulls(nested)
+    for name in ("sampling_params", "stream_options"):
+        if isinstance(nested := present.get(name), Mapping):
+            present[name] = _without_nulls(nested)
     return present
 
 
@@ -253,6 +269,8 @@ def parse(cls: type[R], body: Any, wishes: Mapping[str, Any] | None = None) -> R
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            raise Refusal(400, f"{where}: this service knows no such parameter", where, "unknown_parameter") from None
         raise Refusal(400, f"{where}: {what}" if where else what, where or None) from None
     for holder in (parsed, getattr(parsed, "sampling_params", None)):
         for name, value in ((holder.model_extra or {}) if holder is not None else {}).items():

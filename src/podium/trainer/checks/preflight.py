@@ -464,6 +464,13 @@ def with_stop_tokens(
         ids = [added.get(stop, stop) if isinstance(stop, str) else stop for stop in sampling.stop_token_ids]
         numbers = tuple(stop for stop in ids if isinstance(stop, int))
         stops = tuple(dict.fromkeys(stop for stop in ids if isinstance(stop, str)))
+        special = [token.content for token in untyped.added_tokens_decoder.values() if token.special]
+        for stop in stops:
+            if name := next((name for name in special if name in stop), None):
+                raise ConfigError(
+                    f"sampling.stop_token_ids has {stop!r}, which has the special token {name!r} beside other text and "
+                    "would never be found: write the token alone, or the other text alone"
+                )
         sampling = sampling.to_request(stop_token_ids=numbers, stop=stops)
     if sampling.stop_token_ids:
         check_vocabulary(model, tokenizer, sampling.stop_token_ids)

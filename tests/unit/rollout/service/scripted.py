@@ -97,11 +97,13 @@ def scripted(
     *answers: str | Sequence[int] | Exception | None,
     template: str = CHATML,
     pause_s: float = 0.0,
+    tokenizer: Any = None,
     **data: Any,
 ) -> tuple[Service, Scripted, Any]:
     """Return a service, its source, and its tokenizer. ``data`` are settings of DataConfig."""
-    tokenizer = char_tokenizer(ALPHABET, chat_template=template)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
+    if tokenizer is None:
+        tokenizer = char_tokenizer(ALPHABET, chat_template=template)
+        tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
     source = Scripted(tokenizer, *answers, pause_s=pause_s)
     end: Any = tokenizer.convert_tokens_to_ids("<|im_end|>")
     form = ChatFormat(ChatEncoder(tokenizer, DataConfig(**data)), tokenizer)
