@@ -27,8 +27,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from podium.rollout.environments import Client
 from podium.trainer import GRPOConfig, PPOTrainer, build_config
+from podium_agents import Client
 
 SEED = 0
 TURNS, PROMPTS, N = 5, 4, 4

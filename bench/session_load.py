@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from podium.rollout.environments.client import Client
-from podium.rollout.environments.config import SessionLimits
-from podium.rollout.environments.runner import live
+from podium.rollout.environments import SessionLimits
+from podium_agents.environments.client import Client
+from podium_agents.environments.runner import live
 from podium_serve.gateway import Gateway
 
 __all__ = ["converse", "measure_load"]

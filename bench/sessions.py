@@ -27,18 +27,18 @@ from bench.report import put_section
 from bench.session_load import converse, measure_load
 from podium.devices import end_idle_threads
 from podium.models import char_tokenizer
-from podium.rollout.environments.client import Client
-from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
-from podium.rollout.environments.processes import SessionProcesses
-from podium.rollout.environments.runner import live
+from podium.rollout.environments import EnvironmentConfig, SessionLimits
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.admission import Admission
-from podium.rollout.service.chat_format import chat_format
-from podium.rollout.service.service import Service
-from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.environments.client import Client
+from podium_agents.environments.processes import SessionProcesses
+from podium_agents.environments.runner import live
+from podium_agents.service.admission import Admission
+from podium_agents.service.chat_format import chat_format
+from podium_agents.service.service import Service
+from podium_agents.service.sessions import Sampled
+from podium_agents.service.wire import ChatRequest
 from podium_serve.gateway import Gateway
 
 SESSIONS, TURNS, ANSWER = 1000, 10, 16
@@ -300,7 +300,7 @@ def make_model(positions: int) -> Any:
 def by_model(rows: int = 512, tokens: int = 64) -> list[dict[str, Any]]:
     """Tokens a second of a model of a million parameters: a batch of single answers, and sessions of one call."""
     from podium.rollout.engines import EngineConfig, make_engine
-    from podium.rollout.service.engine_client import EngineClient
+    from podium_agents.service.engine_client import EngineClient
 
     tokenizer = make_tokenizer()
     engine = make_engine(EngineConfig(), make_model(positions=256))

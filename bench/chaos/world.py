@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from podium.rollout.environments import Client
+from podium_agents import Client
 
 __all__ = ["copied"]
 

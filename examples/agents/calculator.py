@@ -25,10 +25,10 @@ from small import (
 import podium
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig
-from podium.rollout.environments import Client, ToolError, converse
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.trainer import Summary
+from podium_agents import Client, ToolError, converse
 
 
 def calculate(expression: str) -> str:

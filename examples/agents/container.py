@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.rollout.environments import Client
+from podium_agents import Client
 
 
 @functools.cache

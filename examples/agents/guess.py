@@ -16,10 +16,10 @@ import podium
 from podium.algorithms import AlgorithmConfig
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig
-from podium.rollout.environments import Step
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.trainer import Summary
+from podium_agents import Step
 
 
 class Guess:

@@ -27,10 +27,10 @@ from small import (
 import podium
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig
-from podium.rollout.environments import Client, Toolbox, ToolError, converse, tool
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.trainer import Summary
+from podium_agents import Client, Toolbox, ToolError, converse, tool
 
 COLORS = ("red", "blue", "green", "gray", "pink", "teal", "gold", "black")
 THINGS = 600

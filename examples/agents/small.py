@@ -18,7 +18,7 @@ from typing import Any
 
 import podium
 from podium.models import ModelConfig, char_tokenizer
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.trainer import (

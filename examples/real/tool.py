@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from podium.rollout.environments import Client, converse
+from podium_agents import Client, converse
 
 
 def multiply(a: int, b: int) -> int:

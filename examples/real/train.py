@@ -29,7 +29,7 @@ from rows import pairs, products, sums, write_rows
 import podium
 from podium.models import LoraConfig, ModelConfig
 from podium.rewards import RewardConfig
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.trainer import (

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from podium.functions import load_function
-from podium.rollout.environments.config import SessionLimits
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import SessionLimits
 from podium.rollout.sampling import SamplingParams
+from podium_agents.environments.runner import Episode, live
 from podium_serve.gateway import Gateway
 from tests.unit.rollout.service.scripted import scripted
 from tests.waits import LONG_S

@@ -21,12 +21,12 @@ import yaml
 
 from podium.cli import main
 from podium.models import char_tokenizer
-from podium.rollout.environments import Toolbox
-from podium.rollout.service.chat_format import chat_format
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium_agents import Toolbox
+from podium_agents.service.chat_format import chat_format
 from tests.integration.training import MODEL, metrics_rows, tiny
 from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of
 from tests.warm_python import run_python

@@ -11,16 +11,16 @@ from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
 from podium.rollout.engines import find_engines
-from podium.rollout.environments.config import EnvironmentConfig, find_environments
-from podium.rollout.environments.resolve import resolve_environment
+from podium.rollout.environments import EnvironmentConfig, find_environments
 from podium.runs.named_code import check_code
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium_agents.environments.resolve import resolve_environment
 from tests.integration.test_environments import TEMPLATE
 from tests.integration.training import metrics_rows, tiny
 
 COUNTING = '''
-from podium.rollout.environments import Step
+from podium_agents import Step
 
 
 class Counting:

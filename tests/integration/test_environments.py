@@ -24,13 +24,13 @@ from podium.config import config_to_dict
 from podium.data import Batch, fields
 from podium.errors import ConfigError, PodiumError
 from podium.rollout.engines import Engine
-from podium.rollout.environments import runner
 from podium.runs.ledger import read_ledger
 from podium.runtime import endpoint, first, only
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config, describe_data
 from podium.trainer.evaluate import evaluate_model
 from podium.workers import Estimator, Generator, Policy
+from podium_agents.environments import runner
 from tests.everyday import mark_others
 from tests.integration import worlds
 from tests.integration.training import MODEL, losses, metrics_rows, tiny, train

@@ -214,7 +214,7 @@ def best_of_group(inputs, config):
     return AdvantageOutputs(advantages_N=inputs.spread((rewards_B - stats.mean_G[stats.index_B]).clamp(min=0)))
 """,
     "tool.py": """\
-from podium.rollout.environments import converse
+from podium_agents import converse
 from reward import compute_score
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError
-from podium.rollout.environments import Toolbox, converse, mcp_tools
+from podium_agents import Toolbox, converse, mcp_tools
 from tests.unit.rollout.test_runner import lived
 from tests.waits import LONG_S
 

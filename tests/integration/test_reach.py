@@ -32,7 +32,7 @@ from tests.integration.worlds import digits
 pytest.importorskip("uvicorn")
 
 TOKEN = "the-token-of-the-service"
-OUTSIDE = "podium.rollout.environments.outside:Outside"
+OUTSIDE = "podium_agents.environments.outside:Outside"
 
 AGENT = """
 import json, os, sys, urllib.error, urllib.request

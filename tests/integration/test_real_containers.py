@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from podium.functions import load_function
-from podium.rollout.environments.config import SessionLimits
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import SessionLimits
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig
+from podium_agents.environments.runner import Episode, live
 from podium_serve.gateway import Gateway
 from tests.integration.containers import PYTHON, use_image
 from tests.integration.test_environments import TEMPLATE

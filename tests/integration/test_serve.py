@@ -22,13 +22,13 @@ from podium.errors import PodiumError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.requests import Tokens
-from podium.rollout.service.admission import Admission
-from podium.rollout.service.chat_format import ChatFormat
-from podium.rollout.service.engine_client import EngineClient
-from podium.rollout.service.service import Service
-from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.service.admission import Admission
+from podium_agents.service.chat_format import ChatFormat
+from podium_agents.service.engine_client import EngineClient
+from podium_agents.service.service import Service
+from podium_agents.service.sessions import Sampled
 from podium_serve.gateway import Gateway
 from podium_serve.server import listen
 from podium_serve.texts import encode

@@ -14,13 +14,13 @@ import pytest
 
 from podium.errors import PodiumError
 from podium.processes import children_of
-from podium.rollout.environments import Client
-from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.environments.processes import SessionProcesses
-from podium.rollout.environments.session_process import DistantClient
+from podium.rollout.environments import EnvironmentConfig
 from podium.runtime import Cluster
 from podium.telemetry import metrics
 from podium.trainer import PPOConfig
+from podium_agents import Client
+from podium_agents.environments.processes import SessionProcesses
+from podium_agents.environments.session_process import DistantClient
 from tests.everyday import mark_others
 from tests.integration.test_environments import WORLDS, config_of, told
 from tests.integration.training import losses, metrics_rows, train

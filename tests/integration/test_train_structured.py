@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.environments import Client
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig
+from podium_agents import Client
 from tests.integration.training import MODEL, tiny, train
 
 pytest.importorskip("llguidance")

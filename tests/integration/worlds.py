@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from podium.rollout.environments import Client, Outcome, Step, converse
+from podium_agents import Client, Outcome, Step, converse
 
 Task = Mapping[str, Any]
 

@@ -11,14 +11,19 @@ import pytest
 
 import podium
 
-ROOT = Path(podium.__file__).parent
-EXTRAS = {"podium.rollout.environments.mcp": "mcp"}
+ROOT = Path(podium.__file__).parents[2]
+SOURCES = (ROOT / "src", *sorted(ROOT.glob("plugins/*/src")))
+EXTRAS = {"podium_agents.environments.mcp": "mcp"}
 """Packages that need an extra, and the library by which the extra is known."""
 
 
 def list_modules_with_examples() -> list[str]:
-    files = sorted(file for file in ROOT.rglob("*.py") if ">>>" in file.read_text(encoding="utf-8"))
-    parts = [file.relative_to(ROOT.parent).with_suffix("").parts for file in files]
+    files = [(source, file) for source in SOURCES for file in sorted(source.rglob("*.py"))]
+    parts = [
+        file.relative_to(source).with_suffix("").parts
+        for source, file in files
+        if ">>>" in file.read_text(encoding="utf-8")
+    ]
     return [".".join(names[:-1] if names[-1] == "__init__" else names) for names in parts]
 
 

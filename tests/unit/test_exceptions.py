@@ -22,10 +22,10 @@ from podium.errors import EndpointError
 from podium.exceptions import describe_error, format_error, is_readable, read_text
 from podium.rewards.forms import Item
 from podium.rewards.panel import Panel, judge
-from podium.rollout.environments.tools import Toolbox
 from podium.runtime import Worker, endpoint
 from podium.runtime.exceptions import pack_exception, unpack_exception
 from podium.telemetry import Bus, Note
+from podium_agents.environments.tools import Toolbox
 
 LARGE = 3_000_000
 
@@ -476,7 +476,7 @@ def test_a_tool_that_raises_it_answers_with_an_error(kind: str, process: bool) -
         """Look a word up."""
         raise ODD[kind]()
 
-    from podium.rollout.environments.tools import tool
+    from podium_agents.environments.tools import tool
 
     box = Toolbox([tool(look_up, process=process)])
     call = {"id": "1", "function": {"name": "look_up", "arguments": '{"word": "a"}'}}

@@ -53,7 +53,7 @@ def test_the_command_names_the_packages_of_the_extra(package: str, extra: str) -
 
 
 def test_the_command_can_name_a_package_of_the_extra_alone() -> None:
-    assert re.fullmatch(r"pip install 'httpx>=[\d.]+'", install_command("agents", "httpx"))
+    assert re.fullmatch(r"pip install 'httpx>=[\d.]+'", install_command("renderers", "httpx", package="podium-agents"))
 
 
 def test_without_metadata_the_command_names_the_extra_or_the_package() -> None:

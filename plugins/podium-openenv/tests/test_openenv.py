@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from podium.errors import ConfigError, PodiumError
-from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.environments.resolve import resolve_environment
+from podium.rollout.environments import EnvironmentConfig
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium_agents.environments.resolve import resolve_environment
 from tests.integration.test_environments import TEMPLATE
 from tests.integration.training import metrics_rows, tiny
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError
-from podium.rollout.environments.config import SessionLimits
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import SessionLimits
 from podium.rollout.sampling import SamplingParams
+from podium_agents.environments.runner import Episode, live
 from tests.unit.rollout.service.scripted import scripted
 
 pytest.importorskip("podium_openenv")

@@ -14,11 +14,11 @@ import pytest
 from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
-from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
-from podium.rollout.environments.resolve import resolve_environment
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import EnvironmentConfig, SessionLimits
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium_agents.environments.resolve import resolve_environment
+from podium_agents.environments.runner import Episode, live
 from tests.integration.training import MODEL, metrics_rows, tiny
 from tests.unit.rollout.service.scripted import scripted
 from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of

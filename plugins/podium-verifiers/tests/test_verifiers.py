@@ -14,12 +14,12 @@ import pytest
 from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
-from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
-from podium.rollout.environments.resolve import resolve_environment
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import EnvironmentConfig, SessionLimits
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium_agents.environments.resolve import resolve_environment
+from podium_agents.environments.runner import Episode, live
 from podium_serve.gateway import Gateway
 from tests.integration.test_environments import TEMPLATE
 from tests.integration.training import metrics_rows, tiny

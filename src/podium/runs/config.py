@@ -17,7 +17,7 @@ from podium.errors import ConfigError
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.runs.named_code import check_source

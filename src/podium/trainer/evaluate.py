@@ -12,7 +12,7 @@ from podium.data import completion_texts, fields
 from podium.errors import ConfigError, NoRowsError
 from podium.models import load_tokenizer
 from podium.rewards import Grade, Grader, Rewards
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig, load_sessions
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import EncodedPairs, Example, encode_pairs, load_examples
 from podium.runs.config import InferenceConfig
@@ -39,7 +39,7 @@ from podium.trainer.generators import Generators
 from podium.trainer.held_out_scores import Sampled, scores_of
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, pair_batch, prompt_batch
 from podium.trainer.roles import stand_together, start_generator, start_scorer
-from podium.trainer.sessions import Sessions, grade_sessions
+from podium.trainer.sessions import Sessions
 from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, Policy, RewardModel
 
@@ -90,7 +90,7 @@ def score_held_out(
                 raise
             emit(Note(f"{error}\nAll items of this evaluation count as not correct, and the run continues"))
         else:
-            scored = grade_sessions(ungraded(batch=batch), grader, config.reward, reward_model)
+            scored = sessions.grade(ungraded(batch=batch), grader, config.reward, reward_model)
     else:
         batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
         scored = ungraded(batch=batch).graded(grader, reward_model=reward_model, steps_before=step)
@@ -248,10 +248,11 @@ def evaluate_model(
         in_script=in_script,
     )
     with grader, start_generator(cluster, config) as roles:
-        sessions = None
+        sessions: Sessions | None = None
         if roles.rollout is not None:
             beside = stand_together(roles.rollout, roles.generator)
-            sessions = Sessions(roles.rollout, () if beside else (roles.generator,), config, sampling)
+            asked = () if beside else (roles.generator,)
+            sessions = load_sessions(config.environment.shown).Sessions(roles.rollout, asked, config, sampling)
         emit(Waiting(f"evaluating {sum(map(len, sets.values())):,} prompts"))
         for name, prompts in sets.items():
             evaluations[name] = score_held_out(

@@ -44,7 +44,7 @@ from podium.trainer.pass_rates import PassRates, shares_of
 from podium.trainer.prompts import Prompt, completion_seeds, prompt_batch, row_order
 from podium.trainer.replay import Replay
 from podium.trainer.run_setup import Run
-from podium.trainer.sessions import Sessions, grade_sessions
+from podium.trainer.sessions import Sessions
 from podium.trainer.step_watch import StepWatch
 from podium.trainer.trainer import Trainer
 from podium.trainer.training_prompts import check_training, load_training
@@ -248,7 +248,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         places = sorted({*scored.groups})
         with stage("score"), self._keep_if_not_graded([batch], prompts, step):
             self.enter_drawn(step, places, scored.versions())
-            scored = grade_sessions(scored, self.run.grader, self.config.reward, self.run.roles.reward)
+            scored = sessions.grade(scored, self.run.grader, self.config.reward, self.run.roles.reward)
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(scored.batch))}
             scored = replace(scored, figures={**scored.figures, **trained})
             self._enter_graded(scored, places)

@@ -7,6 +7,8 @@ these as soon as they make a model.
 
 from typing import Final
 
+from podium.rollout.environments import find_rollout
+
 __all__ = ["MODEL_MODULES", "PRELOAD"]
 
 MODEL_MODULES: Final = (
@@ -23,10 +25,8 @@ PRELOAD: Final = (
     "torch",
     "transformers",
     *MODEL_MODULES,
-    *(
-        f"podium.workers.{role}"
-        for role in ("policy", "reference", "critic", "reward_model", "estimator", "generator", "rollout")
-    ),
+    *(f"podium.workers.{role}" for role in ("policy", "reference", "critic", "reward_model", "estimator", "generator")),
+    *([entry.module] if (entry := find_rollout()) is not None else []),
 )
 """Modules that worker processes import before their workers are made. The fork server of ``local`` imports them once
 for all processes."""

@@ -21,7 +21,7 @@ from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
 from podium.functions import load_function
 from podium.models.loading import vocabulary_size
-from podium.rollout.environments.outside import read_token
+from podium.rollout.environments import load_rollout, load_sessions
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
@@ -45,7 +45,6 @@ from podium.workers import (
     Policy,
     Reference,
     RewardModel,
-    Rollout,
     StreamedSync,
     Teacher,
     WeightSync,
@@ -66,7 +65,6 @@ _ROLES: Final[Mapping[str, type[Worker]]] = {
     "reward": RewardModel,
     "estimator": Estimator,
     "generator": Generator,
-    "rollout": Rollout,
 }
 
 RoleWorkers = Mapping[str, type[Worker] | Bound[Any]]
@@ -78,7 +76,7 @@ class InferenceRoles(NamedTuple):
 
     generator: Handle[Generator]
     reward: Handle[RewardModel] | None = None
-    rollout: Handle[Rollout] | None = None
+    rollout: Handle[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Roles:
     critic: Handle[Critic] | None = None
     reward: Handle[RewardModel] | None = None
     estimator: Handle[Estimator] | None = None
-    rollout: Handle[Rollout] | None = None
+    rollout: Handle[Any] | None = None
     weight_sync: WeightSync | None = None
 
     @property
@@ -129,7 +127,7 @@ class Roles:
     @property
     def workers(self) -> dict[str, Handle[Any]]:
         """The handles of all roles of the run, by the names of their groups."""
-        handles = {role: handle for role in _ROLES if (handle := getattr(self, role, None)) is not None}
+        handles = {role: handle for role in (*_ROLES, "rollout") if (handle := getattr(self, role, None)) is not None}
         return handles | {handle.group.name: handle for handle in self.generators}
 
     @property
@@ -190,7 +188,7 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
         if call.partition(".")[0] not in config.roles:
             raise ConfigError(f"run.profile: {call!r} is not ROLE.ENDPOINT of a role here: {', '.join(config.roles)}")
     named = {role: load_function(name, key=f"worker of the {role}") for role, name in config.worker_names.items()}
-    usual = cast("dict[str, type[Worker]]", {**_ROLES, **named})
+    usual = cast("dict[str, type[Worker]]", {**_list_classes(config), **named})
     if isinstance(config, PPOConfig) and config.algorithm.reference.reference_refresh:
         usual["reference"] = FollowingReference
     classes = {**usual, **(workers or {})}
@@ -232,10 +230,11 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
         )
     for method, why in needed.items():
         if method not in endpoints_of(cls):
-            class_name = _ROLES[role].__name__
+            usual = _list_classes(config)[role]
+            class_name, package = usual.__name__, usual.__module__.rpartition(".")[0]
             raise ConfigError(
                 f"workers[{role!r}]: {cls.__name__} has no endpoint {method!r}, {why}. Derive it from "
-                f"podium.workers.{class_name}, or write the endpoint as {class_name}.{method} is written"
+                f"{package}.{class_name}, or write the endpoint as {class_name}.{method} is written"
             )
 
 
@@ -275,7 +274,8 @@ def start_roles(
 def start_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[InferenceRoles]:
     """Start a generator with its own model, and the other roles of a run without training. The end of the block ends
     them."""
-    bound = {role: _ROLES[role].bind(**_inference_arguments(role, config)) for role in config.roles}
+    classes = _list_classes(config)
+    bound = {role: classes[role].bind(**_inference_arguments(role, config)) for role in config.roles}
     with _start_workers(cluster, config, bound) as (started, (generator,)):
         yield InferenceRoles(generator, started.get("reward"), started.get("rollout"))
 
@@ -348,13 +348,18 @@ def _start_workers(
         yield started, tuple(generators)
 
 
+def _list_classes(config: InferenceConfig) -> dict[str, type[Any]]:
+    """Return Podium's class of each role that this configuration may use."""
+    return {**_ROLES, "rollout": load_rollout(config.environment.shown)} if "rollout" in config.roles else {**_ROLES}
+
+
 def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
     """The arguments of the constructor of a role that a run without training may have."""
     if role == "generator":
         return {"model": config.model, "engine": config.resolved_engine}
     if role == "rollout":
-        outside = {"token": read_token()} if config.environment.is_outside else {}
-        return {"model": config.model, "data": config.data, "environment": config.environment, **outside}
+        further = load_sessions(config.environment.shown).list_arguments(config.environment)
+        return {"model": config.model, "data": config.data, "environment": config.environment, **further}
     parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else ParallelConfig()
     return {
         "path": config.reward.path,

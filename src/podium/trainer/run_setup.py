@@ -23,6 +23,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.errors import ConfigError
 from podium.rewards import Grader, Rewards
+from podium.rollout.environments import load_sessions
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks.examples import RowReader
 from podium.runs.config import PPOConfig, SFTConfig
@@ -365,7 +366,9 @@ def _open_sessions(
     if roles.rollout is None or generators is None:
         return None
     logs = directory.logs if kept.cluster.capabilities.processes else None
-    sessions = Sessions(roles.rollout, roles.asked_generators, config, kept.data.sampling, logs, roles.generators)
+    sessions: Sessions = load_sessions(config.environment.shown).Sessions(
+        roles.rollout, roles.asked_generators, config, kept.data.sampling, logs, roles.generators
+    )
     if roles.asked_generators:
         generators.returned = sessions.serve
         generators.left_out = sessions.leave_out

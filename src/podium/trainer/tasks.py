@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.environments.resolve import resolve_environment
+from podium.rollout.environments import EnvironmentConfig, load_sessions
 from podium.rollout.tasks import DataConfig, Example, load_examples
 from podium.rollout.tasks.bad_rows import BadRows
 from podium.rollout.tasks.chat_encoder import ChatEncoder
@@ -71,7 +70,7 @@ def load_tasks(
     side: Any = split
     if data.train or (split == "test" and data.eval):
         return Tasks(_without_media(load_examples(data.train, data, side, seed, limit), data))
-    tasks = resolve_environment(environment).tasks
+    tasks = load_sessions(environment.shown).resolve_environment(environment).tasks
     if tasks is None:
         raise ConfigError(
             f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Teacher as Teacher,
     )
     from podium.workers.reward_model import RewardModel as RewardModel
-    from podium.workers.rollout import Rollout as Rollout
     from podium.workers.weight_sync import (
         ColocatedSync as ColocatedSync,
         StreamedSync as StreamedSync,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from podium.data.sampled_text import decode_sampled, text_column
 from podium.errors import DataError
 from podium.rollout.engines.journal import Drawn, Journal, read_journals
 from podium.rollout.engines.stops import before_stop
+from podium.rollout.environments import load_sessions
 from podium.rollout.sampling import Completion, SamplingParams
-from podium.rollout.service.engine_client import EngineClient
-from podium.rollout.services import load_service
 from podium.rollout.tasks.config import DataConfig
 from podium.runtime import concat, endpoint, shard
 from podium.workers.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from podium.rollout.engines.requests import PromptTokens, SessionRoom
-    from podium.rollout.services import Server
 
 __all__ = ["Generator"]
 
@@ -42,10 +40,10 @@ class Generator(WeightReceiver):
     """Draws completions. :class:`WeightReceiver` describes the arguments, and how weights arrive."""
 
     _journal: Journal | None = None
-    _tokens: EngineClient | None = None
+    _tokens: Any = None
 
     @cached_property
-    def _servers(self) -> list[Server]:
+    def _servers(self) -> list[Any]:
         return []
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
@@ -83,11 +81,11 @@ class Generator(WeightReceiver):
             return self._draw(prompts, sampling, [])
         return self._draw(prompts, sampling, await asyncio.wrap_future(self._ready_engine().generate_later(*requests)))
 
-    def tokens(self) -> EngineClient:
+    def tokens(self) -> Any:
         """Return what draws tokens for sessions in this process, beside all calls."""
         engine = self._ready_engine()
         if self._tokens is None or self._tokens.engine is not engine:
-            self._tokens = EngineClient(engine)
+            self._tokens = load_sessions("a session in these processes").connect_engine(engine)
         return self._tokens
 
     @endpoint(concurrent=True)
@@ -116,7 +114,7 @@ class Generator(WeightReceiver):
         host: str = "",
         port: int = 0,
     ) -> str:
-        """Answer requests over HTTP beside all other calls, until the worker ends: see :mod:`podium.rollout.services`.
+        """Answer requests over HTTP beside all other calls, until the worker ends. Installed packages speak HTTP.
 
         Args:
             data: How conversations are written.
@@ -135,7 +133,7 @@ class Generator(WeightReceiver):
             PodiumError: The address or port cannot be used.
         """
         host = host or self.ctx.address
-        server = load_service("a generator that answers requests").serve_engine(
+        server = load_sessions("a generator that answers requests").serve_engine(
             self._ready_engine(), self._tokenizer, data, sampling, model=model, token=token, host=host, port=port
         )
         self._servers.append(server)

@@ -52,7 +52,7 @@ def test_the_template_of_the_recipes_leaves_tools_out_on_purpose(recipe: str, mo
 
 def find_schemas(names: dict[str, Any]) -> list[Any]:
     """The schemas of a recipe's tools."""
-    from podium.rollout.environments import Toolbox
+    from podium_agents import Toolbox
 
     boxes = [value for value in names.values() if isinstance(value, Toolbox)]
     tools = boxes[0] if boxes else Toolbox([names["calculate"]])

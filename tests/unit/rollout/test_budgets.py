@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError
-from podium.rollout.environments import Client, ContextFull, Task
-from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import EnvironmentConfig, SessionLimits
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.service import Service
+from podium_agents import Client, ContextFull, Task
+from podium_agents.environments.runner import Episode, live
+from podium_agents.service.service import Service
 from tests.unit.rollout.service.scripted import LOOK, scripted
 
 ANSWER = "A very long answer.<|im_end|>"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from podium.models import char_tokenizer
-from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.service.chat_format import ChatFormat
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 CHATML = (

@@ -16,11 +16,11 @@ from bench.sessions import Echo, make_tokenizer
 from podium.errors import GenerationError
 from podium.rollout.engines.requests import SessionRoom
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.chat_format import chat_format
-from podium.rollout.service.service import Service
-from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.service.chat_format import chat_format
+from podium_agents.service.service import Service
+from podium_agents.service.sessions import Sampled
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.chat_format import ChatFormat, chat_format
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.telemetry import Note, subscribe
+from podium_agents.service.chat_format import ChatFormat, chat_format
 from tests.unit.rollout.test_templates import (
     CHATML,
     FAMILIES,

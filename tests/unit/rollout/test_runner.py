@@ -13,12 +13,12 @@ import pytest
 
 from bench.sessions import make_service
 from podium.errors import ConfigError
-from podium.rollout.environments import Client, ContextFull, Outcome, Reply, Toolbox, converse, tool
-from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
-from podium.rollout.environments.processes import SessionProcesses
-from podium.rollout.environments.resolve import resolve_environment
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import EnvironmentConfig, SessionLimits
 from podium.telemetry import Note, subscribe
+from podium_agents import Client, ContextFull, Outcome, Reply, Toolbox, converse, tool
+from podium_agents.environments.processes import SessionProcesses
+from podium_agents.environments.resolve import resolve_environment
+from podium_agents.environments.runner import Episode, live
 from tests.warm_python import run_python
 
 Task = Mapping[str, Any]
@@ -193,7 +193,7 @@ def test_a_session_that_raises_whatever_it_likes_ends_alone(how: str) -> None:
 def test_a_session_that_does_not_hear_that_its_time_is_over_has_failed(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("podium.rollout.environments.runner._GRACE_S", 0.3)
+    monkeypatch.setattr("podium_agents.environments.runner._GRACE_S", 0.3)
     notes: list[str] = []
 
     async def play(task: Task, client: Client) -> float:

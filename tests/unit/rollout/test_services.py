@@ -12,9 +12,9 @@ import pytest
 from podium.cli import find_commands, main
 from podium.config import build_config
 from podium.errors import ConfigError
-from podium.rollout.services import HttpService, load_service, open_gateway
 from podium.trainer import GRPOConfig
 from podium.trainer.checks.preflight import check_services
+from podium_agents.services import HttpService, load_service, open_gateway
 
 REMEDY = r"pip install \./plugins/podium-NAME"
 

@@ -13,16 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.sessions import make_tokenizer
 from podium.rollout.engines import EngineConfig
 from podium.rollout.engines.native import NativeEngine
-from podium.rollout.environments.client import Client
-from podium.rollout.environments.config import SessionLimits
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import SessionLimits
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.admission import Admission
-from podium.rollout.service.chat_format import chat_format
-from podium.rollout.service.engine_client import EngineClient
-from podium.rollout.service.service import Service
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.environments.client import Client
+from podium_agents.environments.runner import Episode, live
+from podium_agents.service.admission import Admission
+from podium_agents.service.chat_format import chat_format
+from podium_agents.service.engine_client import EngineClient
+from podium_agents.service.service import Service
 
 DRAWN, TURNS, SESSIONS = 12, 8, 136
 TOKENS = 2 * 16 * 352  # for which the engine has memory, half of them in lanes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from podium.rollout.service.histories import message_key
-from podium.rollout.service.sessions import Sampled, Session
+from podium_agents.service.histories import message_key
+from podium_agents.service.sessions import Sampled, Session
 
 
 def sampled(*ids: int, version: int = 3) -> Sampled:

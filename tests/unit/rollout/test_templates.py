@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.admission import Admission
-from podium.rollout.service.chat_format import ChatFormat
-from podium.rollout.service.service import Answer, Service
-from podium.rollout.service.sessions import Sampled, Session
-from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.service.admission import Admission
+from podium_agents.service.chat_format import ChatFormat
+from podium_agents.service.service import Answer, Service
+from podium_agents.service.sessions import Sampled, Session
+from podium_agents.service.wire import ChatRequest
 from tests.everyday import mark_others
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import pytest
 
 from podium.errors import ConfigError
-from podium.rollout.environments import Toolbox, ToolError, tool
-from podium.rollout.environments.calls import session_counts
+from podium_agents import Toolbox, ToolError, tool
+from podium_agents.environments.calls import session_counts
 from tests.everyday import mark_others
 from tests.waits import LONG_S, all_end
 

@@ -12,13 +12,13 @@ from podium.data import Batch, Jagged, fields
 from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.rewards import Grade
-from podium.rollout.environments.contract import Earned
 from podium.rollout.tasks import Example
 from podium.runs.config import GRPOConfig, PromptBatch, PromptChoice
 from podium.telemetry import metrics
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import fill_step, list_flat
 from podium.trainer.prompts import Prompt
+from podium_agents.environments.contract import Earned
 
 
 def scored(rewards: dict[int, list[float]], correct: dict[int, list[bool | None]] | None = None) -> ScoredBatch:

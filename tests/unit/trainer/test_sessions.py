@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from podium.data import Batch, fields
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.runs.config import InferenceConfig, RunConfig
 from podium.telemetry import Event, Note, metrics, subscribe
-from podium.trainer.sessions import Sessions
+from podium_agents.sessions import Sessions
 
 
 @pytest.mark.parametrize(

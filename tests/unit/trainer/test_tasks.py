@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from podium.errors import DataError
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig, Example
 from podium.trainer.tasks import Tasks, load_tasks
 from tests.unit.rollout.tasks.test_encode import notes_of

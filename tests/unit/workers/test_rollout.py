@@ -18,16 +18,15 @@ from bench.sessions import Echo, make_tokenizer
 from podium import Cluster
 from podium.data import Batch, fields
 from podium.models import ModelConfig
-from podium.rollout.environments import Client
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.chat_format import chat_format
-from podium.rollout.service.service import Service
-from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.trainer import PRELOAD
-from podium.workers import Rollout
+from podium_agents import Client, Rollout
+from podium_agents.service.chat_format import chat_format
+from podium_agents.service.service import Service
+from podium_agents.service.sessions import Sampled
 from tests.integration.training import MODEL
 
 pytest.importorskip("starlette")

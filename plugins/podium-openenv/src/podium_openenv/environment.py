@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError, PodiumError
 from podium.extras import install_command
-from podium.rollout.environments import Outcome, Tool, Toolbox, ToolError
+from podium_agents import Outcome, Tool, Toolbox, ToolError
 
 if TYPE_CHECKING:
-    from podium.rollout.environments import Client, Task
+    from podium_agents import Client, Task
 
 __all__ = ["OpenEnv"]
 

@@ -1,7 +1,7 @@
 """A model that answers over HTTP: the OpenAI API, and ids in and out. It is the entry point ``http`` of Podium's group
-``podium.services``, and implements :class:`podium.rollout.services.HttpService`.
+``podium.services``, and implements :class:`podium_agents.services.HttpService`.
 
-app ──▶ podium.rollout.service.service      HTTP ─▶ requests of conversations, texts and ids ─▶ recorded answers
+app ──▶ podium_agents.service.service      HTTP ─▶ requests of conversations, texts and ids ─▶ recorded answers
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def check_serving(host: str, port: int, token: str) -> None:
 
 
 def open_gateway(host: str, ports: Sequence[int]) -> Gateway:
-    """As :meth:`podium.rollout.services.HttpService.open_gateway`."""
+    """As :meth:`podium_agents.services.HttpService.open_gateway`."""
     from podium_serve.gateway import Gateway
 
     return Gateway(host, ports)
 
 
 def connect_generators(urls: Sequence[str], token: str) -> RemoteTokens:
-    """As :meth:`podium.rollout.services.HttpService.connect_generators`."""
+    """As :meth:`podium_agents.services.HttpService.connect_generators`."""
     from podium_serve.generator_client import RemoteTokens
 
     return RemoteTokens(urls, token)
@@ -104,10 +104,10 @@ def serve_engine(
     Raises:
         PodiumError: The address ``host`` and ``port`` cannot be used.
     """
-    from podium.rollout.service.chat_format import chat_format
-    from podium.rollout.service.engine_client import EngineClient
-    from podium.rollout.service.service import Service
     from podium.rollout.tasks.chat_encoder import ChatEncoder
+    from podium_agents.service.chat_format import chat_format
+    from podium_agents.service.engine_client import EngineClient
+    from podium_agents.service.service import Service
     from podium_serve.app import make_app
     from podium_serve.server import Server
 

@@ -30,8 +30,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from podium.errors import PodiumError
 from podium.rollout.engines.stops import before_stop
-from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.wire import (
+from podium_agents.service.sessions import Sampled
+from podium_agents.service.wire import (
     WISHES,
     ChatRequest,
     Refusal,
@@ -65,9 +65,9 @@ from podium_serve.texts import (
 )
 
 if TYPE_CHECKING:
-    from podium.rollout.service.keys import Access
-    from podium.rollout.service.service import Answer, Asked, Service
-    from podium.rollout.service.token_source import Scored
+    from podium_agents.service.keys import Access
+    from podium_agents.service.service import Answer, Asked, Service
+    from podium_agents.service.token_source import Scored
 
 __all__ = ["make_app"]
 

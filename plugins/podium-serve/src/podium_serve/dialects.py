@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from podium.errors import PodiumError
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.wire import Refusal
 from podium_serve.exchange import Streamed
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Answer
+    from podium_agents.service.service import Answer
     from podium_serve.pieces import Delta
 
 __all__ = ["Dialect", "Event", "Usage", "Writer", "as_list", "check_fields", "list_parts", "refuse", "stream_events"]

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from podium.rollout.service.keys import root_of
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.keys import root_of
+from podium_agents.service.wire import Refusal
 from podium_serve.concurrency import all_of
 
 __all__ = ["SESSION_HEADER", "Streamed", "as_json", "read_body", "session_of", "while_there"]

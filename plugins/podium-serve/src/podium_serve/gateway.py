@@ -20,8 +20,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import GenerationError, PodiumError
-from podium.rollout.service.keys import SessionKeys, root_of
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.keys import SessionKeys, root_of
+from podium_agents.service.wire import Refusal
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from podium.rollout.service.service import Service
+    from podium_agents.service.service import Service
     from podium_serve.offers import Offers
 
 __all__ = ["LOOPBACK", "Gateway"]
@@ -98,7 +98,7 @@ class Gateway:
                 self._apps.pop(call, None)
 
     def offer(self, limits_s: tuple[float, float, float], token: str, *, names_tasks: bool) -> Offers:
-        """As :meth:`podium.rollout.services.Gateway.offer`."""
+        """As :meth:`podium_agents.services.Gateway.offer`."""
         from podium_serve.offers import Offers
 
         offers = Offers(*limits_s, names_tasks=names_tasks)

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx2
 
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.service.admission import Admission
-from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.token_source import Scored
+from podium_agents.service.admission import Admission
+from podium_agents.service.sessions import Sampled
+from podium_agents.service.token_source import Scored
 from podium_serve.bodies import read_masks
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import SessionRoom, Tokens
     from podium.rollout.sampling import SamplingParams
-    from podium.rollout.service.concurrency import Caller
+    from podium_agents.service.concurrency import Caller
 
 __all__ = ["SILENT_S", "RemoteTokens"]
 

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from podium.rollout.service.budgets import LIMIT_REACHED
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.budgets import LIMIT_REACHED
+from podium_agents.service.wire import Refusal
 from podium_serve.dialects import Event, Usage, as_list, check_fields, list_parts, refuse
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Answer
+    from podium_agents.service.service import Answer
     from podium_serve.pieces import Delta
 
 __all__ = ["Messages"]

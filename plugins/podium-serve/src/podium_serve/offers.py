@@ -18,13 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from podium.rollout.environments.client import Reply
-from podium.rollout.environments.contract import Outcome
-from podium.rollout.environments.runner import Ending
+from podium_agents.environments.client import Reply
+from podium_agents.environments.contract import Outcome
+from podium_agents.environments.runner import Ending
 
 if TYPE_CHECKING:
-    from podium.rollout.environments.client import Client
-    from podium.rollout.environments.contract import Task
+    from podium_agents.environments.client import Client
+    from podium_agents.environments.contract import Task
 
 __all__ = ["Offer", "Offers"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Answer
-    from podium.rollout.service.sessions import Sampled
+    from podium_agents.service.service import Answer
+    from podium_agents.service.sessions import Sampled
 
 __all__ = ["Delta", "Progress"]
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.wire import Refusal
 from podium_serve.dialects import Event, Usage, as_list, check_fields, list_parts, refuse
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Answer
+    from podium_agents.service.service import Answer
     from podium_serve.pieces import Delta
 
 __all__ = ["Responses"]

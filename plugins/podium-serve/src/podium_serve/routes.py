@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from podium.errors import ConfigError, PodiumError
-from podium.rollout.service.keys import Access, OneToken
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.keys import Access, OneToken
+from podium_agents.service.wire import Refusal
 from podium_serve.dialects import Dialect
 from podium_serve.exchange import session_of
 from podium_serve.messages import Messages

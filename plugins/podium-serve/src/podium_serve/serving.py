@@ -14,7 +14,7 @@ from typing import Final
 
 from podium.errors import PodiumError
 from podium.models import load_tokenizer
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.config import InferenceConfig
 from podium.runs.model_paths import resolve_models

@@ -12,14 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from podium.rollout.engines.stops import before_stop
-from podium.rollout.service.service import Answer
-from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.tool_calls import REASONING_ENDS
+from podium_agents.service.service import Answer
+from podium_agents.service.sessions import Sampled
+from podium_agents.service.tool_calls import REASONING_ENDS
 from podium_serve.concurrency import merge_streams
 from podium_serve.pieces import Delta, Progress
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Asked, Service
+    from podium_agents.service.service import Asked, Service
 
 __all__ = ["read_answer", "stream_answers", "stream_texts"]
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from podium.errors import ConfigError
-from podium.rollout.service.service import UNWRITTEN
-from podium.rollout.service.wire import Refusal, texts_of
+from podium_agents.service.service import UNWRITTEN
+from podium_agents.service.wire import Refusal, texts_of
 
 if TYPE_CHECKING:
-    from podium.rollout.service.service import Service
-    from podium.rollout.service.token_source import Scored
+    from podium_agents.service.service import Service
+    from podium_agents.service.token_source import Scored
     from podium_serve.bodies import TokenizeRequest
 
 __all__ = [

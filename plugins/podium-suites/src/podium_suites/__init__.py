@@ -116,7 +116,7 @@ class HarnessTask:
         """
         from podium.models import load_tokenizer
         from podium.models.loading import longest_text
-        from podium.rollout.services import load_service
+        from podium_agents.services import load_service
 
         harness, token = self.harness, secrets.token_urlsafe(32)
         name = f"{name}-{secrets.token_hex(4)}"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from podium.errors import ConfigError, PodiumError
 from podium.extras import install_command
 from podium.functions import load_function
-from podium.rollout.environments import Outcome, in_thread
+from podium_agents import Outcome, in_thread
 
 if TYPE_CHECKING:
-    from podium.rollout.environments import Client, Task
+    from podium_agents import Client, Task
 
 __all__ = ["TextArena"]
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError, PodiumError
 from podium.processes import Launched, Requests, describe_exit
-from podium.rollout.environments import Outcome
+from podium_agents import Outcome
 
 if TYPE_CHECKING:
-    from podium.rollout.environments import Client, Task
+    from podium_agents import Client, Task
 
 __all__ = ["Verifiers"]
 

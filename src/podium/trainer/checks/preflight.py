@@ -24,11 +24,8 @@ from podium.rewards.forms import read_form
 from podium.rewards.resolve import check_weights, columns_read, list_rewards, load_nearby, name_of
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
-from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.environments.outside import read_token
-from podium.rollout.environments.resolve import resolve_environment
+from podium.rollout.environments import EnvironmentConfig, load_sessions
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.services import load_service
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.run_reader import check_run
@@ -125,16 +122,13 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
             have tasks.
         DataError: A file of the data is missing.
     """
-    resolved = resolve_environment(environment)
-    if environment.is_outside:
-        read_token()
+    sessions = load_sessions(environment.shown)
+    resolved = sessions.resolve_environment(environment)
+    sessions.list_arguments(environment)
     if data.train:
         check_data(data)
     elif resolved.tasks is None:
-        raise ConfigError(
-            f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "
-            "data.train"
-        )
+        raise ConfigError(f"data.train is not set, and {environment.shown} has no tasks of its own: set data.train")
 
 
 def check_services(config: PPOConfig | SFTConfig) -> None:
@@ -143,10 +137,8 @@ def check_services(config: PPOConfig | SFTConfig) -> None:
     Raises:
         ConfigError: Generators in processes of their own or a service elsewhere need one, and none is installed.
     """
-    if config.environment.is_outside:
-        load_service(f"environment.name = {config.environment.name!r}")
-    if not any({"generator", "rollout"} <= {*roles} for roles, _ in config.processes):
-        load_service(f"placement: {config.environment.name!r} with generators in processes of their own")
+    apart = not any({"generator", "rollout"} <= {*roles} for roles, _ in config.processes)
+    load_sessions(config.environment.shown).check_services(config.environment, apart=apart)
 
 
 def find_unused_settings(config: InferenceConfig) -> list[str]:

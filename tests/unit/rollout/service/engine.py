@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.chat_format import ChatFormat
-from podium.rollout.service.engine_client import EngineClient
-from podium.rollout.service.service import Service
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.service.chat_format import ChatFormat
+from podium_agents.service.engine_client import EngineClient
+from podium_agents.service.service import Service
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL
 
 

@@ -12,14 +12,14 @@ from typing import Any
 from podium.models import char_tokenizer
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.admission import Admission
-from podium.rollout.service.chat_format import ChatFormat
-from podium.rollout.service.service import Service
-from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.token_source import Scored
-from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.service.admission import Admission
+from podium_agents.service.chat_format import ChatFormat
+from podium_agents.service.service import Service
+from podium_agents.service.sessions import Sampled
+from podium_agents.service.token_source import Scored
+from podium_agents.service.wire import ChatRequest
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>")

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from podium.rollout.engines.requests import SessionRoom
-from podium.rollout.service import admission
-from podium.rollout.service.admission import Admission
+from podium_agents.service import admission
+from podium_agents.service.admission import Admission
 
 ROOM = SessionRoom(sessions=0, tokens=1000)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.service import Service
+from podium_agents.service.service import Service
 from tests.unit.rollout.service.scripted import CHATML, TOKEN, scripted
 
 openai: Any = pytest.importorskip("openai")

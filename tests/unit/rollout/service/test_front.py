@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from podium.connections.front import Front, Phase, Visitor
-from podium.rollout.service.wire import texts_of
+from podium_agents.service.wire import texts_of
 from podium_view.server import ViewServer
 from tests.integration.test_serve import NOBODY, OTHER_USERS
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, GenerationError, PodiumError
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.keys import SessionKeys
-from podium.rollout.service.service import Service
-from podium.rollout.service.sessions import Session
+from podium_agents.service.keys import SessionKeys
+from podium_agents.service.service import Service
+from podium_agents.service.sessions import Session
 from podium_serve import gateway as gateway_module
 from podium_serve.gateway import Gateway
 from tests.unit.rollout.service.scripted import USER, posted, scripted

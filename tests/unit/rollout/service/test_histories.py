@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.histories import MessageReader, message_key
-from podium.rollout.service.sessions import Session
+from podium_agents.service.histories import MessageReader, message_key
+from podium_agents.service.sessions import Session
 from tests.unit.rollout.service.scripted import CHATML, USER, say, scripted
 
 Change = Callable[[dict[str, Any]], object]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.chat_format import ChatFormat, recent_messages
-from podium.rollout.service.sessions import Sampled, Session
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
+from podium_agents.service.chat_format import ChatFormat, recent_messages
+from podium_agents.service.sessions import Sampled, Session
 from tests.unit.rollout.test_templates import FAMILIES, Family, converse, make, tokenizer_of
 
 TURN = "message.role + '\\n' + message.content"

@@ -12,11 +12,11 @@ import torch
 from podium.data import Batch, Jagged, fields
 from podium.data.masks import mask_columns
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.service import Service
-from podium.rollout.service.sessions import Row
-from podium.rollout.service.wire import ChatRequest, Refusal
 from podium.training.micro_batches import cut
 from podium.training.scoring import score_tokens
+from podium_agents.service.service import Service
+from podium_agents.service.sessions import Row
+from podium_agents.service.wire import ChatRequest, Refusal
 from podium_serve.app import make_app
 from podium_serve.generator_client import RemoteTokens
 from podium_serve.server import Server

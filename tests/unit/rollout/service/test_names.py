@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.histories import message_key
+from podium_agents.service.histories import message_key
 from tests.unit.rollout.service.scripted import CHATML, say, scripted
 
 NAMES = (

@@ -13,9 +13,9 @@ import pytest
 from podium.errors import ConfigError
 from podium.models import ModelConfig, char_tokenizer
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.wire import ChatRequest, Refusal
 from podium.rollout.tasks.config import DataConfig
 from podium.trainer.checks.preflight import with_stop_tokens
+from podium_agents.service.wire import ChatRequest, Refusal
 from tests.unit.rollout.service.scripted import LOOK, TOKEN, USER, say, scripted
 from tests.unit.rollout.service.spelling import make_tokenizer
 

@@ -10,20 +10,20 @@ import httpx2
 import pytest
 
 from podium.errors import ConfigError
-from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
-from podium.rollout.environments.outside import Outside
-from podium.rollout.environments.resolve import longest_session_s, resolve_environment
-from podium.rollout.environments.runner import Episode, live
+from podium.rollout.environments import EnvironmentConfig, SessionLimits
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks.config import DataConfig
 from podium.trainer.checks.preflight import check_environment
+from podium_agents.environments.outside import Outside, is_outside
+from podium_agents.environments.resolve import longest_session_s, resolve_environment
+from podium_agents.environments.runner import Episode, live
 from podium_serve.gateway import Gateway
 from tests.unit.rollout.service.scripted import USER, scripted
 
 pytest.importorskip("uvicorn")
 
 TOKEN = "the service's"
-OUTSIDE = "podium.rollout.environments.outside:Outside"
+OUTSIDE = "podium_agents.environments.outside:Outside"
 Act = Callable[[httpx2.AsyncClient], Awaitable[None]]
 
 
@@ -336,7 +336,7 @@ def test_limits_hold_in_an_evaluation() -> None:
 
 def test_a_service_without_a_token_or_with_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EnvironmentConfig(name=OUTSIDE, options={"time_limit_s": 10, "open_limit_s": 20, "reward_limit_s": 30})
-    assert (config.is_outside, longest_session_s(config)) == (True, 60.0)
+    assert (is_outside(config), longest_session_s(config)) == (True, 60.0)
     with pytest.raises(ConfigError, match="processes has no use"):
         resolve_environment(EnvironmentConfig(name=OUTSIDE, options={"processes": 2}))
     with pytest.raises(ConfigError, match="reward_limit_s = -1"):

@@ -14,10 +14,10 @@ import torch
 from podium.models import char_tokenizer
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service import engine_client
-from podium.rollout.service.service import Service
-from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.wire import ChatRequest
+from podium_agents.service import engine_client
+from podium_agents.service.service import Service
+from podium_agents.service.sessions import Sampled
+from podium_agents.service.wire import ChatRequest
 from podium_serve.generator_client import RemoteTokens
 from tests.unit.rollout.service.engine import random_service
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL, TOKEN, USER, posted

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.histories import message_key
-from podium.rollout.service.sessions import Sampled, Session
-from podium.rollout.service.wire import ChatRequest, Refusal
+from podium_agents.service.histories import message_key
+from podium_agents.service.sessions import Sampled, Session
+from podium_agents.service.wire import ChatRequest, Refusal
 from tests.unit.rollout.service.scripted import LOOK, USER, say, scripted
 
 

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from podium.errors import GenerationError
-from podium.rollout.service.service import Service
+from podium_agents.service.service import Service
 from tests.unit.rollout.service.scripted import TOKEN, USER, scripted
 
 pytest.importorskip("starlette")

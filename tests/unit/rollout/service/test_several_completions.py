@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from podium.errors import GenerationError
-from podium.rollout.service.service import Service
+from podium_agents.service.service import Service
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
 
 pytest.importorskip("uvicorn")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from podium.rollout.engines.stops import before_stop, ends_now
-from podium.rollout.service.service import Answer, Service, up_to_stop
-from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.wire import ChatRequest
+from podium_agents.service.service import Answer, Service, up_to_stop
+from podium_agents.service.sessions import Sampled
+from podium_agents.service.wire import ChatRequest
 from podium_serve import streaming
 from podium_serve.bodies import CompletionRequest
 from podium_serve.pieces import Delta

@@ -15,8 +15,8 @@ from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.rollout.engines.grammars import Grammars, token_bytes
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.service import Answer, Service
-from podium.rollout.service.wire import ChatRequest, Refusal
+from podium_agents.service.service import Answer, Service
+from podium_agents.service.wire import ChatRequest, Refusal
 from tests.everyday import mark_others
 from tests.unit.rollout.service.engine import random_service
 from tests.unit.rollout.service.scripted import USER

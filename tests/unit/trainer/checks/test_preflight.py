@@ -15,7 +15,7 @@ from podium.config import config_to_yaml
 from podium.errors import CheckpointError, ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model, load_tokenizer
 from podium.models.loading import longest_text
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig, Example
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from podium.rollout.engines.constraints import Constraint
-from podium.rollout.service.structured import AnswerGrammar
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.structured import AnswerGrammar
+from podium_agents.service.wire import Refusal
 
 __all__ = ["make_constraint"]
 

@@ -6,17 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from podium.rollout.service.wire import Refusal
+from podium.rollout.environments import BUDGETS
+from podium_agents.service.wire import Refusal
 
-__all__ = ["BUDGETS", "LIMIT_REACHED", "Budget"]
-
-BUDGETS: Final[Mapping[str, str]] = {
-    "turn_limit": "answers",
-    "sampled_limit": "sampled tokens",
-    "read_limit": "tokens of prompts",
-    "tool_call_limit": "calls of tools",
-}
-"""What is counted, by the name of the option that limits it."""
+__all__ = ["LIMIT_REACHED", "Budget"]
 
 LIMIT_REACHED: Final = "session_limit_reached"
 """The code of a request that is refused because its session has used what it may."""

@@ -28,15 +28,15 @@ from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines.draw import leave_out
 from podium.rollout.engines.requests import Aborted, Event, Failed, Finished, Request, RequestId, Tokens
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.admission import Admission
-from podium.rollout.service.token_source import Scored, read_sampled
+from podium_agents.service.admission import Admission
+from podium_agents.service.token_source import Scored, read_sampled
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
     from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import PromptTokens
-    from podium.rollout.service.concurrency import Caller
-    from podium.rollout.service.sessions import Sampled
+    from podium_agents.service.concurrency import Caller
+    from podium_agents.service.sessions import Sampled
 
 __all__ = ["EngineClient"]
 

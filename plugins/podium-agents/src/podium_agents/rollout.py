@@ -28,33 +28,33 @@ from podium.models.loading import longest_text
 from podium.models.tokenizers import load_tokenizer
 from podium.models.vocabulary import TextIds, find_text_ids
 from podium.rollout.engines.requests import SessionRoom
-from podium.rollout.environments.client import MOST_AGENTS
-from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.environments.contract import Earned
-from podium.rollout.environments.outside import TOKEN
-from podium.rollout.environments.processes import SessionProcesses
-from podium.rollout.environments.resolve import ResolvedEnvironment, longest_session_s, resolve_environment
-from podium.rollout.environments.runner import Episode, Trajectory, live
+from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.chat_format import chat_format
-from podium.rollout.service.service import Service
-from podium.rollout.services import load_service, open_gateway
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.runtime import Worker, concat, endpoint, gather, shard
 from podium.telemetry import Event, Note, active, emit, subscribe
 from podium.workers.siblings import find_sibling
+from podium_agents.environments.client import MOST_AGENTS
+from podium_agents.environments.contract import Earned
+from podium_agents.environments.outside import TOKEN
+from podium_agents.environments.processes import SessionProcesses
+from podium_agents.environments.resolve import ResolvedEnvironment, longest_session_s, resolve_environment
+from podium_agents.environments.runner import Episode, Trajectory, live
+from podium_agents.service.chat_format import chat_format
+from podium_agents.service.service import Service
+from podium_agents.services import load_service, open_gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from transformers import PreTrainedTokenizerBase
 
-    from podium.rollout.service.chat_format import ChatFormat
-    from podium.rollout.service.sessions import Row
-    from podium.rollout.service.token_source import TokenSource
-    from podium.rollout.services import OfferedSessions, RemoteSource
     from podium.workers.generator import Generator
+    from podium_agents.service.chat_format import ChatFormat
+    from podium_agents.service.sessions import Row
+    from podium_agents.service.token_source import TokenSource
+    from podium_agents.services import OfferedSessions, RemoteSource
 
 __all__ = ["Rollout"]
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import find_installed, what_raised
-from podium.rollout.service.keys import SessionKeys
-from podium.rollout.service.token_source import TokenSource
+from podium_agents.service.keys import SessionKeys
+from podium_agents.service.token_source import TokenSource
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
     from podium.rollout.engines.requests import SessionRoom
-    from podium.rollout.environments.client import Client
-    from podium.rollout.environments.contract import Task
-    from podium.rollout.environments.runner import Ending
     from podium.rollout.sampling import SamplingParams
-    from podium.rollout.service.service import Service
     from podium.rollout.tasks.config import DataConfig
+    from podium_agents.environments.client import Client
+    from podium_agents.environments.contract import Task
+    from podium_agents.environments.runner import Ending
+    from podium_agents.service.service import Service
 
 __all__ = ["Gateway", "HttpService", "OfferedSessions", "RemoteSource", "Server", "load_service", "open_gateway"]
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from podium.rollout.service.histories import Template
-from podium.rollout.service.sessions import Session
+from podium_agents.service.histories import Template
+from podium_agents.service.sessions import Session
 
 __all__ = ["SessionStore"]
 

@@ -1,21 +1,102 @@
-"""Settings of an environment, and the way from its name to what the name stands for. Imports no torch."""
+"""Settings of an environment, the way from its name to what the name stands for, and the way to the package that runs
+sessions in it: Podium itself runs none. Imports no torch.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import Any, Final, Protocol, cast
 
 from pydantic import Field
 
 from podium.config import build_config, section
 from podium.errors import ConfigError
-from podium.functions import check_function_name, load_function, load_installed, nearest
-from podium.rollout.service.budgets import BUDGETS
+from podium.extras import explain_packages
+from podium.functions import check_function_name, find_installed, load_function, load_installed, nearest, what_raised
 
-__all__ = ["EnvironmentConfig", "SessionLimits", "find_environments", "load_environment"]
+__all__ = ["BUDGETS", "EnvironmentConfig", "SessionLimits", "SessionPackage", "find_environments", "find_rollout"]
+__all__ += ["load_environment", "load_rollout", "load_sessions"]
+
+BUDGETS: Final[Mapping[str, str]] = {
+    "turn_limit": "answers",
+    "sampled_limit": "sampled tokens",
+    "read_limit": "tokens of prompts",
+    "tool_call_limit": "calls of tools",
+}
+"""What is counted in a session, by the name of the option that limits it."""
 
 _KEY: Final = "environment.name"
 _GROUP: Final = "podium.environments"
-_OUTSIDE: Final = "podium.rollout.environments.outside:Outside"
+_SESSIONS: Final = "podium.sessions"
+
+
+class SessionPackage(Protocol):
+    """What the entry point ``sessions`` of the group ``podium.sessions`` is: a module or an object with these names.
+
+    The entry point ``rollout`` of the group is the class of the workers of this role.
+
+    Attributes:
+        Sessions: Makes one object of all rollout workers (:class:`podium.trainer.sessions.Sessions`) of their handle,
+            the handles of the generators that they ask, the configuration, the sampling parameters, the directory of
+            logs, and the handles of all generators.
+        resolve_environment: Returns the environment that a configuration names, with its ``tasks``.
+    """
+
+    Sessions: Callable[..., Any]
+    resolve_environment: Callable[["EnvironmentConfig"], Any]
+
+    def list_arguments(self, environment: "EnvironmentConfig") -> dict[str, Any]:
+        """Return further arguments of the constructor of the role ``rollout``. Raises ConfigError if one is missing."""
+        ...
+
+    def check_services(self, environment: "EnvironmentConfig", *, apart: bool) -> None:
+        """Check that a package speaks HTTP, where sessions need one that is known before they begin. ``apart`` says
+        that generators are in processes of their own. Raises ConfigError if none is installed.
+        """
+        ...
+
+    def connect_engine(self, engine: Any) -> Any:
+        """Return what draws tokens of ``engine`` for sessions in the same process."""
+        ...
+
+    def serve_engine(self, engine: Any, tokenizer: Any, data: Any, sampling: Any, **address: Any) -> Any:
+        """Serve the engine of a generator to rollout workers in other processes. The result has a ``url``."""
+        ...
+
+
+def find_rollout() -> EntryPoint | None:
+    """Return the entry point of the workers that run sessions; None if no package with them is installed.
+
+    Raises:
+        ConfigError: Several packages have one.
+    """
+    return find_installed(_SESSIONS, "rollout", _SESSIONS)
+
+
+def load_rollout(purpose: str) -> type[Any]:
+    """Return the class of the workers that run sessions. Arguments and errors are those of :func:`load_sessions`."""
+    return cast("type[Any]", _load(find_rollout(), purpose))
+
+
+def load_sessions(purpose: str) -> SessionPackage:
+    """Return the package that runs sessions.
+
+    Args:
+        purpose: What needs it, as the subject of a sentence.
+
+    Raises:
+        ConfigError: No installed package does, several do, or it cannot be loaded.
+    """
+    return cast(SessionPackage, _load(find_installed(_SESSIONS, "sessions", _SESSIONS), purpose))
+
+
+def _load(entry: EntryPoint | None, purpose: str) -> object:
+    if entry is None:
+        raise ConfigError(
+            f"{purpose} needs a package that runs sessions, and none is installed (docs/environments.md): "
+            f"{explain_packages(_SESSIONS)}"
+        )
+    with what_raised(f"{purpose} needs {entry.value}, which cannot be loaded"):
+        return entry.load()
 
 
 def find_environments() -> dict[str, EntryPoint]:
@@ -130,17 +211,17 @@ class EnvironmentConfig:
                 _entry_of(self.name)
 
     @property
+    def shown(self) -> str:
+        """The setting as an error names it."""
+        return f"{_KEY} = {self.name!r}"
+
+    @property
     def code(self) -> str:
         """Where the code of the environment is, as ``module:function`` or ``path/file.py:function``. "" without one."""
         if ":" in self.name or not self.name:
             return self.name
         entry = _entry_of(self.name)
         return f"{entry.module}:{entry.attr}"
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether a service elsewhere lives the sessions."""
-        return bool(self.name) and self.code == _OUTSIDE
 
     @property
     def limits(self) -> SessionLimits:

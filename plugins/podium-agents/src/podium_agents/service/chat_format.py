@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.errors import ConfigError
 from podium.rollout.engines.grammars import Grammars
-from podium.rollout.service.answer_forms import AnswerForms
-from podium.rollout.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
-from podium.rollout.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.answer_forms import AnswerForms
+from podium_agents.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
+from podium_agents.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
+from podium_agents.service.wire import Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.tasks.chat_encoder import ChatEncoder

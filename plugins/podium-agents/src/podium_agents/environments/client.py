@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ContextFull, GenerationError
-from podium.rollout.service.budgets import LIMIT_REACHED
-from podium.rollout.service.service import Answer, Service
-from podium.rollout.service.wire import ChatRequest, Refusal
+from podium_agents.service.budgets import LIMIT_REACHED
+from podium_agents.service.service import Answer, Service
+from podium_agents.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.environments.contract import Messages
-    from podium.rollout.service.sessions import Session
+    from podium_agents.environments.contract import Messages
+    from podium_agents.service.sessions import Session
 
 __all__ = ["MOST_AGENTS", "Client", "Reply", "agent_name"]
 

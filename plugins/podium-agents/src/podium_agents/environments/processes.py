@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 from podium.errors import PodiumError
 from podium.exceptions import describe_error, read_text
 from podium.processes import START_LIMIT_S, ForkServer, FrameError, command, describe_exit, make_frame, read_frame
-from podium.rollout.environments.client import Reply
-from podium.rollout.environments.contract import Outcome
-from podium.rollout.environments.runner import Ending
-from podium.rollout.environments.session_process import ENDING, KINDS, Facts
+from podium_agents.environments.client import Reply
+from podium_agents.environments.contract import Outcome
+from podium_agents.environments.runner import Ending
+from podium_agents.environments.session_process import ENDING, KINDS, Facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from podium.rollout.environments.client import Client
-    from podium.rollout.environments.config import EnvironmentConfig
-    from podium.rollout.environments.contract import Task
+    from podium.rollout.environments import EnvironmentConfig
+    from podium_agents.environments.client import Client
+    from podium_agents.environments.contract import Task
 
 __all__ = ["SessionProcesses"]
 
@@ -62,7 +62,7 @@ class SessionProcesses:
             if self._server is not None and self._server.alive():
                 return
             self.close()
-            server = self._server = ForkServer(command("podium.rollout.environments.session_process"))
+            server = self._server = ForkServer(command("podium_agents.environments.session_process"))
             connection = server.channel.connection
             try:
                 server.channel.send(0, pickle.dumps(self._config))

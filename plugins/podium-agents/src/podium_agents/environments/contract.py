@@ -5,7 +5,7 @@
     a class              reset(task) -> what is said first             Podium talks with the model
                          step(answer) -> Step
 
-``task`` is a row of the data. ``client`` is a conversation partner: :class:`~podium.rollout.environments.Client`.
+``task`` is a row of the data. ``client`` is a conversation partner: :class:`~podium_agents.Client`.
 """
 
 from __future__ import annotations

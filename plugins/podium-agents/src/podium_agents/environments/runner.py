@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from podium.errors import ContextFull
 from podium.exceptions import format_error, name_class, read_text
-from podium.rollout.environments.calls import contain_exits, is_cancelled, session_counts
-from podium.rollout.environments.client import MOST_AGENTS, Client
-from podium.rollout.environments.contract import Outcome, Reward
-from podium.rollout.service.budgets import LIMIT_REACHED, Budget
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
+from podium_agents.environments.calls import contain_exits, is_cancelled, session_counts
+from podium_agents.environments.client import MOST_AGENTS, Client
+from podium_agents.environments.contract import Outcome, Reward
+from podium_agents.service.budgets import LIMIT_REACHED, Budget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from podium.rollout.environments.config import SessionLimits
-    from podium.rollout.environments.contract import Task
-    from podium.rollout.service.service import Service
-    from podium.rollout.service.sessions import Session
+    from podium.rollout.environments import SessionLimits
+    from podium_agents.environments.contract import Task
+    from podium_agents.service.service import Service
+    from podium_agents.service.sessions import Session
 
 __all__ = ["CONTEXT_FULL", "TIME_LIMIT", "Ending", "Episode", "Trajectory", "ending_of", "live"]
 
@@ -46,8 +46,8 @@ CONTEXT_FULL: Final = "context is full"
 _ENDS: Final = ("context_length_exceeded", LIMIT_REACHED)  # codes of requests that are refused at a session's end
 _STALL_S: Final = 5.0
 _GRACE_S: Final = 5.0  # that a session has to end when it is cancelled
-_NOT_OWN: Final = frozenset({"podium", "asyncio", "concurrent", "threading"})  # packages that call a session
-_CHECKS: Final = frozenset({__name__, "podium.rollout.environments.resolve"})  # of what a session returned
+_NOT_OWN: Final = frozenset({"podium", "podium_agents", "asyncio", "concurrent", "threading"})  # they call a session
+_CHECKS: Final = frozenset({__name__, "podium_agents.environments.resolve"})  # of what a session returned
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tools of MCP servers (Model Context Protocol), by the package ``mcp`` of the extra ``agents``."""
+"""Tools of MCP servers (Model Context Protocol), by the package ``mcp`` of the extra ``mcp``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from podium.errors import ConfigError
 from podium.extras import install_command
-from podium.rollout.environments.tools import Tool, ToolError
+from podium_agents.environments.tools import Tool, ToolError
 
 __all__ = ["mcp_tools"]
 
@@ -38,7 +38,8 @@ async def mcp_tools(
     try:
         from mcp import Client, StdioServerParameters
     except ImportError as error:
-        raise ConfigError(f"MCP tools need {error.name}, which is not installed: {install_command('agents')}") from None
+        command = install_command("mcp", package="podium-agents")
+        raise ConfigError(f"MCP tools need {error.name}, which is not installed: {command}") from None
     is_address = server.startswith(("http://", "https://"))
     where = server if is_address else StdioServerParameters(command=server, args=[*arguments], env=dict(env or {}))
     label = " ".join([server, *arguments])

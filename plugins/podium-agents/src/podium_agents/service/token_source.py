@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from podium.rollout.service.sessions import Sampled
+from podium_agents.service.sessions import Sampled
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import PromptTokens, Tokens
     from podium.rollout.sampling import Completion, SamplingParams
-    from podium.rollout.service.admission import Admission
-    from podium.rollout.service.concurrency import Caller
+    from podium_agents.service.admission import Admission
+    from podium_agents.service.concurrency import Caller
 
 __all__ = ["Scored", "TokenSource", "read_sampled"]
 

@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
-from podium.rollout.service.renderers import TOOL, USER
-from podium.rollout.service.structured import AnswerGrammar, Rule, call_rules, read_rule
-from podium.rollout.service.wire import ChatRequest, Refusal
+from podium_agents.service.renderers import TOOL, USER
+from podium_agents.service.structured import AnswerGrammar, Rule, call_rules, read_rule
+from podium_agents.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.engines.grammars import Grammars

@@ -25,11 +25,11 @@ from typing import Any, Final, NamedTuple, NoReturn
 from podium.errors import ConfigError, ContextFull, GenerationError
 from podium.exceptions import describe_error
 from podium.processes import Channel, Requests, Supervisor, serve_forks, supervise
-from podium.rollout.environments.client import Reply, agent_name, hash_seed
-from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.environments.contract import Messages
-from podium.rollout.environments.resolve import Play, resolve_environment
-from podium.rollout.environments.runner import ending_of
+from podium.rollout.environments import EnvironmentConfig
+from podium_agents.environments.client import Reply, agent_name, hash_seed
+from podium_agents.environments.contract import Messages
+from podium_agents.environments.resolve import Play, resolve_environment
+from podium_agents.environments.runner import ending_of
 
 __all__ = ["ENDING", "KINDS", "DistantClient", "Facts", "main"]
 
@@ -153,7 +153,7 @@ def _settle(answer: Future[Any], body: bytes) -> None:
 
 
 class DistantClient:
-    """A :class:`~podium.rollout.environments.Client` in another process, which asks the one in the worker."""
+    """A :class:`~podium_agents.Client` in another process, which asks the one in the worker."""
 
     def __init__(
         self, line: _Line, path: Sequence[str] = (), base_url: str | None = None, seed: int | None = None

@@ -22,21 +22,21 @@ from podium.errors import ConfigError
 from podium.rollout.engines.grammars import Spelling
 from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
-from podium.rollout.service.answer_forms import conversation_grammar
-from podium.rollout.service.concurrency import Caller
-from podium.rollout.service.constraints import make_constraint
-from podium.rollout.service.histories import Departure, rename_results, tools_key
-from podium.rollout.service.session_store import SessionStore
-from podium.rollout.service.sessions import RecordedCall, Sampled, Session
-from podium.rollout.service.structured import AnswerGrammar, compile_grammars, text_grammar
-from podium.rollout.service.wire import WISHES, ChatRequest, Refusal, texts_of
 from podium.rollout.tasks.examples import message_text
+from podium_agents.service.answer_forms import conversation_grammar
+from podium_agents.service.concurrency import Caller
+from podium_agents.service.constraints import make_constraint
+from podium_agents.service.histories import Departure, rename_results, tools_key
+from podium_agents.service.session_store import SessionStore
+from podium_agents.service.sessions import RecordedCall, Sampled, Session
+from podium_agents.service.structured import AnswerGrammar, compile_grammars, text_grammar
+from podium_agents.service.wire import WISHES, ChatRequest, Refusal, texts_of
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
-    from podium.rollout.service.budgets import Budget
-    from podium.rollout.service.chat_format import ChatFormat
-    from podium.rollout.service.token_source import TokenSource
+    from podium_agents.service.budgets import Budget
+    from podium_agents.service.chat_format import ChatFormat
+    from podium_agents.service.token_source import TokenSource
 
 __all__ = ["UNWRITTEN", "Answer", "Asked", "Service", "up_to_stop"]
 

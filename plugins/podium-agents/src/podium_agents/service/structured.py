@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
-from podium.rollout.service.wire import Refusal
+from podium_agents.service.wire import Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint, Guide

@@ -30,8 +30,8 @@ from podium.processes import (
     describe_exit,
     supervise,
 )
-from podium.rollout.environments.calls import in_thread
 from podium.secrecy import find_secrets
+from podium_agents.environments.calls import in_thread
 
 __all__ = ["FailedInProcess", "in_process", "main", "write_value"]
 
@@ -55,7 +55,7 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any], en
     call = _pickle(function, values)
     withheld = find_secrets(env)
     variables = {name: value for name, value in os.environ.items() if name not in withheld}
-    launched = Launched(command("podium.rollout.environments.tool_process"), env=variables)
+    launched = Launched(command("podium_agents.environments.tool_process"), env=variables)
     try:
         answer = await in_thread(_ask, launched.channel, call)
     finally:

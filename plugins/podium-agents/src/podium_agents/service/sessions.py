@@ -17,9 +17,9 @@ from functools import reduce
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from podium.rollout.service.budgets import Budget
-from podium.rollout.service.histories import Departure, Key, MessageReader, Template, describe_departure, tools_key
 from podium.rollout.tasks.fields import is_speech, list_texts
+from podium_agents.service.budgets import Budget
+from podium_agents.service.histories import Departure, Key, MessageReader, Template, describe_departure, tools_key
 
 __all__ = ["Recognized", "RecordedCall", "Row", "Sampled", "Session", "Turn"]
 

@@ -30,8 +30,8 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
 from podium.exceptions import describe_error, read_text
-from podium.rollout.environments.calls import in_thread, is_cancelled, session_counts
-from podium.rollout.environments.tool_process import FailedInProcess, in_process, write_value
+from podium_agents.environments.calls import in_thread, is_cancelled, session_counts
+from podium_agents.environments.tool_process import FailedInProcess, in_process, write_value
 
 __all__ = ["Tool", "ToolError", "Toolbox", "tool"]
 

@@ -13,14 +13,20 @@ from podium.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from podium.rollout.environments.client import Client
-    from podium.rollout.environments.contract import Task
-    from podium.rollout.environments.runner import Ending
+    from podium.rollout.environments import EnvironmentConfig
+    from podium_agents.environments.client import Client
+    from podium_agents.environments.contract import Task
+    from podium_agents.environments.runner import Ending
 
-__all__ = ["TOKEN", "Outside", "read_token"]
+__all__ = ["TOKEN", "Outside", "is_outside", "read_token"]
 
 TOKEN: Final = "PODIUM_TOKEN"
 _ROWS: Final = 1000
+
+
+def is_outside(environment: EnvironmentConfig) -> bool:
+    """Whether a service elsewhere lives the sessions of an environment."""
+    return bool(environment.name) and environment.code == f"{__name__}:{Outside.__name__}"
 
 
 def read_token() -> str:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError
 from podium.functions import nearest, what_raised
-from podium.rollout.environments.calls import in_thread
-from podium.rollout.environments.config import EnvironmentConfig, SessionLimits, load_environment
-from podium.rollout.environments.contract import Outcome, Reward, Step, Task
-from podium.rollout.environments.outside import Outside
+from podium.rollout.environments import EnvironmentConfig, SessionLimits, load_environment
+from podium_agents.environments.calls import in_thread
+from podium_agents.environments.contract import Outcome, Reward, Step, Task
+from podium_agents.environments.outside import Outside, is_outside
 
 if TYPE_CHECKING:
-    from podium.rollout.environments.client import Client, Reply
-    from podium.rollout.environments.tools import Toolbox
+    from podium_agents.environments.client import Client, Reply
+    from podium_agents.environments.tools import Toolbox
 
 __all__ = ["Play", "ResolvedEnvironment", "converse", "longest_session_s", "resolve_environment"]
 
@@ -76,7 +76,7 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
 
 def longest_session_s(config: EnvironmentConfig) -> float:
     """Return how long a session may last in seconds: its time limit, and what a service elsewhere may take beside."""
-    return config.limits.time_limit_s + (Outside(**config.own_options).waits_s if config.is_outside else 0.0)
+    return config.limits.time_limit_s + (Outside(**config.own_options).waits_s if is_outside(config) else 0.0)
 
 
 async def converse(
@@ -107,7 +107,7 @@ async def converse(
 def _toolbox(tools: Any) -> Toolbox | None:
     if not tools:
         return None
-    from podium.rollout.environments.tools import Toolbox
+    from podium_agents.environments.tools import Toolbox
 
     return tools if isinstance(tools, Toolbox) else Toolbox([*tools])
 
