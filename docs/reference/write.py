@@ -45,6 +45,7 @@ PAGES = (
     Page("telemetry.md", "Telemetry", ("podium.telemetry", "podium.telemetry.events", "podium.telemetry.sinks")),
     Page("errors.md", "Errors", ("podium.errors",)),
     Page("preferences.md", "Preferences", ("podium_preferences",)),
+    Page("agents.md", "Agents", ("podium_agents",)),
     Page("testing.md", "Contract suites", ("podium_testing",)),
 )
 
@@ -148,7 +149,7 @@ def pages() -> dict[Path, str]:
 _PACKAGES = """# Packages
 
 Podium itself has the trainers, the workers, the backends `inline` and `local`, the engines `native` and `transformers`,
-rewards and environments. Each package below is one of its own, in
+and rewards. Each package below is one of its own, in
 [plugins/](https://github.com/podium-rl/podium/tree/main/plugins). Podium finds its names through Python's entry points,
 by the door that is open to a package of yours, too. Neither Podium nor these packages are on a package index yet:
 install those that you use together with Podium, in the clone, such as

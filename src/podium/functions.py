@@ -198,8 +198,10 @@ class _SourceLoader(SourceFileLoader):
 
 
 @contextmanager
-def what_raised(subject: str) -> Iterator[None]:
+def what_raised(subject: str, caller: str = __file__) -> Iterator[None]:
     """Turn what a user's code raises in the block into one line: the subject, the user's statement, and the exception.
+
+    No statement of Podium's or of the file ``caller`` is the user's.
 
     Raises:
         ConfigError: The code raised an exception, or left by SystemExit. Podium's own errors pass through.
@@ -209,17 +211,17 @@ def what_raised(subject: str) -> Iterator[None]:
     except PodiumError:
         raise
     except (Exception, SystemExit) as error:
-        where, what = _statement(error), read_text(error).strip().partition("\n")[0]
+        where, what = _statement(error, caller), read_text(error).strip().partition("\n")[0]
         if isinstance(error, SyntaxError) and error.filename:
             where, what = f"{error.filename}:{error.lineno}: ", error.msg
         raise ConfigError(f"{subject}: {where}{type(error).__name__}: {what}".rstrip(": ")) from error
 
 
-def _statement(error: BaseException) -> str:
+def _statement(error: BaseException, caller: str) -> str:
     """File and line of the last statement that led to an error, of installed packages only if there is no other."""
     podium, machinery = f"{Path(__file__).parent}/", f"{Path(importlib.__file__).parent}/"
     frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if not frame.filename.startswith((podium, machinery, "<frozen "))]
+    frames = [frame for frame in frames if not frame.filename.startswith((podium, caller, machinery, "<frozen "))]
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     own_frames = [frame for frame in frames if not frame.filename.startswith(installed)]
     return "".join(f"{frame.filename}:{frame.lineno}: " for frame in (own_frames or frames)[-1:])

@@ -57,10 +57,10 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
         return ResolvedEnvironment(_as_play(environment, options))
     _check_options(environment, options, subject, given=0, is_maker=inspect.isfunction(environment))
     make = partial(environment, **options)
-    with what_raised(subject):
+    with what_raised(subject, __file__):
         sample: Any = environment if inspect.isclass(environment) else make()
     if callable(getattr(sample, "play", None)):
-        with what_raised(subject):
+        with what_raised(subject, __file__):
             world: Any = make() if inspect.isclass(sample) else sample
         outside = world if isinstance(world, Outside) else None
         if outside and config.limits.processes:
