@@ -83,6 +83,7 @@ def test_the_core_names_no_plugin() -> None:
     packages = [path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")]
     assert len(packages) >= 8
     words = {
+        "agents",
         "changes",
         "curves",
         "migration",

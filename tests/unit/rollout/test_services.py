@@ -1,10 +1,12 @@
-"""The door of packages that speak HTTP: what it says where none is installed, and that podium-serve fits it."""
+"""The doors of packages that run sessions and that speak HTTP: what they say where none is installed, and that
+podium-agents and podium-serve fit them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ import pytest
 from podium.cli import find_commands, main
 from podium.config import build_config
 from podium.errors import ConfigError
-from podium.trainer import GRPOConfig
-from podium.trainer.checks.preflight import check_services
+from podium.rollout.environments import SessionPackage, load_rollout, load_sessions
+from podium.trainer import PRELOAD, GRPOConfig
+from podium.trainer.checks.preflight import check_services, check_settings
+from podium.trainer.sessions import Sessions
 from podium_agents.services import HttpService, load_service, open_gateway
 
 REMEDY = r"pip install \./plugins/podium-NAME"
@@ -21,8 +25,11 @@ REMEDY = r"pip install \./plugins/podium-NAME"
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets no package be installed but Podium."""
-    monkeypatch.setattr("podium.functions.entry_points", lambda **_: ())
+    """Lets no package be installed but Podium, and the one that runs sessions."""
+    monkeypatch.setattr(
+        "podium.functions.entry_points",
+        lambda **names: entry_points(**names) if names["group"] == "podium.sessions" else (),
+    )
     monkeypatch.setattr("podium.cli.entry_points", lambda **_: ())
 
 
@@ -34,6 +41,29 @@ def test_the_installed_service_has_the_functions_of_the_contract() -> None:
         wanted = [*inspect.signature(getattr(HttpService, name)).parameters][1:]
         assert [*inspect.signature(getattr(service, name)).parameters][: len(wanted)] == wanted
     assert find_commands()["serve"].load()
+
+
+def test_the_package_of_sessions_has_what_the_contract_names() -> None:
+    sessions = load_sessions("a test")
+    for name in SessionPackage.__annotations__:
+        assert callable(getattr(sessions, name))
+    for name in ("list_arguments", "check_services", "connect_engine", "serve_engine"):
+        wanted = [*inspect.signature(getattr(SessionPackage, name)).parameters][1:]
+        assert [*inspect.signature(getattr(sessions, name)).parameters] == wanted
+    assert {name for name in vars(Sessions) if not name.startswith("_")} <= {*vars(sessions.Sessions)}
+    assert load_rollout("a test").__module__ in PRELOAD
+
+
+def test_without_a_package_of_sessions_a_run_in_an_environment_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("podium.functions.entry_points", lambda **_: ())
+    config = build_config(GRPOConfig, {"environment": {"name": "tests.unit.rollout.test_services:play"}})
+    with pytest.raises(ConfigError, match=f"environment.name = 'tests.* a package that runs sessions.*{REMEDY}"):
+        check_settings(config)
+    for load in (load_rollout, load_sessions):
+        with pytest.raises(ConfigError, match=f"a test needs a package that runs sessions.*{REMEDY}"):
+            load("a test")
 
 
 def test_without_a_service_the_error_says_what_needs_it_and_how_to_install_one(bare: None) -> None:

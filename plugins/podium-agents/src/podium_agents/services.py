@@ -164,7 +164,7 @@ def load_service(purpose: str) -> HttpService:
     entry = _find_entry()
     if entry is None:
         raise ConfigError(_explain_missing(purpose))
-    with what_raised(f"{purpose} needs {entry.value}, which cannot be loaded"):
+    with what_raised(f"{purpose} needs {entry.value}, which cannot be loaded", __file__):
         return cast(HttpService, entry.load())
 
 
