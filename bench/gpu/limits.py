@@ -18,7 +18,7 @@ from podium.data import Batch
 from podium.devices import memory_peak_bytes
 from podium.models import ModelConfig, load_model
 from podium.rollout.engines import EngineConfig, make_engine
-from podium.rollout.engines.installed import engine_class
+from podium.rollout.engines.engine_lookup import engine_class
 from podium.rollout.sampling import SamplingParams
 from podium.training import OptimConfig, ParallelConfig, TrainEngine
 from podium.training.micro_batches import MicroBatch

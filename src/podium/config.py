@@ -124,7 +124,7 @@ def load_config(
     values = _read_yaml(Path(path), content) if path is not None else {}
     pairs, mistakes = _read_overrides(cls, overrides)
     for dotted, value in pairs:
-        _put(values, dotted, value)
+        _set_value(values, dotted, value)
     typed = [dotted for dotted, _ in pairs]
     try:
         config = build_config(cls, fill_masked(values), source=str(path or ""), typed=typed)
@@ -146,8 +146,8 @@ def fill_masked(values: dict[str, Any]) -> dict[str, Any]:
     for path in find_masked(values):
         variable = variable_of(path)
         if variable in os.environ:
-            text, masked = os.environ[variable], _at(values, path)
-            _put(values, path, text if isinstance(masked, str) else _load_yaml(text))
+            text, masked = os.environ[variable], _get_value(values, path)
+            _set_value(values, path, text if isinstance(masked, str) else _load_yaml(text))
         else:
             missing.append(
                 f"{path} is a secret, which the files of a run do not hold: set it in the environment variable "
@@ -168,7 +168,7 @@ def read_values(
 def with_overrides(cls: type, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return ``values``, nested values of ``cls``, in which each of ``overrides`` has replaced its own key alone."""
     for dotted, value in parse_overrides(cls, overrides):
-        _put(values, dotted, value)
+        _set_value(values, dotted, value)
     return values
 
 
@@ -339,7 +339,7 @@ def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
     try:
         if plain:
             check_plain(text)
-            return _several(arms, text)
+            return _read_collection(arms, text)
         value = _load_yaml(text)
     except ValueError as error:
         argument = shlex.join(mask_command([f"--{dotted}", text[:200]]))
@@ -348,7 +348,7 @@ def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
     return None if value in ("none", "None") and type(None) in arms else value
 
 
-def _several(arms: Sequence[Any], text: str) -> Any:
+def _read_collection(arms: Sequence[Any], text: str) -> Any:
     """``text``, or the list or mapping that it writes in YAML if the key takes that beside text."""
     taken = {"[": tuple, "{": Mapping}.get(text[:1])
     if taken is None or not any(issubclass(typing.get_origin(arm) or str, taken) for arm in arms):
@@ -359,11 +359,11 @@ def _several(arms: Sequence[Any], text: str) -> Any:
         return text
 
 
-def _at(values: Mapping[str, Any], dotted: str) -> object:
+def _get_value(values: Mapping[str, Any], dotted: str) -> object:
     return functools.reduce(lambda inner, name: cast("Any", inner)[name], dotted.split("."), cast("Any", values))
 
 
-def _put(values: dict[str, Any], dotted: str, value: object) -> None:
+def _set_value(values: dict[str, Any], dotted: str, value: object) -> None:
     *sections, last = dotted.split(".")
     for depth, name in enumerate(sections):
         inner = values.get(name)

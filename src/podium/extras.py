@@ -48,6 +48,6 @@ def explain_packages(group: str) -> str:
     """Return the end of an error on a name that no installed package has: which packages bring others, and how those of
     Podium's are installed. ``group`` is the group of entry points."""
     return (
-        f"packages add others through the entry point group {group}; Podium's packages, podium-NAME, are installed in "
-        "its clone by: pip install ./plugins/podium-NAME"
+        f"packages add others through the entry point group {group}, and Podium's packages, podium-NAME, are installed "
+        "in its clone by: pip install ./plugins/podium-NAME"
     )

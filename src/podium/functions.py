@@ -26,7 +26,7 @@ from podium.migration import find_translation
 from podium.spelling import nearest_spellings
 
 __all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "find_installed", "is_installed"]
-__all__ += ["load_function", "load_installed", "nearest", "what_raised"]
+__all__ += ["explain_raised", "load_function", "load_installed", "nearest"]
 
 Known = Mapping[str, "str | Callable[..., Any]"]
 
@@ -94,7 +94,7 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN, group: str
         return target
     subject = f"{key} = {spec!r}"
     origin, _, attribute = target.rpartition(":")
-    with _loading, what_raised(subject):
+    with _loading, explain_raised(subject):
         module = _load_file(Path(origin), subject) if origin.endswith(".py") else _import(origin, attribute, subject)
     value: Any = module
     for part in attribute.split("."):
@@ -131,7 +131,7 @@ def load_installed(entry: EntryPoint, key: str) -> Callable[..., Any]:
         ConfigError: It does not exist, or its module raised an exception while it was loaded.
     """
     subject = f"{key} = {entry.name!r}: {entry.value} of the package {entry.dist.name if entry.dist else 'unknown'}"
-    with _loading, what_raised(f"{subject} cannot be loaded"):
+    with _loading, explain_raised(f"{subject} cannot be loaded"):
         value = entry.load()
     if not callable(value):
         raise ConfigError(f"{subject} is no class or function but of type {type(value).__name__}")
@@ -198,7 +198,7 @@ class _SourceLoader(SourceFileLoader):
 
 
 @contextmanager
-def what_raised(subject: str, caller: str = __file__) -> Iterator[None]:
+def explain_raised(subject: str, caller: str = __file__) -> Iterator[None]:
     """Turn what a user's code raises in the block into one line: the subject, the user's statement, and the exception.
 
     No statement of Podium's or of the file ``caller`` is the user's.

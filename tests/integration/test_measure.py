@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from podium.cli import main
-from podium.trainer import measure
+from podium.trainer import dry_run_times
 from tests.integration.training import MODEL, write_copy_task
 
 RECIPES = ("grpo", "ppo", "sft", "dpo", "rm")
@@ -95,6 +95,6 @@ def test_what_cannot_be_timed_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_time_of_a_run_follows_from_what_was_measured() -> None:
-    times = measure._Times(passes={"update": 2.0, "values": 1.0}, optimizer=0.5, tokens=100)
+    times = dry_run_times._Times(passes={"update": 2.0, "values": 1.0}, optimizer=0.5, tokens=100)
     times.sequences, times.prefill, times.decoding = 32, 1.0, 0.1
     assert times.generate(rows=64, sampled=10) == pytest.approx(2 * (1.0 + 10 * 0.1))

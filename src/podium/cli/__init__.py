@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     installed = {} if command in COMMANDS else find_commands()
     if command not in COMMANDS and command not in installed:
-        return _no_command(command, installed)
+        return _explain_commands(command, installed)
     try:
         _check_text(rest)
         with ended_by_sigterm():
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         else:
-            sys.stderr.write(f"podium {command}: {visible(_in_short(error))}\n")
+            sys.stderr.write(f"podium {command}: {visible(_summarize_error(error))}\n")
         return 2
     except Exception as error:
         from podium.processes import explain_limit
@@ -113,7 +113,7 @@ def load_command(name: str) -> Callable[[Sequence[str]], int]:
     return getattr(import_module(f"podium.cli.{COMMANDS[name][0]}"), f"run_{name}")
 
 
-def _in_short(error: PodiumError | OSError) -> str:
+def _summarize_error(error: PodiumError | OSError) -> str:
     """Return the message of an error. For an error of Podium's that a worker raised, this is the message without the
     worker's traceback."""
     if isinstance(error, OSError) and not isinstance(error, PodiumError):
@@ -149,7 +149,7 @@ def _can_write() -> bool:
     return True
 
 
-def _no_command(word: str, installed: Mapping[str, EntryPoint]) -> int:
+def _explain_commands(word: str, installed: Mapping[str, EntryPoint]) -> int:
     parser = argparse.ArgumentParser(
         prog="podium",
         usage="podium COMMAND [options]",

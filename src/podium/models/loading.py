@@ -104,7 +104,7 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
             with torch.device("meta"):
                 dtype = getattr(settings, "dtype", None) or torch.float32
                 return transformers.AutoModelForSequenceClassification.from_config(settings, dtype=dtype)
-        with _quiet(), counting_transformers(), torch.random.fork_rng(devices=[]):
+        with _silence_transformers(), counting_transformers(), torch.random.fork_rng(devices=[]):
             loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False
             )
@@ -157,7 +157,7 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
             return outline
         checked = (name for name in stored if not _matches(name, (*config.allow_tensors, *spared)))
         empty = {name: torch.empty(stored[name].shape) for name in checked}
-    with _quiet():
+    with _silence_transformers():
         model, report = type(outline).from_pretrained(
             None,
             config=outline.config,
@@ -271,7 +271,7 @@ def save_pretrained(
     """
     inner = plain_model(model)
     try:
-        with _quiet(), _generation_settings_apart(inner, Path(path)):
+        with _silence_transformers(), _generation_settings_apart(inner, Path(path)):
             inner.save_pretrained(str(path), state_dict=dict(weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(path))
@@ -327,7 +327,7 @@ def attention_implementation(config: Any, name: str) -> Iterator[None]:
 def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
     _look_at(config.path)
     untied = _find_untied(config, spared)
-    with _quiet(), counting_transformers(), torch.random.fork_rng(devices=[]):
+    with _silence_transformers(), counting_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # for tensors that are allowed to be missing
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -566,7 +566,7 @@ def _generation_settings_apart(model: PreTrainedModel, folder: Path) -> Iterator
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Switch off transformers' progress bars, because the terminal has one bar, the trainer's, and its report of a
     load, which :func:`_check_tensors` reads."""
     shown = transformers_logging.is_progress_bar_enabled()

@@ -57,7 +57,7 @@ def find_other_parts(model: nn.Module, config: ModelConfig) -> OtherParts:
     if type(whole) is type(inner.config):
         return OtherParts(tensors, texts)
     composite = _composite(config.path, inner.config)
-    if why := _why_lost(model, tensors, stored, composite):
+    if why := _explain_lost(model, tensors, stored, composite):
         names = ", ".join(name for name in whole.sub_configs if _is_other(name))
         return OtherParts(
             {}, {}, f"what is saved is the text model alone, without {names} of {config.path}, since {why}"
@@ -65,7 +65,9 @@ def find_other_parts(model: nn.Module, config: ModelConfig) -> OtherParts:
     return OtherParts(tensors, texts | {_CONFIG: composite or b""})
 
 
-def _why_lost(model: nn.Module, others: Mapping[str, Any], stored: Mapping[str, Any], composite: bytes | None) -> str:
+def _explain_lost(
+    model: nn.Module, others: Mapping[str, Any], stored: Mapping[str, Any], composite: bytes | None
+) -> str:
     """Return why the text model and the ``others`` would not be the whole again; "" if they would."""
     if not stored:
         return "its files are no safetensors"

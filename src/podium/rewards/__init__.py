@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from podium.rewards.columns import reads as reads
     from podium.rewards.config import Grade as Grade, RewardConfig as RewardConfig
+    from podium.rewards.format_rewards import (
+        check_choice as check_choice,
+        check_format as check_format,
+        limit_length as limit_length,
+        limit_repetition as limit_repetition,
+    )
     from podium.rewards.grader import Grader as Grader
-    from podium.rewards.keys import reads as reads
     from podium.rewards.resolve import (
         NAMED_REWARDS as NAMED_REWARDS,
         RewardFn as RewardFn,
         Rewards as Rewards,
         resolve_reward as resolve_reward,
-    )
-    from podium.rewards.shapes import (
-        check_choice as check_choice,
-        check_format as check_format,
-        limit_length as limit_length,
-        limit_repetition as limit_repetition,
     )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

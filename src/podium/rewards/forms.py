@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from podium.annotations import signature_of
 from podium.errors import ConfigError
-from podium.rewards.keys import list_read_keys
+from podium.rewards.columns import list_read_keys
 
 __all__ = ["EXTRAS", "CallError", "Form", "Item", "Log", "read_form"]
 
@@ -132,7 +132,7 @@ class Form:
 
     def __init__(self, reward: Callable[..., Any], name: str, steps: int = 0) -> None:
         self.reward, self.name, self.steps = reward, name, steps
-        self.where = f"the reward {name}{_place(reward)}"
+        self.where = f"the reward {name}{_describe_place(reward)}"
         self.is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
         self.most_items, self.least_limit_s = getattr(reward, "most_items", 0), getattr(reward, "least_limit_s", 0.0)
         self.signature = _read_signature(reward)
@@ -458,7 +458,7 @@ def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
     named = [parameter.name for parameter in parameters.values() if parameter.kind in _NAMED]
     if not named and not (parameters and all(parameter.startswith("_") for parameter in parameters)):
         raise ConfigError(
-            f"the reward {name}{_place(reward)} has the signature {signature}, which does not say what it "
+            f"the reward {name}{_describe_place(reward)} has the signature {signature}, which does not say what it "
             "takes: write its parameters out, or put functools.wraps on the wrapper"
         )
     if "solution_str" in named:
@@ -539,7 +539,7 @@ def _function_of(reward: Callable[..., Any]) -> Callable[..., Any]:
     return reward if hasattr(reward, "__code__") or hasattr(reward, "__func__") else type(reward).__call__
 
 
-def _place(reward: Callable[..., Any]) -> str:
+def _describe_place(reward: Callable[..., Any]) -> str:
     """The file and the line of a function, in parentheses; "" where Python does not know them."""
     code = _code_of(reward)
     if code is None:

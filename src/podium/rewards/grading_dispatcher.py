@@ -151,21 +151,21 @@ class _Dispatcher:
 
     def run(self) -> None:
         """Serve the grader until it closes its end of the socket."""
-        while (ready := self._supervisor.wait(self._patience())) is not None:
+        while (ready := self._supervisor.wait(self._find_time_left())) is not None:
             if self._grader.fileno() in ready and not self._receive():
                 return
             for child in [child for child in self._children.values() if child.stream.fileno() in ready]:
                 child.stream.queue()
-                self._hear(child)
+                self._read_results(child)
             for pid, status in self._supervisor.reap():
                 if pid in self._children:
-                    self._bury(self._children[pid], os.waitstatus_to_exitcode(status))
+                    self._fail_ended(self._children[pid], os.waitstatus_to_exitcode(status))
             self._enforce_time_limits()
             self._hand_out()
             self._grader.queue(self._results)
             self._results.clear()
 
-    def _patience(self) -> float:
+    def _find_time_left(self) -> float:
         """Return the seconds until the first deadline."""
         busy = [child.deadline for child in self._children.values() if child.pending]
         return max(0.0, min(busy) - time.monotonic()) if busy else float("inf")
@@ -239,7 +239,7 @@ class _Dispatcher:
         self._children[pid] = child = _Child(pid, _Stream(ours, self._supervisor.poller))
         return child
 
-    def _hear(self, child: _Child) -> None:
+    def _read_results(self, child: _Child) -> None:
         """Read a child's results, and end the child if it sent anything but the result of its item."""
         frames: list[Frame] | None = []
         with suppress(FrameError):  # its head is looked at below
@@ -251,7 +251,7 @@ class _Dispatcher:
         for number, body in frames or ():
             is_alive = number == ALIVE and not body and self._panel.is_async
             if not is_alive and not self._expects(child, number):
-                return self._blame(child, number, make_frame(number, body))
+                return self._end_for_output(child, number, make_frame(number, body))
             child.deadline = time.monotonic() + self._patience_s
             if is_alive:
                 continue
@@ -263,7 +263,7 @@ class _Dispatcher:
             return None
         number, length = head
         if not self._expects(child, number):
-            return self._blame(child, number, child.stream.data)
+            return self._end_for_output(child, number, child.stream.data)
         if length > MOST_RESULT_BYTES:
             problem = f"wrote over {MOST_RESULT_BYTES:,} bytes to the channel of its results"
             self._end(child, Result(problem=problem))
@@ -274,15 +274,15 @@ class _Dispatcher:
             return number in child.pending
         return bool(child.pending) and child.pending[0] == number
 
-    def _blame(self, child: _Child, number: int, data: bytes | bytearray) -> None:
+    def _end_for_output(self, child: _Child, number: int, data: bytes | bytearray) -> None:
         """End a child that sent something else than the result of its item."""
         if child.answered and number == child.answered:
             return self._end(child)  # the reward had answered by itself: no other item is to blame
         return self._end(child, Result(problem=f"wrote {bytes(data[:60])!r} to the channel of its results"))
 
-    def _bury(self, child: _Child, code: int) -> None:
+    def _fail_ended(self, child: _Child, code: int) -> None:
         """Read the last results of a child that has ended, and fail the item at which it ended."""
-        self._hear(child)
+        self._read_results(child)
         if child.pid in self._children:
             replaced = code == REPLACE and child.answered
             self._end(child, None if replaced else Result(problem=f"ended its process ({describe_exit(code)})"))
@@ -290,7 +290,7 @@ class _Dispatcher:
     def _enforce_time_limits(self) -> None:
         now = time.monotonic()
         for child in [child for child in self._children.values() if child.pending and child.deadline <= now]:
-            self._hear(child)  # this process may have been late, not the child
+            self._read_results(child)  # this process may have been late, not the child
             if child.pid in self._children and child.pending and child.deadline <= now:
                 self._end(child, Result(problem=f"ran over {self._settings.time_limit_s:g} s", limit="time"))
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from podium.rewards.keys import reads
+from podium.rewards.columns import reads
 
 __all__ = ["model"]
 

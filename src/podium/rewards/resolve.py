@@ -6,8 +6,8 @@ from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.functions import load_function
+from podium.rewards.columns import declared_columns
 from podium.rewards.config import RewardConfig
-from podium.rewards.keys import declared_columns
 
 __all__ = ["GROUP", "NAMED_REWARDS", "RewardFn", "Rewards", "Source"]
 __all__ += ["check_weights", "columns_read", "list_rewards", "load_nearby", "name_of", "resolve_reward"]
@@ -26,10 +26,10 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
     "gsm8k": "podium.rewards.text:gsm8k",
     "overlong": "podium.rewards.text:overlong",
     "model": "podium.rewards.model:model",
-    "format": "podium.rewards.shapes:FORMAT",
-    "length": "podium.rewards.shapes:LENGTH",
-    "choice": "podium.rewards.shapes:CHOICE",
-    "repetition": "podium.rewards.shapes:REPETITION",
+    "format": "podium.rewards.format_rewards:FORMAT",
+    "length": "podium.rewards.format_rewards:LENGTH",
+    "choice": "podium.rewards.format_rewards:CHOICE",
+    "repetition": "podium.rewards.format_rewards:REPETITION",
 }
 """The rewards of the core, and the module of each. Packages bring others through the entry point group ``GROUP``."""
 

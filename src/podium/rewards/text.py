@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from podium.rewards.keys import reads
+from podium.rewards.columns import reads
 from podium.rewards.numbers import final_number, is_same_number
 
 __all__ = ["answer_of", "exact", "fraction", "gsm8k", "overlong"]

@@ -11,7 +11,7 @@ from pydantic import Field
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.extras import explain_packages
-from podium.functions import check_function_name, find_installed, load_function, load_installed, nearest, what_raised
+from podium.functions import check_function_name, explain_raised, find_installed, load_function, load_installed, nearest
 
 __all__ = ["BUDGETS", "EnvironmentConfig", "SessionLimits", "SessionPackage", "find_environments", "find_rollout"]
 __all__ += ["load_environment", "load_rollout", "load_sessions"]
@@ -95,7 +95,7 @@ def _load(entry: EntryPoint | None, purpose: str) -> object:
             f"{purpose} needs a package that runs sessions, and none is installed (docs/environments.md): "
             f"{explain_packages(_SESSIONS)}"
         )
-    with what_raised(f"{purpose} needs {entry.value}, which cannot be loaded"):
+    with explain_raised(f"{purpose} needs {entry.value}, which cannot be loaded"):
         return entry.load()
 
 

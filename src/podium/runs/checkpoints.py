@@ -34,7 +34,7 @@ from podium.errors import CheckpointError, DataError
 from podium.runs.evaluation import Evaluation, check_scores
 from podium.runs.files import STATE_FILE, step_name, step_of
 from podium.runs.run_files import RunFiles
-from podium.runs.typed import Amount, Count, read_json
+from podium.runs.run_json import Amount, Count, read_json
 from podium.telemetry import CheckpointSaved, emit
 from podium.telemetry.held_out import ACCURACY, REWARD, Metric
 

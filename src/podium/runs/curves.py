@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from podium.errors import ConfigError
 from podium.extras import explain_packages, repair_command
-from podium.functions import what_raised
+from podium.functions import explain_raised
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -51,7 +51,7 @@ def load_drawer() -> tuple[CurveDrawer | None, str]:
     if entry is None:
         return None, f", because no installed package draws it; {explain_packages(_GROUP)}"
     try:
-        with what_raised(f"{entry.value} cannot be loaded"):
+        with explain_raised(f"{entry.value} cannot be loaded"):
             return entry.load(), ""
     except ConfigError as error:
         cause = error.__cause__

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator
 
-from podium.runs.typed import Amount, Count, Figure
+from podium.runs.run_json import Amount, Count, Figure
 from podium.telemetry import Sample
 from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, REWARD_MARGIN, Metric
 

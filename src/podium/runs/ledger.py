@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 
 from podium.errors import CheckpointError, DataError, PodiumError
 from podium.runs.run_files import RunFiles
-from podium.runs.typed import Count, read_lines, write_json
+from podium.runs.run_json import Count, read_lines, write_json
 
 __all__ = ["Entry", "Ledger", "States", "read_ledger"]
 

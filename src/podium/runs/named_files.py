@@ -31,7 +31,7 @@ from podium.config import build_config, config_to_dict, config_to_yaml
 from podium.errors import ConfigError, DataError
 from podium.runs.files import check_path
 from podium.runs.run_files import RunFiles
-from podium.runs.typed import Count, read_json, write_json
+from podium.runs.run_json import Count, read_json, write_json
 
 __all__ = ["PLACES", "align_values", "as_given", "find_again", "find_current_values", "is_needed", "read_objects"]
 __all__ += ["record", "remarks"]

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from podium.errors import ConfigError
 from podium.extras import explain_packages
-from podium.functions import find_installed, load_function, nearest, what_raised
+from podium.functions import explain_raised, find_installed, load_function, nearest
 from podium.runs.config import GRPOConfig, PPOConfig, SFTConfig
 from podium.telemetry.held_out import LOSS
 
@@ -117,7 +117,7 @@ def find_recipe(name: str) -> Recipe:
             f"{', '.join(list_recipes())}; {explain_packages(_GROUP)}"
         )
     package = entry.dist.name if entry.dist else "unknown"
-    with what_raised(f"the recipe {name} needs {entry.value} of the package {package}, which cannot be loaded"):
+    with explain_raised(f"the recipe {name} needs {entry.value} of the package {package}, which cannot be loaded"):
         recipe = entry.load()
     if not isinstance(recipe, Recipe):
         raise ConfigError(

@@ -378,11 +378,13 @@ class GrowingFile:
         try:
             file = self._files.open(*self._parts)
         except FileNotFoundError:
-            return self._again(-1), b""
+            return self._start_over(-1), b""
         with closing(file):
             status = os.fstat(file.fileno())
             again = (
-                self._again(status.st_ino) if status.st_ino != self._inode or status.st_size < self.offset else False
+                self._start_over(status.st_ino)
+                if status.st_ino != self._inode or status.st_size < self.offset
+                else False
             )
             file.seek(self.offset)
             data = file.read(_READ_AT_ONCE)
@@ -402,6 +404,6 @@ class GrowingFile:
                 return
             yield lines
 
-    def _again(self, inode: int) -> bool:
+    def _start_over(self, inode: int) -> bool:
         before, self._inode, self.offset = self._inode, inode, 0
         return before != -1

@@ -27,7 +27,7 @@ from podium.runs.files import LOCK, step_of
 from podium.runs.ledger import States, read_ledger
 from podium.runs.named_files import PLACES, as_given, read_objects
 from podium.runs.run_files import RunFiles
-from podium.runs.typed import Amount, Count, Number, read_json, read_lines
+from podium.runs.run_json import Amount, Count, Number, read_json, read_lines
 from podium.secrecy import mask
 from podium.telemetry.formatting import visible
 from podium.telemetry.held_out import ACCURACY, Metric

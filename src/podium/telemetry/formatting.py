@@ -6,7 +6,7 @@ import unicodedata
 __all__ = ["clock_duration", "compact", "duration", "percent", "plain", "visible"]
 
 
-def _three(value: float) -> str:
+def _write_three_digits(value: float) -> str:
     """Three digits of a number below 999.5."""
     size = abs(value)
     return f"{value:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
@@ -20,7 +20,7 @@ def plain(value: float) -> str:
     if size < 0.01:
         digits, exponent = f"{value:.1e}".split("e")
         return f"{digits}e{int(exponent)}"
-    return f"{value:.3f}" if size < 9.995 else _three(value)
+    return f"{value:.3f}" if size < 9.995 else _write_three_digits(value)
 
 
 def compact(value: float) -> str:
@@ -31,7 +31,7 @@ def compact(value: float) -> str:
         return f"{value:.0f}"
     scaled = ((value / scale, unit) for scale, unit in ((1e3, "k"), (1e6, "M")))
     shown, unit = next((scale for scale in scaled if abs(scale[0]) < 999.5), (value / 1e9, "G"))
-    return _three(shown) + unit
+    return _write_three_digits(shown) + unit
 
 
 def percent(share: float) -> str:
@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds < 59.95:
-        return f"{1000 * seconds:.0f}ms" if seconds < 0.9995 else f"{_three(seconds)}s"
+        return f"{1000 * seconds:.0f}ms" if seconds < 0.9995 else f"{_write_three_digits(seconds)}s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 

@@ -18,7 +18,7 @@ from podium.runs.checkpoints import Checkpoints, TrainerState, files_of
 from podium.runs.config import SaveConfig
 from podium.runs.files import STATE_FILE
 from podium.runs.run_files import RunFiles
-from podium.runs.typed import write_json
+from podium.runs.run_json import write_json
 from podium.trainer.schedules.steps import name_stage
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
 from podium.trainer.held_out_scores import Sampled, scores_of
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, pair_batch, prompt_batch
-from podium.trainer.roles import stand_together, start_generator, start_scorer
+from podium.trainer.roles import share_processes, start_generator, start_scorer
 from podium.trainer.sessions import Sessions
 from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, Policy, RewardModel
@@ -250,7 +250,7 @@ def evaluate_model(
     with grader, start_generator(cluster, config) as roles:
         sessions: Sessions | None = None
         if roles.rollout is not None:
-            beside = stand_together(roles.rollout, roles.generator)
+            beside = share_processes(roles.rollout, roles.generator)
             asked = () if beside else (roles.generator,)
             sessions = load_sessions(config.environment.shown).Sessions(roles.rollout, asked, config, sampling)
         emit(Waiting(f"evaluating {sum(map(len, sets.values())):,} prompts"))

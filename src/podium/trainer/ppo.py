@@ -34,7 +34,7 @@ from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
-from podium.trainer.answers import Answers
+from podium.trainer.answer_loss import Answers
 from podium.trainer.baselines import add_baselines, be_greedy
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range

@@ -30,9 +30,9 @@ from podium.telemetry import Note, Waiting, emit
 from podium.trainer.checks.placement import (
     check_placement,
     check_ports,
+    describe_placement,
     reserve_places,
-    standing,
-    tell_of_bfloat16,
+    suggest_bfloat16,
     warn_of_bfloat16,
 )
 from podium.training import ParallelConfig
@@ -134,7 +134,7 @@ class Roles:
     def asked_generators(self) -> tuple[Handle[Generator], ...]:
         """The generators that the rollout workers ask by HTTP; () if the rollout workers have a generator in their
         processes."""
-        return () if any(stand_together(self.rollout, handle) for handle in self.generators) else self.generators
+        return () if any(share_processes(self.rollout, handle) for handle in self.generators) else self.generators
 
     def kill(self) -> None:
         """End the processes of all roles at once, whatever they do."""
@@ -172,7 +172,7 @@ class Roles:
         return {role: call.result() for role, call in calls.items()}
 
 
-def stand_together(first: Handle[Any] | None, second: Handle[Any]) -> bool:
+def share_processes(first: Handle[Any] | None, second: Handle[Any]) -> bool:
     """Whether two roles share their worker processes."""
     return first is not None and first.group.processes is second.group.processes
 
@@ -315,7 +315,7 @@ def _start_workers(
         places = dict(zip([roles for roles, _ in config.processes], pool.split(ranks), strict=True))
         by_node = Counter(slot.node for roles, pool in places.items() if "rollout" in roles for slot in pool.slots)
         check_ports(config, max(by_node.values(), default=0))
-        emit(Note(standing((roles, pool.slots) for roles, pool in places.items())))
+        emit(Note(describe_placement((roles, pool.slots) for roles, pool in places.items())))
         names = [role for roles in places for role in roles]
         workers = sum(len(roles) * len(pool) for roles, pool in places.items())
         emit(Waiting(f"loading {config.model.path or 'a new model'} for {', '.join(names)}", 0, workers))
@@ -344,7 +344,7 @@ def _start_workers(
             for handle in handles:
                 stack.push(partial(_close, handle))
         warn_of_bfloat16(config, parts)
-        tell_of_bfloat16(config, next(iter(generators), None))
+        suggest_bfloat16(config, next(iter(generators), None))
         yield started, tuple(generators)
 
 

@@ -47,11 +47,11 @@ class TokenTexts:
         parts: list[int] = []
         position = 0
         for number, token_text in zip(ids, texts, strict=True):
-            length = None if parts else _at(position, token_text, text)
+            length = None if parts else _match_at(position, token_text, text)
             if length is None:
                 parts.append(number)
                 joint = self._decode(parts)
-                length = 0 if joint.endswith(_NO_CHARACTER) else _at(position, joint, text) or 0
+                length = 0 if joint.endswith(_NO_CHARACTER) else _match_at(position, joint, text) or 0
                 if length:
                     parts = []
                 elif len(parts) > _MOST_BYTES and position < len(text):
@@ -59,13 +59,13 @@ class TokenTexts:
             lengths.append(length)
             position += length
         rest = text[position:]
-        if rest and parts and _at(0, rest, self._decode(parts), f" {self._decode(parts)}"):
+        if rest and parts and _match_at(0, rest, self._decode(parts), f" {self._decode(parts)}"):
             lengths[-1] += len(rest)  # the text stops within a token
             position = len(text)
         return lengths if position == len(text) else None
 
 
-def _at(place: int, own: str, *texts: str) -> int | None:
+def _match_at(place: int, own: str, *texts: str) -> int | None:
     """Return the length of ``own``, or of a space and ``own``, if one of ``texts`` has it at ``place``; otherwise
     None."""
     for text in texts:

@@ -12,7 +12,7 @@ from podium.telemetry import metrics as names
 if TYPE_CHECKING:
     from podium.data import Batch
     from podium.runtime import Call, Handle
-    from podium.trainer.answers import Answers
+    from podium.trainer.answer_loss import Answers
     from podium.trainer.prompts import Prompt
     from podium.workers import Policy
 

@@ -372,7 +372,7 @@ def output_scores(
     if isinstance(layer, nn.Linear) and getattr(layer_forward, "__func__", None) is nn.Linear.forward:
         scores = cast("_Scores", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, request))
     else:
-        scores = _by_checkpoints(hidden_KH, forward or layer, request)
+        scores = _score_by_checkpoints(hidden_KH, forward or layer, request)
     kind = "squares" if squares else "top" if top else "best"
     return TokenScores(
         scores[0],
@@ -385,7 +385,7 @@ def output_scores(
 _Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], asked: _Asked) -> _Scores:
+def _score_by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], asked: _Asked) -> _Scores:
     """The same for any layer, by autograd. The backward pass runs the layer again."""
 
     def score(hidden_CH: Tensor, here: slice, kept: KeptTokens | None) -> _Scores:

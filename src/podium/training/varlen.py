@@ -111,11 +111,11 @@ def _attend(
     assert cu_seq_lens_q is not None
     lengths = cu_seq_lens_q.diff().tolist()
     rows = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
-    parts = [_one_row(q, k, v, dropout, scaling, sliding_window) for q, k, v in rows]
+    parts = [_attend_row(q, k, v, dropout, scaling, sliding_window) for q, k, v in rows]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _one_row(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
     length, mask = q.shape[2], None
     if window is not None and length > window:
         distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None, :]

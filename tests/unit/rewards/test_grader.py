@@ -441,7 +441,7 @@ def test_a_forgotten_grader_ends_with_its_script() -> None:
 def test_the_log_of_a_reward_that_prints_much_keeps_the_newest_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("podium.rewards.processes.MOST_LOG_BYTES", 1 << 16)
+    monkeypatch.setattr("podium.rewards.dispatcher_client.MOST_LOG_BYTES", 1 << 16)
     log, notes = tmp_path / "reward.log", list[str]()
 
     def speak(completion: str) -> float:

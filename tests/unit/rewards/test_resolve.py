@@ -9,7 +9,7 @@ import pytest
 
 from podium.errors import ConfigError
 from podium.rewards import NAMED_REWARDS, Grader, RewardConfig, resolve_reward
-from podium.rewards.keys import declared_columns
+from podium.rewards.columns import declared_columns
 from podium.rewards.resolve import GROUP, columns_read
 from tests.integration.test_environment_plugins import write_package
 

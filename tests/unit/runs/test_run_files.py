@@ -85,7 +85,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "processes/limits.py": ("read_text", PRIVATE),
     "processes/supervisor.py": ("os.open", PRIVATE),
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
-    "rewards/processes.py": ("os.open", LOGS),
+    "rewards/dispatcher_client.py": ("os.open", LOGS),
     "runs/run_writer.py": ("rmdir", "the parents that were made for a run's directory"),
     "runs/export.py": ("iterdir mkdir open rglob shutil.copyfileobj write_text", PERSON),
     "runs/named_code.py": ("glob mkdir open read_bytes", "the records of this user, and the files of functions"),
@@ -107,7 +107,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "ParquetWriter mkdir open replace unlink write_table",
         "beside the runs",
     ),
-    "trainer/measure.py": ("tempfile.TemporaryDirectory", "logs of workers that are only timed, and removed"),
+    "trainer/dry_run_times.py": ("tempfile.TemporaryDirectory", "logs of workers that are only timed, and removed"),
     "trainer/replay.py": ("ParquetFile", OPENED),
     "workers/learner.py": ("mkdir", LOOKED_AT),
 }

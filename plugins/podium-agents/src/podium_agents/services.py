@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from podium.errors import ConfigError
 from podium.extras import explain_packages
-from podium.functions import find_installed, what_raised
+from podium.functions import explain_raised, find_installed
 from podium_agents.service.keys import SessionKeys
 from podium_agents.service.token_source import TokenSource
 
@@ -164,7 +164,7 @@ def load_service(purpose: str) -> HttpService:
     entry = _find_entry()
     if entry is None:
         raise ConfigError(_explain_missing(purpose))
-    with what_raised(f"{purpose} needs {entry.value}, which cannot be loaded", __file__):
+    with explain_raised(f"{purpose} needs {entry.value}, which cannot be loaded", __file__):
         return cast(HttpService, entry.load())
 
 

@@ -160,8 +160,8 @@ class Sessions:
         report = _join_figures(reports, self._config.environment.limits.budget)
         report = replace(report, figures={**report.figures, **self._count_prompt_tokens()})
         evaluation = f"evaluation after step {step}" if step else "evaluation"
-        self._say(report, f"step {step}" if training else evaluation, len(batch))
-        self._say_unasked(batch.python(fields.GRADE))
+        self._report_failures(report, f"step {step}" if training else evaluation, len(batch))
+        self._note_unused_reward(batch.python(fields.GRADE))
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
         return batch.fetch(*small), report
 
@@ -277,7 +277,7 @@ class Sessions:
                 )
             )
 
-    def _say_unasked(self, grades: Sequence[Earned]) -> None:
+    def _note_unused_reward(self, grades: Sequence[Earned]) -> None:
         """Emit a note, once, that the chosen reward has scored nothing."""
         reward, plain = self._config.reward, RewardConfig()
         chosen = [name for name in ("name", "path") if getattr(reward, name) != getattr(plain, name)]
@@ -293,7 +293,7 @@ class Sessions:
                 )
             )
 
-    def _say(self, report: SessionReport, when: str, rows: int) -> None:
+    def _report_failures(self, report: SessionReport, when: str, rows: int) -> None:
         """Emit why sessions failed: each reason with its count, and with its traceback if it is new."""
         failed = sum(report.failures.values())
         common = [reason for reason, _ in report.failures.most_common(3)]
@@ -301,7 +301,7 @@ class Sessions:
         sentences = [self._describe_reason(reason, report.details.get(reason, "")) for reason in common]
         text = "\n".join([reasons, *filter(None, sentences)])
         if not rows:
-            raise NoRowsError(f"{when}: {self._nothing(report.sessions, failed)}{text}".rstrip())
+            raise NoRowsError(f"{when}: {self._explain_no_rows(report.sessions, failed)}{text}".rstrip())
         if failed:
             emit(
                 Note(
@@ -310,7 +310,7 @@ class Sessions:
                 )
             )
 
-    def _nothing(self, sessions: int, failed: int) -> str:
+    def _explain_no_rows(self, sessions: int, failed: int) -> str:
         """Return why there are no rows: all sessions failed, or the others have never asked the model."""
         name, plural = f"environment.name = {self._config.environment.name!r}", sessions != 1
         if failed == sessions:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.extras import install_command
-from podium.rewards.keys import reads
+from podium.rewards.columns import reads
 
 try:
     import reasoning_gym as gym

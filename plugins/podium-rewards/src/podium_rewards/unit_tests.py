@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.rewards.keys import reads
+from podium.rewards.columns import reads
 from podium_rewards.sandbox import Kind, Limits, check_sandbox, run_programs
 
 __all__ = ["CodeReward", "check_code", "find_code"]

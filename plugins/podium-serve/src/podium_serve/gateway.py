@@ -119,20 +119,20 @@ class Gateway:
                 self._socket.close()
 
     def _listen(self) -> None:
-        from podium.connections.front import Front
+        from podium.connections.listener import Listener
         from podium_serve.server import in_url, listen_at_first
 
         public = in_url(_public_host(self._host))
-        self._socket = Front(listen_at_first(self._host, self._ports, key="environment.options"))
+        self._socket = Listener(listen_at_first(self._host, self._ports, key="environment.options"))
         self._url = f"http://{public}:{self._socket.getsockname()[1]}"
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._socket is None:
             self._listen()
-        from podium_serve.server import fronted
+        from podium_serve.server import make_server
 
         self._loop = loop
-        self._server = fronted(self._answer, self._socket)  # pyright: ignore[reportArgumentType] - it is a Front
+        self._server = make_server(self._answer, self._socket)  # pyright: ignore[reportArgumentType] - it is a Listener
         # What asks for the address first is one of many sessions, and its context is not the server's.
         context = contextvars.Context()
         self._serving = context.run(asyncio.run_coroutine_threadsafe, self._server.serve([self._socket]), loop)

@@ -16,10 +16,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from podium.connections.front import IDLE_S, Front, Phase
+from podium.connections.listener import IDLE_S, Listener, Phase
 from podium.errors import PodiumError
 
-__all__ = ["FrontedServer", "Server", "fronted", "in_url", "listen", "listen_at_first"]
+__all__ = ["ListenerServer", "Server", "in_url", "listen", "listen_at_first", "make_server"]
 
 _BACKLOG: Final = 1024  # connections that wait; a thousand agents may begin at the same time
 _LAST_PORT: Final = 65535
@@ -65,15 +65,15 @@ def in_url(host: str) -> str:
 
 
 class _Protocol(H11Protocol):
-    """Tells the visitor of ``front`` in which phase its request is."""
+    """Tells the visitor of ``listener`` in which phase its request is."""
 
-    def __init__(self, front: Front, **how: Any) -> None:
+    def __init__(self, listener: Listener, **how: Any) -> None:
         super().__init__(**how)
-        self._front = front
+        self._listener = listener
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] - as uvicorn's own
         super().connection_made(transport)
-        self._visitor = self._front.visitors[transport.get_extra_info("socket").fileno()]
+        self._visitor = self._listener.visitors[transport.get_extra_info("socket").fileno()]
 
     def handle_events(self) -> None:
         try:
@@ -98,7 +98,7 @@ class _Protocol(H11Protocol):
             self._visitor.enter(Phase.IDLE)
 
 
-class FrontedServer(uvicorn.Server):
+class ListenerServer(uvicorn.Server):
     """A server of uvicorn's that ends at once: by itself it looks every tenth of a second whether it shall."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -142,20 +142,20 @@ class FrontedServer(uvicorn.Server):
         await self.lifespan.shutdown()
 
 
-def fronted(app: Any, front: Front, *, lifespan: str = "off") -> FrontedServer:
-    """Return the server of an ASGI application whose connections come by ``front``. Serve with ``serve([front])``."""
+def make_server(app: Any, listener: Listener, *, lifespan: str = "off") -> ListenerServer:
+    """Return the server of an ASGI application. Serve the connections of ``listener`` with ``serve([listener])``."""
     config = uvicorn.Config(
         app,
         interface="asgi3",
-        http=partial(_Protocol, front),  # type: ignore[arg-type] - uvicorn calls it as it calls a class
+        http=partial(_Protocol, listener),  # type: ignore[arg-type] - uvicorn calls it as it calls a class
         log_level="error",
         access_log=False,
         lifespan=lifespan,  # type: ignore[arg-type] - one of uvicorn's words
         ws="none",
-        timeout_keep_alive=2 * int(IDLE_S),  # the front closes idle connections before
+        timeout_keep_alive=2 * int(IDLE_S),  # the listener closes idle connections before
         timeout_graceful_shutdown=1,
     )
-    return FrontedServer(config)
+    return ListenerServer(config)
 
 
 class Server:
@@ -165,31 +165,31 @@ class Server:
         app: An ASGI application.
         host: The address to listen at; by default only processes of this machine reach it.
         port: The port; 0 chooses a free port.
-        how: Limits of the :class:`.Front`.
+        how: Limits of the :class:`.Listener`.
 
     Raises:
         PodiumError: The address or port cannot be used.
 
     Attributes:
         url: Address of the server, such as ``http://127.0.0.1:43210``.
-        front: What accepts its connections.
+        listener: What accepts its connections.
     """
 
     def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0, **how: Any) -> None:
-        self.front = Front(listen(host, port), **how)
-        self.url = f"http://{in_url(host)}:{self.front.getsockname()[1]}"
-        self._server = fronted(app, self.front, lifespan="on")
+        self.listener = Listener(listen(host, port), **how)
+        self.url = f"http://{in_url(host)}:{self.listener.getsockname()[1]}"
+        self._server = make_server(app, self.listener, lifespan="on")
         self._thread = threading.Thread(target=self._run, name="podium-http", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve([self.front]))
+        asyncio.run(self._server.serve([self.listener]))
 
     def close(self) -> None:
         """Finish requests in progress for at most a second, and end."""
         self._server.end()
         self._thread.join()
-        self.front.close()
+        self.listener.close()
 
     def __enter__(self) -> Self:
         return self

@@ -10,8 +10,8 @@ from typing import Any, Final
 from podium.errors import DataError
 from podium.runs.ledger import Entry
 from podium.runs.run_files import GrowingFile, RunFiles
+from podium.runs.run_json import read_json
 from podium.runs.run_reader import LEDGER
-from podium.runs.typed import read_json
 from podium_view.curves import Curves
 from podium_view.timeline import Timeline
 

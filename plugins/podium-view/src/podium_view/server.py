@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-from podium.connections.front import Front, Phase
+from podium.connections.listener import Listener, Phase
 from podium.errors import ConfigError, DataError
 from podium_view.page import page
 from podium_view.run import Run
@@ -57,7 +57,7 @@ class ViewServer(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), _Handler, bind_and_activate=False)
             self.socket.close()
-            self.socket = Front(socket.create_server(("127.0.0.1", port), backlog=1024), most=_MOST_CONNECTIONS)
+            self.socket = Listener(socket.create_server(("127.0.0.1", port), backlog=1024), most=_MOST_CONNECTIONS)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"port {port} of 127.0.0.1 cannot be used ({error}); --port 0 takes a free one"
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "podium"
     sys_version = ""
-    timeout = 60  # for the client to take an answer; the front limits what it sends
+    timeout = 60  # for the client to take an answer; the listener limits what it sends
 
     def handle_one_request(self) -> None:
         super().handle_one_request()

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from podium.errors import DataError
 from podium.runs.run_files import GrowingFile, RunFiles
-from podium.runs.typed import Amount, Count, read_json
+from podium.runs.run_json import Amount, Count, read_json
 from podium_view.numbers import number
 
 __all__ = ["Timeline", "traces"]

@@ -21,7 +21,7 @@ class M2poOptions:
     """The mean of the squared log-ratios of the tokens that train is at most this."""
 
 
-def far_tokens(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
+def mark_far_tokens(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
     """Mark the tokens of a whole minibatch that train."""
     log_ratio_N = wide(inputs.logprobs_N) - wide(inputs.rollout_logprobs_N)
     leaves_N = log_ratio_N * inputs.advantages_N > 0
@@ -35,7 +35,7 @@ def far_tokens(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]
     return {"m2po": kept_N}
 
 
-@Declaration(options=M2poOptions, minibatch=far_tokens, source="Zheng et al. 2025, M2PO, arXiv:2510.01161")
+@Declaration(options=M2poOptions, minibatch=mark_far_tokens, source="Zheng et al. 2025, M2PO, arXiv:2510.01161")
 def m2po(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """0 at the fewest tokens without which the mean of ``log(r)²`` is at most ``m2_budget``, and else 1, ``[N]``.
 

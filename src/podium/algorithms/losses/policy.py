@@ -68,7 +68,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
             with a gradient.
     """
     loss_N, metrics, maxima = _sum_losses(inputs, config)
-    before = _before(inputs, config, *config.sampled_losses) if config.ratio_to == "rollout" else inputs
+    before = _replace_old_logprobs(inputs, config, *config.sampled_losses) if config.ratio_to == "rollout" else inputs
     logprobs_N, old_N = inputs.logprobs_N, inputs.old_logprobs_N
     if "advantages" in inputs.columns:
         with torch.no_grad():
@@ -111,7 +111,7 @@ def _sum_losses(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, di
     metrics, maxima = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in config.sampled_losses.items():
         by_generator = "rollout" in (config.ratio_to, loss_ratio_to(name))
-        loss = resolve_loss(name)(_before(inputs, config, name) if by_generator else inputs, config)
+        loss = resolve_loss(name)(_replace_old_logprobs(inputs, config, name) if by_generator else inputs, config)
         _check(loss, inputs, f"loss {name!r}")
         short = name.rpartition(":")[2]
         for figures, added in ((metrics, loss.metrics), (maxima, loss.maxima)):
@@ -141,7 +141,7 @@ def _add_terms(loss_N: Tensor, inputs: LossInputs, config: AlgorithmConfig, metr
     return loss_N
 
 
-def _before(inputs: LossInputs, config: AlgorithmConfig, *losses: str) -> LossInputs:
+def _replace_old_logprobs(inputs: LossInputs, config: AlgorithmConfig, *losses: str) -> LossInputs:
     """The inputs with the log-probabilities of the generator in the place of those before the update."""
     _require(inputs, "rollout_logprobs", f"the ratio of the loss {', '.join(losses)!r} is to the generator")
     return replace(inputs, columns={**inputs.columns, "old_logprobs": inputs.rollout_logprobs_N})

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
         EngineConfig as EngineConfig,
         find_engines as find_engines,
     )
-    from podium.rollout.engines.installed import check_engine as check_engine, make_engine as make_engine
+    from podium.rollout.engines.engine_lookup import check_engine as check_engine, make_engine as make_engine
     from podium.rollout.engines.model import ModelEngine as ModelEngine
     from podium.rollout.engines.requests import (
         Aborted as Aborted,

@@ -99,7 +99,7 @@ class Guided:
             self._static = pack_ids(constraint.only, vocabulary)
         if constraint.banned:
             others = pack_ids(constraint.banned, vocabulary, without=True)
-            self._static = _both(self._static, others) if self._static else others
+            self._static = _intersect_masks(self._static, others) if self._static else others
         self._mask = b""
 
     @property
@@ -116,7 +116,7 @@ class Guided:
         mask = self._static
         if self._guide is not None:
             allowed = self._fit(self._guide.allowed())
-            mask = _both(mask, allowed) if mask and allowed else mask or allowed
+            mask = _intersect_masks(mask, allowed) if mask and allowed else mask or allowed
         if mask and not any(mask):
             raise GenerationError("no token is allowed here: the grammar and logit_bias leave none to draw from")
         self._mask = self._known.setdefault(mask, mask)
@@ -136,7 +136,7 @@ class Guided:
         return mask[: self._width].ljust(self._width, b"\0") if mask and len(mask) != self._width else mask
 
 
-def _both(first: bytes, second: bytes) -> bytes:
+def _intersect_masks(first: bytes, second: bytes) -> bytes:
     return (np.frombuffer(first, np.uint8) & np.frombuffer(second, np.uint8)).tobytes()
 
 

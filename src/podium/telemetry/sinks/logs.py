@@ -29,13 +29,13 @@ _STYLES: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITI
 _Handler = logging.StreamHandler[TextIO]
 
 
-def _no_noise(record: logging.LogRecord) -> bool:
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
     if hasattr(record, AS_EVENT):  # the terminal shows the event
         return False
-    return record.levelno >= logging.ERROR or not _within(record.name, *_NOISY)
+    return record.levelno >= logging.ERROR or not _belongs_to(record.name, *_NOISY)
 
 
-def _within(name: str, *libraries: str) -> bool:
+def _belongs_to(name: str, *libraries: str) -> bool:
     return f"{name}.".startswith(tuple(f"{library}." for library in libraries))
 
 
@@ -57,7 +57,7 @@ class LogRouter(logging.Handler):
     def install(self) -> None:
         """Route the records of existing handlers, of the root logger and of ``warnings`` from now on."""
         root = logging.getLogger()
-        if not any(_on_terminal(handler) for handler in root.handlers):
+        if not any(_writes_to_terminal(handler) for handler in root.handlers):
             root.addHandler(self)
             self._undo.callback(root.removeHandler, self)
             if root.level > logging.INFO:  # records below the root's level would never reach this handler's own filter
@@ -65,8 +65,8 @@ class LogRouter(logging.Handler):
                 root.setLevel(logging.INFO)
         for handler in _terminal_handlers():
             self._moved.append(handler)
-            handler.addFilter(_no_noise)
-            self._undo.callback(handler.removeFilter, _no_noise)
+            handler.addFilter(_is_worth_a_line)
+            self._undo.callback(handler.removeFilter, _is_worth_a_line)
             # A handler that looks its stream up for each record follows the live display's redirection by itself.
             if self._live and not isinstance(getattr(type(handler), "stream", None), property):
                 self._undo.callback(handler.setStream, handler.stream)
@@ -82,14 +82,14 @@ class LogRouter(logging.Handler):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is worth showing, and no handler between its logger and the root has shown it."""
-        if record.levelno < (logging.INFO if _within(record.name, "podium") else logging.WARNING):
+        if record.levelno < (logging.INFO if _belongs_to(record.name, "podium") else logging.WARNING):
             return False
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None:
             if any(handler in self._moved for handler in logger.handlers):
                 return False
             logger = logger.parent if logger.propagate else None
-        return _no_noise(record)
+        return _is_worth_a_line(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -114,7 +114,7 @@ def _text(record: logging.LogRecord) -> Text:
     return text
 
 
-def _on_terminal(handler: logging.Handler) -> bool:
+def _writes_to_terminal(handler: logging.Handler) -> bool:
     if not isinstance(handler, logging.StreamHandler) or isinstance(handler, logging.FileHandler):
         return False
     return cast("_Handler", handler).stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
@@ -123,4 +123,4 @@ def _on_terminal(handler: logging.Handler) -> bool:
 def _terminal_handlers() -> Iterator[_Handler]:
     for logger in [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger):  # not a placeholder
-            yield from (cast("_Handler", handler) for handler in logger.handlers if _on_terminal(handler))
+            yield from (cast("_Handler", handler) for handler in logger.handlers if _writes_to_terminal(handler))

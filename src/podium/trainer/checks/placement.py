@@ -24,10 +24,10 @@ __all__ = [
     "bfloat16_keys",
     "check_placement",
     "check_ports",
+    "describe_placement",
     "reserve_places",
     "sharing",
-    "standing",
-    "tell_of_bfloat16",
+    "suggest_bfloat16",
     "warn_of_bfloat16",
 ]
 
@@ -103,7 +103,7 @@ class Sharing:
         """The share of each slot, node by node. The slots of one accelerator are next to each other."""
         return [1 / load for node in self.loads for load in node for _ in range(load)]
 
-    def in_turns(self, slots: Sequence[T]) -> list[T]:
+    def interleave(self, slots: Sequence[T]) -> list[T]:
         """Reorder the entries that belong to ``gpus`` for the processes: first one of each accelerator, then a second
         one of each."""
         turns = [turn for node in self.loads for load in node for turn in range(load)]
@@ -133,7 +133,7 @@ def reserve_places(cluster: Cluster, processes: int, placement: PlacementConfig)
     shares, how = sharing(cluster.nodes, processes), {"cpus": placement.cpus or 0, "wait_s": placement.wait_s}
     try:
         if shares is not None:
-            pool = ResourcePool(shares.in_turns([*cluster.pool(shares.slots, gpus=shares.gpus, **how)]))
+            pool = ResourcePool(shares.interleave([*cluster.pool(shares.slots, gpus=shares.gpus, **how)]))
         else:
             gpus = int(any(node.resources.get("gpu", 0) >= 1 for node in cluster.nodes))
             pool = cluster.pool(spread=processes, gpus=gpus, **how)
@@ -149,18 +149,18 @@ def reserve_places(cluster: Cluster, processes: int, placement: PlacementConfig)
 # -- what a run says of its places -----------------------------------------------------------------------------------
 
 
-def standing(parts: Iterable[tuple[Sequence[str], Sequence[Slot]]]) -> str:
+def describe_placement(parts: Iterable[tuple[Sequence[str], Sequence[Slot]]]) -> str:
     """Describe the placement of roles in one line. ``parts`` are the roles that share processes, and their slots."""
     parts = [*parts]
     named = len({slot.node for _, slots in parts for slot in slots}) > 1
     sentences = [
-        f"{', '.join(roles)}: {len(slots)} process{'es' * (len(slots) != 1)} on {_places(slots, named=named)}"
+        f"{', '.join(roles)}: {len(slots)} process{'es' * (len(slots) != 1)} on {_describe_devices(slots, named=named)}"
         for roles, slots in parts
     ]
     return f"placement  {'; '.join(sentences)}"
 
 
-def _places(slots: Sequence[Slot], *, named: bool) -> str:
+def _describe_devices(slots: Sequence[Slot], *, named: bool) -> str:
     """Return the devices of slots: "gpu 0-3" or "cpu", with their nodes if ``named``, and with the number of processes
     that share them."""
     devices: dict[str, set[int]] = {}
@@ -218,7 +218,7 @@ def warn_of_bfloat16(config: InferenceConfig, started: Mapping[tuple[str, ...], 
         )
 
 
-def tell_of_bfloat16(config: InferenceConfig, generator: Any) -> None:
+def suggest_bfloat16(config: InferenceConfig, generator: Any) -> None:
     """Say in one line what bfloat16 would save where a generator computes in float32 beside a unit for bfloat16.
 
     Args:

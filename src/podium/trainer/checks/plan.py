@@ -49,7 +49,7 @@ def _placement(config: PPOConfig | SFTConfig, backend: str, nodes: Sequence[Node
 def _devices(nodes: Sequence[Node], processes: int) -> list[str]:
     """Return the device of each process. "gpu/2" is a device that two processes share."""
     if (shares := sharing(nodes, processes)) is not None:
-        return shares.in_turns([f"gpu/{round(1 / gpu)}" if gpu < 1 else "gpu" for gpu in shares.gpus])
+        return shares.interleave([f"gpu/{round(1 / gpu)}" if gpu < 1 else "gpu" for gpu in shares.gpus])
     return [("gpu" if is_accelerated(nodes) else "cpu") if nodes else "device?"] * processes
 
 

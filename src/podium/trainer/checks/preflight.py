@@ -274,7 +274,7 @@ def check_lengths(
         why = ", beyond which longrope changes the rotation of all tokens, generated ones included" if longer else ""
         shorter = f", or data.max_prompt_tokens to {room} (data.overlong decides what happens to longer prompts)"
         raise ConfigError(
-            f"the longest {what} prompt{_place(examples[index])} has {lengths[index]} tokens, which with "
+            f"the longest {what} prompt{_describe_place(examples[index])} has {lengths[index]} tokens, which with "
             f"{key} = {max_new_tokens} is more than the model's {most} positions{why}: lower {key}"
             + (shorter if room > 0 else "")
         )
@@ -381,13 +381,13 @@ def check_examples(model: ModelConfig, lengths: Sequence[int], examples: Sequenc
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         raise ConfigError(
             f"{beyond} of the {len(lengths)} {what} examples are longer than the model's {most} positions; the "
-            f"longest{_place(examples[longest])} has {lengths[longest]} tokens, its answer included: take them out of "
-            "the data, shorten their answers, or lower data.max_prompt_tokens (data.overlong decides what happens to "
-            "longer prompts)"
+            f"longest{_describe_place(examples[longest])} has {lengths[longest]} tokens, its answer included: take "
+            "them out of the data, shorten their answers, or lower data.max_prompt_tokens (data.overlong decides what "
+            "happens to longer prompts)"
         )
 
 
-def _place(example: Example) -> str:
+def _describe_place(example: Example) -> str:
     return f", {example.place}," if example.place else ""
 
 

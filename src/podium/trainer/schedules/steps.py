@@ -177,19 +177,19 @@ class Steps:
         evaluation, save = self._config.eval, self._config.save
         while not self._ends:
             self._given = step = self.done + 1
-            with self._doing("step"):
+            with self._time_work("step"):
                 yield step
             if self._finished["learn"] != step:
                 raise self._refusal(f"it was given step {step} and did not learn it; call learn once a step")
             reached = is_saved = False
-            if (step == self.last or _due(step, evaluation.every)) and not self._calls.stop_requested():
-                with self._doing("evaluation"), name_stage("evaluate", step):
+            if (step == self.last or _is_due(step, evaluation.every)) and not self._calls.stop_requested():
+                with self._time_work("evaluation"), name_stage("evaluate", step):
                     reached = self._calls.evaluate(step)
             self._ends = step == self.last or reached
             overdue = save.minutes > 0 and time.monotonic() - self._saved_s >= 60 * save.minutes
-            is_due = self._ends or overdue or _due(step, save.every)
+            is_due = self._ends or overdue or _is_due(step, save.every)
             if is_due or self._calls.stop_requested():
-                with self._doing("checkpoint"), name_stage("save", step):
+                with self._time_work("checkpoint"), name_stage("save", step):
                     self._calls.save(step)
                 self._saved_s, is_saved = time.monotonic(), True
             self.done = step
@@ -198,7 +198,7 @@ class Steps:
             self._ends = self._ends or (is_saved and self._calls.stop_requested())
 
     @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
+    def _time_work(self, what: str) -> Iterator[None]:
         self._now, began_ns = what, time.monotonic_ns()
         yield
         self._now, self._took_s[what] = "", (time.monotonic_ns() - began_ns) / 1e9
@@ -229,7 +229,7 @@ class Steps:
         if reason := self._failures.pop(step, ""):  # only now: a resumed run takes the prompts of a failure again
             self._calls.drop(step, reason)
         try:
-            with self._half("collect", step):
+            with self._run_half("collect", step):
                 rollout = self._calls.collect(step)
                 if step > self._took:
                     self.took(step)
@@ -284,7 +284,7 @@ class Steps:
             is_future = isinstance(rollout, Future)
             description = "Future: call .result()" if is_future else f"value of type {type(rollout).__name__}"
             raise self._refusal(f"learn takes what collect returned; it got a {description}")
-        with self._half("learn", step):
+        with self._run_half("learn", step):
             metrics = self._calls.learn(rollout)
             self._calls.train(step)
             self.place = self._places.pop(step, self.place)
@@ -300,7 +300,7 @@ class Steps:
             )
 
     @contextmanager
-    def _half(self, name: str, step: int) -> Iterator[None]:
+    def _run_half(self, name: str, step: int) -> Iterator[None]:
         """Record that a half runs during the block. Raises ConfigError if it must not run now."""
         with self._changed:
             running = self._running[name]
@@ -340,5 +340,5 @@ class Steps:
         return ConfigError(f"run.schedule = {self._config.run.schedule!r}: {reason}")
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0

@@ -188,7 +188,7 @@ class StreamedSync(WeightSync):
         former_sums, self._sums = self._sums, {}
         manifest, wrong = self._stream(generators, version, former_sums)
         if wrong and former_sums:
-            emit(Note(f"weight sync {version}: generators do not hold {_few(wrong)} as sent; sending all"))
+            emit(Note(f"weight sync {version}: generators do not hold {_list_few(wrong)} as sent; sending all"))
             self._forget()
             manifest, wrong = self._stream(generators, version, {})
         if self._policy.weight_manifest() != manifest:
@@ -197,7 +197,9 @@ class StreamedSync(WeightSync):
                 "mixture of two versions; sync again, and start no update before sync() returns"
             )
         if wrong:
-            raise DataError(f"the weights of version {version} arrived damaged: the checksums of {_few(wrong)} differ")
+            raise DataError(
+                f"the weights of version {version} arrived damaged: the checksums of {_list_few(wrong)} differ"
+            )
 
     def _prepare(self, generators: Sequence[Handle[WeightReceiver]]) -> tuple[WeightManifest, int]:
         """Announce the weights to generators that do not expect them yet; return their manifest and a bucket's size."""
@@ -236,7 +238,7 @@ class StreamedSync(WeightSync):
         far = [generator for generator in generators if generator not in near]
         for generator, ranks in zip(near, copied, strict=True):
             if damaged := [name for names in ranks for name in names]:
-                self._loans.refuse(generator, f"{_few(damaged)} arrived damaged on the device")
+                self._loans.refuse(generator, f"{_list_few(damaged)} arrived damaged on the device")
                 far.append(generator)
         if far:
             wrong += self._send_buckets(far, version, known, manifest, bucket_bytes)
@@ -327,6 +329,6 @@ def _wait(calls: Sequence[Call[T]]) -> list[T]:
     return results
 
 
-def _few(names: Sequence[str]) -> str:
+def _list_few(names: Sequence[str]) -> str:
     unique = list(dict.fromkeys(names))
     return ", ".join(unique[:3]) + (f" and {len(unique) - 3} more" if len(unique) > 3 else "")

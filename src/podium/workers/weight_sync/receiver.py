@@ -23,7 +23,7 @@ from podium.models.tokenizers import load_tokenizer
 from podium.models.vocabulary import TextIds, find_text_ids
 from podium.models.whole_weights import WholeWeights
 from podium.rollout.engines import Engine, EngineConfig, make_engine
-from podium.rollout.engines.installed import generation_config, model_device
+from podium.rollout.engines.engine_lookup import generation_config, model_device
 from podium.runtime import Worker, endpoint, nothing
 from podium.training.offload import Offload
 from podium.workers.siblings import find_sibling

@@ -17,7 +17,7 @@ from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.rollout.engines import EngineConfig, check_engine, find_engines, make_engine
 from podium.rollout.engines.config import OWN_OPTIONS, NativeOptions, ReplayOptions
-from podium.rollout.engines.installed import engine_class
+from podium.rollout.engines.engine_lookup import engine_class
 from podium.trainer import GRPOConfig
 from podium.trainer.checks.preflight import check_settings
 
@@ -62,7 +62,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def register(attribute: str) -> None:
         mine = EntryPoint("mine", f"engine_of_mine:{attribute}", "podium.engines")
         engines = {**own, "mine": mine}
-        for module in ("config", "installed"):
+        for module in ("config", "engine_lookup"):
             monkeypatch.setattr(f"podium.rollout.engines.{module}.find_engines", lambda: engines)
 
     return register

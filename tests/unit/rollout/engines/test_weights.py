@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import EngineConfig, make_engine
-from podium.rollout.engines.installed import generation_config
+from podium.rollout.engines.engine_lookup import generation_config
 from podium.rollout.sampling import SamplingParams
 
 from .conftest import MakeModel, same

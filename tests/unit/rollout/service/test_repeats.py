@@ -111,7 +111,7 @@ def test_the_first_client_may_leave_while_the_second_waits() -> None:
         async with client_of(server) as client, client_of(server) as other:
             first = asyncio.create_task(ask(client, "1"))
             second = asyncio.create_task(ask(other, "1"))
-            while len(server.front.visitors) < 2:  # noqa: ASYNC110 - another thread's loop accepts
+            while len(server.listener.visitors) < 2:  # noqa: ASYNC110 - another thread's loop accepts
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             first.cancel()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from podium.rollout.engines.stops import before_stop, ends_now
-from podium_agents.service.service import Answer, Service, up_to_stop
+from podium_agents.service.service import Answer, Service, cut_at_stop
 from podium_agents.service.sessions import Sampled
 from podium_agents.service.wire import ChatRequest
 from podium_serve import streaming
@@ -169,6 +169,6 @@ def test_a_stop_text_is_found_at_its_last_token_whatever_bytes_come() -> None:
         if whole is not None and whole <= len(ids) // new * new:
             found += 1
             assert seen == -(-whole // new) * new
-        drawn = up_to_stop(Sampled(ids, [0.0] * len(ids), [0] * len(ids), "length"), stops, decode)
+        drawn = cut_at_stop(Sampled(ids, [0.0] * len(ids), [0] * len(ids), "length"), stops, decode)
         assert (len(drawn.ids), drawn.finish_reason) == ((whole, "stop") if whole else (len(ids), "length"))
     assert found > 100

@@ -17,7 +17,7 @@ from podium.runtime import Node, backend_class
 from podium.runtime.pool import Inventory, ResourcePool
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PlacementConfig, PPOTrainer, build_config
-from podium.trainer.checks.placement import bfloat16_keys, check_placement, reserve_places, sharing, standing
+from podium.trainer.checks.placement import bfloat16_keys, check_placement, describe_placement, reserve_places, sharing
 from podium.trainer.roles import start_generator, start_roles
 from tests.integration.training import MODEL, tiny
 from tests.unit.runtime.test_pool import Machines
@@ -45,7 +45,7 @@ def test_accelerators_are_shared_evenly_where_they_are_too_few(gpus: Any, proces
     if shares is None:
         return
     pool = Inventory(Machines(*machines(*gpus))).reserve(shares.slots, [{"gpu": gpu} for gpu in shares.gpus])
-    slots = [(slot.node, slot.devices) for slot in shares.in_turns(pool.slots)]
+    slots = [(slot.node, slot.devices) for slot in shares.interleave(pool.slots)]
     assert len({*slots}) == sum(gpus), "every accelerator has work"
     for first in range(processes - sum(gpus) + 1):
         assert len({*slots[first : first + sum(gpus)]}) == sum(gpus), "ranks of one role are apart"
@@ -121,15 +121,17 @@ def test_the_line_names_devices_and_nodes() -> None:
     inventory = Inventory(Machines(*nodes))
     apart = inventory.reserve([4, 2], {"gpu": 1})
     cores = inventory.reserve([2], {"cpu": 1}, labels={})
-    assert standing([(("policy", "estimator"), apart.slots)]) == (
+    assert describe_placement([(("policy", "estimator"), apart.slots)]) == (
         "placement  policy, estimator: 6 processes on node-0 gpu 0-3, node-1 gpu 0-1"
     )
-    assert standing([(("policy",), apart[:1].slots), (("generator",), (apart[1], apart[3]))]) == (
+    assert describe_placement([(("policy",), apart[:1].slots), (("generator",), (apart[1], apart[3]))]) == (
         "placement  policy: 1 process on gpu 0; generator: 2 processes on gpu 1, 3"
     )
-    assert standing([(("policy",), cores.slots)]) == "placement  policy: 2 processes on cpu"
+    assert describe_placement([(("policy",), cores.slots)]) == "placement  policy: 2 processes on cpu"
     mixed = Inventory(Machines(*machines(2))).reserve([3], [{"gpu": 0.5}, {"gpu": 0.5}, {"gpu": 1}])
-    assert standing([(("policy",), ResourcePool(mixed.slots).slots)]).endswith("on gpu 0-1 (shared by up to 2)")
+    assert describe_placement([(("policy",), ResourcePool(mixed.slots).slots)]).endswith(
+        "on gpu 0-1 (shared by up to 2)"
+    )
 
 
 def test_the_keys_that_ask_for_bfloat16(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError
-from podium.functions import nearest, what_raised
+from podium.functions import explain_raised, nearest
 from podium.rollout.environments import EnvironmentConfig, SessionLimits, load_environment
 from podium_agents.environments.calls import in_thread
 from podium_agents.environments.contract import Outcome, Reward, Step, Task
@@ -57,10 +57,10 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
         return ResolvedEnvironment(_as_play(environment, options))
     _check_options(environment, options, subject, given=0, is_maker=inspect.isfunction(environment))
     make = partial(environment, **options)
-    with what_raised(subject, __file__):
+    with explain_raised(subject, __file__):
         sample: Any = environment if inspect.isclass(environment) else make()
     if callable(getattr(sample, "play", None)):
-        with what_raised(subject, __file__):
+        with explain_raised(subject, __file__):
             world: Any = make() if inspect.isclass(sample) else sample
         outside = world if isinstance(world, Outside) else None
         if outside and config.limits.processes:

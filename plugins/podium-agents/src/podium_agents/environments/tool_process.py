@@ -88,10 +88,10 @@ def _ask(channel: Channel, call: bytes) -> dict[str, str]:
 def write_value(result: Any) -> str:
     """What a tool returned, as text: a text itself, or JSON. Dataclasses, dates and the like are written as
     pydantic reads them in arguments."""
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_convert_to_json)
 
 
-def _plain(found: Any) -> Any:
+def _convert_to_json(found: Any) -> Any:
     from pydantic_core import to_jsonable_python
 
     try:

@@ -178,7 +178,7 @@ class Toolbox:
             async with timer:
                 return write_value(await called_tool.run(arguments)), False
         except ValidationError as error:
-            return f"error: {name} cannot be called so: {_plain(error)}", True
+            return f"error: {name} cannot be called so: {_describe_problems(error)}", True
         except (ToolError, FailedInProcess) as error:
             return f"error: {read_text(error)}"[:_MOST_SHOWN], True
         except BaseException as error:  # SystemExit of a tool ends the call, not the run
@@ -200,7 +200,7 @@ def _arguments(given: Any) -> Mapping[str, Any]:
     return arguments  # pyright: ignore[reportUnknownVariableType]
 
 
-def _plain(error: ValidationError) -> str:
+def _describe_problems(error: ValidationError) -> str:
     problems = [
         f"{'.'.join(map(str, problem['loc'])) or 'arguments'}: {problem['msg']}" for problem in error.errors()[:5]
     ]

@@ -101,7 +101,7 @@ class MessageReader:
         both = departure.recorded, departure.sent
         if self._template is None or len({str(message.get("role")) for message in both}) > 1:
             return False
-        return self._template.writes_alike([_plain(message, self._schemas) for message in both], tools)
+        return self._template.writes_alike([_normalize_message(message, self._schemas) for message in both], tools)
 
 
 def message_key(
@@ -293,7 +293,7 @@ def _resolve(schema: Any, root: Any) -> Message:
     return resolved
 
 
-def _plain(message: Message, schemas: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_message(message: Message, schemas: Mapping[str, Any]) -> dict[str, Any]:
     """A message as it is written to be compared: with what counts alone, and calls named by their numbers."""
     plain: dict[str, Any] = {"role": message.get("role"), "content": _text(message), **_other_fields(message)}
     calls: list[Any] = []

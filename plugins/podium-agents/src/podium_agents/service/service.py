@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from podium_agents.service.chat_format import ChatFormat
     from podium_agents.service.token_source import TokenSource
 
-__all__ = ["UNWRITTEN", "Answer", "Asked", "Service", "up_to_stop"]
+__all__ = ["UNWRITTEN", "Answer", "Asked", "Service", "cut_at_stop"]
 
 _ALIASES: Final = 100  # names of models that are counted
 _SEEDS: Final = 2**62
@@ -474,7 +474,7 @@ class Service:
             try:
                 async for event in events:
                     if isinstance(event, Sampled):
-                        yield up_to_stop(event, asked.stops, self.decode)
+                        yield cut_at_stop(event, asked.stops, self.decode)
                         return
                     ids += event.token_ids
                     logprobs += event.logprobs
@@ -482,7 +482,7 @@ class Service:
                     new = len(event.token_ids)
                     recorded = asked.params.filtered or asked.constraint is not None  # with the last event alone
                     if asked.stops and not recorded and ends_now(ids, new, asked.stops, self.decode):
-                        yield up_to_stop(Sampled(ids, logprobs, versions, "stop"), asked.stops, self.decode)
+                        yield cut_at_stop(Sampled(ids, logprobs, versions, "stop"), asked.stops, self.decode)
                         return
                     yield Sampled(ids, logprobs, versions, "")
             except ConfigError as error:
@@ -509,7 +509,7 @@ class Service:
         return Answer(message, reason, drawn, stop=stop)
 
 
-def up_to_stop(drawn: Sampled, stops: Sequence[str], decode: Decode) -> Sampled:
+def cut_at_stop(drawn: Sampled, stops: Sequence[str], decode: Decode) -> Sampled:
     """What was sampled up to the token that completes one of ``stops``; what came after it nobody has read."""
     count = count_to_stop(drawn.ids, stops, decode)
     return drawn if count is None else replace(drawn.first(count), finish_reason="stop")

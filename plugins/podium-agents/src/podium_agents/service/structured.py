@@ -189,9 +189,11 @@ class AnswerGrammar:
                 with contextlib.suppress(ConfigError):  # it takes too long to find the place
                     mistake = None if rule.schema is None else _find_wrong(self._grammars, rule.schema)
                     path, reason = mistake or ("", str(wrong))
-                    return Refusal(400, f"{rule.param}{path}: {_plain(reason)}", rule.param.partition(".")[0])
-                return Refusal(400, f"{rule.param}: {_plain(str(wrong))}", rule.param.partition(".")[0])
-        return Refusal(400, _plain(str(error)), self._rules[0].param.partition(".")[0] if self._rules else None)
+                    return Refusal(400, f"{rule.param}{path}: {_shorten_reason(reason)}", rule.param.partition(".")[0])
+                return Refusal(400, f"{rule.param}: {_shorten_reason(str(wrong))}", rule.param.partition(".")[0])
+        return Refusal(
+            400, _shorten_reason(str(error)), self._rules[0].param.partition(".")[0] if self._rules else None
+        )
 
 
 def text_grammar(request: Any, grammars: Grammars) -> AnswerGrammar | None:
@@ -208,7 +210,7 @@ async def compile_grammars(constraints: Sequence[Constraint | None]) -> None:
             await asyncio.to_thread(grammar.compile)
 
 
-def _plain(reason: str) -> str:
+def _shorten_reason(reason: str) -> str:
     return reason.removeprefix("failed to compile JSON schema: ")
 
 

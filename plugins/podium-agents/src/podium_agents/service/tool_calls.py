@@ -87,7 +87,7 @@ def reader_of(written: str) -> CallReader:
 
 def read_hermes(text: str, tools: bool) -> Reply:
     """Calls in ``<tool_call>``, among text."""
-    reasoning, text = _thoughts(text)
+    reasoning, text = _split_reasoning(text)
     calls: list[ToolCall] = []
 
     def take(found: re.Match[str]) -> str:
@@ -103,7 +103,7 @@ def read_hermes(text: str, tools: bool) -> Reply:
 
 def read_bare(text: str, tools: bool) -> Reply:
     """A single object, which is the whole answer."""
-    reasoning, text = _thoughts(text)
+    reasoning, text = _split_reasoning(text)
     body = text.strip().removeprefix(_BARE).strip()
     call = _call(_object(body), "parameters") if tools and body.startswith("{") else None
     return Reply(text, reasoning) if call is None else Reply("", reasoning, (call,))
@@ -111,7 +111,7 @@ def read_bare(text: str, tools: bool) -> Reply:
 
 def read_listed(text: str, tools: bool) -> Reply:
     """A list of objects after a mark; or a name, a second mark and an object, as later models of the family write."""
-    reasoning, text = _thoughts(text)
+    reasoning, text = _split_reasoning(text)
     before, mark, rest = text.partition(_LISTED)
     if not (mark and tools):
         return Reply(text, reasoning)
@@ -145,7 +145,7 @@ def read_channels(text: str, tools: bool) -> Reply:
     return Reply("".join(content), "\n".join(reasoning) if reasoning else None, tuple(calls))
 
 
-def _thoughts(text: str) -> tuple[str | None, str]:
+def _split_reasoning(text: str) -> tuple[str | None, str]:
     """The reasoning at the beginning of an answer, and the rest."""
     match = _REASONING.match(text)
     return (match[1].strip("\n"), text[match.end() :]) if match else (None, text)

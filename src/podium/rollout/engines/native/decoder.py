@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from podium.rollout.engines.native.cache import KVCache
-from podium.rollout.engines.native.packing import can_pack, pack, pays, unpack
+from podium.rollout.engines.native.packing import can_pack, is_worth_packing, pack, unpack
 from podium.rollout.engines.native.parameters import DecoderWeights, Dense, Mlp
 from podium.rollout.engines.native.products import ROW_QUANTUM, add_product, multiply
 from podium.rollout.engines.native.prompt_attention import PromptAttention
@@ -77,7 +77,7 @@ class Decoder:
     def pack(self, lanes: int, steps: int) -> None:
         """Copy the matrices so that few rows are faster, if so many lanes have so many steps before them that it pays,
         and memory and this machine's BLAS allow it."""
-        if self._packed is None and self.weights.dense is not None and pays(lanes, steps):
+        if self._packed is None and self.weights.dense is not None and is_worth_packing(lanes, steps):
             self._packed = pack(self.weights.dense)
 
     def unpack(self) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from podium.devices import free_memory_bytes
 from podium.rollout.engines.native.parameters import Dense, Packed
 
-__all__ = ["WIDTHS", "can_pack", "multiply_packed", "pack", "pays", "unpack"]
+__all__ = ["WIDTHS", "can_pack", "is_worth_packing", "multiply_packed", "pack", "unpack"]
 
 WIDTHS = (2, 4, 8, 12, 16)  # numbers of rows that are tried
 _TERMS_AT_ONCE = 384
@@ -45,7 +45,7 @@ def can_pack(matrices: Sequence[Dense]) -> bool:
     return kinds == {(torch.float32, "cpu")} and nbytes >= _LEAST_BYTES and torch.backends.mkl.is_available()
 
 
-def pays(lanes: int, steps: int) -> bool:
+def is_worth_packing(lanes: int, steps: int) -> bool:
     """Return whether so many lanes have so many steps before them that packing is worth its time."""
     return 0 < lanes <= max(WIDTHS) and steps >= _LEAST_STEPS
 

@@ -1,4 +1,4 @@
-"""The front of every service: strangers, silent and slow clients, and too many of them, against all three services."""
+"""The listening socket of all three services: strangers, silent and slow clients, and too many of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from podium.connections.front import Front, Phase, Visitor
+from podium.connections.listener import Listener, Phase, Visitor
 from podium_agents.service.wire import texts_of
 from podium_view.server import ViewServer
 from tests.integration.test_serve import NOBODY, OTHER_USERS
@@ -38,11 +38,11 @@ class Clock:
         return self.now_s
 
 
-class Fronted:
-    """A service, its front and the clock of that."""
+class ListeningService:
+    """A service, its listener and the clock of that."""
 
-    def __init__(self, front: Front, clock: Clock) -> None:
-        self.front, self.clock, self.port = front, clock, front.getsockname()[1]
+    def __init__(self, listener: Listener, clock: Clock) -> None:
+        self.listener, self.clock, self.port = listener, clock, listener.getsockname()[1]
 
     def connect(self, sent: bytes = b"") -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=LONG_S)
@@ -50,13 +50,13 @@ class Fronted:
         return connection
 
     def phases(self) -> list[Phase]:
-        with self.front.lock:
-            return [visitor.phase for visitor in self.front.visitors.values()]
+        with self.listener.lock:
+            return [visitor.phase for visitor in self.listener.visitors.values()]
 
     def pass_time(self, seconds: float) -> None:
         self.clock.now_s += seconds
-        self.front.look()
-        self.front.look()
+        self.listener.look()
+        self.listener.look()
 
     def answers(self) -> bool:
         with closing(self.connect(GET)) as connection:
@@ -64,7 +64,7 @@ class Fronted:
 
 
 @contextmanager
-def serve(kind: str, *answers: Any, **how: Any) -> Iterator[Fronted]:
+def serve(kind: str, *answers: Any, **how: Any) -> Iterator[ListeningService]:
     from podium_serve.app import make_app
     from podium_serve.server import Server
 
@@ -73,16 +73,16 @@ def serve(kind: str, *answers: Any, **how: Any) -> Iterator[Fronted]:
     if kind == "view":
         with ViewServer([]) as server:
             server.socket.close()
-            server.socket = front = Front(socket.create_server(("127.0.0.1", 0), backlog=1024), **how)
+            server.socket = listener = Listener(socket.create_server(("127.0.0.1", 0), backlog=1024), **how)
             thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
             thread.start()
-            yield Fronted(front, clock)
+            yield ListeningService(listener, clock)
             server.shutdown()
             thread.join()
         return
     service, _, _ = scripted(*answers)
     with Server(make_app(service, TOKEN), **how) as running:
-        yield Fronted(running.front, clock)
+        yield ListeningService(running.listener, clock)
 
 
 KINDS = pytest.mark.parametrize("kind", ["serve", "view"])
@@ -154,8 +154,8 @@ def test_another_user_gets_an_answer_and_no_place(kind: str) -> None:
             assert wait_until(lambda: places() == 0)
 
     if kind != "gateway":
-        with serve(kind, most=8) as fronted:
-            check(fronted.port, fronted.answers, lambda: len(fronted.phases()))
+        with serve(kind, most=8) as service:
+            check(service.port, service.answers, lambda: len(service.phases()))
         return
 
     async def live() -> None:
@@ -172,82 +172,82 @@ def test_another_user_gets_an_answer_and_no_place(kind: str) -> None:
 
 @KINDS
 def test_a_head_that_does_not_end_is_answered_and_closed_although_its_bytes_move(kind: str) -> None:
-    with serve(kind) as fronted:
-        silent, slow, kept = fronted.connect(), fronted.connect(GET[:1]), fronted.connect(GET)
+    with serve(kind) as service:
+        silent, slow, kept = service.connect(), service.connect(GET[:1]), service.connect(GET)
         assert status(kept) in (200, 403)
-        assert wait_until(lambda: sorted(map(str, fronted.phases())) == ["Phase.HEAD", "Phase.IDLE", "Phase.SILENT"])
+        assert wait_until(lambda: sorted(map(str, service.phases())) == ["Phase.HEAD", "Phase.IDLE", "Phase.SILENT"])
         for letter in GET[1:5]:
-            fronted.pass_time(1.0)
+            service.pass_time(1.0)
             slow.send(bytes([letter]))
-        assert len(fronted.phases()) == 3
-        fronted.pass_time(1.5)
+        assert len(service.phases()) == 3
+        service.pass_time(1.5)
         assert ended(silent) == b""
         assert b"408 Request Timeout" in (said := ended(slow)) and b"the whole head of the request did not come" in said
-        assert wait_until(lambda: fronted.phases() == [Phase.IDLE])
+        assert wait_until(lambda: service.phases() == [Phase.IDLE])
         kept.sendall(GET)
         assert status(kept) in (200, 403), "a client that keeps its connection has longer between requests"
-        assert wait_until(lambda: fronted.phases() == [Phase.IDLE])
-        fronted.pass_time(51.0)
+        assert wait_until(lambda: service.phases() == [Phase.IDLE])
+        service.pass_time(51.0)
         assert b"408" not in ended(kept)
 
 
 def test_a_body_may_take_long_as_long_as_it_moves_and_one_that_does_not_is_closed() -> None:
     body = json.dumps({"messages": [USER]}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
-    with serve("serve", "A.<|im_end|>") as fronted:
+    with serve("serve", "A.<|im_end|>") as service:
         begun = head + f"Content-Length: {len(body)}\r\n\r\n".encode()
-        still = fronted.connect(begun + body[:3])
-        assert wait_until(lambda: fronted.phases() == [Phase.BODY])
-        fronted.pass_time(5.1)
+        still = service.connect(begun + body[:3])
+        assert wait_until(lambda: service.phases() == [Phase.BODY])
+        service.pass_time(5.1)
         assert b"more of the body of the request did not come" in ended(still)
-        assert wait_until(lambda: not fronted.phases())
-        moving = fronted.connect(begun)
-        assert wait_until(lambda: fronted.phases() == [Phase.BODY])
-        (visitor,) = fronted.front.visitors.values()
+        assert wait_until(lambda: not service.phases())
+        moving = service.connect(begun)
+        assert wait_until(lambda: service.phases() == [Phase.BODY])
+        (visitor,) = service.listener.visitors.values()
         for letter in body[:20]:
-            fronted.pass_time(4.0)
+            service.pass_time(4.0)
             moving.send(bytes([letter]))
-            assert wait_until(lambda: visitor.since_s == fronted.clock.now_s)
+            assert wait_until(lambda: visitor.since_s == service.clock.now_s)
         moving.send(body[20:])
         assert status(moving) == 200
         moving.close()
 
 
 def test_what_a_client_goes_on_sending_after_its_answer_does_not_keep_it() -> None:
-    with serve("serve") as fronted:
-        sender = fronted.connect(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+    with serve("serve") as service:
+        sender = service.connect(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
         assert b"401 Unauthorized" in sender.recv(1 << 12)
-        assert wait_until(lambda: fronted.phases() == [Phase.REST])
+        assert wait_until(lambda: service.phases() == [Phase.REST])
         for _ in range(5):
             sender.send(b"a")
-            fronted.pass_time(1.1)
+            service.pass_time(1.1)
         ended(sender)
-        assert wait_until(lambda: not fronted.phases())
+        assert wait_until(lambda: not service.phases())
 
 
 @KINDS
 def test_no_part_of_an_answer_waits_until_the_client_has_acknowledged_the_one_before(kind: str) -> None:
-    with serve(kind) as fronted, closing(fronted.connect(GET)) as connection:
+    with serve(kind) as service, closing(service.connect(GET)) as connection:
         assert status(connection) in (200, 403)
-        (visitor,) = fronted.front.visitors.values()
+        (visitor,) = service.listener.visitors.values()
         assert visitor.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_an_answer_may_take_as_long_as_it_takes() -> None:
-    with serve("serve", None) as fronted:
+    with serve("serve", None) as service:
         body = json.dumps({"messages": [USER], "stream": True}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-        with closing(fronted.connect(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)) as stream:
+        with closing(service.connect(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)) as stream:
             assert b"200 OK" in stream.recv(100)
-            fronted.pass_time(86400.0)
-            assert fronted.phases() == [Phase.ANSWER]
+            service.pass_time(86400.0)
+            assert service.phases() == [Phase.ANSWER]
 
 
 def test_a_client_that_does_not_read_its_answer_is_closed_and_one_that_reads_slowly_is_not() -> None:
     """Their answers go on for ever, as streams do. One of them is read, a little between any two looks."""
     clock = Clock()
-    front = Front(socket.create_server(("127.0.0.1", 0)), **{**SLOW, "look_s": 1e6, "clock": clock})
-    fronted, connections = Fronted(front, clock), list[socket.socket]()
+    listener = Listener(socket.create_server(("127.0.0.1", 0)), **{**SLOW, "look_s": 1e6, "clock": clock})
+    service, connections = ListeningService(listener, clock), list[socket.socket]()
 
     def fill(visitor: socket.socket) -> None:
         with suppress(BlockingIOError):
@@ -255,15 +255,15 @@ def test_a_client_that_does_not_read_its_answer_is_closed_and_one_that_reads_slo
                 visitor.send(b"x" * 65536)
 
     for _ in range(2):
-        connections.append(fronted.connect())
-        front.setblocking(True)
-        visitor, _ = front.accept()
+        connections.append(service.connect())
+        listener.setblocking(True)
+        visitor, _ = listener.accept()
         assert isinstance(visitor, Visitor)
         visitor.setblocking(False)
         visitor.enter(Phase.ANSWER)
         fill(visitor)
-    reads, visitors = connections[0], list(front.visitors.values())
-    fronted.pass_time(0.0)
+    reads, visitors = connections[0], list(listener.visitors.values())
+    service.pass_time(0.0)
     for _ in range(4):
         before = visitors[0].unread
         read = 0
@@ -271,40 +271,40 @@ def test_a_client_that_does_not_read_its_answer_is_closed_and_one_that_reads_slo
             read += len(reads.recv(1 << 20))
         assert wait_until(lambda: (visitors[0].note_reading(), visitors[0].unread != before)[1])  # noqa: B023
         fill(visitors[0])
-        fronted.pass_time(20.0)
+        service.pass_time(20.0)
     assert [visitor.phase for visitor in visitors] == [Phase.ANSWER, Phase.LEAVING]
-    for connection in (*connections, *visitors, front):
+    for connection in (*connections, *visitors, listener):
         connection.close()
 
 
 def test_time_that_stood_still_closes_nobody_whose_bytes_are_here() -> None:
-    with serve("serve") as fronted:
-        client = fronted.connect(GET[:5])
-        assert wait_until(lambda: fronted.phases() == [Phase.HEAD])
-        fronted.clock.now_s += 3600.0
-        fronted.front.look()
+    with serve("serve") as service:
+        client = service.connect(GET[:5])
+        assert wait_until(lambda: service.phases() == [Phase.HEAD])
+        service.clock.now_s += 3600.0
+        service.listener.look()
         client.sendall(GET[5:])
         assert status(client) == 200
-        assert wait_until(lambda: fronted.phases() == [Phase.IDLE])
-        fronted.front.look()
-        assert fronted.phases() == [Phase.IDLE]
+        assert wait_until(lambda: service.phases() == [Phase.IDLE])
+        service.listener.look()
+        assert service.phases() == [Phase.IDLE]
         client.close()
 
 
 @KINDS
 def test_at_the_cap_the_idle_go_first_and_the_warning_comes_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(kind, most=4) as fronted, caplog.at_level(logging.WARNING):
-        idle, silent = fronted.connect(GET), list[socket.socket]()
+    with serve(kind, most=4) as service, caplog.at_level(logging.WARNING):
+        idle, silent = service.connect(GET), list[socket.socket]()
         assert status(idle) in (200, 403)
-        assert wait_until(lambda: fronted.phases() == [Phase.IDLE])
+        assert wait_until(lambda: service.phases() == [Phase.IDLE])
         for number in range(1, 4):
-            fronted.clock.now_s += 0.1
-            silent.append(fronted.connect())
-            assert wait_until(lambda number=number: len(fronted.phases()) == 1 + number)  # type: ignore[misc]
-        assert fronted.answers()
+            service.clock.now_s += 0.1
+            silent.append(service.connect())
+            assert wait_until(lambda number=number: len(service.phases()) == 1 + number)  # type: ignore[misc]
+        assert service.answers()
         ended(idle)
-        assert wait_until(lambda: fronted.phases().count(Phase.SILENT) == 3)
-        assert fronted.answers() and fronted.answers()
+        assert wait_until(lambda: service.phases().count(Phase.SILENT) == 3)
+        assert service.answers() and service.answers()
         for connection in silent:
             connection.close()
     (warning,) = [record.getMessage() for record in caplog.records if "ulimit -n" in record.getMessage()]
@@ -315,10 +315,10 @@ def test_where_all_are_answered_another_one_is_told_so() -> None:
     body = json.dumps({"messages": [USER]}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     asked = head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
-    with serve("serve", None, None, most=2) as fronted:
-        both = [fronted.connect(asked) for _ in range(2)]
-        assert wait_until(lambda: fronted.phases() == [Phase.ANSWER] * 2)
-        refused = ended(fronted.connect())
+    with serve("serve", None, None, most=2) as service:
+        both = [service.connect(asked) for _ in range(2)]
+        assert wait_until(lambda: service.phases() == [Phase.ANSWER] * 2)
+        refused = ended(service.connect())
         assert b"503 Service Unavailable" in refused and b"Retry-After: 1" in refused
         for connection in both:
             connection.close()
@@ -327,9 +327,9 @@ def test_where_all_are_answered_another_one_is_told_so() -> None:
 def test_the_cap_is_below_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
-    with closing(Front(socket.create_server(("127.0.0.1", 0)))) as front:
+    with closing(Listener(socket.create_server(("127.0.0.1", 0)))) as listener:
         monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
-        assert 256 < front.most < 1024 // 2, "a load balancer opens two for each"
+        assert 256 < listener.most < 1024 // 2, "a load balancer opens two for each"
 
 
 @KINDS
@@ -345,13 +345,13 @@ def test_the_cap_is_below_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatc
     ids=["huge heads", "a huge address", "garbage after a request", "500 at once", "TLS"],
 )
 def test_whatever_comes_the_next_one_is_answered(kind: str, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(kind) as fronted:
-        with closing(fronted.connect()) as connection, suppress(OSError):
+    with serve(kind) as service:
+        with closing(service.connect()) as connection, suppress(OSError):
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)  # half closed
             assert ended(connection)
-        assert fronted.answers()
-        assert wait_until(lambda: not fronted.phases()), "a client that has closed its half holds nothing"
+        assert service.answers()
+        assert wait_until(lambda: not service.phases()), "a client that has closed its half holds nothing"
     assert "Traceback" not in caplog.text
 
 
@@ -359,30 +359,30 @@ def test_garbage_in_a_body_while_its_answer_is_under_way_ends_that_connection_al
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with serve("serve") as fronted:
-        sender = fronted.connect(head)
+    with serve("serve") as service:
+        sender = service.connect(head)
         assert b"401 Unauthorized" in sender.recv(1 << 12)
         sender.sendall(b"what is no chunk\r\n" * 9)
         ended(sender)
-        assert fronted.answers()
+        assert service.answers()
     assert "Traceback" not in caplog.text and "Exception" not in caplog.text
 
 
 def test_a_front_without_room_for_a_descriptor_closes_the_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serve("serve") as fronted:
-        idle = fronted.connect(GET)
+    with serve("serve") as service:
+        idle = service.connect(GET)
         assert status(idle) in (200, 403)
-        assert wait_until(lambda: fronted.phases() == [Phase.IDLE])
+        assert wait_until(lambda: service.phases() == [Phase.IDLE])
         failures = iter([OSError(24, os.strerror(24))])
         accept = socket.socket.accept
 
         def accept_later(listening: socket.socket) -> Any:
-            if listening is fronted.front and (failure := next(failures, None)):
+            if listening is service.listener and (failure := next(failures, None)):
                 raise failure
             return accept(listening)
 
         monkeypatch.setattr(socket.socket, "accept", accept_later)
-        assert fronted.answers()
+        assert service.answers()
         ended(idle)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.rewards.keys import reads
+from podium.rewards.columns import reads
 from podium.rewards.numbers import boxed_text
 
 __all__ = ["CHOICE", "FORMAT", "LENGTH", "REPETITION"]

@@ -1,10 +1,10 @@
-"""The front of every HTTP service: who may connect, how long a client may take, and how many may be connected.
+"""The listening socket of an HTTP service: who may connect, how long a client may take, and how many may connect.
 
-    kernel ──▶ Front.accept ──▶ Visitor ──▶ a server of HTTP, which tells the visitor the phase of its request
+    kernel ──▶ Listener.accept ──▶ Visitor ──▶ a server of HTTP, which tells the visitor the phase of its request
                  │    └─ another user of this machine, or no room: answered and closed at once
                  └────── a thread that looks every second, and closes visitors that owe bytes for too long
 
-Servers of asyncio and of threads use it alike: a :class:`Front` is the socket that they listen at, and a
+Servers of asyncio and of threads use it alike: a :class:`Listener` is the socket that they listen at, and a
 :class:`Visitor` the socket that they read from. This module imports nothing outside of the standard library.
 """
 
@@ -29,7 +29,7 @@ from typing import Any, Final
 from podium.connections.owner import is_own
 from podium.processes import raise_descriptor_limit
 
-__all__ = ["IDLE_S", "LIMIT_S", "Front", "Phase", "Visitor"]
+__all__ = ["IDLE_S", "LIMIT_S", "Listener", "Phase", "Visitor"]
 
 LIMIT_S: Final = 10.0  # for the whole head of a request, and for the next bytes of its body
 IDLE_S: Final = 60.0  # that a client may keep a connection between two requests, or leave an answer unread
@@ -66,7 +66,7 @@ class Visitor(socket.socket):
         unread: How many bytes of answers have been sent, and how many of them the client's machine has not taken yet.
     """
 
-    front: Front
+    listener: Listener
     phase = Phase.SILENT
     since_s = 0.0
     looks = 0  # that have found it overdue, without a byte between them
@@ -76,7 +76,7 @@ class Visitor(socket.socket):
     def enter(self, phase: Phase) -> None:
         """Begin another phase. A phase that goes on has the limit that it has."""
         if phase is not self.phase and self.phase is not Phase.LEAVING:
-            self.phase, self.since_s = phase, self.front.clock()
+            self.phase, self.since_s = phase, self.listener.clock()
 
     def recv(self, *args: Any) -> bytes:
         """As of a socket."""
@@ -104,9 +104,9 @@ class Visitor(socket.socket):
 
     def close(self) -> None:
         """As of a socket."""
-        with self.front.lock:  # so that the thread that looks never shuts down the next user of the descriptor
-            if self.front.visitors.get(self.fileno()) is self:
-                del self.front.visitors[self.fileno()]
+        with self.listener.lock:  # so that the thread that looks never shuts down the next user of the descriptor
+            if self.listener.visitors.get(self.fileno()) is self:
+                del self.listener.visitors[self.fileno()]
             super().close()
 
     def end(self, status: str = "", reason: str = "") -> None:
@@ -119,10 +119,10 @@ class Visitor(socket.socket):
 
     def _note_bytes(self, count: int) -> None:
         if count and self.phase in (Phase.SILENT, Phase.IDLE):
-            self.since_s = self.front.clock() if self.phase is Phase.IDLE else self.since_s
+            self.since_s = self.listener.clock() if self.phase is Phase.IDLE else self.since_s
             self.phase = Phase.HEAD
         elif count and self.phase is Phase.BODY:
-            self.since_s = self.front.clock()
+            self.since_s = self.listener.clock()
 
     def note_reading(self) -> None:
         """Wait on for an answer that is not sent yet, or of which the client has read more since the last call."""
@@ -131,22 +131,22 @@ class Visitor(socket.socket):
             fcntl.ioctl(self, termios.TIOCOUTQ, queued)
         unread = (self._sent, int.from_bytes(queued, sys.byteorder))
         if not unread[1] or unread != self.unread:
-            self.unread, self.since_s = unread, self.front.clock()
+            self.unread, self.since_s = unread, self.listener.clock()
 
     def _note_sent(self, count: int) -> None:
         self._sent += count
         if self.phase in (Phase.IDLE, Phase.REST):  # an answer that its client reads slowly
-            self.since_s = self.front.clock()
+            self.since_s = self.listener.clock()
 
 
-class Front(socket.socket):
+class Listener(socket.socket):
     """The socket that a service listens at.
 
     On loopback it answers only this user and root: a port there is open to all users of the machine. The kernel says
     whose a connection is. At other addresses the token alone decides.
 
     Args:
-        listening: The socket, which belongs to the front from now on.
+        listening: The socket, which belongs to the listener from now on.
         most: The most connections; never more than a third of the files that this process may open.
         limit_s: The time for the head of a request, and for the next bytes of a body.
         idle_s: The time between two requests, and for the next bytes of an answer to be read.
@@ -180,7 +180,7 @@ class Front(socket.socket):
         self._own_only = ipaddress.ip_address(self.getsockname()[0]).is_loopback
         self._warned = False
         self._closed_now = threading.Event()
-        threading.Thread(target=self._watch, args=(look_s,), name="podium-front", daemon=True).start()
+        threading.Thread(target=self._watch, args=(look_s,), name="podium-listener", daemon=True).start()
 
     @property
     def most(self) -> int:
@@ -210,7 +210,7 @@ class Front(socket.socket):
                     _refuse(plain, "503 Service Unavailable", _FULL, "overloaded")
                     continue
                 visitor = Visitor(plain.family, plain.type, plain.proto, fileno=plain.detach())
-                visitor.front, visitor.since_s = self, self.clock()
+                visitor.listener, visitor.since_s = self, self.clock()
                 visitor.setblocking(True)
                 self.visitors[visitor.fileno()] = visitor
                 return visitor, address
