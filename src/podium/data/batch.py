@@ -245,11 +245,15 @@ def _column(name: str, column: Any) -> Column:
     try:
         if isinstance(column, np.ndarray) and cast(Any, column).dtype.kind in "OUS" and cast(Any, column).ndim:
             return cast("list[Any]", column.tolist())  # objects and texts
+        if isinstance(column, np.ma.MaskedArray):
+            raise DataError("a tensor has no mask; pass column.filled(value), and np.ma.getmaskarray(column) beside it")
         if isinstance(column, np.ndarray):
             column = torch.from_numpy(np.require(cast(Any, column), requirements=["C", "W"]))  # pyright: ignore[reportUnknownMemberType]
         if isinstance(column, Tensor | TensorRef):
             if not column.dim():
                 raise DataError("a single number, without dimensions, has no rows")
+            if isinstance(column, Tensor) and column.layout not in (torch.strided, torch.jagged):
+                raise DataError(f"rows of a tensor of layout {column.layout} cannot be cut; pass tensor.to_dense()")
             return Jagged.from_nested(cast(Tensor, column)) if column.is_nested else column
     except (DataError, TypeError, ValueError) as error:  # torch names the types of arrays that it can hold
         raise DataError(f"column {name!r}: {error}") from None

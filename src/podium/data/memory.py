@@ -65,6 +65,8 @@ def flat_bytes(tensor: Tensor) -> Bytes:
     if tensor.dtype in _NUMPYS and _is_flat(tensor):  # the rule, and half of torch's steps
         return cast(Bytes, tensor.detach().numpy().reshape(-1).view(np.uint8))  # pyright: ignore[reportUnknownMemberType]
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 1:  # torch calls a single element contiguous at any stride, and views no bytes of it
+        flat = flat.as_strided((1,), (1,))
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
     return cast(Bytes, flat.view(torch.uint8).numpy()) if flat.numel() else np.zeros(0, np.uint8)  # pyright: ignore[reportUnknownMemberType]

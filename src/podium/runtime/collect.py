@@ -4,14 +4,15 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from numbers import Number
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from podium.data import Rows
 from podium.errors import ConfigError, DataError
 from podium.runtime.dispatch import RowPlan, Split
 from podium.runtime.rows import concat_rows, count_rows, is_scalar, kind_of, open_rows, slice_rows, take_rows
 
-__all__ = ["Collect", "concat", "first", "gather", "nothing", "reduce"]
+__all__ = ["Collect", "check_ranks", "concat", "first", "gather", "nothing", "reduce"]
 
 Ret = TypeVar("Ret")
 Out = TypeVar("Out")
@@ -110,6 +111,17 @@ class concat(Collect[Any, Any]):
         return slice_rows(part, 0, plan.sizes[at]) if plan.padding[at] else part
 
 
+def check_ranks(label: str, collect: Collect[Any, Any], split: Split) -> None:
+    """Raise a ConfigError where a user's own collect names other ranks than are called: whoever hears the replies would
+    fail on it, and the caller would wait."""
+    if type(collect).__module__ == __name__:
+        return
+    ranks, called = cast(Any, collect.ranks(split)), {*split.ranks}
+    if not isinstance(ranks, Sequence) or not called.issuperset(cast("Sequence[Any]", ranks)):
+        what = f"{type(collect).__name__}.ranks() returned {ranks!r}; expected a list of some of {sorted(called)}"
+        raise ConfigError(f"{label}: {what}, the ranks that are called")
+
+
 def _check_counts(names: Sequence[str], results: Sequence[Any], plan: RowPlan) -> None:
     """Raises a DataError unless each part has come back with the same whole number of rows for every row."""
     if kind_of(results[0].__class__) == "dict":
@@ -172,14 +184,19 @@ class reduce(Collect[Any, Any]):
         return [float(size) for size in (split.plan.tokens if self.weight == "tokens" else split.plan.sizes)]
 
     def _reduce(self, method: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
-        values = [value.fetch() if isinstance(value, Rows) else value for value in values]  # a sum needs the bytes
+        fetched = [value.fetch() if isinstance(value, Rows) else value for value in values]  # a sum needs the bytes
+        pairs = [(value, weight) for value, weight in zip(fetched, weights, strict=True) if weight]
+        if not pairs:
+            return float("nan")
+        values = [value for value, _ in pairs]
+        _check_values(f"{method}: reduce({self.how!r})", values)
         try:
             if self.how == "mean":
-                pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-                total = sum(weight for _, weight in pairs)
-                return sum(value * weight for value, weight in pairs) / total if total else float("nan")
+                scaled = [_widen(value) * weight for value, weight in pairs]
+                return _narrow(sum(scaled) / sum(weight for _, weight in pairs), values)
             if self.how == "sum":
-                return sum(values[1:], start=values[0])
+                wide = [*map(_widen, values)]
+                return _narrow(sum(wide[1:], start=wide[0]), values)
             return functools.reduce(partial(_extreme, largest=self.how == "max"), values)
         except TypeError as error:
             raise ConfigError(
@@ -187,8 +204,56 @@ class reduce(Collect[Any, Any]):
             ) from None
 
 
+def _check_values(what: str, values: Sequence[Any]) -> None:
+    """Raise a ConfigError, which begins with ``what``, for values that Python would join, compare or broadcast."""
+    for value in values:
+        letters = getattr(getattr(value, "dtype", None), "kind", "")
+        if isinstance(value, list | tuple | str | bytes) or letters in ("U", "S"):
+            kind = f"{type(cast(Any, value)).__name__}{' of texts' if letters else ''}"
+            raise ConfigError(f"{what} cannot reduce {kind}: return a number, a tensor, an array or a dict of them")
+    shapes = [tuple(getattr(value, "shape", ())) for value in values]
+    if len({*shapes}) > 1:
+        raise ConfigError(
+            f"{what}: the ranks returned values of different shapes, in the order of ranks {shapes}; gather() returns "
+            "them as a list"
+        )
+
+
+_HALVES = ("float16", "bfloat16")
+
+
+def _dtype_name(value: Any) -> str:
+    return str(getattr(value, "dtype", "")).removeprefix("torch.")
+
+
+def _widen(value: Any) -> Any:
+    """``value`` in a type in which a sum does not overflow or round: int64 for whole numbers of fewer bits, as
+    torch.sum takes it, and float32 for half floats."""
+    name = _dtype_name(value)
+    is_small = name in ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32")
+    return _convert(value, "int64" if is_small else "float32") if is_small or name in _HALVES else value
+
+
+def _narrow(total: Any, values: Sequence[Any]) -> Any:
+    """A sum or mean of ``values`` in their own type, if they have one and it is of half floats."""
+    names = {_dtype_name(value) for value in values}
+    return _convert(total, names.pop()) if len(names) == 1 and names <= {*_HALVES} else total
+
+
+def _convert(value: Any, dtype: str) -> Any:
+    if kind_of(value.__class__) != "tensor":
+        return value.astype(dtype)
+    import torch
+
+    return value.to(getattr(torch, dtype))
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, Number) and value != value  # NaN is not equal to itself
+
+
 def _extreme(a: Any, b: Any, *, largest: bool) -> Any:
-    """The larger or smaller of two values; of tensors and arrays, in each element."""
+    """The larger or smaller of two values; of tensors and arrays, in each element. NaN is the result wherever it is."""
     kind = kind_of(a.__class__)
     if kind == "tensor":
         return a.maximum(b) if largest else a.minimum(b)
@@ -196,4 +261,6 @@ def _extreme(a: Any, b: Any, *, largest: bool) -> Any:
         import numpy as np
 
         return np.maximum(a, b) if largest else np.minimum(a, b)
+    if _is_nan(a) or _is_nan(b):
+        return a if _is_nan(a) else b
     return max(a, b) if largest else min(a, b)

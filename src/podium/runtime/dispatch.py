@@ -4,6 +4,7 @@ import copy
 import heapq
 import itertools
 import math
+import operator
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ __all__ = [
     "Split",
     "World",
 ]
-__all__ += ["broadcast", "join_meshes", "only", "per_rank", "scatter", "shard"]
+__all__ += ["broadcast", "check_count", "join_meshes", "only", "per_rank", "scatter", "shard"]
 
 T = TypeVar("T")
 _HEAVIEST: Final = 1.05  # times the mean of all parts
@@ -53,12 +54,14 @@ class Mesh:
     def __init__(
         self, axes: Mapping[str, int] | None = None, /, *, output: Mapping[str, int] | None = None, **sizes: int
     ) -> None:
-        self.axes: dict[str, int] = {**(axes or {}), **sizes}
+        if not isinstance(axes or {}, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"Mesh({axes!r}): expected axes and their sizes, as in Mesh(dp=4)")
+        given = {**(axes or {}), **sizes}
+        self.axes: dict[str, int] = {
+            name: check_count(size, f"mesh axis {name!r} has size {size!r}") for name, size in given.items()
+        }
         if not self.axes:
             raise ConfigError("a mesh needs at least one axis, as in Mesh(dp=4)")
-        for axis, size in self.axes.items():
-            if size < 1:
-                raise ConfigError(f"mesh axis {axis!r} has size {size}; sizes start at 1")
         self.output: dict[str, int] = {}
         if not isinstance(output or {}, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a mesh's output={output!r}: expected an axis and its coordinate, as in {{'pp': -1}}")
@@ -259,7 +262,9 @@ class only(Dispatch):
     """One rank is called, with every argument."""
 
     def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+        if not hasattr(rank, "__index__"):
+            raise ConfigError(f"only(rank={rank!r}): a rank is a whole number")
+        self.rank = operator.index(rank)
 
     def split(self, arguments: Arguments, world: World) -> Split:
         arguments.refuse_per_rank()
@@ -318,10 +323,8 @@ class shard(Dispatch):
             raise ConfigError(f"shard(balance={balance!r}): expected 'rows' or 'tokens'")
         if isinstance(args, str):
             raise ConfigError(f"shard(args={args!r}): expected a tuple of names, as in shard(args=({args!r},))")
-        if group_size < 1 or group_size % 1:
-            raise ConfigError(f"shard(group_size={group_size}): a whole number of rows, from 1 up")
         self.mesh, self.axis, self.balance, self.pad, self.args = mesh, axis, balance, _check_pad(pad), args
-        self.group_size = group_size
+        self.group_size = check_count(group_size, f"shard(group_size={group_size!r})")
 
     def with_pad(self, pad: bool) -> "Dispatch":
         _check_pad(pad)
@@ -480,6 +483,14 @@ class Shipped(Outer):
             return replace(split, shared=shared)
         wrapped = {id(part): {"own": part} for part in split.own}  # ranks with the very same part keep sharing it
         return replace(split, shared=shared, own=[wrapped[id(part)] for part in split.own])
+
+
+def check_count(number: Any, what: str) -> int:
+    """Return ``number`` as an int. Raises a ConfigError, which begins with ``what``, unless it is a whole number from 1
+    up."""
+    if isinstance(number, bool) or not hasattr(number, "__index__") or number < 1:
+        raise ConfigError(f"{what}: expected a whole number from 1 up")
+    return operator.index(number)
 
 
 def _check_pad(pad: object) -> bool:

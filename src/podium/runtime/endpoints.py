@@ -7,7 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial, update_wrapper
+from functools import cached_property, partial, partialmethod, update_wrapper
+from numbers import Real
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
@@ -16,7 +17,7 @@ from podium.errors import ConfigError
 from podium.runtime.calls import Call
 from podium.runtime.codec import Reading
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
-from podium.runtime.dispatch import Arguments, Checked, Dispatch, broadcast, shard
+from podium.runtime.dispatch import Arguments, Checked, Dispatch, broadcast, check_count, shard
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "Returns", "endpoint", "endpoints_of", "spec_of_function"]
 
 TAKEN = ("bind", "ctx", "group")
+_NO_METHODS = (staticmethod, classmethod, property, cached_property, partialmethod, type)
 NUMBERS = tuple(map(str, range(100)))
 Returns = Literal["value", "ref"]
 """Whether the tensors of a result come to the controller, or stay with the worker that made them."""
@@ -123,11 +125,11 @@ class Endpoint(Generic[P, Out]):
         self._window = window
         self.__name__, self.__doc__ = spec.name, spec.function.__doc__
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Out:
         """Call and wait. Raises what :meth:`Call.result() <podium.runtime.Call.result>` raises."""
         return self.submit(*args, **kwargs).result()
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[Out]:
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Call[Out]:
         """Call without waiting. Calls of one group run in the order in which they were submitted."""
         if self._window is None:
             return self._group.submit(self.spec, args, kwargs, self._timeout_s)
@@ -135,8 +137,8 @@ class Endpoint(Generic[P, Out]):
 
     def within(self, timeout_s: float) -> Endpoint[P, Out]:
         """The same endpoint with another deadline, in seconds from submission."""
-        if not timeout_s > 0:
-            raise ConfigError(f"within(timeout_s={timeout_s}): a deadline is a positive number of seconds")
+        if not isinstance(timeout_s, Real) or not timeout_s > 0:
+            raise ConfigError(f"within(timeout_s={timeout_s!r}): a deadline is a positive number of seconds")
         return Endpoint(self._group, self.spec, timeout_s, self._window)
 
     def at_most(self, calls: int) -> Endpoint[P, Out]:
@@ -148,9 +150,8 @@ class Endpoint(Generic[P, Out]):
         >>> for batch in batches:  # doctest: +SKIP
         ...     train.submit(scorers.score.submit(batch).arg())
         """
-        if calls < 1:
-            raise ConfigError(f"at_most({calls}): at least one call")
-        return Endpoint(self._group, self.spec, self._timeout_s, Window(calls))
+        window = Window(check_count(calls, f"at_most({calls!r})"))
+        return Endpoint(self._group, self.spec, self._timeout_s, window)
 
     def pad(self, on: bool = True) -> Endpoint[P, Out]:
         """The same endpoint, whose rows are repeated for this call so that all ranks get as many, or are not.
@@ -189,7 +190,7 @@ class EndpointMethod(Generic[P, Own, Out]):
         self.function = function
         self.spec = spec
 
-    def __call__(self, worker: Any, *args: P.args, **kwargs: P.kwargs) -> Own:
+    def __call__(self, worker: Any, /, *args: P.args, **kwargs: P.kwargs) -> Own:
         """The plain method, as ``Scorer.score(worker, batch)``."""
         return self.function(worker, *args, **kwargs)
 
@@ -315,9 +316,14 @@ def endpoint(
 
 
 def _declare(function: Callable[..., Any], dispatch: Dispatch, **how: Any) -> EndpointMethod[Any, Any, Any]:
-    called = f"endpoint {function.__qualname__}"
-    if function.__name__ in TAKEN:
-        raise ConfigError(f"{called}: every worker has a {function.__name__!r} already; rename it")
+    name, kind = getattr(function, "__name__", ""), type(function).__name__
+    called = f"endpoint {getattr(function, '__qualname__', name or kind)}"
+    if isinstance(function, _NO_METHODS) or not callable(function):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{called} is a {kind}; an endpoint is a plain method, def {name or 'name'}(self, ...)")
+    if name in TAKEN:
+        raise ConfigError(f"{called}: every worker has a {name!r} already; rename it")
+    if name.startswith("__") and name.endswith("__"):
+        raise ConfigError(f"{called}: a handle has no special methods, so no script could call it; rename it")
     return EndpointMethod(function, _spec(function, called, dispatch, **how))
 
 
@@ -329,6 +335,8 @@ def _spec(function: Callable[..., Any], called: str, dispatch: Dispatch, **how: 
                 f"{called}: parameter {parameter} has no name to send it under; endpoints take named parameters and "
                 "may take **kwargs"
             )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{called} is a generator, which cannot leave its process; return a list of what it yields")
     named = {parameter.name: parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
     sharded = (dispatch.args or ()) if isinstance(dispatch, shard) else ()
     if unknown := [name for name in sharded if name not in named]:
@@ -362,12 +370,14 @@ def spec_of_function(function: Callable[..., Any], dispatch: Dispatch, collect: 
 
 
 def endpoints_of(cls: type) -> dict[str, EndpointSpec]:
-    """The endpoints of a worker class by name, inherited ones included."""
+    """The endpoints of a worker class by name, inherited ones included. The name is that of the attribute in the class,
+    by which the worker finds it, whatever the function is called."""
     specs: dict[str, EndpointSpec] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
             if isinstance(member, EndpointMethod):
-                specs[name] = cast("EndpointMethod[Any, Any, Any]", member).spec
+                spec = cast("EndpointMethod[Any, Any, Any]", member).spec
+                specs[name] = spec if spec.name == name else replace(spec, name=name)
             else:
                 specs.pop(name, None)
     return specs

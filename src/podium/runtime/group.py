@@ -28,6 +28,7 @@ from podium.runtime.calls import (
     WAITS_FOR_ITSELF,
     Call,
     CallArgument,
+    Here,
     Outbox,
     Wanted,
     fill_in,
@@ -36,7 +37,7 @@ from podium.runtime.calls import (
     travelled,
 )
 from podium.runtime.codec import copy_value
-from podium.runtime.collect import Collect, concat, first, gather, reduce
+from podium.runtime.collect import Collect, check_ranks, concat, first, gather, reduce
 from podium.runtime.dispatch import Among, Dispatch, Mesh, PerRank, Ranks, Shipped, World, broadcast
 from podium.runtime.endpoints import Endpoint, EndpointSpec, endpoints_of, spec_of_function
 from podium.runtime.pool import ResourcePool
@@ -192,8 +193,8 @@ class WorkerGroup(Generic[W]):
 
     def run_on(self, rank: int, function: Shippable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function(worker, *args, **kwargs)`` on one rank, and return its result."""
-        if not -self.world_size <= rank < self.world_size:
-            raise ConfigError(f"run_on(rank={rank}) in {self.name}, which has {self.world_size} ranks")
+        if not hasattr(rank, "__index__") or not -self.world_size <= rank < self.world_size:
+            raise ConfigError(f"run_on(rank={rank!r}) in {self.name}, which has {self.world_size} ranks")
         return self.function(function, on=rank, collect=first())(*args, **kwargs)
 
     def stores(self) -> list[Usage | None]:
@@ -284,6 +285,7 @@ class WorkerGroup(Generic[W]):
                 call.fail(error)
                 return
         split = spec.dispatch.split(spec.arguments(call.label, args, kwargs), self.world)
+        check_ranks(call.label, spec.collect, split)
         target, method = ("", "run") if spec.shipped else (self.name, spec.name)
         self.processes.calls.send(call, target, method, split, spec.collect, spec.concurrent)
 
@@ -348,9 +350,10 @@ class FarGroup:
                     f"{label}: argument {name!r} is or holds call.arg(), which only the script can pass; a worker "
                     "passes call.result()"
                 )
-        if Outbox.here is None:
+        if Outbox.here is None or Outbox.here.process != Here.pid:
             raise ConfigError(
-                f"{label}: this process is neither the script that started the group nor one of its workers"
+                f"{label}: process {Here.pid} is neither the script that started the group nor a worker, and a process "
+                "that a worker has started cannot call; call in the worker, and pass the result"
             )
         dispatch = spec.dispatch
         ranks = dispatch.ranks if isinstance(dispatch, Among) else None

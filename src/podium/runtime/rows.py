@@ -67,6 +67,9 @@ def open_rows(value: Any, where: str) -> Any:
     if kind in ("tensor", "array") and not value.shape:
         number = "a tensor" if kind == "tensor" else "an array"
         raise DataError(f"{where} is a single number, {number} without dimensions, which has no rows")
+    layout = str(getattr(value, "layout", "torch.strided"))
+    if kind == "tensor" and layout not in ("torch.strided", "torch.jagged"):
+        raise DataError(f"{where} is a tensor of layout {layout}, whose rows cannot be cut; pass tensor.to_dense()")
     return _read_jagged(value) if kind == "tensor" and value.is_nested else value
 
 
@@ -156,7 +159,9 @@ def _concat_arrays(parts: Sequence[Any], names: Sequence[str]) -> Any:
 
     if all(part.dtype.kind == "U" for part in parts):  # texts: their dtypes differ by the longest one
         parts = [part.astype(np.result_type(*parts)) for part in parts]
-    return np.concatenate(alike(parts, names))
+    is_masked = any(isinstance(part, np.ma.MaskedArray) for part in parts)
+    library: Any = np.ma if is_masked else np  # numpy's own concatenate drops masks
+    return library.concatenate(alike(parts, names))
 
 
 def token_lengths(value: Any) -> list[int] | None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.runtime.dispatch import Mesh
+from podium.runtime.endpoints import endpoints_of
 
 if TYPE_CHECKING:
     from podium.runtime.group import Handle, WorkerGroup
 
-__all__ = ["Bound", "Worker", "WorkerContext", "current_context"]
+__all__ = ["Bound", "Worker", "WorkerContext", "check_made", "current_context"]
 
 P = ParamSpec("P")
 W = TypeVar("W")
@@ -143,13 +144,13 @@ class Worker:
 
     else:
 
-        def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+        def __new__(cls, /, *args: Any, **kwargs: Any) -> Worker:
             worker = super().__new__(cls)
-            worker.ctx = current_context.get() or WorkerContext()
+            object.__setattr__(worker, "ctx", current_context.get() or WorkerContext())  # the class may be frozen
             return worker
 
     @classmethod
-    def bind(cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Bound[Handle[W]]:  # pyright: ignore[reportGeneralTypeIssues]
+    def bind(cls: Callable[P, W], /, *args: P.args, **kwargs: P.kwargs) -> Bound[Handle[W]]:  # pyright: ignore[reportGeneralTypeIssues]
         """The class with its constructor's arguments, which are checked against its signature at once.
 
         Raises:
@@ -166,3 +167,18 @@ class Worker:
 
     group = _Group()
     """On the controller's handle: the group (restart, close, on, run, world_size). A worker itself has none."""
+
+
+def check_made(worker: Any, cls: type[Any], context: WorkerContext) -> None:
+    """Raise a ConfigError if an object is not this rank's worker, or hides an endpoint of its class."""
+    if getattr(worker, "ctx", None) is not context:
+        raise ConfigError(
+            f"{cls.__name__}(...) is no worker of this rank: its constructor sets self.ctx, which the runtime has set, "
+            "or its class returns an object that it has made before, where every rank needs one of its own"
+        )
+    attributes: dict[str, Any] = cast(Any, worker).__dict__
+    for name in endpoints_of(cls):
+        if name in attributes and not callable(attributes[name]):
+            kind = type(attributes[name]).__name__
+            what = f"{cls.__name__}: its constructor sets self.{name} to {kind}, which hides the endpoint {name}()"
+            raise ConfigError(f"{what}; rename one of the two")

@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from podium.errors import SerializationError, StoreFullError
 from podium.exceptions import describe_error, format_error, is_readable, name_class, read_text
-from podium.runtime.calls import Call, Collectives, Outbox, Wanted, is_inside_collective
+from podium.runtime.calls import Call, Collectives, Here, Outbox, Wanted, end_fork, is_inside_collective
 from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.endpoints import Returns, endpoints_of
 from podium.runtime.exceptions import pack_exception, unpack_exception
 from podium.runtime.messages import Failure
 from podium.runtime.profiling import Profile, Recorded
-from podium.runtime.worker import Bound, Worker, WorkerContext, current_context
+from podium.runtime.worker import Bound, Worker, WorkerContext, check_made, current_context
 from podium.telemetry.events import Count
 from podium.telemetry.progress import read_counts
 
@@ -149,6 +149,7 @@ class WorkerProcess:
     ) -> None:
         self.workers: dict[str, Worker] = {}
         self._ships_exceptions = ships_exceptions
+        self._process = Here.pid if ships_exceptions else 0
         self._make_store = make_store
         self._address = address
         self._store: TensorStore | None = None
@@ -190,6 +191,7 @@ class WorkerProcess:
             keep = partial(self._keep, keeps) if keeps else None
             return Outcome("ok", result, started, time.monotonic_ns(), keep)
         except BaseException as error:  # the boundary: everything a worker raises is translated
+            end_fork(self._process, running.label, error)
             if isinstance(error, asyncio.CancelledError) and running.cancelled:
                 return Outcome("cancelled", None, started, time.monotonic_ns())
             is_main = threading.current_thread() is threading.main_thread()
@@ -197,6 +199,7 @@ class WorkerProcess:
                 raise  # Ctrl-C of the script, which this process is
             return Outcome("error", self._failure(error), started, time.monotonic_ns())
         finally:
+            end_fork(self._process, running.label)
             if token is not None and not self._ships_exceptions:  # a process of its own runs nothing else
                 current_context.reset(token)
             del self._running[number]
@@ -332,9 +335,11 @@ class WorkerProcess:
         token = current_context.set(context)
         _log.debug("%s of %s begins on rank %d", bound.cls.__name__, name, context.rank)
         try:
-            self.workers[name] = bound.cls(*bound.args, **bound.kwargs)
+            worker = bound.cls(*bound.args, **bound.kwargs)
         finally:
             current_context.reset(token)
+        check_made(worker, bound.cls, context)
+        self.workers[name] = worker
         context.declared.closed = True
         _log.debug("%s of %s is made on rank %d", bound.cls.__name__, name, context.rank)
         if profile is None or context.rank not in profile.ranks:
@@ -370,11 +375,13 @@ class WorkerProcess:
         """Run a shipped function on a worker. Arguments whose names are numbers are positional."""
         named = {**values, **(own or {})}
         args = [named.pop(str(at)) for at in range(len(named)) if str(at) in named]
-        token = current_context.set(self.workers[worker].ctx)
+        context = self.workers[worker].ctx
+        token = current_context.set(context)
         try:
-            return function(self.workers[worker], *args, **named)
+            result = function(self.workers[worker], *args, **named)
         finally:
             current_context.reset(token)
+        return _wait_within(context, result) if isinstance(result, _UNDONE) else result
 
     def do_record(self, record: Any = None) -> Any:
         """Keep ``record`` for controllers that attach later, if one is given. Returns the record that is kept."""
@@ -402,8 +409,9 @@ class WorkerProcess:
         worker = self.workers.pop(name, None)
         self._functions.clear()
         close = getattr(worker, "close", None)
-        if callable(close):
-            close()
+        closing = close() if callable(close) else None
+        if isinstance(closing, _UNDONE):
+            asyncio.run_coroutine_threadsafe(_wait_for_result(closing), self._start_loop()).result()
 
     def do_shutdown(self) -> None:
         """Close all workers, the last started first, and leave the process group."""
@@ -529,6 +537,12 @@ async def _wait_for_result(value: Any) -> Any:
     while isinstance(value, _UNDONE):
         value = await (asyncio.wrap_future(cast("Future[Any]", value)) if isinstance(value, Future) else value)
     return value
+
+
+async def _wait_within(context: WorkerContext, undone: Any) -> Any:
+    """What comes of ``undone``, which makes workers at the place of ``context``."""
+    current_context.set(context)
+    return await _wait_for_result(undone)
 
 
 def _leave_cores() -> None:

@@ -232,3 +232,11 @@ def test_joined_columns_share_offsets_where_their_parts_do() -> None:
     assert joined.jagged("mask").values.tolist() == [False, True, True, True]
     with pytest.raises(DataError, match="rise from 0 to the 2 values"):
         tokens[0].like(torch.tensor([1, 2]))
+
+
+def test_columns_whose_values_a_batch_cannot_hold_are_refused() -> None:
+    """A mask would be dropped without a word, and rows of a sparse tensor cannot be cut."""
+    with pytest.raises(DataError, match=r"column 'x': a tensor has no mask; pass column\.filled"):
+        Batch({"x": np.ma.masked_array([1, 2], mask=[False, True])})
+    with pytest.raises(DataError, match=r"column 'x': rows of a tensor of layout torch\.sparse_coo cannot be cut"):
+        Batch({"x": torch.eye(2).to_sparse()})

@@ -8,8 +8,10 @@ import itertools
 import logging
 import operator
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, cast
@@ -23,7 +25,7 @@ from podium.runtime.dispatch import PerRank
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call", "CallArgument", "Here", "Watch", "fill_in", "find_calls", "refuse_in_a_fork", "wait"]
+__all__ = ["Call", "CallArgument", "Here", "Watch", "end_fork", "fill_in", "find_calls", "refuse_in_a_fork", "wait"]
 
 T = TypeVar("T")
 
@@ -54,6 +56,19 @@ def refuse_in_a_fork(process: int, what: str) -> None:
             f"{what}: process {process} connected this cluster, and this process is a fork of it, which cannot use its "
             "connections; call podium.connect() in the fork"
         )
+
+
+def end_fork(process: int, what: str, error: BaseException | None = None) -> None:
+    """End this process if it is a fork of ``process`` that has come back from ``what``, perhaps by ``error``. It would
+    answer and take calls in the place of ``process``, whose connections it has. 0 allows forks."""
+    if process in (Here.pid, 0):
+        return
+    if error is not None:
+        traceback.print_exception(error)
+    why = f"is a fork of {process} and came back from {what}; it ends here, where a fork has to call os._exit()"
+    sys.stderr.write(f"podium: process {Here.pid} {why}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class Call(Generic[T]):

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
 from podium.exceptions import describe_error
-from podium.runtime.calls.call import Call, Watch
+from podium.runtime.calls.call import Call, Here, Watch
 from podium.runtime.codec import decode, encode
 from podium.runtime.exceptions import pack_exception
 from podium.runtime.messages import Failure, Reply
@@ -80,6 +80,7 @@ class Outbox:
 
     def __init__(self, keep: Callable[[str, Any], Any]) -> None:
         self._keep = keep
+        self.process = Here.pid  # a fork has no connection to the script
         self._waiting: deque[Wanted | None] = deque()
         self._some = threading.Condition()
         self._calls: dict[int, Call[Any]] = {}
