@@ -11,6 +11,7 @@ would otherwise compare the completion with something else than the answer, and 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import keyword
@@ -83,12 +84,17 @@ class Log:
     """What functions log of one completion: numbers become parts, everything else text beside the completion."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
+        self._metrics: dict[str, list[float]] = {}
         self.extra: dict[str, str] = {}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The logged numbers. Of several of one name, which may be those of several functions, it is their mean."""
+        return {name: sum(values) / len(values) for name, values in self._metrics.items()}
 
     def log_metric(self, name: str, value: Any) -> None:
         """Keep a number, whose mean over completions is a metric."""
-        self.parts[str(name)] = float(value)
+        self._metrics.setdefault(str(name), []).append(float(value))
 
     def log_extra(self, column: str, values: Any) -> None:
         """Keep a column's value, which TRL's functions give as a list of one."""
@@ -163,7 +169,11 @@ class Form:
         return [*self._explain_defaults(call, columns), *self._explain_keys(columns)]
 
     def call(self, item: Item, log: Log) -> Any:
-        """Call the function. Returns what it returns, which may be to await. Raises whatever it raises."""
+        """Call the function. Returns what it returns, which may be to await. Raises whatever it raises.
+
+        It gets a copy of row and extras, so that what it changes in them is seen by no other function and completion.
+        """
+        item = Item(item.completion, copy.deepcopy(dict(item.row)), copy.deepcopy(dict(item.extras)))
         columns = tuple(item.row)
         if (call := self._calls.get(columns)) is None:
             call = self._calls[columns] = self._bind(frozenset(columns))
@@ -395,7 +405,9 @@ class _ListForm(Form):
         return {self.rest: names - self.parameters.keys()} if self.rest else {}
 
     def read(self, value: Any) -> Any:
-        if not hasattr(value, "__len__") or not hasattr(value, "__getitem__") or isinstance(value, str | Mapping):
+        if not hasattr(value, "__len__") or not hasattr(value, "__getitem__") or isinstance(
+            value, str | bytes | bytearray | Mapping
+        ):
             raise CallError(f"returned {value!r:.60} for a list of one completion: expected a list of one number")
         if len(value) != 1:
             raise CallError(f"returned {len(value)} scores for a list of one completion: expected one")

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import DataConfig
+from podium.rollout.tasks.rows import tell_splits
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.telemetry import Waiting, emit
 
@@ -55,6 +56,8 @@ def write_data(data: Any, config: C) -> C:
             f"data has no split {settings.train_split!r} but {', '.join(map(str, splits))}; set data.train_split"
         )
     held_out = "" if settings.eval else splits.get(settings.eval_split, "")
+    if not settings.eval:
+        tell_splits("data", splits, settings.train_split, settings.eval_split)
     train = _write(splits[settings.train_split], folder, settings, shared=not (settings.eval or held_out != ""))
     evaluation = settings.eval if held_out == "" else _write(held_out, folder, None, shared=False)
     return replace(config, data=replace(settings, train=train, eval=evaluation))
@@ -69,10 +72,10 @@ def _write(rows: Any, folder: Path, settings: DataConfig | None, *, shared: bool
     """
     import datasets
 
-    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable) or hasattr(rows, "iterrows"):
         raise ConfigError(
             f"data is a {type(rows).__name__}; expected a Dataset, an iterable of rows, or these by split. Files and "
-            "datasets of the hub are named by data.train"
+            "datasets of the hub are named by data.train, and the rows of a DataFrame are frame.to_dict('records')"
         )
     most = None
     if settings is not None and settings.train_items is not None and not hasattr(rows, "__len__"):
@@ -80,7 +83,7 @@ def _write(rows: Any, folder: Path, settings: DataConfig | None, *, shared: bool
     aside = folder / f".{secrets.token_hex(8)}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(rows, datasets.Dataset):
+        if isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":  # which is a function of the script
             _write_table(rows, aside)
             suffix = ".parquet"
         else:
@@ -100,6 +103,8 @@ def _write(rows: Any, folder: Path, settings: DataConfig | None, *, shared: bool
 def _write_table(rows: Any, path: Path) -> None:
     import pyarrow.parquet
 
+    if not rows.format["output_all_columns"]:
+        rows = rows.select_columns(rows.format["columns"])  # set_format may have hidden others
     with pyarrow.parquet.ParquetWriter(path, rows.features.arrow_schema) as writer:
         for table in rows.with_format("arrow").iter(_ROWS):
             writer.write_table(table)
@@ -115,6 +120,8 @@ def _write_lines(rows: Iterable[Any], path: Path) -> None:
             columns = cast("Mapping[str, Any]", row)
             line: dict[str, str] = {}
             for name, value in columns.items():
+                if str(name) in line:
+                    raise DataError(f"row {number} of data has two columns that are called {str(name)!r}; rename one")
                 try:
                     line[str(name)] = json.dumps(value, default=_plain)
                 except (TypeError, ValueError, RecursionError) as error:
@@ -124,6 +131,8 @@ def _write_lines(rows: Iterable[Any], path: Path) -> None:
 
 def _plain(value: Any) -> Any:
     """Return an array or a scalar of NumPy or torch as plain values, a time as text, a mapping as a dictionary."""
+    if type(value).__name__ in ("NAType", "NaTType"):  # as pandas marks what is missing
+        return None
     if isinstance(value, datetime.date | datetime.time):
         return str(value)
     if isinstance(value, Mapping):

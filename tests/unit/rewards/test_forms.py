@@ -335,3 +335,23 @@ def test_what_reads_the_data_is_not_noted(name: str) -> None:
     notes = Panel([RIGHT[name]], columns=frozenset(ROW)).notes
     expected = {"length": 1, "row with a default that is a column": 1}
     assert len([note for note in notes if "TRL's" not in note and "data_source" not in note]) == expected.get(name, 0)
+
+
+def test_what_a_function_changes_is_seen_by_no_other_function_and_completion() -> None:
+    def spoil(prompts: list[Any], completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+        prompts[0].append({"role": "user", "content": "more"})
+        kwargs["tags"][0].clear()
+        return [float(len(prompts[0]))]
+
+    def take(completion: str, row: dict[str, Any], completion_ids: list[int]) -> float:
+        completion_ids.clear()
+        return float(row.pop("answer") == completion) + len(row["prompt"]) + len(row["tags"])
+
+    def count(completion: str, completion_ids: list[int]) -> float:
+        return float(len(completion_ids))
+
+    row = {"prompt": [{"role": "user", "content": "3+4?"}], "answer": "7", "tags": ["a"]}
+    with Grader(RewardConfig(), reward=[spoil, take, count], in_script=True) as grader:
+        grades = grader.grade(["7"] * 2, [row] * 2, extras=[{"completion_ids": [1, 2]}] * 2)
+    assert [grade.parts for grade in grades] == [{"spoil": 2.0, "take": 3.0, "count": 2.0}] * 2
+    assert row == {"prompt": [{"role": "user", "content": "3+4?"}], "answer": "7", "tags": ["a"]}

@@ -177,6 +177,8 @@ def test_what_trls_functions_log_becomes_parts_and_texts() -> None:
     with Grader(RewardConfig(processes=1, correct_at=1.0), reward=[accuracy, right]) as grader:
         (grade,) = grader.grade(["1"], [ROW])
     assert grade == Grade(2.0, {"accuracy": 1.0, "right": 1.0}, True, extra={"extracted": "1"})
+    several = [lambda completions, log_metric, n=n: (log_metric("n", n), [1.0])[1] for n in (1, 0)]
+    assert result_of(several).parts["n"] == 0.5  # as in TRL, a metric is the mean of all that is logged
 
 
 def test_a_note_says_once_which_functions_get_lists_of_one() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import re
 from typing import Any
 
+import numpy
 import pytest
 
 from podium.errors import RewardError
@@ -92,6 +93,8 @@ def test_it_runs_as_it_is(
         (lambda completions: [1.0, 2.0], "returned 2 scores for a list of one completion"),
         (lambda completions: 1.0, "returned 1.0 for a list of one completion: expected a list of one number"),
         (lambda completions: ["good"], "returned 'good'"),
+        (lambda completions: b"1", "returned b'1' for a list of one completion: expected a list of one number"),
+        (lambda completions: numpy.array([1 + 2j]), r"returned .*complex128"),
     ],
 )
 def test_what_is_no_list_of_one_number_is_an_error(reward: Any, message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 
 from podium.errors import ConfigError, DataError
@@ -15,6 +16,7 @@ from podium.rollout.tasks import load_examples
 from podium.trainer import SFTConfig, SFTTrainer
 from podium.trainer.data_objects import write_data
 from tests.integration.training import tiny
+from tests.unit.rollout.tasks.test_encode import notes_of
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{n:02d}=", "answer": f"{n:02d}", "n": n} for n in range(30)]
 
@@ -88,3 +90,34 @@ def test_a_trainer_reads_the_rows_again_when_it_resumes(tmp_path: Path) -> None:
     run = {"steps": 2, "resume": str(tmp_path / "runs/run")}
     config = tiny(SFTConfig, tmp_path, data={"train": "", "holdout": 0.0}, eval={"items": 0}, run=run)
     assert SFTTrainer(config, data=ROWS, cluster="inline", show=False).fit().steps == 2
+
+
+def test_a_dataset_is_read_in_its_format_with_its_functions_hidden_columns_and_json(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list([{"prompt": "1=", "completion": "1", "answer": "hidden"}])
+
+    def double(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+        return {name: [text * 2 for text in batch[name]] for name in ("prompt", "completion")}
+
+    features = datasets.Features({"messages": datasets.List(datasets.Json()), "tools": datasets.Json()})
+    turns = [{"role": "user", "content": "1="}, {"role": "assistant", "content": "1", "n": None}]
+    mixed = datasets.Dataset.from_dict({"messages": [turns], "tools": [[{"name": "f"}]]}, features=features)
+    for rows, prompt, answer in (
+        (data.with_format("torch", columns=["prompt", "completion"]), "1=", "1"),
+        (data.with_transform(double), "1=1=", "11"),
+        (mixed, turns[:1], "1"),
+    ):
+        config = write_data(rows, settings(tmp_path))
+        (example,) = load_examples(config.data.train, config.data)
+        assert (example.prompt, example.answer) == (prompt, answer)
+    assert (example.row["tools"], [*example.turns]) == ([{"name": "f"}], turns[1:])
+
+
+def test_what_pandas_marks_as_missing_is_missing_and_what_would_be_dropped_is_told(tmp_path: Path) -> None:
+    config = write_data([{"prompt": "1=", "answer": gone} for gone in (pandas.NaT, pandas.NA)], settings(tmp_path))
+    assert [example.answer for example in load_examples(config.data.train, config.data)] == [None, None]
+    with pytest.raises(ConfigError, match=r"data is a DataFrame.*are frame\.to_dict\('records'\)"):
+        write_data(pandas.DataFrame(ROWS), settings(tmp_path))
+    with pytest.raises(DataError, match="row 1 of data has two columns that are called '1'; rename one"):
+        write_data([{1: "a", "1": "b"}], settings(tmp_path))
+    (note,) = notes_of(lambda: write_data({"train": ROWS, "validation": ROWS}, settings(tmp_path)))
+    assert note.startswith("data has no split 'test', and 'validation' beside 'train' is not read: data.eval_split")

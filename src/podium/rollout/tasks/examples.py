@@ -53,6 +53,7 @@ from podium.rollout.tasks.rows import (
     means_files,
     read_rows,
     split_names,
+    tell_splits,
 )
 from podium.telemetry import Note, emit
 
@@ -281,8 +282,11 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
         return (row for file in find_files(spec) for row in read_rows(file)), shared
     if os.path.isdir(path := os.path.expanduser(spec)):
         spec = path
-    if shared and config.eval_split in split_names(spec, config.options):
-        shared = False
+    if shared:
+        names = split_names(spec, config.options)
+        shared = config.eval_split not in names
+        if shared and not held_out:
+            tell_splits(spec, names, config.train_split, config.eval_split)
     split = config.eval_split if held_out and not shared else config.train_split
     return dataset_rows(spec, split, config.options), shared
 

@@ -10,15 +10,17 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
 from podium.errors import DataError
 from podium.exceptions import read_text
 from podium.hub import explain_offline, look_for_hub
+from podium.telemetry import Note, emit
 
 __all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "means_files", "read_rows", "split_names"]
+__all__ += ["tell_splits"]
 
 PlacedRow = tuple[str, dict[str, Any] | DataError]
 """The place of a row, as in "train.jsonl, line 3", and its columns, or why it has none."""
@@ -111,7 +113,7 @@ def _json_lines(path: Path, file: _Binary) -> Iterator[PlacedRow]:
 
 def _json_array(path: Path, data: bytes) -> Iterator[PlacedRow]:
     try:
-        items: list[object] = json.loads(data)
+        items: list[object] = json.loads(data, object_pairs_hook=_read_object)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON array: {_reason(error)}") from None
     for number, item in enumerate(items, start=1):
@@ -140,6 +142,15 @@ def _csv(path: Path, file: _Binary, delimiter: str) -> Iterator[PlacedRow]:
             raise DataError(f"{path}, line {lines.line_num + 1} is no CSV in UTF-8: {error}") from None
 
 
+def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these names and values. Raises ValueError where one name has two values."""
+    entries = dict(pairs)
+    for name, value in pairs if len(entries) < len(pairs) else ():
+        if value != entries[name]:
+            raise ValueError(f"one object has the name {name!r} twice, with different values: keep the one that is meant")
+    return entries
+
+
 def _reason(error: ValueError | RecursionError) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
@@ -151,7 +162,7 @@ def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any] | DataEr
     except UnicodeDecodeError as error:
         return DataError(f"{location}, byte {error.start + 1}: not UTF-8 ({error.reason}); save the file as UTF-8")
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_read_object)
     except json.JSONDecodeError as error:
         if number == 1 and line.strip() == "[":
             raise DataError(f"{location}: a JSON array over many lines; {_ONE_A_LINE}") from None
@@ -188,9 +199,8 @@ def _arrow(path: Path) -> Iterator[PlacedRow]:
         with pyarrow.OSFile(str(path)) as file:
             for batch in _batches(path, file):
                 batch.validate(full=True)  # Arrow reads memory that is not its own where offsets are broken
-                for row in _plain_rows(batch):
-                    number += 1
-                    yield f"{path}, row {number}", row
+                yield from _plain_rows(batch, str(path), number)
+                number += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
         kind = "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
         raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}") from error
@@ -210,23 +220,60 @@ def _batches(path: Path, file: Any) -> Iterator[Any]:
         yield from pyarrow.ipc.open_stream(file)
 
 
-def _plain_rows(table: Any) -> list[dict[str, Any]]:
-    """Return the rows of an Arrow table or batch."""
-    rows = table.to_pylist()
-    return [_without_absent(row) for row in rows] if any(name in str(table.schema) for name in _OPEN) else rows
+def _plain_rows(table: Any, name: str, before: int) -> Iterator[PlacedRow]:
+    """Yield the rows of an Arrow table or batch of the data ``name``, of which ``before`` rows came earlier."""
+    readers = {field.name: reader for field in table.schema if (reader := _reader(field.type, field.name in _OPEN))}
+    for number, row in enumerate(table.to_pylist(), start=before + 1):
+        place, column = f"{name}, row {number}", ""
+        try:
+            for column, reader in readers.items():
+                row[column] = reader(row[column])
+        except (ValueError, RecursionError) as error:
+            yield place, DataError(f"{place}: column {column!r} cannot be read: {_reason(error)}")
+        else:
+            yield place, row
 
 
-def _without_absent(value: Any, inside: bool = False) -> Any:
-    """Return ``value`` without the fields of tools and tool calls that are None.
+def _reader(kind: Any, inside: bool) -> Callable[[Any], Any] | None:
+    """Return what makes a plain value of what Arrow returns for a type; None where that is plain.
 
-    Arrow gives each of them the arguments of all others, and a chat template would write those, too.
+    JSON, which `datasets` keeps as text, becomes the value that was written. A map becomes a mapping. Fields of tools
+    and tool calls that are None are left out: Arrow gives each of them the arguments of all others, and a chat template
+    would write those, too.
+
+    Args:
+        kind: The type.
+        inside: Whether the value is in tools or tool calls.
     """
-    if isinstance(value, list):
-        return [_without_absent(entry, inside) for entry in cast("list[Any]", value)]
-    if not isinstance(value, dict):
-        return value
-    entries = cast("dict[str, Any]", value).items()
-    return {n: _without_absent(entry, inside or n in _OPEN) for n, entry in entries if entry is not None or not inside}
+    from pyarrow import types
+
+    if (storage := getattr(kind, "storage_type", None)) is not None:
+        if kind.extension_name == "arrow.json":
+            return lambda value: None if value is None else json.loads(value, object_pairs_hook=_read_object)
+        return _reader(storage, inside)
+    if types.is_map(kind):
+        read_item = _reader(kind.item_type, inside) or _keep
+        return lambda pairs: pairs and _read_object([(name, read_item(item)) for name, item in pairs])
+    if types.is_struct(kind):
+        fields = {field.name: _reader(field.type, inside or field.name in _OPEN) for field in kind}
+        if not (inside or any(fields.values())):
+            return None
+        reads = {name: reader or _keep for name, reader in fields.items()}
+
+        def read(entries: Any) -> Any:
+            kept = () if entries is None else entries.items()
+            made = {name: reads[name](entry) for name, entry in kept if entry is not None or not inside}
+            return None if entries is None else made
+
+        return read
+    if (element := getattr(kind, "value_type", None)) is not None and not types.is_dictionary(kind):
+        read_element = _reader(element, inside)
+        return read_element and (lambda values: values and [read_element(value) for value in values])
+    return None
+
+
+def _keep(value: Any) -> Any:
+    return value
 
 
 def columns_hint(wanted: str, columns: Sequence[str]) -> str:
@@ -258,6 +305,18 @@ def _saved_splits(spec: str) -> list[str] | None:
         )  # False for a name that is too long
 
 
+def tell_splits(name: str, splits: Iterable[str], train_split: str, eval_split: str) -> None:
+    """Tell of the splits of the data ``name`` that are not read where none is called ``eval_split``."""
+    others = [split for split in splits if split != train_split]
+    if others and eval_split not in others:
+        emit(
+            Note(
+                f"{name} has no split {eval_split!r}, and {', '.join(map(repr, others))} beside {train_split!r} is not "
+                "read: data.eval_split names the split to evaluate on"
+            )
+        )
+
+
 def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[PlacedRow]:
     """Yield the rows of one split. Raises DataError if there is no such dataset or split, or it cannot be reached."""
     import datasets
@@ -279,8 +338,7 @@ def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[
     except Exception as error:  # as above
         raise _unreadable(spec, options, error) from error
     tables = loaded.with_format("arrow").iter(_ROWS)  # as it is stored: no image is decoded
-    rows = (row for table in tables for row in _plain_rows(table))
-    return ((f"{spec} [{split}], row {number}", row) for number, row in enumerate(rows, start=1))
+    return (row for number, table in enumerate(tables) for row in _plain_rows(table, f"{spec} [{split}]", number * _ROWS))
 
 
 def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> DataError:

@@ -215,6 +215,8 @@ def test_nothing_to_evaluate_on_is_said_with_the_remedy(tmp_path: Path) -> None:
         ("prompt,answer\n", "line 1, column 1: expected value, near 'prompt,answer'; each line must be one whole"),
         ('["a", "b"]\n', "line 1: expected a JSON object such as .* found an array; write one object a line"),
         ('"a"\n', "line 1: expected a JSON object such as .* found a string"),
+        ('{"prompt": "a", "answer": "b", "answer": "c"}\n', "line 1 .* one object has the name 'answer' twice, with differ"),
+        ('{"prompt": [{"role": "user", "role": "tool"}]}\n', "line 1 .* one object has the name 'role' twice"),
         ("[\n{}\n]\n", "line 1: a JSON array over many lines; write one object a line, or give"),
     ],
 )
@@ -516,3 +518,23 @@ def test_each_source_may_have_options_of_its_own() -> None:
 def test_sources_that_mean_nothing_are_refused(train: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"data.train.*{reason}"):
         DataConfig(train=train)
+
+
+def test_maps_of_parquet_are_mappings_and_those_with_two_values_of_one_name_are_refused(tmp_path: Path) -> None:
+    text, path = pyarrow.string(), tmp_path / "a.parquet"
+    message = pyarrow.map_(text, text)
+    turns = [[("role", "user"), ("content", "2=")], [("role", "assistant"), ("content", "2")]]
+    about = pyarrow.struct([("scores", pyarrow.map_(text, pyarrow.list_(message)))])
+    for again in ("2", "3"):
+        columns = {
+            "messages": pyarrow.array([turns, [*turns[:1], [*turns[1], ("content", again)]]], pyarrow.list_(message)),
+            "about": pyarrow.array([{"scores": [("a", [[("b", "c")]])]}, None], about),
+        }
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        if again == "2":
+            first, second = load(path)
+            assert first.row["about"] == {"scores": {"a": [{"b": "c"}]}} and second.row["about"] is None
+            assert (first.prompt, first.answer, second.answer) == ([{"role": "user", "content": "2="}], "2", "2")
+        else:
+            with pytest.raises(DataError, match=r"a\.parquet, row 2: column 'messages' cannot be read: one object has"):
+                load(path)
