@@ -405,8 +405,10 @@ class _ListForm(Form):
         return {self.rest: names - self.parameters.keys()} if self.rest else {}
 
     def read(self, value: Any) -> Any:
-        if not hasattr(value, "__len__") or not hasattr(value, "__getitem__") or isinstance(
-            value, str | bytes | bytearray | Mapping
+        if (
+            not hasattr(value, "__len__")
+            or not hasattr(value, "__getitem__")
+            or isinstance(value, str | bytes | bytearray | Mapping)
         ):
             raise CallError(f"returned {value!r:.60} for a list of one completion: expected a list of one number")
         if len(value) != 1:

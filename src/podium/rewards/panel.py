@@ -305,7 +305,9 @@ def is_finite(value: object) -> bool:
 
 def _number(value: object) -> float | None:
     """Return a float that is finite in float32 too, or None if ``value`` is no such number."""
-    is_complex = str(getattr(value, "dtype", "")).rpartition(".")[2].startswith("complex")  # of which NumPy takes a part
+    is_complex = (
+        str(getattr(value, "dtype", "")).rpartition(".")[2].startswith("complex")
+    )  # of which NumPy takes a part
     if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         return None
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from podium.rollout.tasks import Example
-from podium.rollout.tasks.forms import message_text
+from podium.rollout.tasks.messages import message_text
 from podium.runs.files import step_name
 from podium.runs.run_files import RunFiles
 from podium.telemetry.held_out import ACCURACY

@@ -232,19 +232,41 @@ def _find_pair(place: str, row: Mapping[str, Any], config: DataConfig) -> tuple[
 def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) -> None:
     """Check that no two columns with figures of the answers, such as score_chosen and score_rejected, say that the
     worse answer is better. Raises DataError."""
-    parts = [re.split(r"[_-]", name) for name in (better, worse)]
+    parts = [_split(name) for name in (better, worse)]
     words = [next((word for word in mine if word not in other), "") for mine, other in (parts, parts[::-1])]
-    for name, figure in row.items():
-        if not (all(words) and _FIGURE.fullmatch(name.lower()) and words[0] in re.split(r"[_-]", name)):
+    for name, figure in row.items() if all(words) else ():
+        if not _FIGURE.fullmatch("_".join(_split(name))):
             continue
-        other = name.replace(words[0], words[1])
-        figures = [value for value in (figure, row.get(other)) if isinstance(value, int | float)]
+        other = name
+        if isinstance(figure, Mapping):  # scores: {chosen: 9, rejected: 3}
+            values = [cast("Mapping[str, Any]", figure).get(word) for word in words]
+            name, other = (f"{name}.{word}" for word in words)
+        elif words[0] in _split(name):
+            swapped = [words[1] if word == words[0] else word for word in _split(name)]
+            other = next((column for column in row if _split(column) == swapped), name)
+            values = [figure, row[other]] if other != name else []
+        else:
+            continue
+        figures = [read for value in values if (read := _read_figure(value)) is not None]
         if len(figures) == 2 and figures[0] < figures[1]:
             raise DataError(
                 f"{place}: {name} = {figures[0]:g} is less than {other} = {figures[1]:g}, so that the pair would teach "
                 f"the worse answer: exchange the answers, take both columns out if they do not say which answer is "
                 "better, or leave such rows out with data.bad_rows drop"
             )
+
+
+def _split(name: str) -> list[str]:
+    """Return the words of a name, as in score_chosen, chosen-score or chosenScore."""
+    return re.split(r"[_-]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+
+
+def _read_figure(value: Any) -> float | None:
+    """Return a number, or that of a text, which CSV files have; None for anything else."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _read_answer(place: str, row: dict[str, Any], column: str, config: DataConfig) -> Example:

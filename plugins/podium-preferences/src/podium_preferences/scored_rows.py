@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.encode import EncodedPairs, TokenRows
-from podium.rollout.tasks.examples import Example, template_messages
+from podium.rollout.tasks.examples import Example
+from podium.rollout.tasks.messages import strip_end, template_messages
 from podium.rollout.tasks.scored_texts import encode_scored
 from podium.rollout.tasks.templates import chat_template
+from podium.rollout.tasks.writer import Writer
 from podium_preferences.rows import EncodedPreferences
 
 if TYPE_CHECKING:
@@ -39,12 +42,18 @@ def encode_for_scorer(
         raise ConfigError(
             f"data.chat_template_kwargs = {dict(config.chat_template_kwargs)}: {_UNREAD['chat_template']}"
         )
+    ends = Writer(tokenizer, config).closings
     values, offsets, last = array("i"), array("q", [0]), array("b")
     for (ids, mask), example in zip(rows.answers, rows.answers.examples, strict=True):
         prompt = str(tokenizer.decode(ids[: mask.index(True)]))
         with example.name_in_errors():
             tokens = encode_scored(
-                tokenizer, template, _turns(example), f"{prompt}{example.answer or ''}", config.system_prompt, "the run"
+                tokenizer,
+                template,
+                _turns(example, ends),
+                f"{prompt}{strip_end(example.answer or '', ends)}",
+                config.system_prompt,
+                "the run",
             )
             if not tokens:
                 raise DataError("the text has no tokens; take the row out")
@@ -63,8 +72,9 @@ _UNREAD = {
 }
 
 
-def _turns(example: Example) -> list[dict[str, Any]]:
-    """Prompt and answer as messages."""
+def _turns(example: Example, ends: Sequence[str]) -> list[dict[str, Any]]:
+    """Prompt and answer as messages, without signs of ``ends`` that the data have at the end of an answer."""
     prompt: Any = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
     answer = example.turns or [{"role": "assistant", "content": example.answer or ""}]
-    return template_messages([*prompt, *answer])
+    messages = template_messages([*prompt, *answer])
+    return [{**m, "content": strip_end(m["content"], ends)} if m["role"] == "assistant" else m for m in messages]

@@ -26,7 +26,7 @@ __all__ = ["read_or_compute"]
 
 _logger = logging.getLogger(__name__)
 
-_FORM: Final = 6  # of the files; another one makes all earlier files unused
+_FORM: Final = 7  # of the files; another one makes all earlier files unused
 _FROM: Final = 2000  # examples; fewer are encoded in less time than a tokenizer is compared
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,10 +16,13 @@ from podium.errors import ConfigError, DataError
 from podium.exceptions import read_text
 from podium.rollout.tasks.bad_rows import RowError
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example, Messages, message_text, template_messages
-from podium.rollout.tasks.fields import FieldCheck, to_tool_calls
+from podium.rollout.tasks.examples import Example
+from podium.rollout.tasks.fields import FieldCheck, check_arguments, to_tool_calls
+from podium.rollout.tasks.forms import list_tools
+from podium.rollout.tasks.messages import Messages, message_text, strip_end, template_messages
 from podium.rollout.tasks.spans import (
     SystemPrompt,
+    number_of,
     read_marks,
     text_differs_at,
 )
@@ -126,6 +128,43 @@ class ChatEncoder:
         return self.ends[0] if self.ends else None
 
     @cached_property
+    def closings(self) -> tuple[str, ...]:
+        """The signs that end an answer, and that are written after it where the data have none."""
+        names = [name for name, _ in self.ends]
+        return tuple(dict.fromkeys(name for name in ("".join(names), *names, self._tokenizer.eos_token) if name))
+
+    @cached_property
+    def _signs(self) -> frozenset[str]:
+        """The special tokens that the template writes around a message of the user, or after one of the assistant."""
+        if self._template is None:
+            return frozenset()
+        try:
+            text = run_in_time(lambda: self._render([{"role": "user", "content": "podium"}], None, opened=False))
+        except ConfigError:
+            return frozenset()
+        return frozenset(name for name in self._encoder.special if name in text) | {name for name, _ in self.ends}
+
+    def _check_signs(self, messages: Messages) -> Messages:
+        """Return messages of which the assistant's end without a sign that the template writes after them.
+
+        Raises:
+            DataError: A message has a sign within its text.
+        """
+        plain: Messages = []
+        for index, message in enumerate(messages):
+            text = message_text(message)
+            if message["role"] == "assistant" and (short := strip_end(text, self.closings)) != text:
+                message, text = {**message, "content": short}, short
+            if sign := min((sign for sign in self._signs if sign in text), key=text.find, default=""):
+                raise DataError(
+                    f"message {number_of(messages, index)} of the role {message['role']!r} has {sign!r}, which the "
+                    "chat template writes itself, so that the model would read turns within a turn: set "
+                    "data.chat_template to none if the template has written these texts already, or take the sign out"
+                )
+            plain.append(message)
+        return plain
+
+    @cached_property
     def _finder(self) -> TurnFinder:
         return TurnFinder([name for name, _ in self.ends], [*self._encoder.special], self._find_marks)
 
@@ -140,10 +179,10 @@ class ChatEncoder:
         return frozenset(token.content for token in self._tokenizer.added_tokens_decoder.values())
 
     @property
-    def unwritten(self) -> dict[str, int]:
-        """Fields of messages that are taken for meta data and that the template does not write, and how many messages
-        have them."""
-        return self._fields.unwritten
+    def unwritten(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The fields that the template does not write, and the messages that it writes otherwise, as
+        :class:`.FieldCheck` counts them."""
+        return self._fields.unwritten, self._fields.rewritten
 
     @property
     def template(self) -> str | None:
@@ -296,7 +335,7 @@ class ChatEncoder:
         the prompt's ids: many tokenizers put a space before each text that they encode. It is encoded alone otherwise.
         """
         before = self._write([(prompt, example) for example, prompt, _ in prompts], lambda _: True)
-        answers = [example.answer or "" for example, _, _ in prompts]
+        answers = [strip_end(example.answer or "", self.closings) for example, _, _ in prompts]
         texts = [f"{text}{answer}" for text, answer in zip(before, answers, strict=True)]
         joined = self._encode_prompts(texts, plain=False)
         alone = [tokens[: len(ids)] != ids for tokens, (_, _, ids) in zip(joined, prompts, strict=True)]
@@ -306,6 +345,11 @@ class ChatEncoder:
             answer = next(pieces) if apart else tokens[len(ids) :]
             check = partial(self._encoder.check_pieces, [*ids, *answer], tokens, text)
             error = _try_row(example, check) if apart else None
+            if error is None and any(sign in (example.answer or "") for sign in self._signs):
+                checked = _try_row(
+                    example, partial(self._check_signs, [{"role": "assistant", "content": example.answer}])
+                )
+                error = None if isinstance(checked, list) else checked
             encoded.append(answer if error is None else error)
         return encoded
 
@@ -368,13 +412,15 @@ class ChatEncoder:
         if example.is_text and isinstance(prompt, str):
             return prompt
         if self._template is not None:
-            texts = Texts(self._render, read_marks(self.messages(prompt))[0], self._tools(example))
+            messages = self._check_signs(read_marks(self.messages(prompt))[0])
+            texts = Texts(self._render, messages, self._tools(example))
             self._check_variables(example, texts)
             if texts.tools:
                 self._tools_check.check(texts.messages, texts.tools)
             if not is_checked:
                 self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True))
-            return texts(len(texts.messages), opened=True)
+            check_arguments(messages, texts(len(messages), opened=True))
+            return texts(len(messages), opened=True)
         if not isinstance(prompt, str):
             raise ConfigError(
                 "the prompt is a conversation, and there is no chat template to write it with: set data.chat_template "
@@ -383,20 +429,12 @@ class ChatEncoder:
         return f"{self.config.system_prompt}\n\n{prompt}" if self.config.system_prompt else prompt
 
     def _tools(self, example: Example) -> list[Any] | None:
-        """The tools of the row: a list of JSON schemas, or its JSON text. Other columns of this name are not tools."""
-        row_tools = tools = example.row.get("tools")
-        if not tools:
-            return None
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools)
-            except (ValueError, RecursionError):
-                tools = None
-        if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in cast("list[object]", tools))):
-            if isinstance(example.prompt, str):
-                return None
+        """The tools of the row, which :func:`.list_tools` reads. Other columns of this name are not tools."""
+        row_tools = example.row.get("tools")
+        tools = list_tools(row_tools) if row_tools else None
+        if row_tools and tools is None and not isinstance(example.prompt, str):
             raise DataError(f"the tools {str(row_tools)[:60]!r} are no list of JSON schemas; repair the row")
-        return cast("list[Any]", tools)
+        return tools or None
 
     def mentions(self, word: str) -> bool:
         """Whether the text of the chat template, or of the one for tools, has a word."""
@@ -459,11 +497,13 @@ class ChatEncoder:
         tools = self._tools(example)
         before = self.messages(prompt)
         messages, learned = read_marks([*before, *self._to_messages(example.turns)])
+        messages = self._check_signs(messages)
         first = 0 if example.whole else len(before)
         texts = Texts(self._render, messages, tools)
         stripped = self._fields.check(messages, texts, texts.write)
         self._finder.turns[1] += sum(index >= first for index in stripped)
         marked = GENERATION.search((self._tool_template if tools else self._template) or "") is not None
+        check_arguments(messages, texts.whole)
         spans = self._finder.find(texts, first, learned, marked=marked)
         kept = None if marked else self._kept.pop(id(example), None)
         tokens, mask = self._encoder.encode_spans(texts.whole[: spans[-1].stop], spans, ids, kept, marked=marked)

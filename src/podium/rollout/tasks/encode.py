@@ -6,9 +6,7 @@ examples ─▶ text, by the chat template if there is one ─▶ token ids, in 
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,10 +21,19 @@ from podium.rollout.tasks.bad_rows import SHOWN, BadRows, RowError
 from podium.rollout.tasks.cache import read_or_compute
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
-from podium.rollout.tasks.fields import is_speech
+from podium.rollout.tasks.examples import Example, answer_text
 from podium.rollout.tasks.media import find_media, find_sign
-from podium.rollout.tasks.spans import split_turns
+from podium.rollout.tasks.messages import Messages, message_text
+from podium.rollout.tasks.notes import (
+    last_text,
+    pack_counts,
+    tell_texts,
+    tell_turns,
+    tell_unlearned,
+    tell_unwritten,
+    whole_text,
+)
+from podium.rollout.tasks.spans import find_mark, split_turns
 from podium.telemetry import Note, Waiting, emit
 
 if TYPE_CHECKING:
@@ -200,7 +207,7 @@ def encode_prompts(
         for chunk in prompts.chunks():
             for _, _, tokens in chunk:
                 rows.add(tokens)
-        return {**rows.tensors(), **prompts.tensors(), "unwritten": _pack(encoder.unwritten)}
+        return {**rows.tensors(), **prompts.tensors(), "unwritten": pack_counts(encoder.unwritten)}
 
     count = len(examples) if encoder.is_lasting else 0
     bad = BadRows(config.bad_rows)
@@ -208,8 +215,9 @@ def encode_prompts(
         partial(encode, examples, bad), "prompts", tokenizer, encoder.settings, map(_content, examples), count
     )
     _tell_bad(bad, encode, examples, stored)
-    _check_unknown(encoder, examples, stored)
-    _tell_unwritten(stored["unwritten"])
+    _check_unknown(writer, examples, stored)
+    tell_unwritten(stored["unwritten"])
+    tell_texts(examples, answers=False)
     dropped, cut = stored["counts"].tolist()
     rows = TokenRows(stored["values"], stored["offsets"])
     return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if encoder.is_lasting else "")
@@ -255,9 +263,11 @@ def encode_pairs(
                 else:
                     prompts.take_out(index, pair)
         made = {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
-        return {**made, "turns": torch.tensor(encoder.turns), "unwritten": _pack(encoder.unwritten)}
+        return {**made, "turns": torch.tensor(encoder.turns), "unwritten": pack_counts(encoder.unwritten)}
 
-    content = ((_content(e), e.row.get("answer", e.answer), e.turns, e.whole) for e in examples)
+    content = (
+        (_content(e), e.row.get("answer", e.answer), e.turns, e.whole, find_mark(e.row, e.fields)) for e in examples
+    )
     bad, count = BadRows(config.bad_rows, noun), len(examples) if encoder.is_lasting else 0
     stored = read_or_compute(partial(encode, examples, bad), "pairs", tokenizer, encoder.settings, content, count)
     _tell_bad(bad, encode, examples, stored)
@@ -267,9 +277,10 @@ def encode_pairs(
     if dropped or cut:
         of = f" {noun}" if noun != "rows" else ""
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}{of}"))
-    _tell_turns(*stored["turns"].tolist())
-    _tell_unwritten(stored["unwritten"])
-    _tell_unlearned(examples)
+    tell_turns(*stored["turns"].tolist())
+    tell_unwritten(stored["unwritten"])
+    tell_unlearned(examples)
+    tell_texts(examples, answers=True)
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
     kept = [examples[index] for index in stored["kept"].tolist()]
@@ -308,76 +319,13 @@ def _tell_bad(
     bad.tell(len(stored["bad"]), len(examples))
 
 
-def _tell_turns(turns: int, rewritten: int, endless: int, partial: int, opened: int) -> None:
-    """Tell of turns that are not learned as their rows have them."""
-    if rewritten:
-        emit(
-            Note(
-                f"the chat template changes the text of {rewritten} of {turns} turns of the assistant; many templates "
-                "leave out the reasoning of earlier turns. The model learns the text that the template writes. "
-                "data.split_turns makes a row of each turn, and the model then learns the whole turn"
-            )
-        )
-    if opened:
-        emit(
-            Note(
-                f"the chat template begins {opened} of {turns} turns of the assistant in another way than an answer "
-                "that the model generates; many templates do so if later messages follow. data.split_turns makes a row "
-                "of each turn, which begins like a generated answer"
-            )
-        )
-    if partial:
-        emit(
-            Note(
-                f"the chat template marks {partial} of {turns} turns of the assistant by {{% generation %}} only in "
-                "part, or not at all: the model does not learn the rest"
-            )
-        )
-    if endless:
-        emit(
-            Note(
-                f"the chat template ends {endless} of {turns} turns of the assistant without a special token, so the "
-                "model does not learn to stop there"
-            )
-        )
-
-
-def _pack(counts: Mapping[str, int]) -> Tensor:
-    return torch.tensor([*json.dumps(counts).encode()], dtype=torch.uint8)
-
-
-def _tell_unwritten(packed: Tensor) -> None:
-    """Tell of fields of messages that the template does not write."""
-    counts: dict[str, int] = json.loads(bytes(packed.tolist()))
-    if counts:
-        named = ", ".join(f"{name!r} of {count:,} messages" for name, count in sorted(counts.items()))
-        emit(Note(f"the chat template does not write {named}: these fields are taken for meta data"))
-
-
-def _tell_unlearned(examples: Sequence[Example]) -> None:
-    """Tell of columns that hold what was said or thought, and that are part of neither prompt nor answer."""
-    columns = Counter(
-        name
-        for example in examples
-        for name, value in example.row.items()
-        if value and is_speech(name) and name not in example.fields and name not in example.columns
-    )
-    for name, count in columns.items():
-        emit(
-            Note(
-                f"column {name!r} of {count:,} rows is not learned: data.answer_column can be a template that puts it "
-                f"into the answer, as in '<think>{{{name}}}</think>{{answer}}'"
-            )
-        )
-
-
 def _check_unknown(
     encoder: ChatEncoder, examples: Sequence[Example], found: dict[str, Tensor], answers: bool | None = None
 ) -> None:
     """Tell of prompts, or of ``answers``, with characters that the tokenizer does not know. Raises DataError."""
     if encoder.unknown is None:
         kept = [examples[index] for index in found["kept"].tolist()]
-        texts = [_whole_text(example.prompt) if not answers else example.answer or "" for example in kept]
+        texts = [whole_text(example.prompt) if not answers else example.answer or "" for example in kept]
         encoder.check_lost("answers" if answers else "prompts", texts)
         return
     hits = found["values"].eq(encoder.unknown)
@@ -385,16 +333,8 @@ def _check_unknown(
         hits &= found["learned"].eq(answers)
     rows = torch.searchsorted(found["offsets"], hits.nonzero()[:, 0], right=True).sub(1).unique()
     places = found["kept"][rows[:_EXAMINED]].tolist()
-    texts = [_last_text(examples[index].prompt) if not answers else examples[index].answer or "" for index in places]
+    texts = [last_text(examples[index].prompt) if not answers else examples[index].answer or "" for index in places]
     encoder.check_unknown("answers" if answers else "prompts", texts, len(rows), len(found["kept"]))
-
-
-def _last_text(prompt: str | Messages) -> str:
-    return prompt if isinstance(prompt, str) else message_text(prompt[-1])
-
-
-def _whole_text(prompt: str | Messages) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(map(message_text, prompt))
 
 
 def _check_prompt(example: Example) -> None:
@@ -406,8 +346,20 @@ def _check_prompt(example: Example) -> None:
 
 
 def _check_answer(example: Example) -> None:
+    row = example.row
+    if (name := find_mark(row, example.fields)) is not None:
+        raise DataError(
+            f"column {name!r} holds {str(row[name])[:40]}, which seems to say that not all of the row is learned, or "
+            "not with the weight of others, and Podium does not read it: take such rows out, or the column where it means "
+            "something else. A turn of a conversation is left out by weight = 0 in its message"
+        )
     if example.is_text:
         return
+    if example.columns[1] == "answer" and (other := row.get("completion")) and answer_text(other) != example.answer:
+        raise DataError(
+            f"column 'answer' holds {str(example.answer)[:40]!r} and column 'completion' {str(other)[:40]!r}, and "
+            "either may be what is to be learned: set data.answer_column to completion, or to '{answer}'"
+        )
     if example.answer is None and not example.turns:
         raise DataError("there is no answer to learn; set data.answer_column, or take the row out")
     answer = example.row.get("answer", example.answer)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NoReturn, TypeGuard, cast
+from typing import Any, Final, Literal, NoReturn, TypeGuard
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
@@ -35,16 +35,23 @@ from podium.rollout.tasks.forms import (
     is_template,
     list_fields,
     list_names,
-    message_text,
+    list_tools,
     preference_pair,
     read_column,
     read_messages,
     read_system,
     read_tools,
     reads_as_text,
-    template_messages,
 )
 from podium.rollout.tasks.media import find_links
+from podium.rollout.tasks.messages import (
+    Messages,
+    check_messages,
+    is_conversation,
+    message_text,
+    parse_json,
+    template_messages,
+)
 from podium.rollout.tasks.rows import (
     PlacedRow,
     columns_hint,
@@ -61,16 +68,12 @@ __all__ = ["Example", "Messages", "Preference", "answer_text", "check_data", "lo
 __all__ += ["message_text", "template_messages"]
 
 RowReader = Callable[[str, dict[str, Any], DataConfig], "Example"]
-Messages = list[dict[str, Any]]
-"""A conversation: each entry has "role", and "content", "tool_calls" or both."""
-
 GENERATED_ITEMS: Final = 10_000  # training examples of a generated task, unless data.train_items says otherwise
 _SPECS: Final = "expected a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, a dataset, or reasoning_gym:TASK"
 _COMPLETION: Final = "completion"  # the column that holds the answer where the data have no other
-_TEXT_OR_MESSAGES: Final = 'text, or a list of messages such as [{"role": "user", "content": "…"}]'
 _WRITTEN_OUT: Final = re.compile(r"""\s*\[\s*\{(?=.*['"](role|from)['"]\s*:).*['"](content|value)['"]\s*:""", re.DOTALL)
 """Messages as the text of JSON or of Python."""
-_TEXT_PARTS: Final = ("text", "input_text", "output_text")
+_CONTEXTS: Final = ("input", "context", "passage", "document", "background")  # columns that belong to a question
 _PATIENCE: Final = 200  # a task is exhausted when this many problems of a side bring no new one
 
 
@@ -328,6 +331,7 @@ def _note_forms(spec: str, examples: Sequence[Example], config: DataConfig) -> N
     answers = Counter(e.columns[1] for e in examples if e.columns[1] in NESTED_ANSWERS)
     links = Counter(link for e in examples if (link := find_links(e.row)) is not None)
     texts = sum(example.is_text for example in examples)
+    contexts = Counter(name for e in examples for name in _CONTEXTS if e.row.get(name) and _is_left_out(name, e))
     notes = [f"column {name!r} is the system message of {count} rows" for name, count in systems.items()]
     if config.answer_column == "answer":
         notes += [f"the answers of {count} rows are those in {name}" for name, count in answers.items()]
@@ -335,18 +339,45 @@ def _note_forms(spec: str, examples: Sequence[Example], config: DataConfig) -> N
         f"{count} rows have an address in {name!r}, and the model does not see what is there"
         for name, count in links.items()
     ]
+    notes += [
+        f"column {name!r} of {count} rows is not a part of the prompt: data.prompt_column may be a template with it, "
+        f"as in '{{{name}}}\\n{{{config.prompt_column}}}'"
+        for name, count in contexts.items()
+    ]
+    if opened := sum(e.columns == ("prompt", None) and bool(e.turns) for e in examples):
+        notes.append(
+            f"the prompts of {opened} rows end with the assistant's turn, which is the answer, and not the beginning "
+            "of an answer that is generated"
+        )
+    if untaken := [e for e in examples if isinstance(e.prompt, str) and not e.is_text and _has_no_tools(e)]:
+        notes.append(
+            f"column 'tools' of {len(untaken)} rows is not written, since it holds no JSON schemas of tools: "
+            f"{str(untaken[0].row['tools'])[:40]!r}"
+        )
     notes += [f"{texts} rows are texts without prompts, of which every token is learned"] if texts else []
     for note in notes:
         emit(Note(f"{spec}: {note}"))
+
+
+def _is_left_out(name: str, example: Example) -> bool:
+    """Whether a column that belongs to a question is no part of prompt and answer."""
+    text, prompt = example.row[name], example.prompt
+    is_text = isinstance(text, str) and isinstance(prompt, str) and not example.is_text
+    return is_text and name not in (*example.columns, *example.fields) and text.strip() not in prompt
+
+
+def _has_no_tools(example: Example) -> bool:
+    return bool(tools := example.row.get("tools")) and list_tools(tools) is None
 
 
 def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
     """Return the example of a row. Raises DataError for one that is malformed."""
     prompt_column, answer_column = columns = _columns(row, config)
     check_meaning(row, place, columns)
-    prompt, answer = (
-        _read(place, row, part, column) for part, column in (("prompt", prompt_column), ("answer", answer_column))
-    )
+    prompt = _read(place, row, "prompt", prompt_column)
+    if prompt_column in CONVERSATIONS and not isinstance(prompt, str):
+        check_messages(place, prompt_column, prompt)
+    answer = _read(place, row, "answer", answer_column)
     if prompt_column is None:
         if not isinstance(answer, str):
             raise DataError(
@@ -388,7 +419,7 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
             "one {metadata.expression}, a brace {{ or }}"
         ) from None
     read = read_messages(_value(value), place, column)
-    if isinstance(read, str) and _WRITTEN_OUT.match(read):
+    if isinstance(read, str) and (_WRITTEN_OUT.match(read) or is_conversation([parse_json(read, "{")])):
         raise DataError(
             f"{place}: column {column!r} holds a conversation as text, {read[:60]!r}; expected a list of messages, "
             "which JSON Lines and Parquet can hold, and CSV as JSON in a column called messages"
@@ -402,15 +433,15 @@ def _with_system(prompt: Any, row: Mapping[str, Any], columns: Sequence[str | No
     if system is not None and any(system[0] in list_fields(column) for column in columns):
         return prompt
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is None or not _is_conversation(messages) or messages[0]["role"] in ("system", "developer"):
+    if system is None or not is_conversation(messages) or messages[0]["role"] in ("system", "developer"):
         return prompt
     return [{"role": "system", "content": system[1]}, *messages]
 
 
 def _pair(place: str, columns: tuple[str | None, str | None], prompt: Any, answer: Any, row: dict[str, Any]) -> Example:
     """Return the example of a prompt with its answer, of which each may be a conversation."""
-    if _is_conversation(answer):
-        _check_messages(place, columns[1], answer)
+    if is_conversation(answer):
+        check_messages(place, columns[1], answer)
         if answer[-1]["role"] != "assistant":
             raise DataError(
                 f"{place}: column {columns[1]!r} ends with a message of the role {answer[-1]['role']!r}; expected "
@@ -453,7 +484,7 @@ def _check_columns(place: str, columns: tuple[str | None, str | None], prompt: o
         columns: The columns of ``prompt`` and ``answer``, which errors name.
     """
     if not isinstance(prompt, str):
-        _check_messages(place, columns[0], prompt)
+        check_messages(place, columns[0], prompt)
     if columns[0] not in CONVERSATIONS and answer is not None and _ends_with_answer(prompt):
         raise DataError(
             f"{place}: column {columns[0]!r} ends with the assistant's turn, and column {columns[1]!r} has an answer "
@@ -522,35 +553,7 @@ def _conversation(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _ends_with_answer(prompt: object) -> TypeGuard[Messages]:
-    return _is_conversation(prompt) and prompt[-1]["role"] == "assistant"
-
-
-def _check_messages(place: str, column: str | None, messages: object) -> None:
-    """Raise DataError unless ``messages`` are a conversation that a chat template can write as text."""
-    if not _is_conversation(messages):
-        raise DataError(
-            f"{place}: column {column!r} holds {str(messages)[:60]!r} ({type(messages).__name__}); expected "
-            f"{_TEXT_OR_MESSAGES}"
-        )
-    for number, message in enumerate(cast(Messages, messages), start=1):
-        content = message.get("content")
-        if isinstance(content, str) or (
-            content is None and (message.get("tool_calls") or message.get("function_call"))
-        ):
-            continue
-        parts = content if isinstance(content, list) else []
-        kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts]
-        if parts and all(kind in _TEXT_PARTS for kind in kinds):
-            continue
-        if other := next((kind for kind in kinds if isinstance(kind, str) and kind not in _TEXT_PARTS), None):
-            raise DataError(
-                f"{place}: message {number} of column {column!r} has a part of the type {other!r}, which a model that "
-                "is trained on text alone would not see; expected text, or parts of the type text"
-            )
-        raise DataError(
-            f"{place}: message {number} of column {column!r} has the content {str(content)[:60]!r} "
-            f"({type(content).__name__}); expected text, parts of the type text, or tool_calls without content"
-        )
+    return is_conversation(prompt) and prompt[-1]["role"] == "assistant"
 
 
 def answer_text(answer: object) -> str | None:
@@ -560,7 +563,7 @@ def answer_text(answer: object) -> str | None:
     """
     if answer is None or isinstance(answer, str):
         return answer
-    if _is_conversation(answer):
+    if is_conversation(answer):
         return message_text(answer[-1])
     return None if isinstance(answer, Mapping | Sequence | Set) else str(answer)
 
@@ -569,17 +572,6 @@ def _example(prompt: str | Messages, answer: Any, row: dict[str, Any], **fields:
     text = None if answer is None else answer_text(answer)
     shown = str(answer) if text is None and answer is not None else text
     return Example(prompt, shown, {**row, "prompt": prompt, "answer": answer}, **fields)
-
-
-def _is_conversation(prompt: object) -> TypeGuard[Messages]:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(
-            isinstance(m, Mapping) and isinstance(m.get("role"), str) and ("content" in m or "tool_calls" in m)
-            for m in prompt
-        )
-    )
 
 
 def _text(prompt: str | Messages) -> str:

@@ -6,6 +6,7 @@ place. A field without an effect is refused if it holds what somebody said, and 
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.examples import Messages, message_text
 from podium.rollout.tasks.spans import SystemPrompt, number_of
 
-__all__ = ["FieldCheck", "holds_speech", "is_speech", "list_speech", "list_texts", "to_tool_calls"]
+__all__ = ["FieldCheck", "check_arguments", "holds_speech", "is_speech", "list_speech", "list_texts", "to_tool_calls"]
 
 Written = Callable[[int], str]
 """What the template writes of so many first messages of a conversation."""
@@ -25,7 +26,7 @@ Render = Callable[[Messages], str]
 """What the template writes of any messages."""
 
 _SPEECH: Final = re.compile(
-    r"(.+_)?(reasoning|thinking|thought|rationale|chain_of_thought|cot|scratchpad|refusal|function_call)s?"
+    r"(.+_)?(reasoning|thinking|thought|rationale|chain_of_thought|cot|scratchpad|refusal|function_call|tool_call)s?"
     r"(_(content|text|block|detail|step)s?)?"
 )
 """Names of fields that hold what the model said or thought, however short."""
@@ -101,10 +102,12 @@ class FieldCheck:
     Attributes:
         unwritten: Fields that are taken for meta data and that the template does not write, and how many messages have
             them.
+        rewritten: How many messages of each role but the assistant's the template writes with other characters.
     """
 
     def __init__(self) -> None:
         self.unwritten: Counter[str] = Counter()
+        self.rewritten: Counter[str] = Counter()
         self._written: dict[tuple[str, str], int] = {}
         self._shapes: set[tuple[Any, ...]] = set()
 
@@ -168,8 +171,16 @@ class FieldCheck:
                     f"{message_text(message)[:40]!r}, is not written by the chat template, so that the model would not "
                     "see it: set data.chat_template to one that writes such messages, or take the message out"
                 )
+            if message["role"] != "assistant" and not _is_in(message_text(message).strip(), text):
+                self.rewritten[message["role"]] += 1
         if len(self._shapes) < _SHAPES:
             self._shapes.add(shape)
+
+
+def _is_in(said: str, text: str) -> bool:
+    """Whether a text holds what was said, but for white space, or as JSON."""
+    forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
+    return any("".join(form.split()) in "".join(text.split()) for form in forms)
 
 
 def _replace(messages: Messages, index: int, name: str) -> Messages:
@@ -249,6 +260,23 @@ def _check_calls(messages: Messages, written: Written, render: Render, start: in
     missing = ((index, number) for index, number, sign in probes if index >= start and sign not in text)
     for index, number in dict.fromkeys(missing):
         _check_call(messages, index, number, written(len(messages)), render)
+
+
+def check_arguments(messages: Messages, text: str) -> None:
+    """Check that arguments of calls that are no JSON object are not written as a text in quotes into ``text``.
+
+    Raises:
+        DataError: They are.
+    """
+    for index, message in enumerate(messages):
+        for function in map(_function, _calls(message)):
+            said = function.get("arguments")
+            if isinstance(said, str) and said.strip() and json.dumps(said, ensure_ascii=False) in text:
+                raise DataError(
+                    f"message {number_of(messages, index)} calls {str(function.get('name'))[:40]!r} with the arguments "
+                    f"{said[:40]!r}, which are no JSON object, and which the chat template writes as a text in quotes: "
+                    "repair the row"
+                )
 
 
 def _check_call(messages: Messages, index: int, number: int, text: str, render: Render) -> None:

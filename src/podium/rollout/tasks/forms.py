@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from podium.errors import DataError
+from podium.rollout.tasks.messages import parse_json
 
 __all__ = [
     "CONVERSATIONS",
@@ -26,14 +27,13 @@ __all__ = [
     "is_template",
     "list_fields",
     "list_names",
-    "message_text",
+    "list_tools",
     "preference_pair",
     "read_column",
     "read_messages",
     "read_system",
     "read_tools",
     "reads_as_text",
-    "template_messages",
 ]
 
 CONVERSATIONS: Final = ("messages", "conversations", "conversation")
@@ -84,7 +84,7 @@ def read_column(row: Mapping[str, Any], name: str) -> Any:
     first, *path = name.split(".")
     value = row[first]
     for key in path:
-        value = _parse_json(value, "[" if key.isdecimal() else "{")
+        value = parse_json(value, "[" if key.isdecimal() else "{")
         if isinstance(value, list) and key.isdecimal():
             value = cast("list[Any]", value)[int(key)]
         elif isinstance(value, Mapping):
@@ -92,7 +92,7 @@ def read_column(row: Mapping[str, Any], name: str) -> Any:
         else:
             raise KeyError(key)
     if path and path[-1] == "ground_truth":  # verl's are sometimes a list of one text, as JSON
-        element = _only(_parse_json(value, '["'))
+        element = _only(parse_json(value, '["'))
         return element if isinstance(element, str) else value
     return _only(value)
 
@@ -157,20 +157,10 @@ def list_names(row: Mapping[str, Any]) -> list[str]:
     """Return the names of the columns of ``row``, and of the fields of those that hold objects."""
     names = list(row)
     for column in row:
-        value = _parse_json(row[column], "{")
+        value = parse_json(row[column], "{")
         if isinstance(value, Mapping):
             names += [f"{column}.{field}" for field in cast("Mapping[str, Any]", value)]
     return names
-
-
-def _parse_json(value: Any, sign: str) -> Any:
-    """Return the object or list that a JSON text which begins with ``sign`` holds; any other value as it is."""
-    if isinstance(value, str) and value.lstrip().startswith(sign):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
 
 
 def _only(value: Any) -> Any:
@@ -189,10 +179,15 @@ def read_messages(value: Any, place: str, column: str | None) -> Any:
         DataError: An entry names a speaker that no convention knows, or a call that cannot be read.
     """
     if isinstance(value, str) and column in CONVERSATIONS:
-        value = _parse_json(value, "[")
+        value = parse_json(value, "[")
     if not isinstance(value, list) or not value:
         return value
     entries = cast("list[Any]", value)
+    if all(
+        isinstance(entry, str) for entry in entries
+    ):  # each message as JSON text, as columns of mixed types are kept
+        parsed = [parse_json(entry, "{") for entry in entries]
+        entries = parsed if all(isinstance(entry, Mapping) and _speaker(entry) for entry in parsed) else entries
     if column in CONVERSATIONS and len(entries) > 1 and all(isinstance(entry, str) for entry in entries):
         return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(entries)]
     if all(isinstance(entry, Mapping) and {"input", "output"} <= entry.keys() for entry in entries):
@@ -202,7 +197,7 @@ def read_messages(value: Any, place: str, column: str | None) -> Any:
             for role, field in (("user", "input"), ("assistant", "output"))
         ]
     if not all(isinstance(entry, Mapping) and isinstance(_speaker(entry), str) for entry in entries):
-        return value
+        return entries
     return [_message(entry, number, place, column) for number, entry in enumerate(entries, start=1)]
 
 
@@ -222,6 +217,11 @@ def _message(entry: Mapping[str, Any], number: int, place: str, column: str | No
         return entry
     message = {name: field for name, field in entry.items() if name not in ("role", "from", "value", "content")}
     content = entry["content"] if entry.get("content") is not None else entry.get("value")
+    if entry.get("value") not in (None, content):
+        raise DataError(
+            f"{place}: message {number} of column {column!r} has a content, {str(content)[:40]!r}, and another value, "
+            f"{str(entry['value'])[:40]!r}; keep the one that is meant"
+        )
     if speaker.lower() == "function_call":
         return {"role": role, "content": "", "tool_calls": _read_calls(content, number, place, column), **message}
     return {"role": role, "content": content, **message}
@@ -260,12 +260,20 @@ def read_tools(row: Mapping[str, Any]) -> Any:
     """
     if row.get("tools"):
         return None
-    schemas: Any = _parse_json(row.get("functions"), "[")
+    schemas: Any = parse_json(row.get("functions"), "[")
     if not _are_schemas(schemas):
         schemas = _sibling(row, "tools")
         if not _are_schemas(schemas):
             return schemas or None
     return [{"type": "function", "function": {n: v for n, v in schema.items() if n != "type"}} for schema in schemas]
+
+
+def list_tools(value: Any) -> list[Any] | None:
+    """Return the schemas of tools in a list, a schema, or the JSON text of either or of each; None for other values."""
+    listed: Any = parse_json(parse_json(value, "["), "{")
+    listed = [listed] if isinstance(listed, Mapping) else listed
+    schemas = [parse_json(entry, "{") for entry in listed] if isinstance(listed, list) else [None]
+    return schemas if all(isinstance(schema, Mapping) for schema in schemas) else None
 
 
 def _are_schemas(value: Any) -> bool:
@@ -274,7 +282,7 @@ def _are_schemas(value: Any) -> bool:
 
 
 def _sibling(row: Mapping[str, Any], name: str) -> Any:
-    params = _parse_json(row.get("responses_create_params"), "{")
+    params = parse_json(row.get("responses_create_params"), "{")
     return cast("Mapping[str, Any]", params).get(name) if isinstance(params, Mapping) else None
 
 
@@ -316,12 +324,13 @@ def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | No
     Raises:
         DataError: There is one. The message names it and the remedy.
     """
-    if "completion" in columns and str(row.get("label")).lower() == "false":
+    if "completion" in columns and str(row.get("label")).lower() in ("false", "0", "0.0"):
         raise DataError(
-            f"{place}: column 'label' is false, which marks the completion as a bad one (KTO), and it would be learned "
-            "or rewarded as a good one; take such rows out"
+            f"{place}: column 'label' is {str(row['label']).lower()}, which marks the completion as a bad one (KTO), and "
+            "it would be learned or rewarded as a good one; take such rows out, or the column where it means something else"
         )
-    history = cast("list[Any]", history) if isinstance(history := row.get("history"), list) else []
+    listed = parse_json(row.get("history"), "[")
+    history = cast("list[Any]", listed) if isinstance(listed, list) else []
     pairs = "instruction" in row and all(isinstance(turn, list) for turn in history)
     turns = all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in history)
     if history and (pairs or turns) and "history" not in columns:
@@ -329,44 +338,10 @@ def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | No
             f"{place}: column 'history' holds {len(history)} earlier turns, which would be left out of the prompt; "
             'write them as messages, [{"role": "user", "content": "…"}, …]'
         )
-    options = cast("Mapping[str, Any]", o) if isinstance(o := row.get("chat_template_kwargs"), Mapping) else {}
+    options = parse_json(row.get("chat_template_kwargs"), "{")
+    options = cast("Mapping[str, Any]", options) if isinstance(options, Mapping) else {str(options): options or None}
     if names := [name for name, value in options.items() if value is not None]:
         raise DataError(
-            f"{place}: column 'chat_template_kwargs' sets {', '.join(names)} for this row alone, which Podium does not "
-            "read; set data.chat_template_kwargs for all rows, and take the column out"
+            f"{place}: column 'chat_template_kwargs' sets {', '.join(names)[:60]} for this row alone, which Podium "
+            "does not read; set data.chat_template_kwargs for all rows, and take the column out"
         )
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, whose parts are joined."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as every chat template can write them: the content is text, no entry is None, and the arguments
-    of tool calls are objects.
-
-    A template that expects text writes a list of parts as Python shows it, and arguments that are JSON text, which the
-    OpenAI API has, as a string in quotes. An entry of None is one that a Parquet row lacks.
-    """
-    written: list[Any] = []
-    for message in messages:
-        made = {name: entry for name, entry in message.items() if entry is not None}
-        made["content"] = message_text(message) if isinstance(made.get("content"), list) else made.get("content", "")
-        if isinstance(made.get("tool_calls"), list):
-            made["tool_calls"] = [_with_object(call) for call in made["tool_calls"]]
-        written.append(made)
-    return written
-
-
-def _with_object(call: Any) -> Any:
-    """A tool call with its arguments as an object. What is no JSON object stays as it is."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not (isinstance(function, Mapping) and isinstance(function.get("arguments"), str)):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -147,7 +147,9 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     for name, value in pairs if len(entries) < len(pairs) else ():
         if value != entries[name]:
-            raise ValueError(f"one object has the name {name!r} twice, with different values: keep the one that is meant")
+            raise ValueError(
+                f"one object has the name {name!r} twice, with different values: keep the one that is meant"
+            )
     return entries
 
 
@@ -338,7 +340,9 @@ def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[
     except Exception as error:  # as above
         raise _unreadable(spec, options, error) from error
     tables = loaded.with_format("arrow").iter(_ROWS)  # as it is stored: no image is decoded
-    return (row for number, table in enumerate(tables) for row in _plain_rows(table, f"{spec} [{split}]", number * _ROWS))
+    return (
+        row for number, table in enumerate(tables) for row in _plain_rows(table, f"{spec} [{split}]", number * _ROWS)
+    )
 
 
 def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> DataError:

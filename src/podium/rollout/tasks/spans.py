@@ -6,9 +6,10 @@ span, and everything else must stand outside of them. A conversation for which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.examples import Example, Messages, message_text
@@ -19,6 +20,7 @@ __all__ = [
     "SystemPrompt",
     "check_learned",
     "check_others",
+    "find_mark",
     "find_turn",
     "mask_tokens",
     "number_of",
@@ -32,8 +34,14 @@ __all__ = [
 
 MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
 _PROBE: Final = "\ue000podium\ue000"  # begins and ends with a letter of private use, which no template writes
-_MARKS: Final = frozenset({"weight", "train", "trainable", "loss_mask", "loss"})
+_MARKS: Final = frozenset({"weight", "train", "trainable", "training", "loss_mask", "loss"})
 """Fields of a message by which the field's data say whether the turn is learned."""
+_LIKE_MARKS: Final = re.compile(
+    r"(.+_)?(train|train_on|trained|training|trainable|learn|learned|loss|masks?|weights?)(_.+)?"
+)
+"""Names that seem to say whether something is learned."""
+_UNLIKE_MARKS: Final = re.compile(r"(is_)?(masked|ignore|ignored|skip|skipped|exclude|excluded)")
+"""Names that seem to say that something is not learned."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,34 @@ def number_of(messages: Messages, index: int) -> int:
     return index + 1 - isinstance(messages[0], SystemPrompt)
 
 
+def find_mark(fields: Mapping[str, Any], read: Collection[str] = ()) -> str | None:
+    """Return a field that seems to say that not everything is learned, or not alike; None if there is none.
+
+    Args:
+        fields: Those of a message or a row.
+        read: The names of those that are read.
+    """
+    for name, value in fields.items():
+        if name in read or value is None:
+            continue
+        if _UNLIKE_MARKS.fullmatch(name.lower()) and _is_off(value) is False:
+            return name
+        if name.lower() in ("labels", "input_ids") and isinstance(value, list):
+            return name
+        if _LIKE_MARKS.fullmatch(name.lower()):
+            is_weight = "weight" in name.lower() and not isinstance(value, str | Mapping | list)
+            parts = cast("list[Any]", value) if isinstance(value, list) else [value]
+            if any(isinstance(part, Mapping) or _is_off(part) for part in parts) or (is_weight and value != 1):
+                return name
+    return None
+
+
+def _is_off(value: Any) -> bool | None:
+    """Whether a mark is off; None for what is no mark."""
+    text = str(value).lower()
+    return True if text in ("false", "0", "0.0", "no") else False if text in ("true", "1", "1.0", "yes") else None
+
+
 def read_marks(messages: Messages) -> tuple[Messages, list[bool]]:
     """Return the messages without the fields that say whether a turn is learned, and what these fields say.
 
@@ -78,6 +114,12 @@ def read_marks(messages: Messages) -> tuple[Messages, list[bool]]:
     plain: Messages = []
     learned: list[bool] = []
     for index, message in enumerate(messages):
+        if message["role"] == "assistant" and (name := find_mark(message, _MARKS)):
+            raise DataError(
+                f"message {number_of(messages, index)} has {name} = {str(message[name])[:40]}, which seems to say that "
+                "not all of it is learned, and which Podium does not read: a turn that is not learned has weight = 0. Take "
+                "the field out where it means something else"
+            )
         if _MARKS.isdisjoint(message):
             plain.append(message)
             learned.append(True)

@@ -215,7 +215,10 @@ def test_nothing_to_evaluate_on_is_said_with_the_remedy(tmp_path: Path) -> None:
         ("prompt,answer\n", "line 1, column 1: expected value, near 'prompt,answer'; each line must be one whole"),
         ('["a", "b"]\n', "line 1: expected a JSON object such as .* found an array; write one object a line"),
         ('"a"\n', "line 1: expected a JSON object such as .* found a string"),
-        ('{"prompt": "a", "answer": "b", "answer": "c"}\n', "line 1 .* one object has the name 'answer' twice, with differ"),
+        (
+            '{"prompt": "a", "answer": "b", "answer": "c"}\n',
+            "line 1 .* one object has the name 'answer' twice, with differ",
+        ),
         ('{"prompt": [{"role": "user", "role": "tool"}]}\n', "line 1 .* one object has the name 'role' twice"),
         ("[\n{}\n]\n", "line 1: a JSON array over many lines; write one object a line, or give"),
     ],

@@ -1,0 +1,134 @@
+"""Messages of a conversation: what they have to be, their text, and the form that every chat template can write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeGuard, cast
+
+from podium.errors import DataError
+
+__all__ = ["Messages", "check_messages", "is_conversation", "message_text", "parse_json", "read_calls"]
+__all__ += ["strip_end", "template_messages"]
+
+Messages = list[dict[str, Any]]
+"""A conversation: each entry has "role", and "content", "tool_calls" or both."""
+
+_TEXT_OR_MESSAGES: Final = 'text, or a list of messages such as [{"role": "user", "content": "…"}]'
+_TEXT_PARTS: Final = ("text", "input_text", "output_text")
+_CALL: Final = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
+
+
+def is_conversation(prompt: object) -> TypeGuard[Messages]:
+    """Return whether a value is a list of messages."""
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) and ("content" in m or "tool_calls" in m)
+            for m in prompt
+        )
+    )
+
+
+def check_messages(place: str, column: str | None, messages: object) -> None:
+    """Raise DataError unless ``messages`` are a conversation that a chat template can write as text."""
+    if not is_conversation(messages):
+        raise DataError(
+            f"{place}: column {column!r} holds {str(messages)[:60]!r} ({type(messages).__name__}); expected "
+            f"{_TEXT_OR_MESSAGES}"
+        )
+    for number, message in enumerate(cast(Messages, messages), start=1):
+        where = f"{place}: message {number} of column {column!r}"
+        _check_calls(where, message.get("tool_calls"))
+        content = message.get("content")
+        if isinstance(content, str) or (
+            content is None and (message.get("tool_calls") or message.get("function_call"))
+        ):
+            continue
+        parts = content if isinstance(content, list) else []
+        kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts]
+        if parts and all(kind in _TEXT_PARTS for kind in kinds):
+            if other := next((part for part in parts if not isinstance(part.get("text"), str)), None):
+                raise DataError(
+                    f"{where} has the part {str(dict(other))[:60]}, whose text is {str(other.get('text'))[:40]}; "
+                    'expected {"type": "text", "text": "…"}'
+                )
+            continue
+        if other := next((kind for kind in kinds if isinstance(kind, str) and kind not in _TEXT_PARTS), None):
+            raise DataError(
+                f"{where} has a part of the type {other!r}, which a model that "
+                "is trained on text alone would not see; expected text, or parts of the type text"
+            )
+        raise DataError(
+            f"{where} has the content {str(content)[:60]!r} ({type(content).__name__}); "
+            "expected text, parts of the type text, or tool_calls without content"
+        )
+
+
+def _check_calls(where: str, calls: Any) -> None:
+    """Raise DataError unless calls of tools are a list of objects, or become one."""
+    read: Any = read_calls(calls) if calls else []
+    if not isinstance(read, list) or not all(isinstance(call, Mapping) for call in read):
+        raise DataError(f"{where} has tool_calls = {str(calls)[:60]!r}; expected a list of calls such as {_CALL}")
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose parts are joined."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def strip_end(text: str, ends: Sequence[str]) -> str:
+    """Return a text without the sign of ``ends`` with which it ends, and which is written after it."""
+    end = next((end for end in ends if end and text.rstrip().endswith(end)), "")
+    return text.rstrip().removesuffix(end) if end else text
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as every chat template can write them: the content is text, no entry is None, and the arguments
+    of tool calls are objects.
+
+    A template that expects text writes a list of parts as Python shows it, and arguments that are JSON text, which the
+    OpenAI API has, as a string in quotes. An entry of None is one that a Parquet row lacks.
+    """
+    written: list[Any] = []
+    for message in messages:
+        made = {name: entry for name, entry in message.items() if entry is not None}
+        made["content"] = message_text(message) if isinstance(made.get("content"), list) else made.get("content", "")
+        if made.get("tool_calls"):
+            made["tool_calls"] = read_calls(made["tool_calls"])
+        written.append(made)
+    return written
+
+
+def read_calls(calls: Any) -> Any:
+    """Return calls of tools as a list, with their arguments as objects: calls, a call, or the JSON text of either.
+
+    What is no JSON object stays as it is.
+    """
+    calls = parse_json(calls, "{" if isinstance(calls, str) and calls.lstrip().startswith("{") else "[")
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    return [_with_object(parse_json(call, "{")) for call in calls] if isinstance(calls, list) else calls
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call with its arguments as an object."""
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_object(call["function"])}
+    if not isinstance(call, Mapping) or "arguments" not in call:
+        return call
+    text = call["arguments"]
+    arguments = parse_json(text, "{") if text and isinstance(text, str) and text.strip() else text or {}
+    return {**call, "arguments": arguments} if isinstance(arguments, Mapping) else call
+
+
+def parse_json(value: Any, sign: str) -> Any:
+    """Return the object or list that a JSON text which begins with ``sign`` holds; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(sign):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
