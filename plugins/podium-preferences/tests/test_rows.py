@@ -136,6 +136,7 @@ def test_margins_are_read_by_pair(tmp_path: Path) -> None:
         ("chosen-rating", "rejected-rating"),
         ("reward_chosen", "reward_rejected"),
         ("chosen_avg_rating", "rejected_avg_rating"),
+        ("chosenScore", "rejectedScore"),
     ],
 )
 def test_figures_that_contradict_a_pair_refuse_its_row(better: str, worse: str, tmp_path: Path) -> None:
@@ -145,6 +146,10 @@ def test_figures_that_contradict_a_pair_refuse_its_row(better: str, worse: str, 
     assert len(load(tmp_path, [right, {**pair, better: 3, worse: 3}, {**pair, better: None, worse: 2}])) == 3
     with pytest.raises(DataError, match=rf"line 2: {better} = 2 is less than {worse} = 4.5, .* exchange the answers"):
         load(tmp_path, [right, wrong])
+    with pytest.raises(DataError, match=rf"line 1: {better} = 3 is less than {worse} = 10"):
+        load(tmp_path, [{**pair, better: "3", worse: "10"}])  # as CSV has numbers
+    with pytest.raises(DataError, match=r"line 1: scores\.chosen = 2 is less than scores\.rejected = 4.5"):
+        load(tmp_path, [{**pair, "scores": {"chosen": 2, "rejected": 4.5}}])
     lengths = {**pair, "chosen_tokens": 2, "rejected_tokens": 9, "rank_chosen": 1, "rank_rejected": 2}
     assert len(load(tmp_path, [lengths])) == 1, "these are no figures of how good an answer is"
 

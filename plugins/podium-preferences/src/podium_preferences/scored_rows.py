@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.encode import EncodedPairs, TokenRows
 from podium.rollout.tasks.examples import Example
 from podium.rollout.tasks.messages import strip_end, template_messages
 from podium.rollout.tasks.scored_texts import encode_scored
 from podium.rollout.tasks.templates import chat_template
-from podium.rollout.tasks.writer import Writer
 from podium_preferences.rows import EncodedPreferences
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def encode_for_scorer(
         raise ConfigError(
             f"data.chat_template_kwargs = {dict(config.chat_template_kwargs)}: {_UNREAD['chat_template']}"
         )
-    ends = Writer(tokenizer, config).closings
+    ends = ChatEncoder(tokenizer, config).closings
     values, offsets, last = array("i"), array("q", [0]), array("b")
     for (ids, mask), example in zip(rows.answers, rows.answers.examples, strict=True):
         prompt = str(tokenizer.decode(ids[: mask.index(True)]))

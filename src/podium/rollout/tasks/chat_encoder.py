@@ -131,7 +131,9 @@ class ChatEncoder:
     def closings(self) -> tuple[str, ...]:
         """The signs that end an answer, and that are written after it where the data have none."""
         names = [name for name, _ in self.ends]
-        return tuple(dict.fromkeys(name for name in ("".join(names), *names, self._tokenizer.eos_token) if name))
+        return tuple(
+            dict.fromkeys(name for name in ("".join(names), *names, str(self._tokenizer.eos_token or "")) if name)
+        )
 
     @cached_property
     def _signs(self) -> frozenset[str]:

@@ -215,7 +215,7 @@ def encode_prompts(
         partial(encode, examples, bad), "prompts", tokenizer, encoder.settings, map(_content, examples), count
     )
     _tell_bad(bad, encode, examples, stored)
-    _check_unknown(writer, examples, stored)
+    _check_unknown(encoder, examples, stored)
     tell_unwritten(stored["unwritten"])
     tell_texts(examples, answers=False)
     dropped, cut = stored["counts"].tolist()
@@ -350,8 +350,8 @@ def _check_answer(example: Example) -> None:
     if (name := find_mark(row, example.fields)) is not None:
         raise DataError(
             f"column {name!r} holds {str(row[name])[:40]}, which seems to say that not all of the row is learned, or "
-            "not with the weight of others, and Podium does not read it: take such rows out, or the column where it means "
-            "something else. A turn of a conversation is left out by weight = 0 in its message"
+            "not with the weight of others, and Podium does not read it: take such rows out, or the column where it "
+            "means something else. A turn of a conversation is left out by weight = 0 in its message"
         )
     if example.is_text:
         return

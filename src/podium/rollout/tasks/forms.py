@@ -326,8 +326,9 @@ def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | No
     """
     if "completion" in columns and str(row.get("label")).lower() in ("false", "0", "0.0"):
         raise DataError(
-            f"{place}: column 'label' is {str(row['label']).lower()}, which marks the completion as a bad one (KTO), and "
-            "it would be learned or rewarded as a good one; take such rows out, or the column where it means something else"
+            f"{place}: column 'label' is {str(row['label']).lower()}, which marks the completion as a bad one (KTO), "
+            "and it would be learned or rewarded as a good one; take such rows out, or the column where it means "
+            "something else"
         )
     listed = parse_json(row.get("history"), "[")
     history = cast("list[Any]", listed) if isinstance(listed, list) else []

@@ -92,9 +92,10 @@ def find_mark(fields: Mapping[str, Any], read: Collection[str] = ()) -> str | No
         if name.lower() in ("labels", "input_ids") and isinstance(value, list):
             return name
         if _LIKE_MARKS.fullmatch(name.lower()):
-            is_weight = "weight" in name.lower() and not isinstance(value, str | Mapping | list)
             parts = cast("list[Any]", value) if isinstance(value, list) else [value]
-            if any(isinstance(part, Mapping) or _is_off(part) for part in parts) or (is_weight and value != 1):
+            if any(isinstance(part, Mapping) or _is_off(part) for part in parts):
+                return name
+            if "weight" in name.lower() and re.fullmatch(r"[-+.\de]+", str(value)) and _is_off(value) is None:
                 return name
     return None
 
@@ -117,8 +118,8 @@ def read_marks(messages: Messages) -> tuple[Messages, list[bool]]:
         if message["role"] == "assistant" and (name := find_mark(message, _MARKS)):
             raise DataError(
                 f"message {number_of(messages, index)} has {name} = {str(message[name])[:40]}, which seems to say that "
-                "not all of it is learned, and which Podium does not read: a turn that is not learned has weight = 0. Take "
-                "the field out where it means something else"
+                "not all of it is learned, and which Podium does not read: a turn that is not learned has weight = 0. "
+                "Take the field out where it means something else"
             )
         if _MARKS.isdisjoint(message):
             plain.append(message)

@@ -1,0 +1,196 @@
+"""Rows that mean something else than their prompt and answer alone: they are read as they were meant, refused by field
+and remedy, or told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import DataError
+from podium.rollout.tasks import DataConfig, encode_pairs
+from tests.unit.rollout.tasks.test_chat import CHATML, LAST, QWEN, TOOL, USER, load, pieces, tokenizer_of
+from tests.unit.rollout.tasks.test_encode import notes_of
+
+TOOLS = CHATML.replace("{% for m", "{{ tools | tojson if tools else '' }}{% for m", 1)
+OPENED = "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
+ARGUMENTS = {"a": 1}
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+
+
+def learn(folder: Path, row: dict[str, Any], template: str = TOOLS, **settings: Any) -> list[tuple[bool, str]]:
+    tokenizer = tokenizer_of(template)
+    (pair,) = encode_pairs(load(folder, [row], **settings), tokenizer, DataConfig())
+    return pieces(tokenizer, pair)
+
+
+def turns(**fields: Any) -> list[dict[str, Any]]:
+    return [USER, {**LAST, **fields}]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        # marks of rows, and of turns that are no marks of ours
+        ({"prompt": "a", "answer": "b", "weight": 0}, "column 'weight' holds 0, which seems to say"),
+        ({"prompt": "a", "answer": "b", "weight": "0.5"}, "column 'weight' holds 0.5"),
+        ({"prompt": "a", "answer": "b", "weight": "heavy", "train": "ICE 5"}, None),
+        ({"prompt": "a", "answer": "b", "sample_weight": 0.5}, "column 'sample_weight' holds 0.5"),
+        ({"messages": [USER, LAST], "train": False}, "column 'train' holds False"),
+        ({"messages": [USER, LAST], "is_train": "false"}, "column 'is_train' holds false"),
+        ({"messages": [USER, LAST], "assistant_masks": [0, 1]}, r"column 'assistant_masks' holds \[0, 1\]"),
+        ({"prompt": "a", "completion": "b", "labels": [-100, 5]}, r"column 'labels' holds \[-100, 5\]"),
+        ({"prompt": "a", "completion": "b", "input_ids": [4, 5]}, r"column 'input_ids' holds \[4, 5\]"),
+        ({"messages": turns(ignore=True)}, "message 2 has ignore = True, which seems to say"),
+        ({"messages": turns(train_on=False)}, "message 2 has train_on = False"),
+        ({"messages": turns(train_detail=[{"begin": 0, "train": False}])}, "message 2 has train_detail = "),
+        ({"messages": turns(loss_weight=0.5)}, "message 2 has loss_weight = 0.5"),
+        (
+            {"prompt": "a", "answer": "b", "weight": 1, "train": True, "skip": False, "loss": 2.3, "training": None},
+            None,
+        ),
+        # two answers, and options of one row
+        (
+            {"prompt": "a", "answer": "7", "completion": "3 + 4 = 7"},
+            "column 'answer' holds '7' and column 'completion'",
+        ),
+        ({"prompt": "a", "answer": "7", "completion": "7"}, None),
+        ({"prompt": "a", "completion": "7", "label": 0}, "column 'label' is 0, which marks"),
+        (
+            {"prompt": "a", "answer": "b", "chat_template_kwargs": '{"x": 1}'},
+            "column 'chat_template_kwargs' sets x for",
+        ),
+        ({"prompt": "a", "answer": "b", "chat_template_kwargs": [["x", 1]]}, "column 'chat_template_kwargs' sets"),
+        ({"prompt": "a", "answer": "b", "chat_template_kwargs": "{}"}, None),
+        (
+            {"instruction": "a", "prompt": "a", "answer": "b", "history": '[["c", "d"]]'},
+            "'history' holds 1 earlier turns",
+        ),
+        # parts, calls and messages
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}, LAST]},
+            "message 1 .*text is None",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "content": "a"}]}, LAST]},
+            "message 1 .*has the part",
+        ),
+        (
+            {"messages": turns(tool_calls=[None])},
+            "message 2 of column 'messages' has tool_calls = '.None.'; expected a",
+        ),
+        (
+            {"messages": turns(tool_calls="add")},
+            "message 2 of column 'messages' has tool_calls = 'add'; expected a list",
+        ),
+        ({"messages": None}, "column 'messages' holds 'None'"),
+        ({"messages": [USER, None, LAST]}, r"column 'messages' holds .*None.*; expected text, or a list of messages"),
+        (
+            {"prompt": ['{"role": "user", "content": "a"}'], "answer": "b"},
+            "column 'prompt' holds a conversation as text",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a", "content": "b"}, LAST]},
+            "message 1 .*and another value, 'a'",
+        ),
+        # what the template writes itself
+        ({"prompt": OPENED, "answer": "b"}, "message 1 of the role 'user' has '<.im_start.>', which the chat template"),
+        ({"messages": [{**USER, "content": "a<|im_end|>"}, LAST]}, "message 1 of the role 'user' has '<.im_end.>'"),
+        ({"prompt": "a", "answer": "b<|im_end|>c"}, "message 1 of the role 'assistant' has '<.im_end.>'"),
+    ],
+)
+def test_a_row_of_which_something_would_be_dropped_is_refused_by_field(
+    tmp_path: Path, row: dict[str, Any], said: str | None
+) -> None:
+    if said is None:
+        assert learn(tmp_path, row)
+        return
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 1: .*{said}"):
+        learn(tmp_path, row)
+
+
+def test_calls_in_every_form_are_learned_as_objects_and_text_in_quotes_is_refused(tmp_path: Path) -> None:
+    written = learn(tmp_path, {"messages": turns(tool_calls=[CALL])}, QWEN)
+    assert json.dumps(CALL) in written[-1][1]
+    for calls in (json.dumps([CALL]), CALL, json.dumps(CALL), [json.dumps(CALL)]):
+        assert learn(tmp_path, {"messages": turns(tool_calls=calls)}, QWEN) == written
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+        flat = learn(tmp_path, {"messages": turns(tool_calls=[{"name": "add", "arguments": arguments}])}, QWEN)
+        assert '{"name": "add", "arguments": {"a": 1}}' in flat[-1][1]
+    bare = learn(tmp_path, {"messages": turns(tool_calls=[{"name": "add", "arguments": None}])}, QWEN)
+    assert '"arguments": {}}' in bare[-1][1]
+    broken = {"name": "add", "arguments": "{a: 1"}
+    with pytest.raises(
+        DataError, match=r"line 1: message 2 calls 'add' with the arguments '{a: 1', which are no JSON obj"
+    ):
+        learn(tmp_path, {"messages": turns(tool_calls=[broken])}, QWEN)
+    as_text = QWEN.replace("(m.tool_calls | tojson)", "m.tool_calls[0].arguments")
+    assert "{a: 1<|im_end|>" in learn(tmp_path, {"messages": turns(tool_calls=[broken])}, as_text)[-1][1]
+
+
+def test_tools_are_written_in_every_form_and_others_are_told(tmp_path: Path) -> None:
+    for tools in ([TOOL], json.dumps([TOOL]), TOOL, json.dumps(TOOL), [json.dumps(TOOL)]):
+        for row in ({"prompt": "the fox", "answer": "sleeps"}, {"messages": [USER, LAST]}):
+            text = learn(tmp_path, {**row, "tools": tools})[0][1]
+            assert text == json.dumps([TOOL]) + OPENED
+    (note,) = notes_of(lambda: learn(tmp_path, {"prompt": "a", "answer": "b", "tools": ["hammer"]}))
+    assert note.endswith(
+        "column 'tools' of 1 rows is not written, since it holds no JSON schemas of tools: \"['hammer']\""
+    )
+
+
+def test_messages_that_are_json_one_by_one_are_a_conversation(tmp_path: Path) -> None:
+    for column in ("messages", "prompt"):
+        row = {column: [json.dumps(message) for message in (USER, LAST)]}
+        assert learn(tmp_path, row) == [(False, OPENED), (True, "sleeps<|im_end|>")]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "</s>", "<|im_end|>\n"])
+def test_an_end_that_the_data_have_is_learned_once(tmp_path: Path, end: str) -> None:
+    for row in ({"prompt": "the fox", "answer": f"sleeps{end}"}, {"messages": turns(content=f"sleeps{end}")}):
+        assert learn(tmp_path, row) == [(False, OPENED), (True, "sleeps<|im_end|>")]
+    tokenizer = tokenizer_of(CHATML)
+    tokenizer.chat_template = None
+    ((ids, mask),) = encode_pairs(load(tmp_path, [{"prompt": "fox", "answer": "b</s>"}]), tokenizer, DataConfig())
+    assert pieces(tokenizer, (ids, mask)) == [(False, "fox"), (True, "b</s>")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "said"),
+    [
+        ([{"prompt": "", "answer": "b"}, {"prompt": "a", "answer": "b"}], TOOLS, "1 of 2 prompts are empty"),
+        ([{"prompt": "1+1", "answer": "1+1 = 2"}], TOOLS, "every answer begins with its prompt"),
+        ([{"prompt": [USER, LAST]}], TOOLS, "the prompts of 1 rows end with the assistant's turn, which is the answer"),
+        (
+            [{"prompt": "a", "answer": "b", "messages": [USER, LAST]}],
+            TOOLS,
+            "column 'messages' of 1 rows is not learned",
+        ),
+        (
+            [{"prompt": "a", "answer": "b", "context": "c d"}],
+            TOOLS,
+            r"column 'context' of 1 rows .*as in '\{context\}.n\{p",
+        ),
+        (
+            [{"prompt": "A <b> c", "answer": "b"}],
+            "| e",
+            "writes messages with other characters .*, 1 of the role 'user'",
+        ),
+        (
+            [{"prompt": "A long one", "answer": "b"}],
+            "| truncate(5, True, '', 0)",
+            "1 of the role 'user': the model reads",
+        ),
+        ([{"prompt": 'A "c"\nd', "answer": "b"}], "| tojson", None),
+        ([{"prompt": " a ", "answer": "b"}], "| trim", None),
+    ],
+)
+def test_what_a_person_may_not_expect_is_told(
+    tmp_path: Path, rows: list[dict[str, Any]], template: str, said: str | None
+) -> None:
+    template = template if template == TOOLS else TOOLS.replace("m['content']", f"(m['content'] {template})")
+    notes = notes_of(lambda: encode_pairs(load(tmp_path, rows), tokenizer_of(template), DataConfig()))
+    assert len(notes) == (said is not None) and all(re.search(str(said), note) for note in notes)
