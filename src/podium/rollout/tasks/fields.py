@@ -270,11 +270,11 @@ def check_arguments(messages: Messages, text: str) -> None:
     """
     for index, message in enumerate(messages):
         for function in map(_function, _calls(message)):
-            said = function.get("arguments")
-            if isinstance(said, str) and said.strip() and json.dumps(said, ensure_ascii=False) in text:
+            arguments = function.get("arguments")
+            if isinstance(arguments, str) and arguments.strip() and json.dumps(arguments, ensure_ascii=False) in text:
                 raise DataError(
                     f"message {number_of(messages, index)} calls {str(function.get('name'))[:40]!r} with the arguments "
-                    f"{said[:40]!r}, which are no JSON object, and which the chat template writes as a text in quotes: "
+                    f"{arguments[:40]!r}, which are no JSON object, and which the chat template writes as a text in quotes: "
                     "repair the row"
                 )
 

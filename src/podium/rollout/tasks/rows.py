@@ -226,14 +226,14 @@ def _plain_rows(table: Any, name: str, before: int) -> Iterator[PlacedRow]:
     """Yield the rows of an Arrow table or batch of the data ``name``, of which ``before`` rows came earlier."""
     readers = {field.name: reader for field in table.schema if (reader := _reader(field.type, field.name in _OPEN))}
     for number, row in enumerate(table.to_pylist(), start=before + 1):
-        place, column = f"{name}, row {number}", ""
+        location, column = f"{name}, row {number}", ""
         try:
             for column, reader in readers.items():
                 row[column] = reader(row[column])
         except (ValueError, RecursionError) as error:
-            yield place, DataError(f"{place}: column {column!r} cannot be read: {_reason(error)}")
+            yield location, DataError(f"{location}: column {column!r} cannot be read: {_reason(error)}")
         else:
-            yield place, row
+            yield location, row
 
 
 def _reader(kind: Any, inside: bool) -> Callable[[Any], Any] | None:
