@@ -274,8 +274,8 @@ def check_arguments(messages: Messages, text: str) -> None:
             if isinstance(arguments, str) and arguments.strip() and json.dumps(arguments, ensure_ascii=False) in text:
                 raise DataError(
                     f"message {number_of(messages, index)} calls {str(function.get('name'))[:40]!r} with the arguments "
-                    f"{arguments[:40]!r}, which are no JSON object, and which the chat template writes as a text in quotes: "
-                    "repair the row"
+                    f"{arguments[:40]!r}, which are no JSON object, and which the chat template writes as a text in "
+                    "quotes: repair the row"
                 )
 
 
