@@ -17,7 +17,7 @@ from podium.exceptions import read_text
 from podium.rollout.tasks.bad_rows import RowError
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example
-from podium.rollout.tasks.fields import FieldCheck, check_arguments, to_tool_calls
+from podium.rollout.tasks.fields import FieldCheck, check_arguments, order_results, to_tool_calls
 from podium.rollout.tasks.forms import list_tools
 from podium.rollout.tasks.messages import Messages, message_text, strip_end, template_messages
 from podium.rollout.tasks.spans import (
@@ -516,7 +516,8 @@ class ChatEncoder:
         """Messages that the template can write, with function calls in the form that it reads."""
         if "function_call" not in (self._template or ""):
             messages = [to_tool_calls(message) for message in messages]
-        return template_messages(messages)
+        written = template_messages(messages)
+        return written if self.mentions("tool_call_id") else order_results(written)
 
     def _find_marks(self, texts: Texts) -> list[tuple[int, int]]:
         """Return where the template marks the assistant's text, in characters."""

@@ -11,14 +11,23 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, Final, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.examples import Messages, message_text
 from podium.rollout.tasks.spans import SystemPrompt, number_of
 
-__all__ = ["FieldCheck", "check_arguments", "holds_speech", "is_speech", "list_speech", "list_texts", "to_tool_calls"]
+__all__ = [
+    "FieldCheck",
+    "check_arguments",
+    "holds_speech",
+    "is_speech",
+    "list_speech",
+    "list_texts",
+    "order_results",
+    "to_tool_calls",
+]
 
 Written = Callable[[int], str]
 """What the template writes of so many first messages of a conversation."""
@@ -322,3 +331,25 @@ def to_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     if entries.get("role") == "function":
         entries["role"] = "tool"
     return entries
+
+
+def order_results(messages: Messages) -> Messages:
+    """Return messages with the results of each answer's calls in the order of the calls, where all of them name theirs.
+
+    They may come in the order in which the tools were done, and a template that does not write the ids of calls would
+    let the model take one result for that of another call.
+    """
+    ordered, at = Messages(), 0
+    while at < len(messages):
+        ordered.append(messages[at])
+        calls = messages[at].get("tool_calls")
+        at += 1
+        results = [*takewhile(lambda message: message.get("role") == "tool", messages[at:])] if calls else []
+        at += len(results)
+        if len(results) > 1 and isinstance(calls, list):
+            ids = [call.get("id") if isinstance(call, Mapping) else None for call in cast("list[object]", calls)]
+            named = [result.get("tool_call_id") for result in results]
+            if all(isinstance(name, str) and ids.count(name) == named.count(name) == 1 for name in named):
+                results.sort(key=lambda result: ids.index(result.get("tool_call_id")))
+        ordered += results
+    return ordered

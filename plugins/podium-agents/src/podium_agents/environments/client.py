@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from podium.errors import ContextFull, GenerationError
 from podium_agents.service.budgets import LIMIT_REACHED
 from podium_agents.service.service import Answer, Service
-from podium_agents.service.wire import ChatRequest, Refusal
+from podium_agents.service.wire import ChatRequest, Refusal, parse
 
 if TYPE_CHECKING:
     from podium_agents.environments.contract import Messages
@@ -149,14 +149,14 @@ class Client:
             if isinstance(messages, str)
             else [dict(message) for message in messages]
         )
-        request = ChatRequest(
-            messages=conversation,
-            tools=[dict(tool) for tool in tools] or None,
-            max_tokens=max_tokens,
-            stop=stop if isinstance(stop, str) else [*stop],
-            response_format=response_format,
-            tool_choice=tool_choice,
-        )
+        request = {
+            "messages": conversation,
+            "tools": [dict(tool) for tool in tools] or None,
+            "max_tokens": max_tokens,
+            "stop": stop if isinstance(stop, str) else [*stop],
+            "response_format": response_format,
+            "tool_choice": tool_choice,
+        }
         answering = answer_request(self._service, request, self._session.id)
         if asyncio.get_running_loop() is not self._loop:  # one thread records all that is said in a session
             answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answering, self._loop))
@@ -228,10 +228,10 @@ def agent_name(name: str) -> str:
     return name
 
 
-async def answer_request(service: Service, request: ChatRequest, session: str) -> Answer:
+async def answer_request(service: Service, request: Mapping[str, Any], session: str) -> Answer:
     """Answer a request in this process. Raises ContextFull or GenerationError where HTTP has a status."""
     try:
-        return await service.answer(service.chat(request, session))
+        return await service.answer(service.chat(parse(ChatRequest, request), session))
     except Refusal as refusal:
         if refusal.code in ("context_length_exceeded", LIMIT_REACHED):
             raise ContextFull(refusal.message) from None

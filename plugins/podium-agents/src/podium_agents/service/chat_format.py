@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.errors import ConfigError
 from podium.rollout.engines.grammars import Grammars
+from podium.rollout.tasks.examples import message_text
 from podium_agents.service.answer_forms import AnswerForms
 from podium_agents.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
 from podium_agents.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
@@ -288,6 +290,24 @@ class ChatFormat:
                     "stop",
                 )
         return [self._names[stop] for stop in stops if stop in self._names]
+
+    def find_mark(self, messages: Messages) -> tuple[str, str] | None:
+        """The role of a question or of a result that has a special token which the template itself writes, and this
+        token: the model cannot tell it from the template's. None for none."""
+        for message in messages:
+            if message["role"] in ("user", "tool", "function"):
+                text = message_text(message)
+                if (name := next((name for name in self._written_marks if name in text), None)) is not None:
+                    return message["role"], name
+        return None
+
+    @cached_property
+    def _written_marks(self) -> list[str]:
+        """The special tokens that the template writes around messages."""
+        text, ends = "", {name for name, _ in self._encoder.ends}
+        with suppress(ConfigError):  # of a template that begins otherwise
+            text = self._text([USER], (), opened=True)
+        return [name for name in self._names if name in text or name in ends]
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with the beginning of the model's reasoning."""

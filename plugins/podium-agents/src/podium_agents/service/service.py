@@ -23,6 +23,7 @@ from podium.rollout.engines.grammars import Spelling
 from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.tasks.examples import message_text
+from podium.telemetry import Note, emit
 from podium_agents.service.answer_forms import conversation_grammar
 from podium_agents.service.concurrency import Caller
 from podium_agents.service.constraints import make_constraint
@@ -155,6 +156,7 @@ class Service:
         self.overruled: Counter[str] = Counter()
         self.unrecognized = 0
         self.aliases: Counter[str] = Counter()
+        self._marks: set[tuple[str, str]] = set()  # of which a note has told
         self.created_s = int(time.time())
         self._seeds = itertools.count(time.time_ns() % _SEEDS)
         self._seeds_of: dict[str, itertools.count[int]] = {}
@@ -263,6 +265,7 @@ class Service:
                 new if recorded is None else recorded.without_said(new),
                 tools,
             )
+            self._say_mark(form.find_mark(new))
             if recorded is not None and continues is not None and continues.tools == tools_key(tools, options):
                 messages_before = continues.messages
                 recorded_ids = recorded.ids_of(continues)
@@ -290,6 +293,19 @@ class Service:
             departure=departure,
             top=request.top_logprobs,
         )
+
+    def _say_mark(self, mark: tuple[str, str] | None) -> None:
+        """Emit a note, once for each role and token, about a message that says what only the template should say."""
+        if mark is not None and mark not in self._marks:
+            self._marks.add(mark)
+            role, name = mark
+            emit(
+                Note(
+                    f"a message of the role {role!r} has {name!r}, which the chat template itself writes around "
+                    "messages: the model cannot tell the two apart, and a text from elsewhere may speak as another turn. "
+                    "Take it out where the text comes from, unless it is meant"
+                )
+            )
 
     def options_of(self, request: ChatRequest, *, hints: bool = False) -> dict[str, Any]:
         """The variables that a request gives to the chat template. Raises Refusal for an effort or a switch of thinking

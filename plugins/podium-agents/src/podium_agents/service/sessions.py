@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import Any, Final, NamedTuple
 
 from podium.rollout.tasks.fields import is_speech, list_texts
@@ -302,7 +303,8 @@ class Session:
         Raises:
             RecursionError: A message is nested too deeply to be compared. Nothing is recorded then.
         """
-        conversation = tuple(messages)
+        known = chain(() if continues is None else continues.messages, repeat(None))
+        conversation = tuple(map(_keep, messages, known))
         compared = () if continues is None else continues.conversation  # which find() has compared
         read = (self._reader.key(conversation, at) for at in range(len(compared), len(conversation)))
         keys, tools_of = (*compared, *read), tools_key(tools, options)
@@ -350,6 +352,19 @@ class Session:
     def _is_open(self, call: RecordedCall) -> bool:
         """Whether the call's row ends with it."""
         return self.rows[call.row].turns[-1].call == call.number
+
+
+def _keep(message: Mapping[str, Any], known: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A message as it was said, whatever a session in this process does to it later: the one that is known already, or
+    a copy. Texts, of which most messages are made, need none."""
+    if message == known:
+        return known
+    if not any(isinstance(value, list | dict) for value in message.values()):
+        return message
+    try:
+        return deepcopy(message)
+    except RecursionError:  # a message that comes over HTTP, which nobody changes
+        return message
 
 
 def _hash_next(before: int, key: Key) -> int:
