@@ -454,7 +454,7 @@ def test_a_traceback_begins_with_the_sessions_own_code(name: str) -> None:
     assert rest[-1] == episode.failure
 
 
-@pytest.mark.parametrize("returned", ["1.0", float("nan"), {"points": 1.0}])
+@pytest.mark.parametrize("returned", ["1.0", float("nan"), {"points": 1.0}, [1.0], (1.0, {}), 1j, {"score": [1.0]}])
 def test_a_wrong_reward_needs_no_traceback(returned: Any) -> None:
     async def play(task: Task, client: Client) -> Any:
         return returned

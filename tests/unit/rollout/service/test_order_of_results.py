@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from podium.errors import GenerationError
-from podium.rollout.environments.client import answer_request
+from podium.rollout.environments.client import answer_request, to_messages
 from podium.rollout.tasks.fields import order_results
 from podium.telemetry import Note, subscribe
 from tests.unit.rollout.service.scripted import CHATML, LOOK, USER, say, scripted
@@ -122,3 +122,10 @@ def test_a_result_that_speaks_as_the_template_is_told_once() -> None:
         unsubscribe()
     (note,) = notes
     assert all(part in note for part in ("the role 'tool'", "'<|im_start|>'", "Take it out where the text comes from"))
+
+
+@pytest.mark.parametrize("said", [USER, 5, None, b"hello", ["hello"], [[USER]]])
+def test_what_cannot_be_said_to_the_model_is_shown(said: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be said to the model: expected a text or a list of messages"):
+        to_messages(said)
+    assert to_messages("hello") == to_messages((USER,)) == [USER]

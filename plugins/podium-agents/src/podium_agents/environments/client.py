@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from podium_agents.environments.contract import Messages
     from podium_agents.service.sessions import Session
 
-__all__ = ["MOST_AGENTS", "Client", "Reply", "agent_name"]
+__all__ = ["MOST_AGENTS", "Client", "Reply", "agent_name", "to_messages"]
 
 MOST_AGENTS: Final = 1023  # of one session, beside the client itself
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -144,11 +144,7 @@ class Client:
             ContextFull: The conversation leaves no room for an answer, or the session has used up one of its limits.
             GenerationError: The request was refused, or the generator failed.
         """
-        conversation = (
-            [{"role": "user", "content": messages}]
-            if isinstance(messages, str)
-            else [dict(message) for message in messages]
-        )
+        conversation = to_messages(messages)
         request = {
             "messages": conversation,
             "tools": [dict(tool) for tool in tools] or None,
@@ -226,6 +222,19 @@ def agent_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"an agent cannot be named {name[:80]!r}: use up to 64 of the characters A-Z a-z 0-9 _ -")
     return name
+
+
+def to_messages(said: Any) -> list[dict[str, Any]]:
+    """Return what is said to the model as messages. Raises TypeError for what is neither a text nor messages."""
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    entries: list[Any] = [*said] if isinstance(said, Iterable) and not isinstance(said, Mapping) else [said]
+    if isinstance(said, Mapping) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise TypeError(
+            f"{str(said)[:80]!r} ({type(said).__name__}) cannot be said to the model: expected a text or a list of "
+            "messages"
+        )
+    return [dict(message) for message in entries]
 
 
 async def answer_request(service: Service, request: Mapping[str, Any], session: str) -> Answer:

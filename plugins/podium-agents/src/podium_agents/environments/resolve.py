@@ -139,10 +139,12 @@ def _as_play(function: Callable[..., Any], options: Mapping[str, Any]) -> Play:
 
 async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Reward:
     """Live a session of an environment with ``reset`` and ``step``."""
+    from podium.rollout.environments.client import to_messages
+
     world = await in_thread(make)
     box = _toolbox(getattr(world, "tools", None) or ())
     most, parts = int(getattr(world, "max_turns", _MOST_TURNS)), dict[str, float]()
-    conversation: list[Mapping[str, Any]] = _messages(await _call(world.reset, task))
+    conversation: list[Mapping[str, Any]] = [*to_messages(await _call(world.reset, task))]
     for _ in range(most):
         reply = await converse(client, conversation, box or ())
         step = await _call(world.step, reply.text)
@@ -153,7 +155,7 @@ async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Rewar
         parts |= step.parts
         if step.done or not step.say:
             break
-        conversation = [*reply.messages, *_messages(step.say)]
+        conversation = [*reply.messages, *to_messages(step.say)]
     return Outcome(score=0.0, parts=parts)
 
 
@@ -162,10 +164,6 @@ async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
     return await in_thread(method, *arguments)
-
-
-def _messages(said: Any) -> list[Mapping[str, Any]]:
-    return [{"role": "user", "content": said}] if isinstance(said, str) else [*said]
 
 
 def _check_options(

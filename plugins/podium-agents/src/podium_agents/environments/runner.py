@@ -311,9 +311,10 @@ def _numbers(given: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, str | bytes):
-        raise TypeError(f"the environment returned {name} = {value[:80]!r}: expected a number")
-    number = float(value)
+    try:
+        number = float("a text") if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"the environment returned {name} = {repr(value)[:80]}: expected a number") from None
     if number - number != 0.0:
         raise ValueError(f"the environment returned {name} = {value!r}: expected a finite number")
     return number

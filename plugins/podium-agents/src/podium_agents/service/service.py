@@ -302,8 +302,8 @@ class Service:
             emit(
                 Note(
                     f"a message of the role {role!r} has {name!r}, which the chat template itself writes around "
-                    "messages: the model cannot tell the two apart, and a text from elsewhere may speak as another turn. "
-                    "Take it out where the text comes from, unless it is meant"
+                    "messages: the model cannot tell the two apart, and a text from elsewhere may speak as another "
+                    "turn. Take it out where the text comes from, unless it is meant"
                 )
             )
 
