@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from podium.errors import GenerationError
-from podium.rollout.environments.client import answer_request, to_messages
 from podium.rollout.tasks.fields import order_results
 from podium.telemetry import Note, subscribe
+from podium_agents.environments.client import answer_request, to_messages
 from tests.unit.rollout.service.scripted import CHATML, LOOK, USER, say, scripted
 
 END = "<|im_end|>"

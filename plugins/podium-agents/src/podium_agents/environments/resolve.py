@@ -139,7 +139,7 @@ def _as_play(function: Callable[..., Any], options: Mapping[str, Any]) -> Play:
 
 async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Reward:
     """Live a session of an environment with ``reset`` and ``step``."""
-    from podium.rollout.environments.client import to_messages
+    from podium_agents.environments.client import to_messages
 
     world = await in_thread(make)
     box = _toolbox(getattr(world, "tools", None) or ())
