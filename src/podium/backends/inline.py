@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,7 @@ class _InlineProcess(ProcessHandle):
     def __init__(self, store: MemoryStore, *, alone: bool, threaded: bool) -> None:
         self._process = WorkerProcess(ships_exceptions=False, make_store=lambda: store)
         self._alone = alone
+        self._modes: tuple[Any, ...] = ()  # of torch, as the worker has left them
         self._executor = ThreadPoolExecutor(1, "podium-inline") if threaded else None
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
@@ -124,10 +125,26 @@ class _InlineProcess(ProcessHandle):
 
     def _run(self, request: Request, done: Callable[[Reply], None]) -> None:
         with _no_process_group(unless=self._alone):
-            outcome = self._process.execute(*_call(request))
+            outcome = self._execute(request)
         if outcome.status == "error" and not self._alone:
             outcome = outcome._replace(value=explain_error(outcome.value))
         done(_reply(request, outcome))
+
+    def _execute(self, request: Request) -> Outcome:
+        """Execute ``request`` in torch's modes of this rank. The ranks and the script share a thread, and each of them
+        has modes of its own, as in a process."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None or self._executor is not None:
+            return self._process.execute(*_call(request))
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            outer = _read_modes(torch)
+            usual = True, torch.float32, (False, False), (torch.bfloat16, torch.float16)
+            _change_modes(torch, outer, self._modes or usual)
+            try:
+                return self._process.execute(*_call(request))
+            finally:
+                self._modes = _read_modes(torch)
+                _change_modes(torch, self._modes, outer)
 
 
 def _call(request: Request) -> tuple[int, str, str, Callable[[], Mapping[str, Any]]]:
@@ -158,6 +175,24 @@ def explain_error(failure: Failure) -> Failure:
         return failure
     hint = "inline has no collectives over several ranks: use podium.connect('local') on Linux"
     return replace(failure, message=f"{failure.message}; {hint}")
+
+
+def _read_modes(torch: Any) -> tuple[Any, ...]:
+    """Return whether gradients are recorded, the default dtype, and autocast of the CPU and of accelerators."""
+    casts = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    dtypes = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+    return torch.is_grad_enabled(), torch.get_default_dtype(), casts, dtypes
+
+
+def _change_modes(torch: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
+    if old == new:
+        return
+    has_gradients, dtype, casts, dtypes = new
+    torch.set_grad_enabled(has_gradients)
+    torch.set_default_dtype(dtype)
+    for kind, is_enabled, cast_dtype in zip(("cpu", "cuda"), casts, dtypes, strict=True):
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, cast_dtype)
 
 
 @contextmanager

@@ -176,7 +176,7 @@ def check_made(worker: Any, cls: type[Any], context: WorkerContext) -> None:
             f"{cls.__name__}(...) is no worker of this rank: its constructor sets self.ctx, which the runtime has set, "
             "or its class returns an object that it has made before, where every rank needs one of its own"
         )
-    attributes: dict[str, Any] = cast(Any, worker).__dict__
+    attributes: dict[str, Any] = worker.__dict__
     for name in endpoints_of(cls):
         if name in attributes and not callable(attributes[name]):
             kind = type(attributes[name]).__name__
