@@ -34,7 +34,7 @@ class Row:
 
     @property
     def ratio(self) -> dict[str, float]:
-        """How many times better Podium is than each other: over 1 is in Podium's favour, whatever the unit."""
+        """How many times better Podium is than each other: over 1 is in Podium's favor, whatever the unit."""
         if self.better == "lower":
             return {name: other / self.median for name, other in self.others.items()}
         return {name: self.median / other for name, other in self.others.items()}

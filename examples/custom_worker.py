@@ -17,13 +17,13 @@ from podium import Batch, Worker, concat, endpoint, first, shard
 
 
 class Statistics(Worker):
-    """Standardises rows with the mean and deviation over all ranks' rows."""
+    """Standardizes rows with the mean and deviation over all ranks' rows."""
 
     def __init__(self, epsilon: float) -> None:
         self.epsilon = epsilon  # self.ctx is there already: rank, world_size, devices
 
     @endpoint(dispatch=shard(), collect=concat())
-    def standardise(self, batch: Batch) -> Batch:
+    def standardize(self, batch: Batch) -> Batch:
         """Each rank gets some of the rows; the results come back in the order of the rows."""
         scores = batch.dense("scores")
         sums = torch.stack([scores.sum(), scores.square().sum(), torch.tensor(float(len(scores)))])
@@ -47,8 +47,8 @@ def main() -> None:
     with podium.connect(arguments.backend) as cluster:
         slots = 4 if cluster.capabilities.collectives else 1
         workers = cluster.start(Statistics.bind(epsilon=1e-6), cluster.pool([slots]))
-        call = workers.standardise.submit(batch)  # does not wait; call.result() does
-        print(f"{workers.ranks()} ranks")
+        call = workers.standardize.submit(batch)  # does not wait; call.result() does
+        print(f"ranks: {workers.ranks()}")
         print([round(score, 3) for score in call.result().dense("scores").tolist()])
 
 

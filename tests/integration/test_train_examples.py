@@ -28,7 +28,7 @@ def run(*arguments: str, cwd: Path) -> str:
 )
 def test_custom_worker(tmp_path: Path, backend: str, ranks: int) -> None:
     lines = run(str(EXAMPLES / "custom_worker.py"), "--backend", backend, cwd=tmp_path).splitlines()
-    assert lines[0] == f"{ranks} ranks"
+    assert lines[0] == f"ranks: {ranks}"
     scores = json.loads(lines[1])
     assert sum(scores) == pytest.approx(0, abs=1e-2)
     assert scores == sorted(scores)

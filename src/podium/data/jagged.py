@@ -134,7 +134,11 @@ class Jagged(Rows):
         return TakenRows(row_numbers(index, len(self))).of(self)
 
     def padded(self, value: float, length: int | None = None) -> Tensor:
-        """Return ``[B, T, …]``, padded on the right. T is the longest row, or ``length``, which must not cut a row."""
+        """Return ``[B, T, …]``, padded on the right. T is the length of the longest row, or ``length``.
+
+        Raises:
+            DataError: ``length`` is less than the length of a row.
+        """
         lengths = self.lengths
         longest = int(lengths.max()) if len(self) else 0
         width = longest if length is None else length

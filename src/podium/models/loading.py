@@ -284,7 +284,11 @@ def save_pretrained(
 
 def checkpoint_layers(model: nn.Module) -> None:
     """Let the backward pass compute the layers' activations again. Transformers itself does so in training mode only,
-    in which dropout acts."""
+    in which dropout acts.
+
+    Raises:
+        ConfigError: transformers names no layers of this model.
+    """
     layers = decoder_layers(model)
     if not layers:
         name = type(plain_model(model)).__name__

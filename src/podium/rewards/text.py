@@ -58,6 +58,9 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the completion's final number equals the answer's (5 and 5.0 are equal), else 0.
 
     Answers of GSM8K end in a line ``#### 72`` (Cobbe et al. 2021, arXiv:2110.14168).
+
+    Raises:
+        ValueError: The answer of the row has no final number.
     """
     wanted = final_number(answer_of(row))
     if wanted is None:

@@ -132,7 +132,7 @@ class Mesh:
             raise ConfigError(f"no axis {axis!r} in {self}; its axes are {list(self.axes)}") from None
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` stands on each axis."""
+        """Return the coordinate of ``rank`` on each axis. Raises ConfigError if the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank {rank} is outside {self} of {self.size} ranks")
         return dict(self._places[rank])

@@ -136,7 +136,7 @@ class Endpoint(Generic[P, Out]):
         return self._window.submit(lambda: self._group.submit(self.spec, args, kwargs, self._timeout_s))
 
     def within(self, timeout_s: float) -> Endpoint[P, Out]:
-        """The same endpoint with another deadline, in seconds from submission."""
+        """Return the same endpoint with another deadline, in seconds from submission, above 0. Raises ConfigError."""
         if not isinstance(timeout_s, Real) or not timeout_s > 0:
             raise ConfigError(f"within(timeout_s={timeout_s!r}): a deadline is a positive number of seconds")
         return Endpoint(self._group, self.spec, timeout_s, self._window)
@@ -144,7 +144,8 @@ class Endpoint(Generic[P, Out]):
     def at_most(self, calls: int) -> Endpoint[P, Out]:
         """The same endpoint with at most ``calls`` unfinished calls. The next ``submit`` waits for the oldest one.
 
-        At the end of a chain of calls, this limits the whole chain and the memory that it takes.
+        At the end of a chain of calls, this limits the whole chain and the memory that it takes. A limit below 1 raises
+        ConfigError.
 
         >>> train = trainers.update.at_most(4)  # doctest: +SKIP
         >>> for batch in batches:  # doctest: +SKIP

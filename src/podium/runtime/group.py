@@ -192,7 +192,7 @@ class WorkerGroup(Generic[W]):
         return self.function(function)(*args, **kwargs)
 
     def run_on(self, rank: int, function: Shippable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function(worker, *args, **kwargs)`` on one rank, and return its result."""
+        """Run ``function(worker, *args, **kwargs)`` on one rank, and return its result. Raises ConfigError."""
         if not hasattr(rank, "__index__") or not -self.world_size <= rank < self.world_size:
             raise ConfigError(f"run_on(rank={rank!r}) in {self.name}, which has {self.world_size} ranks")
         return self.function(function, on=rank, collect=first())(*args, **kwargs)
@@ -261,7 +261,7 @@ class WorkerGroup(Generic[W]):
         return call
 
     def submit_for(self, caller: object, wanted: Wanted) -> Call[Any]:
-        """Submit a call that a worker in the processes ``caller`` makes."""
+        """Submit a call that a worker in the processes ``caller`` makes. Raises ConfigError if it waits for itself."""
         spec = endpoints_of(self.cls)[wanted.method]
         if caller is self.processes.calls and not spec.concurrent:
             raise ConfigError(f"{wanted.label}: {WAITS_FOR_ITSELF}")

@@ -369,6 +369,9 @@ class Generators:
         """Sample the completions of each of these parts for ``step``. Parts of earlier steps come first.
 
         A future gets the part's batch as soon as its last completion ends. The tensors are references.
+
+        Raises:
+            PodiumError: The run has ended.
         """
         parts = [_Part(step, prompt, sampling) for prompt in prompts]
         with self._opening:

@@ -81,7 +81,7 @@ class TokenRows(Sequence[list[int]]):
         return cast("list[int]", self.tensor(row).tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def tensor(self, row: int) -> Tensor:
-        """Row ``row`` as a view, ``[L]``."""
+        """Return row ``row`` as a view, int ``[L]``. Raises IndexError."""
         rows = self._ends.size - 1
         if not -rows <= row < rows:
             raise IndexError(f"row {row} of {rows}")

@@ -36,7 +36,11 @@ class Looping(ConfigError):
 
 
 def run_in_time(work: Callable[[], T]) -> T:
-    """Run ``work``, which fills templates, in a thread that is given up after ``_PATIENCE_S``: a template may loop."""
+    """Run ``work``, which fills chat templates, in a thread, and return its result.
+
+    Raises:
+        Looping: The thread has not ended after ``_PATIENCE_S`` seconds, so a template seems to loop.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:

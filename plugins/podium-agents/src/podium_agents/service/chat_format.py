@@ -1,4 +1,4 @@
-"""From messages to token ids and back, without ever tokenising again what the model sampled.
+"""From messages to token ids and back, without ever tokenizing again what the model sampled.
 
     prompt   messages, tools ──▶ ids            the first call of a conversation, and one that could not be bridged
     bridge   ids so far + new messages ──▶ ids  the next call: what was recorded, and what the template adds

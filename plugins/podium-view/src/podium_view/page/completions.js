@@ -84,7 +84,7 @@ export class CompletionsView {
         el("span", { class: "quiet" }, `of ${this.steps.at(-1)}`), this.steps.length > 1 ? slider : ""),
       choice("order", Object.entries(ORDERS).map(([name, [text]]) => [name, text]), this.order, (order) => { this.order = order; this.drawList(); }),
       choice("show", Object.entries(SHOWN).map(([name, [text]]) => [name, text]), this.shown, (shown) => { this.shown = shown; this.drawDetail(); }),
-      choice("colour by", colors, this.coloring, (coloring) => { this.coloring = coloring; this.drawDetail(); }));
+      choice("color by", colors, this.coloring, (coloring) => { this.coloring = coloring; this.drawDetail(); }));
   }
 
   drawList() {

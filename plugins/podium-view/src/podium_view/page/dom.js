@@ -19,7 +19,7 @@ function fill(made, props, children) {
   return made;
 }
 
-/** A labelled choice. `options` are [value, text]. */
+/** A labeled choice. `options` are [value, text]. */
 export function choice(label, options, value, onchange) {
   const select = el("select", { onchange: () => onchange(select.value) });
   for (const [name, text] of options) select.append(el("option", { value: name, selected: name === value }, text));
@@ -40,5 +40,5 @@ export function visible(text) {
   });
 }
 
-/** A run's colour. */
+/** A run's color. */
 export const runColor = (index) => `var(--run-${index % 8})`;

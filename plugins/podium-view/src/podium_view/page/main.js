@@ -87,7 +87,7 @@ class App {
       this.runsBox = el("div", { class: "runs" });
       this.tabs = el("nav", { "aria-label": "views" });
       this.notice = el("p", { class: "notice", role: "status" });
-      const theme = el("button", { class: "theme", "aria-label": "colours: as the system, light or dark", onclick: () => this.nextTheme(theme) }, THEMES.auto);
+      const theme = el("button", { class: "theme", "aria-label": "colors: as the system, light or dark", onclick: () => this.nextTheme(theme) }, THEMES.auto);
       this.header.append(el("div", { class: "top" }, el("h1", {}, "podium ", el("span", {}, "view")), this.tabs, theme), this.runsBox, this.notice);
     }
     const focused = document.activeElement?.dataset?.run;

@@ -8,7 +8,7 @@ const ROW = 22, HEAD = 42, NAMES = 168, NARROW = 560, SHORT_NAMES = 86;
 const KINDS = { generate: 0, draw: 0, update: 1, logprobs: 2, values: 6, advantages: 4, score: 3, publish: 5, construct: 7 };
 const SPANS = [["1", "1 step"], ["3", "3 steps"], ["10", "10 steps"]];
 
-/** The colour of what is called `name`: the same on every track and in every run. */
+/** The color of what is called `name`: the same on every track and in every run. */
 function kindOf(name) {
   const plain = name.replace(/^submit (?:.*\.)?/, "");
   const kind = [plain, plain.split("_")[0]].find((one) => one in KINDS);
@@ -245,15 +245,15 @@ export class TimelineView {
   }
 
   drawMarks(pen, height) {
-    let labelled = this.names;
+    let labeled = this.names;
     pen.textAlign = "right";
     for (const [step, at] of this.index.steps) {
       this.drawLine(pen, height, at, "--quiet", [3, 3]);
       const x = this.x(at), text = `step ${step}`, width = pen.measureText(text).width + 6;
-      if (at < this.low || at > this.high || x - width < labelled) continue;
+      if (at < this.low || at > this.high || x - width < labeled) continue;
       pen.fillStyle = this.theme("--quiet");
       pen.fillText(text, x - 4, HEAD - 8);
-      labelled = x;
+      labeled = x;
     }
     pen.textAlign = "left";
     for (const mark of this.marks) this.drawLine(pen, height, mark.at, /^(lost|stalled)/.test(mark.name) ? "--bad" : "--accent", []);

@@ -1,11 +1,11 @@
-// A completion's tokens, coloured by what is known of each.
+// A completion's tokens, colored by what is known of each.
 
 import { el, visible } from "./dom.js";
 import { short, signed } from "./scales.js";
 
 const USUAL_MISMATCH = 0.05; // nats; a mean above it brings a note in the run, so that less is drawn pale
 
-/** What tokens can be coloured by. `of(row, step)` gives a value for each token, or null where the file has none. */
+/** What tokens can be colored by. `of(row, step)` gives a value for each token, or null where the file has none. */
 export const COLORINGS = {
   none: { title: "nothing", of: () => null },
   advantage: { title: "advantage", unit: "advantage", of: (row) => each(row, row.advantages ?? (row.advantage === null ? null : row.advantage)), scale: diverging(() => 0) },
@@ -47,7 +47,7 @@ function counts(values) {
   return { color, legend: marks.map((value) => [color(value), value === 1 ? "1 (no choice)" : short(value)]) };
 }
 
-/** The scale of a colouring over all `rows` of a group; null where no token has a value. */
+/** The scale of a coloring over all `rows` of a group; null where no token has a value. */
 export function scaleOf(name, rows, step) {
   const coloring = COLORINGS[name];
   const values = rows.flatMap((row) => coloring.of(row, step) ?? []).filter((value) => value !== null);
@@ -82,7 +82,7 @@ export function pieces(row) {
   return found;
 }
 
-/** The text of a row as tokens, at most `most`; `scale` colours them. Between turns stands what the model read. */
+/** The text of a row as tokens, at most `most`; `scale` colors them. Between turns stands what the model read. */
 export function drawTokens(row, coloring, scale, step, most) {
   const own = pieces(row), values = scale ? COLORINGS[coloring].of(row, step) : null;
   const text = own ? null : Array.from(row.text), drawn = [];
@@ -114,7 +114,7 @@ function tokenSpan(text, place, values, scale) {
   return span;
 }
 
-/** A text in one piece, coloured by the mean of its tokens. */
+/** A text in one piece, colored by the mean of its tokens. */
 function whole(text, values, scale) {
   const made = el("span", { class: "token" }, visible(text).replaceAll("\n", "↵\n"));
   if (values?.length) made.style.backgroundColor = scale.color(values.reduce((one, other) => one + other, 0) / values.length);
