@@ -167,7 +167,7 @@ class reduce(Collect[Any, Any]):
         weights = self._weights(method, results, split)
         if all(kind_of(result.__class__) != "dict" for result in results):
             return self._reduce(method, results, weights)
-        keys = [sorted(map(str, r)) if kind_of(r.__class__) == "dict" else type(r).__name__ for r in results]
+        keys = [sorted(r, key=str) if kind_of(r.__class__) == "dict" else type(r).__name__ for r in results]
         if any(other != keys[0] for other in keys):
             raise ConfigError(f"{method}: ranks returned different entries: {keys}")
         return {

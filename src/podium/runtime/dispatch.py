@@ -7,7 +7,7 @@ import math
 import operator
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
@@ -223,6 +223,9 @@ class PerRank:
     __slots__ = ("values",)
 
     def __init__(self, values: Sequence[Any]) -> None:
+        if isinstance(values, Mapping | Set | str | bytes):  # whose parts are keys, have no order, or are letters
+            what = f"per_rank({type(cast(Any, values)).__name__}): expected a list with one value for each rank"
+            raise ConfigError(f"{what}, in the order of ranks")
         self.values = list(values)
 
     def __reduce__(self) -> NoReturn:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import podium
-from podium import Handle, Worker, concat, endpoint, reduce, shard
+from podium import Handle, Worker, concat, endpoint, per_rank, reduce, shard
 from podium.errors import ConfigError
 from podium.runtime import Collect, Split
+from podium.runtime.dispatch import PerRank
 
 
 class Echo(Worker):
@@ -86,6 +87,19 @@ def test_what_python_joins_or_compares_is_no_number(pair: Handle[Echo], how: str
     for values, label in (([value] * 2, ""), ([{"loss": value}] * 2, r"\['loss'\]")):
         with pytest.raises(ConfigError, match=rf"{label}: reduce\('{how}'\) cannot reduce \w+"):
             reduced(pair, how, values)
+
+
+def test_entries_that_differ_are_named(pair: Handle[Echo]) -> None:
+    with pytest.raises(ConfigError, match=r"ranks returned different entries: \[\['1'\], \[1\]\]"):
+        reduced(pair, "sum", [{"1": 1.0}, {1: 1.0}])
+
+
+@pytest.mark.parametrize("values", [{0: "a", 1: "b"}, {"a", "b"}, "ab", b"ab"])
+def test_values_for_each_rank_are_in_a_list(values: Any) -> None:
+    """A dict would give each rank a key, and a text a letter."""
+    with pytest.raises(ConfigError, match=r"per_rank\(\w+\): expected a list with one value for each rank"):
+        per_rank(values)
+    assert [*PerRank(range(2)).values] == [0, 1]
 
 
 def test_rows_keep_their_masks(pair: Handle[Echo]) -> None:
