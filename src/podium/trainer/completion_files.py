@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, Jagged, fields, sampled_tokens
 from podium.data.sampled_text import count_sampled
 from podium.rewards import Grade
+from podium.rollout.environments import load_sessions
 from podium.runs.files import step_name
 from podium.runs.run_files import RunFiles
 from podium.runtime import Call
 from podium.trainer.completions import ScoredBatch
-from podium.trainer.conversation_texts import Conversation, conversations
 from podium.trainer.prompts import Pair, Prompt, split_answer
 from podium.trainer.token_texts import TokenTexts
 
@@ -181,9 +181,9 @@ def _table(
     grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
     part_of = [grade.parts if grade else {} for grade in grades]
     completions = [to_utf8(text) for text in scored.texts(rows)]
-    texts_by_row = (
-        conversations(batch, scored.tokenizer, texts) if all(name in batch for name in _OF_SESSIONS) else None
-    )
+    texts_by_row: Sequence[Any] | None = None
+    if all(name in batch for name in _OF_SESSIONS):
+        texts_by_row = load_sessions("a row of a session").conversations(batch, scored.tokenizer, texts)
     lengths = (
         [conversation.lengths for conversation in texts_by_row]
         if texts_by_row is not None
@@ -235,7 +235,7 @@ def _score(grade: Grade | None) -> float | None:
     return None if grade.abstained else float(grade.score)
 
 
-def _session_columns(batch: Batch, said: Sequence[Conversation]) -> dict[str, Any]:
+def _session_columns(batch: Batch, said: Sequence[Any]) -> dict[str, Any]:
     """Return the columns of a session: its number, its agent and its turns."""
     import pyarrow as pa
 

@@ -40,7 +40,6 @@ from podium.trainer.held_out_scores import Sampled, scores_of
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, pair_batch, prompt_batch
 from podium.trainer.roles import share_processes, start_generator, start_scorer
 from podium.trainer.sessions import Sessions
-from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, Policy, RewardModel
 
 __all__ = ["evaluate_model", "load_held_out_pairs", "open_sampler", "score_answers", "score_held_out"]
@@ -231,7 +230,8 @@ def evaluate_model(
     for name, source in config.eval_sets.items():
         data = replace(config.data, eval=source)
         if config.environment.name:
-            sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
+            package = load_sessions(config.environment.shown)
+            sets[name] = [*package.load_tasks(data, config.environment, "test", limit=config.eval.items)]
             continue
         sets[name] = load_held_out(data, tokenizer, config.eval.items)
         check_answers((prompt.example for prompt in sets[name]), config.reward, reward)

@@ -53,7 +53,6 @@ from podium.trainer.run_data import RunData
 from podium.trainer.schedules import Schedule
 from podium.trainer.sessions import Sessions
 from podium.trainer.signals import StopRequest, listen_for_stop
-from podium.trainer.tasks import load_tasks
 
 __all__ = ["Run", "RunOptions", "is_graded", "make_grader", "open_run", "read_held_out"]
 
@@ -313,7 +312,8 @@ def read_held_out(
     for name, source in config.eval_sets.items():
         data = replace(config.data, eval=source)
         if config.environment.name:
-            sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
+            package = load_sessions(config.environment.shown)
+            sets[name] = [*package.load_tasks(data, config.environment, "test", limit=config.eval.items)]
             continue
         prompts = load_held_out(data, tokenizer, config.eval.items, read)
         what = f"held-out ({name})" if name else "held-out"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from podium.algorithms import advantage_declaration
+from podium.rollout.environments import load_sessions
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
 from podium.trainer.checks.teacher import check_teacher
 from podium.trainer.prompts import Prompt, Prompts, encode_rows
-from podium.trainer.tasks import Tasks, check_conversations, load_tasks
+from podium.trainer.tasks import Tasks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,8 +33,9 @@ def load_training(
     """
     data, seed = config.data, config.run.seed
     if config.environment.name:
-        check_conversations(tokenizer, data)
-        return PromptStream[Prompt].of(load_tasks(data, config.environment, "train", seed), data, seed)
+        sessions = load_sessions(config.environment.shown)
+        sessions.check_conversations(tokenizer, data)
+        return PromptStream[Prompt].of(sessions.load_tasks(data, config.environment, "train", seed), data, seed)
     prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
     lengths = prompts.token_ids.lengths
     kept = find_fitting(config.model, data, "training", lengths, prompts.examples, max_new_tokens)

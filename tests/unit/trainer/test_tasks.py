@@ -15,7 +15,7 @@ import pytest
 from podium.errors import DataError
 from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig, Example
-from podium.trainer.tasks import Tasks, load_tasks
+from podium_agents.tasks import load_tasks
 from tests.unit.rollout.tasks.test_encode import notes_of
 
 KEYS = {"nest": {5: "five", "a": 1, None: 0, (1, 2): "pair"}}
@@ -35,7 +35,7 @@ def looped() -> Any:
 
 
 def digest(**row: Any) -> str:
-    return Tasks([Example("p", None, row)]).digest
+    return make_tasks([Example("p", None, row)]).digest
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from podium.lazy import lazy_exports
 from podium.rollout.environments import EnvironmentConfig
 
 if TYPE_CHECKING:
+    from podium_agents.conversation_texts import conversations as conversations
     from podium_agents.environments.resolve import resolve_environment as resolve_environment
     from podium_agents.sessions import Sessions as Sessions
+    from podium_agents.tasks import check_conversations as check_conversations, load_tasks as load_tasks
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)
 

@@ -13,8 +13,8 @@ import pytest
 
 from podium.errors import ConfigError
 from podium.models import char_tokenizer
-from podium.rollout.engines.grammars import Grammars, token_bytes
 from podium.rollout.sampling import SamplingParams
+from podium_agents.service.grammars import Grammars, token_bytes
 from podium_agents.service.service import Answer, Service
 from podium_agents.service.wire import ChatRequest, Refusal
 from tests.everyday import mark_others

@@ -19,7 +19,7 @@ from podium_agents.service.structured import AnswerGrammar, Rule, call_rules, re
 from podium_agents.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.engines.grammars import Grammars
+    from podium_agents.service.grammars import Grammars
 
 __all__ = ["AnswerForms", "conversation_grammar"]
 

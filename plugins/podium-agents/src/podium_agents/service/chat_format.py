@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.errors import ConfigError
-from podium.rollout.engines.grammars import Grammars
 from podium.rollout.tasks.examples import message_text
 from podium_agents.service.answer_forms import AnswerForms
+from podium_agents.service.grammars import Grammars
 from podium_agents.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
 from podium_agents.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
 from podium_agents.service.wire import Refusal

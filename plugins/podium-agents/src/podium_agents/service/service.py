@@ -19,7 +19,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
-from podium.rollout.engines.grammars import Spelling
 from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.tasks.examples import message_text
@@ -27,6 +26,7 @@ from podium.telemetry import Note, emit
 from podium_agents.service.answer_forms import conversation_grammar
 from podium_agents.service.concurrency import Caller
 from podium_agents.service.constraints import make_constraint
+from podium_agents.service.grammars import Spelling
 from podium_agents.service.histories import Departure, rename_results, tools_key
 from podium_agents.service.session_store import SessionStore
 from podium_agents.service.sessions import RecordedCall, Sampled, Session

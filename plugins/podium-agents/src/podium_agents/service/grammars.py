@@ -174,7 +174,7 @@ class Grammars:
         try:
             import llguidance
         except ImportError:
-            command = install_command("grammar", "llguidance")
+            command = install_command("grammar", "llguidance", package="podium-agents")
             raise ConfigError(f"structured output needs llguidance, which is not installed: {command}") from None
         return llguidance
 
