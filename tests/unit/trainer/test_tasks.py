@@ -15,7 +15,7 @@ import pytest
 from podium.errors import DataError
 from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig, Example
-from podium_agents.tasks import load_tasks
+from podium_agents.tasks import load_tasks, make_tasks
 from tests.unit.rollout.tasks.test_encode import notes_of
 
 KEYS = {"nest": {5: "five", "a": 1, None: 0, (1, 2): "pair"}}
