@@ -103,6 +103,7 @@ def check_extras(folder: Path) -> None:
         ("pip install ./plugins/podium-NAME", {}, ["--backend", "ray"]),
         ("entry point group podium.backends", {}, ["--backend", "another"]),
         ("entry point group podium.environments", {"environment.name": "another"}, []),
+        ("entry point group podium.sessions", {"environment.name": "world.py:play"}, []),
         ("entry point group podium.trackers", {"run.trackers": "[wandb]"}, []),
         ("entry point group podium.engines", {"engine.name": "vllm"}, []),
     ]
