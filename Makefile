@@ -34,6 +34,7 @@ NEWEST_TESTS := tests/unit/training tests/unit/models tests/unit/workers tests/u
 	tests/integration/test_train_grpo.py tests/integration/test_train_sft.py
 
 PLUGINS := $(wildcard plugins/podium-*)
+RUNTIME_PLUGINS := $(addprefix plugins/podium-,agents curves preferences view)
 PEERS := ray trl verl monarch areal vllm
 CLIENTS := openai-agents langgraph litellm inspect
 
@@ -173,8 +174,7 @@ help:  ## this list
 
 # One call installs the build of torch chosen here and everything else, so that pip says each thing once. A choice with
 # options, such as an index, goes first and alone: they hold for torch only. Progress is shown unless this is a refresh.
-$(RUNTIME): pyproject.toml constraints.txt plugins/podium-curves/pyproject.toml plugins/podium-preferences/pyproject.toml \
-		plugins/podium-view/pyproject.toml
+$(RUNTIME): pyproject.toml constraints.txt $(RUNTIME_PLUGINS:%=%/pyproject.toml)
 	@if [[ -z "$(PYTHON)" ]]; then \
 		echo "Podium needs Python 3.11 or newer; python3 here is $$(python3 --version 2>&1 || true)." \
 			"Install one, or name one: make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; fi
@@ -185,8 +185,7 @@ $(RUNTIME): pyproject.toml constraints.txt plugins/podium-curves/pyproject.toml 
 	@grep -v '^torch==' constraints.txt > .venv/constraints.txt
 	@pip="$(BIN)/pip install --disable-pip-version-check $$([[ ! -e $@ ]] || echo -q)"; \
 		$(if $(word 2,$(TORCH_SPEC)),$$pip $(TORCH_SPEC);) \
-		$$pip -c .venv/constraints.txt $(firstword $(TORCH_SPEC)) -e . -e plugins/podium-curves \
-			-e plugins/podium-preferences -e plugins/podium-view
+		$$pip -c .venv/constraints.txt $(firstword $(TORCH_SPEC)) -e . $(RUNTIME_PLUGINS:%=-e %)
 	@touch $@
 
 # The plugins go without what they require: each of their tests is skipped, and counted, where its library is absent.
