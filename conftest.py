@@ -44,6 +44,11 @@ import pytest
 from tests import isolation, scheduling, warm_python
 from tests.ray_selection import RaySelection
 
+# What is started by nohup or in the background of a script ignores these, and so does all that the tests start.
+for _number, _action in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _action)
+
 # A failed assertion of a contract suite shows its values, as one of a test does.
 CONTRACTS = Path(__file__).parent / "plugins" / "podium-testing" / "src" / "podium_testing"
 pytest.register_assert_rewrite(*(f"podium_testing.{path.stem}" for path in CONTRACTS.glob("[a-z]*.py")))

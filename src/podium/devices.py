@@ -204,7 +204,8 @@ def return_large_blocks(device: torch.device) -> None:
 def return_free_blocks(device: torch.device) -> None:
     """Return all free host memory of this process to the system, if ``device`` is the CPU and the C library is glibc.
 
-    A model that has been loaded, and whose matrices were joined, leaves free blocks that fit nothing that comes later.
+    A model that has been loaded, and whose matrices were joined or packed, leaves free blocks that fit nothing that
+    comes later.
     """
     if device.type == "cpu":
         with contextlib.suppress(OSError, AttributeError):

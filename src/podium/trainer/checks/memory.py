@@ -322,6 +322,7 @@ def memory_gib(
         base = lora and "policy" not in roles and not accelerated  # in host memory; accelerators have their own
         lasting |= {"base of the adapters": size.parameters * width} if base else {}
         lasting |= _cache(config, size, amounts, dtype, accelerated)
+        lasting |= _packed(config, size) if not accelerated and dtype == "float32" else {}
         stages.append(("generator", _generation(config, size, amounts, dtype, lasting["key/value cache"])))
     lasting |= _columns(config, size, amounts, roles)
     if copied:
@@ -434,6 +435,16 @@ def _cache(
     cache = lanes * length * size.layers * 2 * size.key_value_width * width
     most = config.engine.cache_gib
     return {"key/value cache": cache if most is None else min(cache, most * _GIB)}
+
+
+def _packed(config: PPOConfig | SFTConfig, size: ModelSize) -> dict[str, float]:
+    """The native engine's matrices for at most 16 rows, which it keeps until the weights change."""
+    from podium.rollout.engines.native.packing import most_packed_bytes  # needs torch
+
+    native = size.native and not size.experts and config.engine.name in ("auto", "native")
+    matrices = size.parameters - size.outside + size.vocabulary * size.hidden
+    packed = most_packed_bytes(matrices * _EXACT, config.sampling.max_new_tokens) if native else 0
+    return {"packed matrices": packed} if packed else {}
 
 
 def _generation(

@@ -17,6 +17,7 @@ from podium.rollout.engines.native.parameters import Dense
 from podium.rollout.engines.native.products import ROW_QUANTUM, add_product, multiply, round_rows
 from podium.rollout.sampling import SamplingParams
 from tests.unit.rollout.engines.conftest import same
+from tests.warm_python import run_python
 
 # Of small models, SmolLM2-135M and -360M, Qwen2.5-0.5B, Qwen3-0.6B, and sums that no block divides.
 SHAPES = [(64, 192), (416, 128), (576, 960), (1536, 576), (960, 1600), (2560, 960), (896, 1152), (4864, 896)]
@@ -209,3 +210,38 @@ def test_release_gives_the_copies_back(model: Any) -> None:
     assert not any(dense.packed for dense in matrices)
     engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=30), [1])
     assert all(dense.packed for dense in matrices)
+
+
+VERSIONS = """
+import gc, sys, torch
+from pathlib import Path
+from podium.backends.process import keep_freed_memory
+from podium.rollout.engines.native.packing import pack, unpack
+from podium.rollout.engines.native.parameters import Dense
+
+def anonymous_bytes():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) << 10
+
+keep_freed_memory()  # as in a worker process
+torch.set_num_threads(1)
+shapes = [(576, 960), (576, 576), (576, 3072), (1536, 576)] * 4
+dense = [Dense(torch.randn(columns, terms).t(), None, is_apart=True) for terms, columns in shapes]
+nbytes = sum(one.weight_t.nbytes for one in dense)
+held = []
+for _ in range(10):
+    assert pack(dense)
+    activations = [torch.randn(1000, 576) for _ in range(10)]
+    unpack(dense)
+    del activations
+    gc.collect()
+    held.append(anonymous_bytes())
+print((max(held) - held[0]) / nbytes)
+"""
+
+
+def test_the_memory_of_packed_matrices_does_not_grow_with_the_versions() -> None:
+    """malloc would keep it in holes that the next version does not fit into."""
+    result = run_python("-c", VERSIONS)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) < 0.5, f"a process grew by {float(result.stdout):.1f} times the matrices"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig, load_model
@@ -158,6 +159,22 @@ def test_the_native_engine_has_lanes_of_its_sizes_in_float32_on_a_cpu(tmp_path: 
     assert other["key/value cache"] == 9 * 11 * 2 * 4 / 2**30
     long = tiny(GRPOConfig, tmp_path, sampling={"max_new_tokens": 300})
     assert "shorter cache, while it grows" in memory_gib(long, size, ("generator",))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="nothing is packed without MKL")
+def test_the_native_engine_packs_matrices_for_long_completions_in_float32_on_a_cpu(tmp_path: Path) -> None:
+    """Not the embedding, and never on an accelerator, in bfloat16, of experts, of small models or short completions."""
+    size = replace(SIZE, native=True, parameters=2**22, outside=2**21, vocabulary=2**10, hidden=2**6)
+    long, short = (tiny(GRPOConfig, tmp_path, sampling={"max_new_tokens": tokens}) for tokens in (24, 23))
+    assert memory_gib(long, size, ("generator",))["packed matrices"] == (2**22 - 2**21 + 2**16) * 4 / 2**30
+    bfloat16 = tiny(GRPOConfig, tmp_path, sampling={"max_new_tokens": 24}, engine={"dtype": "bfloat16"})
+    others = [(short, size), (bfloat16, size)]
+    others += [(long, replace(size, **{name: value})) for name, value in
+               (("native", False), ("experts", 8), ("parameters", 2**21 + 2**20))]  # fmt: skip
+    for config, other in others:
+        assert "packed matrices" not in memory_gib(config, other, ("generator",))
+    assert "packed matrices" not in memory_gib(long, size, ("generator",), accelerated=True)
+    assert "packed matrices" not in memory_gib(long, size, ("policy",))
 
 
 def test_the_cache_is_at_most_what_the_engine_may_hold(tmp_path: Path) -> None:
