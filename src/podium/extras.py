@@ -1,4 +1,4 @@
-"""Commands that install what is missing, for somebody who has no index with Podium."""
+"""Commands that install missing packages from a clone, because Podium is on no package index."""
 
 import re
 import shlex

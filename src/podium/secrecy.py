@@ -1,4 +1,4 @@
-"""What looks like a secret, by its name or by itself, and what is shown in its place.
+"""Find what looks like a secret, by its name or its value, and mask it.
 
 A secret of the configuration goes to the worker that needs it, and nowhere else: files of a run, trackers, pages,
 reports, the log and errors show ``MASK``. The module imports nothing of Podium.

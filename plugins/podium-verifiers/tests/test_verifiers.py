@@ -1,4 +1,4 @@
-"""The tasksets of verifiers. Tests that live them need an interpreter with verifiers, which a variable names."""
+"""The tasksets of verifiers. Tests that run them need an interpreter with verifiers, which a variable names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command does that takes seconds: on stderr, as a spinner on a terminal and else as a line for each thing."""
+"""The status of a command that takes seconds, on stderr: a spinner on a terminal, and else a line for each task."""
 
 from __future__ import annotations
 

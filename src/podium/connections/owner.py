@@ -1,4 +1,4 @@
-"""Whose a connection on this machine is: a port of the loopback is open to all users of the machine.
+"""The user who owns a connection on this machine: a port of the loopback is open to all users of the machine.
 
 The token alone would do, but a token is written into environments and scripts. Linux says which user owns the other end
 of a connection; on other systems the token alone decides.

@@ -1,4 +1,4 @@
-"""What settings of other projects, and their values, are called in Podium.
+"""The names that settings of other projects, and their values, have in Podium.
 
 The answers are data, in a file for each project beside this module, which are read when a key or a value is unknown.
 Whoever converts whole configurations reads the same files.

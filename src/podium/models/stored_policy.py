@@ -1,4 +1,4 @@
-"""The model of a policy's checkpoint whose directory is no model itself: of adapters, and of an old or odd one.
+"""The model of a policy's checkpoint whose directory cannot be loaded as a model: with adapters, or in another layout.
 
 It is read without the optimizer, and written in the formats of transformers and peft.
 """

@@ -1,4 +1,4 @@
-"""The parts of a model's files that are not trained: they are kept, and written beside what was trained."""
+"""The tensors of a model's files that are not trained. They are kept, and written beside the trained ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward that is a reward model's own score."""
+"""The reward ``model``: the score of a reward model."""
 
 from collections.abc import Mapping
 from typing import Any

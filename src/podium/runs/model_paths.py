@@ -1,4 +1,4 @@
-"""A run is the path of a model: ``model.path: runs/NAME``, ``RUN@STEP`` and ``RUN@best`` mean the model of that run."""
+"""A run as the path of a model: ``model.path: runs/NAME``, ``RUN@STEP`` and ``RUN@best`` mean the model of that run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The one door to the files of a run. The directory may come from somebody else, and its files may still grow.
+"""All access to the files of a run goes through this module. The directory may come from somebody else, and its files
+may still grow.
 
 Where the run's directory is, its owner chooses: links on the way to it are followed. Below it nothing is trusted. Each
 name is opened in the folder before it, without following links, so that nothing leads elsewhere; a file is a regular

@@ -1,4 +1,4 @@
-"""The scores of held-out prompts, of each of which several completions may have been drawn.
+"""The scores of held-out prompts. A prompt may have several completions.
 
 Legend: n completions of a prompt, c of them correct; k of them are looked at.
 """

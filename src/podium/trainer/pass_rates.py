@@ -1,4 +1,4 @@
-"""A curriculum: prompts are passed over by their running pass rate, the share of their completions that were correct.
+"""A curriculum: prompts are skipped by their running pass rate, the share of their completions that were correct.
 
     steps ─▶ graded ─▶ share of each prompt ─▶ running pass rate ─▶ which prompts a later step passes over
 

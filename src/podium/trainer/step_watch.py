@@ -1,4 +1,4 @@
-"""What is watched in the steps of a run: signs that nothing is learned, or not what was meant."""
+"""Watches the steps of a run for signs that nothing is learned, or something else than was intended."""
 
 from collections.abc import Mapping
 from typing import Final

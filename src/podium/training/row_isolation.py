@@ -1,4 +1,4 @@
-"""Whether rows that share a forward pass leave one another alone, tried on the model itself with a few short rows.
+"""Whether rows that share a forward pass affect each other, tested on the model itself with a few short rows.
 
 The rows go through the model together and each alone. Together they must give the output layer the same hidden states
 within rounding, and the gradient of the last row's states with respect to all inputs that are not its own must be

@@ -1,4 +1,4 @@
-"""Verdicts of :mod:`.row_isolation` on large models, kept in the user's cache, because a trial costs several passes.
+"""Results of :mod:`.row_isolation` for large models, kept in the user's cache, because a test costs several passes.
 
 A file stands for all that a verdict depends on: its name is a digest of the model's code, configuration and modules, a
 sample of its weights, the versions of torch, transformers and peft, Podium's own code, the device, and the trial. So

@@ -1,4 +1,4 @@
-"""Attention over rows that share their prompts: what precedes a row's first token with loss stands there once a group.
+"""Attention over rows that share their prompts: a group has one copy of the tokens before the first token with loss.
 
 A group of completions has one prompt. Where each row carries its own copy, as in padded or packed rows, the model
 computes the same states once a row. Here a forward pass holds each prompt once, and completions after it::

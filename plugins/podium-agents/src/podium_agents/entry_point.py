@@ -17,7 +17,7 @@ else:
 
 
 def list_arguments(environment: EnvironmentConfig) -> dict[str, Any]:
-    """Return the token of a service elsewhere that lives the sessions, if one does."""
+    """Return the token of a service elsewhere that runs the sessions, if one does."""
     from podium_agents.environments.outside import is_outside, read_token
 
     return {"token": read_token()} if is_outside(environment) else {}

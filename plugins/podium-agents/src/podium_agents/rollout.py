@@ -1,4 +1,4 @@
-"""The rollout worker: it lives sessions of an environment, and returns what was said there as rows to train on.
+"""The rollout worker: it runs sessions of an environment, and returns their conversations as rows to train on.
 
     tasks ─▶ sessions, many at a time ─▶ calls of the model ─▶ the generator of these processes, or those elsewhere
                  └─▶ rows of token ids as they were sampled, with their log-probabilities and versions
@@ -71,7 +71,7 @@ class Rollout(Worker):
         model: The model. Its tokenizer and its number of positions are used.
         data: How conversations are written.
         environment: The environment, which is loaded when the worker starts.
-        token: What a service elsewhere sends that lives the sessions, if one does.
+        token: What a service elsewhere that runs the sessions sends, if one does.
     """
 
     def __init__(self, model: ModelConfig, data: DataConfig, environment: EnvironmentConfig, token: str = "") -> None:

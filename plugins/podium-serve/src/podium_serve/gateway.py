@@ -3,8 +3,8 @@
     agent ─▶ Gateway ─┬▶ the service of one call of ``live``    found by the name of the session that is asked for
                       └▶ the service of another one
 
-It listens once somebody asks for its address, in the event loop of whoever lives the sessions, so that all calls of a
-session are recorded by one thread.
+It listens once somebody asks for its address, in the event loop of the process that runs the sessions, so that all
+calls of a session are recorded by one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way from the name of an engine to the engine.
+"""Find the engine that a name stands for, and make it.
 
 This module imports no torch before an engine is made, or the class of an engine is loaded that is not Podium's own.
 """

@@ -1,4 +1,4 @@
-"""Notes on data that are trained otherwise than somebody may expect who wrote them."""
+"""Notes on data that are trained in another way than their author may expect."""
 
 from __future__ import annotations
 

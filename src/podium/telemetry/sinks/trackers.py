@@ -1,4 +1,4 @@
-"""The door for trackers of packages: what they are, and what they get of a run."""
+"""The contract of trackers that packages register, and the facts of a run that they get."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping

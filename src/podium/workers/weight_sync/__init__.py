@@ -14,7 +14,7 @@ the engine merges.
 
 Where the weights can be read in place, the policy puts nothing and the generators copy from its own tensors. That is so
 on a CPU where the backend shares memory, and on a GPU for generators whose processes compute on the policy's device
-(:mod:`.on_device`). The latter has not run on a GPU yet.
+(:mod:`.on_device`). The latter has not been measured on a GPU yet.
 """
 
 from podium.workers.weight_sync.controller import ColocatedSync, StreamedSync, WeightSync

@@ -1,4 +1,4 @@
-"""How the functions of an environment are called, which are a stranger's and may do anything."""
+"""Call the functions of an environment. They are a user's code, and may do anything."""
 
 from __future__ import annotations
 

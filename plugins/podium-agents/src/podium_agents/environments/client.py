@@ -68,7 +68,7 @@ class Client:
         api_key: The API key that such an agent sends.
         seed: A seed for this session, the same when a run is repeated or resumed. Use it for everything random.
         counts: The numbers of "tool_calls" and "tool_errors" so far, which metrics report.
-        live_outside: Offers the session to services elsewhere, and returns how it ended; None if none may live it.
+        live_outside: Offers the session to services elsewhere, and returns how it ended; None if none may run it.
     """
 
     def __init__(

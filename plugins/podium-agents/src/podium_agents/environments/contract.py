@@ -1,4 +1,4 @@
-"""What an environment is. It knows nothing of training, of workers or of the engine.
+"""The contract of an environment. It knows nothing of training, of workers or of the engine.
 
     an async function    async def play(task, client) -> reward        the agent's own loop, or any agent's
     a plain function     def play(task, client) -> reward              the same in a thread, for agents that block

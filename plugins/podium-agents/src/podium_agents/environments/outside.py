@@ -1,4 +1,4 @@
-"""The environment ``service``: sessions that a service elsewhere opens, lives and rewards over HTTP.
+"""The environment ``service``: sessions that a service elsewhere opens, runs and rewards over HTTP.
 
 PODIUM_TOKEN=… podium train grpo --environment.name service --environment.options '{ports: 8900}' ...
 """
@@ -25,7 +25,7 @@ _ROWS: Final = 1000
 
 
 def is_outside(environment: EnvironmentConfig) -> bool:
-    """Whether a service elsewhere lives the sessions of an environment."""
+    """Whether a service elsewhere runs the sessions of an environment."""
     return bool(environment.name) and environment.code == f"{__name__}:{Outside.__name__}"
 
 

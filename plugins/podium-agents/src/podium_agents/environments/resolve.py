@@ -1,4 +1,4 @@
-"""From the name of an environment to a coroutine function that lives one session."""
+"""Resolve the name of an environment to a coroutine function that runs one session."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _toolbox(tools: Any) -> Toolbox | None:
 
 
 def _takes_session(function: Callable[..., Any]) -> bool:
-    """Whether a function lives a session: its first parameters take a task and a client."""
+    """Whether a function runs a session: its first parameters take a task and a client."""
     try:
         parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):

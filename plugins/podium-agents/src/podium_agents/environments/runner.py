@@ -1,4 +1,4 @@
-"""Lives many sessions side by side, and ends each of them alone.
+"""Runs many sessions at the same time, and ends each of them separately.
 
     task, seed ─▶ open session ─▶ play(task, client) ─▶ close session ─▶ Episode: rows, reward, or why there is none
                         limits of time, and of sessions at once

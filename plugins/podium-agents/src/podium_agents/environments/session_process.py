@@ -1,6 +1,6 @@
 """Sessions in processes of their own. The side of those processes.
 
-The process of the environment loads it, and then only forks. Each fork lives one session: it asks its worker for what
+The process of the environment loads it, and then only forks. Each fork runs one session: it asks its worker for what
 the model says, in JSON, and the worker answers with pickles. When the worker closes the connection, or ends, the
 session is over.
 """

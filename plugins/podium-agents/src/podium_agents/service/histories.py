@@ -1,4 +1,4 @@
-"""What a message says to the model, by which a session knows again what a client sends back.
+"""What a message says to the model. By this a session recognizes the history that a client sends back.
 
 A client may change an answer on its way: it adds fields, renames calls, writes JSON anew. What counts is what the chat
 template reads: the role, the text, calls of tools by their names and arguments, and to which call a result belongs.

@@ -1,4 +1,4 @@
-"""What is known of a lane on the CPU."""
+"""The facts about a lane that are kept on the CPU."""
 
 from collections.abc import Sequence
 from typing import Any
