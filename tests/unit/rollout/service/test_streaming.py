@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,13 @@ from podium_serve.bodies import CompletionRequest
 from podium_serve.pieces import Delta
 from tests.unit.rollout.service.scripted import LOOK, USER, scripted
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def look_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock decides which tokens come in one piece."""
+    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(streaming, "_SLOW_S", math.inf)
 
 
 async def pieces(
@@ -47,10 +55,7 @@ async def pieces(
         'I look.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>',
     ],
 )
-def test_the_pieces_of_any_answer_are_its_whole(
-    said: str, stop: list[str], tools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
+def test_the_pieces_of_any_answer_are_its_whole(said: str, stop: list[str], tools: Any) -> None:
     service, _, _ = scripted(f"{said}<|im_end|>")
     deltas, answer = asyncio.run(pieces(service, stop=stop, tools=tools))
     assert "".join(delta.reasoning for delta in deltas) == answer.message.get("reasoning_content", "")
@@ -71,9 +76,8 @@ def test_the_pieces_of_any_answer_are_its_whole(
     ],
 )
 def test_each_token_is_in_the_piece_in_which_its_text_begins(
-    said: str, stop: list[str], tools: Any, late: bool, monkeypatch: pytest.MonkeyPatch
+    said: str, stop: list[str], tools: Any, late: bool
 ) -> None:
-    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
     service, _, _ = scripted(f"{said}<|im_end|>")
     deltas, answer = asyncio.run(pieces(service, tokens=True, late=late, stop=stop, tools=tools))
     starts = [*(delta.start for delta in deltas), answer.start]
@@ -92,8 +96,7 @@ def test_each_token_is_in_the_piece_in_which_its_text_begins(
         assert not rest.strip() or rest in stop[0]
 
 
-def test_a_character_of_several_tokens_comes_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
+def test_a_character_of_several_tokens_comes_with_all_of_them() -> None:
     service, source, _ = scripted()
     tokenizer = byte_tokenizer()
     service.tokenizer = tokenizer
@@ -116,10 +119,7 @@ def test_a_character_of_several_tokens_comes_with_all_of_them(monkeypatch: pytes
 
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("stops", [[], ["END"], ["é"]])
-def test_texts_come_in_pieces_that_are_their_whole(
-    stops: list[str], tokens: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "_PAUSE_S", 0.0)
+def test_texts_come_in_pieces_that_are_their_whole(stops: list[str], tokens: bool) -> None:
     said = ["one two  three END four", "a line\n and an EN", " "]
     service, _, tokenizer = scripted(*said)
     request = CompletionRequest(prompt="ab", n=len(said), max_tokens=99, stop=stops)
