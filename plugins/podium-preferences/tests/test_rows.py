@@ -12,7 +12,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import DataConfig, load_examples
 from podium.telemetry import Note, subscribe
 from podium_preferences import EncodedPreferences, encode_preferences, read_labeled, read_pair
-from tests.unit.rollout.tasks.test_encode import byte_tokenizer
+from tests.unit.rollout.tasks.test_encode import byte_tokenizer, notes_of
 from tests.unit.rollout.tasks.test_schemas import SUM, TOOLS, model, system, user
 
 ASKED = f"<|im_start|>user\n{SUM}<|im_end|>\n"
@@ -255,3 +255,16 @@ def test_rows_are_taken_with_their_answers(tmp_path: Path) -> None:
     assert [texts_of(taken, at)[0][1] for at in (0, 1)] == ["3<|im_end|>", "1<|im_end|>"]
     assert taken.row_lengths == [sum(len(ids) for ids, _ in row.answers) for row in taken]
     assert taken.longest == [max(len(ids) for ids, _ in row.answers) for row in taken]
+
+
+def test_labels_of_one_kind_and_contradictions_are_told(tmp_path: Path) -> None:
+    good, bad = ({"prompt": SUM, "completion": text, "label": text == "7"} for text in ("7", "8"))
+    assert notes_of(lambda: load(tmp_path, [good, bad], labels=True)) == []
+    (note,) = notes_of(lambda: load(tmp_path, [good, {**good, "completion": "77"}], labels=True))
+    assert note == "all 2 answers have the label true: labels teach by both kinds"
+    (note,) = notes_of(lambda: load(tmp_path, [good, bad, {**good, "label": False}], labels=True))
+    assert note == "1 answers or pairs are the better ones in one row, and the worse ones in another"
+    swapped = {**GOOD, "chosen": GOOD["rejected"], "rejected": GOOD["chosen"]}
+    (note,) = notes_of(lambda: load(tmp_path, [GOOD, GOOD, swapped]))
+    assert note.startswith("1 answers or pairs are the better ones in one row")
+    assert notes_of(lambda: load(tmp_path, [GOOD, {**GOOD, "chosen": "9"}])) == []

@@ -166,7 +166,13 @@ class Form:
         call = self._bind(columns := frozenset(columns))
         if (check := getattr(self.reward, "check_columns", None)) is not None:
             check(columns)
-        return [*self._explain_defaults(call, columns), *self._explain_keys(columns)]
+        names = {*EXTRAS, *_LISTS} if self.takes_lists else {*EXTRAS}
+        shadowed = [name for name in self.parameters if name in names & columns - _RESERVED]
+        return [
+            *(f"{self.where} gets the {name} of the run, and not the column of this name" for name in shadowed),
+            *self._explain_defaults(call, columns),
+            *self._explain_keys(columns),
+        ]
 
     def call(self, item: Item, log: Log) -> Any:
         """Call the function. Returns what it returns, which may be to await. Raises whatever it raises.

@@ -355,3 +355,14 @@ def test_what_a_function_changes_is_seen_by_no_other_function_and_completion() -
         grades = grader.grade(["7"] * 2, [row] * 2, extras=[{"completion_ids": [1, 2]}] * 2)
     assert [grade.parts for grade in grades] == [{"spoil": 2.0, "take": 3.0, "count": 2.0}] * 2
     assert row == {"prompt": [{"role": "user", "content": "3+4?"}], "answer": "7", "tags": ["a"]}
+
+
+def test_a_column_that_the_run_has_a_value_for_is_told() -> None:
+    def score(completion: str, answer: str, max_new_tokens: int) -> float:
+        return float(completion == answer) / max_new_tokens
+
+    (note,) = Panel([score], columns=["answer", "max_new_tokens"]).notes
+    assert note.endswith("gets the max_new_tokens of the run, and not the column of this name")
+    (note, _) = Panel([lambda completions, **rest: [1.0]], columns=["answer", "completions"]).notes
+    assert note.endswith("gets the completions of the run, and not the column of this name")
+    assert Panel([score], columns=["answer"]).notes == []

@@ -372,6 +372,7 @@ def encode_preferences(
             f"{single:,} of {len(rows):,} rows are answers with labels, and the others are pairs: give either, in data "
             "of their own"
         )
+    _tell_labels(rows)
     with_margin = sum(row.preference is not None and row.preference.margin is not None for row in rows)
     if 0 < with_margin < len(rows):
         raise DataError(
@@ -379,3 +380,25 @@ def encode_preferences(
             "answer is better by nothing in particular, or take the column out"
         )
     return EncodedPreferences(encoded.take(places), _starts(rows), rows)
+
+
+def _tell_labels(rows: Sequence[Example]) -> None:
+    """Tell of answers of which all have one label, and of rows that others contradict."""
+    labels: dict[tuple[str, str], set[str | bool]] = {}
+    for row in rows:
+        preference = row.preference
+        assert preference is not None
+        if preference.rejected is None:
+            labels.setdefault((str(row.prompt), _write(row)), set()).add(preference.desirable)
+        else:
+            pair = _write(row), _write(preference.rejected)
+            labels.setdefault((str(row.prompt), "\0".join(sorted(pair))), set()).add(pair[0])
+    if contradicted := sum(len(marks) > 1 for marks in labels.values()):
+        emit(Note(f"{contradicted:,} answers or pairs are the better ones in one row, and the worse ones in another"))
+    marks = {mark for several in labels.values() for mark in several}
+    if len(marks) == 1 and len(rows) > 1 and isinstance(mark := next(iter(marks)), bool):
+        emit(Note(f"all {len(rows):,} answers have the label {str(mark).lower()}: labels teach by both kinds"))
+
+
+def _write(answer: Example) -> str:
+    return str([*answer.turns]) if answer.turns else str(answer.answer)

@@ -24,6 +24,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
 from podium.rollout.tasks.bad_rows import BadRows
 from podium.rollout.tasks.config import DataConfig, name_sources, show_sources
+from podium.rollout.tasks.form_notes import Untaken, tell_forms
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
     NESTED_ANSWERS,
@@ -35,15 +36,13 @@ from podium.rollout.tasks.forms import (
     is_template,
     list_fields,
     list_names,
-    list_tools,
+    list_systems,
     preference_pair,
     read_column,
     read_messages,
-    read_system,
     read_tools,
     reads_as_text,
 )
-from podium.rollout.tasks.media import find_links
 from podium.rollout.tasks.messages import (
     Messages,
     check_messages,
@@ -73,7 +72,6 @@ _SPECS: Final = "expected a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, 
 _COMPLETION: Final = "completion"  # the column that holds the answer where the data have no other
 _WRITTEN_OUT: Final = re.compile(r"""\s*\[\s*\{(?=.*['"](role|from)['"]\s*:).*['"](content|value)['"]\s*:""", re.DOTALL)
 """Messages as the text of JSON or of Python."""
-_CONTEXTS: Final = ("input", "context", "passage", "document", "background")  # columns that belong to a question
 _PATIENCE: Final = 200  # a task is exhausted when this many problems of a side bring no new one
 
 
@@ -257,11 +255,11 @@ def _generate_examples(
 
 def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | None, read: RowReader) -> list[Example]:
     rows, shared = _open(spec, config, held_out)
-    everything, bad = _map_rows(rows, config, None if shared or held_out else limit, read)
+    everything, bad, untaken = _map_rows(rows, config, None if shared or held_out else limit, read)
     if not (shared and held_out):  # the training side has told of the same rows
         if bad:
             bad.tell(len(bad), len(everything) + len(bad))
-        _note_forms(spec, everything, config)
+        tell_forms(spec, everything, config, untaken)
     if not shared:
         return _choice(everything, limit) if held_out else everything
     if not everything:
@@ -296,78 +294,40 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
 
 def _map_rows(
     rows: Iterator[PlacedRow], config: DataConfig, limit: int | None, read: RowReader
-) -> tuple[list[Example], BadRows]:
-    """Return the examples of ``rows``, at most ``limit``, and the rows of which no example can be made.
+) -> tuple[list[Example], BadRows, Counter[Untaken]]:
+    """Return the examples of ``rows``, at most ``limit``, the rows of which no example can be made, and what is not
+    taken of the others.
 
     Raises:
         ConfigError, DataError: There are such rows and ``data.bad_rows`` refuses them, or no others.
     """
     examples: list[Example] = []
-    bad = BadRows(config.bad_rows)
+    bad, untaken = BadRows(config.bad_rows), Counter[Untaken]()
     last: float = math.inf
     for location, row in rows:
         try:
             if isinstance(row, DataError):
                 raise row
             examples.append(read(location, row, config))
+            untaken.update(_list_untaken(row, examples[-1], config))
         except (ConfigError, DataError) as error:
             bad.add(error)
             last = min(last, len(examples) + bad.look_ahead)
         if len(examples) == limit or len(examples) + len(bad) >= last:
             break
     bad.settle(len(examples) + len(bad))
-    return examples, bad
+    return examples, bad, untaken
 
 
-def _note_forms(spec: str, examples: Sequence[Example], config: DataConfig) -> None:
-    """Tell of what is read from columns that no setting names, and of addresses of media, which are not followed."""
-    systems = Counter(
-        system[0]
-        for e in examples
-        if (system := read_system(e.row)) is not None
-        and isinstance(e.prompt, list)
-        and e.prompt[0].get("content") == system[1]
-    )
-    answers = Counter(e.columns[1] for e in examples if e.columns[1] in NESTED_ANSWERS)
-    links = Counter(link for e in examples if (link := find_links(e.row)) is not None)
-    texts = sum(example.is_text for example in examples)
-    contexts = Counter(name for e in examples for name in _CONTEXTS if e.row.get(name) and _is_left_out(name, e))
-    notes = [f"column {name!r} is the system message of {count} rows" for name, count in systems.items()]
-    if config.answer_column == "answer":
-        notes += [f"the answers of {count} rows are those in {name}" for name, count in answers.items()]
-    notes += [
-        f"{count} rows have an address in {name!r}, and the model does not see what is there"
-        for name, count in links.items()
-    ]
-    notes += [
-        f"column {name!r} of {count} rows is not a part of the prompt: data.prompt_column may be a template with it, "
-        f"as in '{{{name}}}\\n{{{config.prompt_column}}}'"
-        for name, count in contexts.items()
-    ]
-    if opened := sum(e.columns == ("prompt", None) and bool(e.turns) for e in examples):
-        notes.append(
-            f"the prompts of {opened} rows end with the assistant's turn, which is the answer, and not the beginning "
-            "of an answer that is generated"
-        )
-    if untaken := [e for e in examples if isinstance(e.prompt, str) and not e.is_text and _has_no_tools(e)]:
-        notes.append(
-            f"column 'tools' of {len(untaken)} rows is not written, since it holds no JSON schemas of tools: "
-            f"{str(untaken[0].row['tools'])[:40]!r}"
-        )
-    notes += [f"{texts} rows are texts without prompts, of which every token is learned"] if texts else []
-    for note in notes:
-        emit(Note(f"{spec}: {note}"))
-
-
-def _is_left_out(name: str, example: Example) -> bool:
-    """Whether a column that belongs to a question is no part of prompt and answer."""
-    text, prompt = example.row[name], example.prompt
-    is_text = isinstance(text, str) and isinstance(prompt, str) and not example.is_text
-    return is_text and name not in (*example.columns, *example.fields) and text.strip() not in prompt
-
-
-def _has_no_tools(example: Example) -> bool:
-    return bool(tools := example.row.get("tools")) and list_tools(tools) is None
+def _list_untaken(row: Mapping[str, Any], example: Example, config: DataConfig) -> Iterator[Untaken]:
+    """Yield what a row has by the name of prompt or answer beside them, and fields without a value of templates."""
+    for part, column in (("prompt", config.prompt_column), ("answer", config.answer_column)):
+        fields = list_fields(column) if is_template(column, row) else []
+        if column not in (None, part) and part not in fields and row.get(part) not in (None, example.row[part]):
+            yield part, ""
+        for field in fields:
+            if has_column(row, field) and read_column(row, field) is None:
+                yield part, field
 
 
 def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
@@ -386,7 +346,7 @@ def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
             )
         example = _example(answer, None, row, whole=True)
     else:
-        prompt = _with_system(prompt, row, columns)
+        prompt = _with_system(place, prompt, row, columns)
         _check_columns(place, columns, prompt, answer)
         if (tools := read_tools(row)) is not None:
             row = {**row, "tools": tools}
@@ -412,6 +372,9 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
             raise DataError(f"{place}: no column {column!r} for the {part}; {explain_preference(*pair)}") from None
         none = " (null if there is no answer)" if part == "answer" else ""
         hint = columns_hint(column, list_names(row))
+        for name in CONVERSATIONS if part == "answer" else ():
+            if is_conversation(turns := _conversation(row, name)):
+                hint = f"{name!r} ends with a message of the role {turns[-1]['role']!r}, and {hint}"
         raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}") from None
     except (ValueError, TypeError) as error:
         raise DataError(
@@ -427,15 +390,29 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
     return read
 
 
-def _with_system(prompt: Any, row: Mapping[str, Any], columns: Sequence[str | None]) -> Any:
-    """Return the prompt after the row's own system message, where the row has one in a column of its own."""
-    system = read_system(row)
-    if system is not None and any(system[0] in list_fields(column) for column in columns):
-        return prompt
+def _with_system(place: str, prompt: Any, row: Mapping[str, Any], columns: Sequence[str | None]) -> Any:
+    """Return the prompt after the row's own system message, where the row has one in a column of its own.
+
+    Raises:
+        DataError: The row has another one, too.
+    """
+    used = [field for column in columns for field in list_fields(column)]
+    systems = {} if (systems := list_systems(row)).keys() & {*used} else systems
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is None or not is_conversation(messages) or messages[0]["role"] in ("system", "developer"):
+    if not systems or not is_conversation(messages):
         return prompt
-    return [{"role": "system", "content": system[1]}, *messages]
+    name, text = next(iter(systems.items()))
+    texts = {**systems, str(columns[0]): message_text(messages[0])} if _instructs(messages[0]) else systems
+    if other := next((column for column in texts if texts[column].strip() != text.strip()), None):
+        raise DataError(
+            f"{place}: column {name!r} holds the system message {text[:40]!r}, and column {other!r} another, "
+            f"{texts[other][:40]!r}: take one of them out"
+        )
+    return prompt if _instructs(messages[0]) else [{"role": "system", "content": text}, *messages]
+
+
+def _instructs(message: Mapping[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
 
 
 def _pair(place: str, columns: tuple[str | None, str | None], prompt: Any, answer: Any, row: dict[str, Any]) -> Example:

@@ -27,11 +27,11 @@ __all__ = [
     "is_template",
     "list_fields",
     "list_names",
+    "list_systems",
     "list_tools",
     "preference_pair",
     "read_column",
     "read_messages",
-    "read_system",
     "read_tools",
     "reads_as_text",
 ]
@@ -243,13 +243,19 @@ def _read_calls(text: Any, number: int, place: str, column: str | None) -> list[
         ) from None
 
 
-def read_system(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the column that holds the system message of this row alone, and its text; None where there is none."""
-    for name in _SYSTEM:
-        if isinstance(text := row.get(name), str) and text.strip():
-            return name, text
-    instructions = _sibling(row, "instructions")
-    return ("responses_create_params.instructions", instructions) if isinstance(instructions, str) else None
+def list_systems(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns that hold the system message of this row alone, and their texts."""
+    values = {name: row.get(name) for name in _SYSTEM}
+    values["responses_create_params.instructions"] = _sibling(row, "instructions")
+    return {name: text for name, value in values.items() if (text := _system_text(value)).strip()}
+
+
+def _system_text(value: Any) -> str:
+    """Return the text of a system message: a text, a message, or parts of the type text."""
+    content = cast("Mapping[str, Any]", value).get("content") if isinstance(value, Mapping) else value
+    parts = [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, list) else []
+    texts = [part.get("text", part.get("content")) for part in parts]
+    return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
 
 
 def read_tools(row: Mapping[str, Any]) -> Any:

@@ -172,7 +172,7 @@ def test_an_end_that_the_data_have_is_learned_once(tmp_path: Path, end: str) -> 
         (
             [{"prompt": "a", "answer": "b", "context": "c d"}],
             TOOLS,
-            r"column 'context' of 1 rows .*as in '\{context\}.n\{p",
+            "column 'context' of 1 rows is neither in the prompt nor",
         ),
         (
             [{"prompt": "A <b> c", "answer": "b"}],
@@ -194,3 +194,39 @@ def test_what_a_person_may_not_expect_is_told(
     template = template if template == TOOLS else TOOLS.replace("m['content']", f"(m['content'] {template})")
     notes = notes_of(lambda: encode_pairs(load(tmp_path, rows), tokenizer_of(template), DataConfig()))
     assert len(notes) == (said is not None) and all(re.search(str(said), note) for note in notes)
+
+
+def test_what_is_not_taken_of_columns_beside_templates_and_names_is_told(tmp_path: Path) -> None:
+    row = {"problem": "3+4?", "answer": "7", "solution": "3 + 4 = 7", "prompt": None, "why": None}
+    for settings, said in (
+        (
+            {"answer_column": "solution"},
+            "a reward that reads 'answer' of 1 rows gets what data.answer_column = ",
+        ),
+        ({"answer_column": "{answer}."}, None),
+        (
+            {"answer_column": "{why} {answer}"},
+            "1 rows have no value in 'why', in the place of which data.answer_column",
+        ),
+    ):
+        notes = notes_of(lambda settings=settings: load(tmp_path, [row], prompt_column="problem", **settings))
+        assert len(notes) == (said is not None) and all(str(said) in note for note in notes)
+    row = {"problem": "3+4?", "why": "so", "answer": None}
+    (note,) = notes_of(lambda: load(tmp_path, [row], prompt_column="problem", answer_column="{why}{answer}"))
+    assert "1 rows have no value in 'answer', in the place of which data.answer_column puts nothing" in note
+
+
+def test_a_system_message_is_a_text_a_message_or_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]
+    for system in (
+        "be kind",
+        {"role": "system", "content": "be kind"},
+        parts,
+        [{"role": "system", "content": "be kind"}],
+    ):
+        for row in (
+            {"prompt": "the fox", "answer": "b"},
+            {"messages": [{"role": "system", "content": "be kind"}, *turns()]},
+        ):
+            text = learn(tmp_path, {**row, "system": system})[0][1]
+            assert text == "<|im_start|>system\nbe kind<|im_end|>\n" + OPENED
