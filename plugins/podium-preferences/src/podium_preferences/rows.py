@@ -346,7 +346,7 @@ def encode_preferences(
     """
     flat = [answer for example in examples for answer in list_answers(example)]
     encoded = encode_pairs(flat, tokenizer, replace(config, split_turns=False), "answers")
-    kept = {id(example): place for place, example in enumerate(encoded.examples)}
+    kept = {id(example): number for number, example in enumerate(encoded.examples)}
     rows: list[Example] = []
     places: list[int] = []
     halves = equal = 0

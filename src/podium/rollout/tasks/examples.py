@@ -16,14 +16,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeGuard
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
 from podium.rollout.tasks.bad_rows import BadRows
 from podium.rollout.tasks.config import DataConfig, name_sources, show_sources
+from podium.rollout.tasks.example import Example, Preference
 from podium.rollout.tasks.form_notes import Untaken, tell_forms
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
@@ -73,68 +73,6 @@ _COMPLETION: Final = "completion"  # the column that holds the answer where the 
 _WRITTEN_OUT: Final = re.compile(r"""\s*\[\s*\{(?=.*['"](role|from)['"]\s*:).*['"](content|value)['"]\s*:""", re.DOTALL)
 """Messages as the text of JSON or of Python."""
 _PATIENCE: Final = 200  # a task is exhausted when this many problems of a side bring no new one
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """What the data say of the answer of an example.
-
-    Attributes:
-        rejected: The example with the worse answer to the same prompt; None where answers have labels.
-        desirable: The label.
-        margin: By how much the answer is better than the rejected one; None where the data do not say.
-    """
-
-    rejected: "Example | None" = None
-    desirable: bool = True
-    margin: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One prompt, its answer and its row of the data.
-
-    Attributes:
-        prompt: Text, or chat messages.
-        answer: The answer as text. None means that there is none.
-        row: All columns of the data, plus "prompt" and "answer". A reward gets this row.
-        turns: The answer as messages, if the data have it in that form. The last message is the assistant's.
-        whole: Whether prompt and turns are one conversation, of which supervised fine-tuning learns every turn of the
-            assistant.
-        place: Where the row comes from, as in "train.jsonl, line 3". Empty for a row that comes from no data.
-        columns: The columns of prompt and answer, or the templates that write them; None for one that is not there.
-        preference: What the data say of the answer, where preferences are learned.
-        source: The name of the source in ``data.train``, where there are several.
-    """
-
-    prompt: str | Messages
-    answer: str | None
-    row: Mapping[str, Any]
-    turns: Sequence[Mapping[str, Any]] = ()
-    whole: bool = False
-    place: str = ""
-    columns: tuple[str | None, str | None] = (None, None)
-    preference: Preference | None = None
-    source: str = ""
-
-    @property
-    def fields(self) -> list[str]:
-        """The columns, and fields of columns, that prompt and answer are made of."""
-        return [field for column in self.columns for field in list_fields(column)]
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the prompt is a text of which supervised fine-tuning learns every token."""
-        return self.whole and not self.turns
-
-    @contextmanager
-    def name_in_errors(self) -> Iterator[None]:
-        """Put the place of the row, or its prompt where it has no place, before the text of errors of the block."""
-        try:
-            yield
-        except (ConfigError, DataError) as error:
-            name = self.place or f"the row of the prompt {str(self.prompt)[:60]!r}"
-            raise type(error)(f"{name}: {error}") from error.__cause__
 
 
 def load_examples(

@@ -102,7 +102,7 @@ def list_speech(message: Mapping[str, Any]) -> list[str]:
     """Return the texts that a message says: its content, the names of its calls of tools, and fields of speech."""
     fields = [value for name, value in message.items() if isinstance(value, str) and is_speech(name)]
     names = [str(_function(call).get("name", "")) for call in _calls(message)]
-    return [said.strip() for said in (message_text(message), *fields, *names) if said.strip()]
+    return [spoken.strip() for spoken in (message_text(message), *fields, *names) if spoken.strip()]
 
 
 class FieldCheck:
@@ -156,7 +156,7 @@ class FieldCheck:
         written, because a short text may stand in the conversation by chance."""
         shape = tuple(f"{m['role']}{bool(m.get('content'))}{bool(m.get('tool_calls'))}" for m in messages)
         text = written(len(messages))
-        doubtful = [at for at, m in enumerate(messages) if (said := message_text(m).strip()) and said not in text]
+        doubtful = [at for at, m in enumerate(messages) if (content := message_text(m).strip()) and content not in text]
         if shape not in self._shapes and len(self._shapes) < _SHAPES:
             probes = [f"podium{at}m" if message_text(m) else "" for at, m in enumerate(messages)]
             pairs = zip(messages, probes, strict=True)

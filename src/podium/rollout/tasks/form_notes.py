@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.example import Example
 from podium.rollout.tasks.forms import (
     NESTED_ANSWERS,
     list_systems,
@@ -15,9 +16,6 @@ from podium.rollout.tasks.forms import (
 from podium.rollout.tasks.media import find_links
 from podium.rollout.tasks.messages import message_text
 from podium.telemetry import Note, emit
-
-if TYPE_CHECKING:
-    from podium.rollout.tasks.examples import Example
 
 __all__ = ["Untaken", "tell_forms"]
 
