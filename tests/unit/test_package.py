@@ -93,6 +93,7 @@ def test_the_core_names_no_plugin() -> None:
         "serve",
         "suites",
         "testing",
+        "timing",
         "trackers",
         "view",
         "vllm",

@@ -9,6 +9,7 @@ import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import EntryPoint
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from podium.cli.status import StatusSink
 from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
 from podium.extras import explain_packages
-from podium.functions import nearest
+from podium.functions import find_installed, load_installed, nearest
 from podium.lazy import without_collector
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["run_train"]
 
 BACKEND = "local"
+_MEASURE, _TIMING = "--measure", "podium.timing"
 
 
 def run_train(arguments: Sequence[str]) -> int:
@@ -57,6 +59,7 @@ def run_train(arguments: Sequence[str]) -> int:
     config = _config(options.recipe, options.config, options.resume, overrides)
     if options.measure and not options.dry_run:
         raise ConfigError("--measure trains nothing: write --dry-run --measure, or leave it out to train")
+    timing = _find_timing() if options.measure else None
     if options.dry_run:
         sys.stdout.write(f"{preset.describe()}\n\n" if preset is not None else "")
         from podium.trainer import describe_plan
@@ -72,10 +75,9 @@ def run_train(arguments: Sequence[str]) -> int:
         sys.stdout.write(describe_data(read_data, trainer.check_grader) + "\n\n")
         lengths = count_tokens(read_data())
         sys.stdout.write(describe_memory(config, backend.name, backend.options, lengths) + "\n")
-        if options.measure:
+        if timing is not None:
             sys.stdout.flush()
-            from podium.trainer import describe_times
-
+            describe_times = load_installed(timing, _MEASURE)
             with StatusSink("starting the workers to measure a step"):
                 times = describe_times(trainer, read_data())
             sys.stdout.write(f"\n{times}\n")
@@ -95,6 +97,18 @@ def run_train(arguments: Sequence[str]) -> int:
         ]
         sys.stdout.write(f"stopped after step {summary.steps}; to continue: {shlex.join(again)}\n")
     return 0
+
+
+def _find_timing() -> EntryPoint:
+    """Return the entry point of the function that times a step of a trainer's run, on the data that it has read.
+
+    Raises:
+        ConfigError: No installed package has it, or several have.
+    """
+    entry = find_installed(_TIMING, "step", _MEASURE)
+    if entry is None:
+        raise ConfigError(f"{_MEASURE} needs a package that times a step: {explain_packages(_TIMING)}")
+    return entry
 
 
 def _check_replay(options: argparse.Namespace) -> None:
@@ -204,9 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         "yours; nothing is sampled",
     )
     parser.add_argument("--dry-run", action="store_true", help="print settings, plan and the first data; start nothing")
-    parser.add_argument(
-        "--measure", action="store_true", help="with --dry-run: time one micro-step and one decoding step"
-    )
+    parser.add_argument(_MEASURE, action="store_true", help="with --dry-run: time one micro-step and one decoding step")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
