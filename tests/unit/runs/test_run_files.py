@@ -107,7 +107,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "ParquetWriter mkdir open replace unlink write_table",
         "beside the runs",
     ),
-    "trainer/dry_run_times.py": ("tempfile.TemporaryDirectory", "logs of workers that are only timed, and removed"),
     "trainer/replay.py": ("ParquetFile", OPENED),
     "workers/learner.py": ("mkdir", LOOKED_AT),
 }
