@@ -6,6 +6,8 @@ Models often have more rows than their tokenizer has tokens, because sizes are r
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from podium.errors import ConfigError
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from podium.models.config import ModelConfig
 
-__all__ = ["TextIds", "find_ids_beyond", "find_text_ids", "generation_ends"]
+__all__ = ["TextIds", "add_ends", "find_ids_beyond", "find_text_ids", "generation_ends"]
 
 TextIds: TypeAlias = tuple[int, tuple[int, ...]]
 """A limit, and holes below it: ids from the limit on, and the holes, stand for no text."""
@@ -63,6 +65,17 @@ def generation_ends(model: ModelConfig) -> list[int]:
     except Exception as error:
         raise ConfigError(f"{model.path}: its generation_config.json cannot be read: {read_text(error)}") from error
     return ids
+
+
+def add_ends(settings: bytes, ends: Iterable[int | None]) -> bytes:
+    """Return the content of a generation_config.json by which transformers and vLLM end a completion at ``ends`` too,
+    and not at the tokens of the model alone that this one was trained from."""
+    values = json.loads(settings)
+    ids = values.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not (missing := [id for id in dict.fromkeys(ends) if id is not None and id not in ids]):
+        return settings
+    return (json.dumps({**values, "eos_token_id": [*ids, *missing]}, indent=2) + "\n").encode()
 
 
 def find_ids_beyond(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -168,6 +168,7 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
             raise ConfigError(f"{found.run} has no checkpoint with its adapters: --merge exports the merged model")
         else:
             _copy_model(RunFiles(found.run, "model"), aside)
+        _add_ends(aside)
         (aside / _CARD).write_text(_card(found, adapters=found.adapted and not merge), encoding="utf-8")
         files.rename(temporary, to.name)
     except Exception as error:
@@ -274,6 +275,25 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
     template = chat_template(load_tokenizer(config.tokenizer_source), found.config.data)
     if template is not None:
         (to / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
+
+
+def _add_ends(folder: Path) -> None:
+    """Let other libraries end a completion as the run did: with the chat template's end of a turn."""
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    from podium.models.tokenizers import load_tokenizer
+    from podium.models.vocabulary import add_ends
+    from podium.rollout.tasks import end_of_turn
+    from podium.rollout.tasks.config import DataConfig
+
+    file = folder / GENERATION_CONFIG_NAME
+    if not file.is_file():  # of adapters and of reward models
+        return
+    tokenizer: Any = load_tokenizer(str(folder))
+    end: int | None = None
+    with suppress(ConfigError):  # a template that the run did not use may be none that works
+        end = end_of_turn(tokenizer, DataConfig())
+    file.write_bytes(add_ends(file.read_bytes(), (tokenizer.eos_token_id, end)))
 
 
 def _card(found: StoredModel, *, adapters: bool) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.models.manifest import check_manifest, explain, file_sums, refusal_of, write_manifest
+from podium.models.vocabulary import add_ends
 from podium.runs.checkpoints import Checkpoints, TrainerState, files_of
 from podium.runs.config import SaveConfig
 from podium.runs.files import STATE_FILE
@@ -51,11 +53,14 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
     return state
 
 
-def write_model(files: RunFiles, policy: Handle[Policy], template: str | None) -> Path:
-    """Write the policy's model into the folder ``model``, and its chat template if this is not the tokenizer's own."""
+def write_model(files: RunFiles, policy: Handle[Policy], template: str | None, ends: Iterable[int | None] = ()) -> Path:
+    """Write the policy's model into the folder ``model``, its chat template if this is not the tokenizer's own, and the
+    tokens ``ends`` with which it has learned to end."""
     policy.save_pretrained(str(files.renew_folder(aside := ".model.tmp")))
     if template is not None:
         files.write(template, aside, CHAT_TEMPLATE_FILE)
+    if files.is_file(aside, GENERATION_CONFIG_NAME):
+        files.write(add_ends(files.read(aside, GENERATION_CONFIG_NAME), ends), aside, GENERATION_CONFIG_NAME)
     files.remove("model")
     files.rename(aside, "model")
     return files.path / "model"

@@ -91,6 +91,7 @@ def test_a_compressed_body_is_refused_with_the_remedy() -> None:
         (CHAT, {"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         (CHAT, {"thinking": False}, "thinking: the chat template reads no such variable"),
         (CHAT, {"metadata": {"session_id": 5}}, "metadata.session_id is 5: a session is named by a text"),
+        (CHAT, {"stop_token_ids": [0, 128009]}, "stop_token_ids has 128009, and the vocabulary has 103 tokens"),
         (CHAT, {"stop": "x<|eot|>"}, "has the special token '<|eot|>' beside other text"),
         ("/v1/completions", {"prompt": ["12", 5]}, "prompt: expected a text"),
         ("/v1/completions", {"prompt": [True, False]}, "prompt: expected a text"),

@@ -351,6 +351,9 @@ class Service:
         if named := self.sessions.get(session):
             limit = named.budget.begin(len(prompt), sampling.n, limit)
         texts = getattr(sampling, "stops", ())
+        if hasattr(sampling, "stops") and (last := max(stop or (), default=0)) >= self.vocabulary:
+            where = f"stop_token_ids has {last}, and the vocabulary has {self.vocabulary} tokens"
+            raise Refusal(400, f"{where}: take the ids of this model's tokenizer", "stop_token_ids")
         stops = (*self.stop_token_ids, *(stop or ()), *self.form.find_stop_tokens(texts))
         try:
             params = self._params(sampling, limit or room, stops)

@@ -1,0 +1,57 @@
+"""A model that is written ends its answers elsewhere, too, with the token with which it has learned to end them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.models import char_tokenizer
+from podium.models.vocabulary import add_ends
+from podium.runs.export import _add_ends
+from podium.runs.run_files import RunFiles
+from podium.trainer.checkpointing import write_model
+from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL
+
+
+class Policy:
+    """A policy whose model has a generation_config.json of this content."""
+
+    def __init__(self, settings: dict[str, Any] | None) -> None:
+        self._settings = settings
+
+    def save_pretrained(self, folder: str) -> None:
+        if self._settings is not None:
+            (Path(folder) / "generation_config.json").write_text(json.dumps(self._settings))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, [1, 7]), ([1], [1, 7]), (None, [1, 7]), ([7, 1], [7, 1]), ([2, 1], [2, 1, 7])]
+)
+def test_the_ends_of_training_are_those_of_generation(before: Any, after: list[int], tmp_path: Path) -> None:
+    policy: Any = Policy({"eos_token_id": before, "temperature": 0.6})
+    folder = write_model(RunFiles(tmp_path), policy, "a template", (1, 7))
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings == {"eos_token_id": after, "temperature": 0.6}
+
+
+def test_nothing_is_written_where_nothing_is_missing(tmp_path: Path) -> None:
+    content = b'{"eos_token_id":   7}'
+    assert add_ends(content, (7, None)) == content
+    policy: Any = Policy(None)
+    assert [*write_model(RunFiles(tmp_path), policy, None, (1, 7)).iterdir()] == []
+
+
+@pytest.mark.parametrize("template", [CHATML, None, "{{ raise_exception('never') }}"])
+def test_an_exported_model_ends_as_its_template_does(template: str | None, tmp_path: Path) -> None:
+    tokenizer = char_tokenizer(ALPHABET, chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
+    tokenizer.save_pretrained(str(tmp_path))
+    _add_ends(tmp_path)  # adapters, which have no such file
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    _add_ends(tmp_path)
+    ids = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids == ([tokenizer.eos_token_id, end] if template == CHATML else tokenizer.eos_token_id)
