@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from podium.trainer.roles import Roles
     from podium.workers import Policy
 
-__all__ = ["Saver", "load_checkpoint", "write_model"]
+__all__ = ["ModelExtras", "Saver", "load_checkpoint", "write_model"]
 
 
 def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
@@ -53,14 +53,35 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
     return state
 
 
-def write_model(files: RunFiles, policy: Handle[Policy], template: str | None, ends: Iterable[int | None] = ()) -> Path:
-    """Write the policy's model into the folder ``model``, its chat template if this is not the tokenizer's own, and the
-    tokens ``ends`` with which it has learned to end."""
+@dataclass(frozen=True)
+class ModelExtras:
+    """What a model was trained with beside its weights, configuration and tokenizer.
+
+    Attributes:
+        template: The chat template if it is not the tokenizer's own.
+        ends: The tokens with which the model has learned to end.
+    """
+
+    template: str | None = None
+    ends: Sequence[int | None] = ()
+
+    def add_to(self, files: RunFiles, folder: str) -> list[str]:
+        """Write them into the folder of a model, so that other libraries use them. Returns the names of the files."""
+        names: list[str] = []
+        if self.template is not None:
+            files.write(self.template, folder, CHAT_TEMPLATE_FILE)
+            names.append(CHAT_TEMPLATE_FILE)
+        if files.is_file(folder, GENERATION_CONFIG_NAME):
+            settings = files.read(folder, GENERATION_CONFIG_NAME)
+            files.write(add_ends(settings, self.ends), folder, GENERATION_CONFIG_NAME)
+            names.append(GENERATION_CONFIG_NAME)
+        return names
+
+
+def write_model(files: RunFiles, policy: Handle[Policy], extras: ModelExtras) -> Path:
+    """Write the policy's model with ``extras`` into the folder ``model``."""
     policy.save_pretrained(str(files.renew_folder(aside := ".model.tmp")))
-    if template is not None:
-        files.write(template, aside, CHAT_TEMPLATE_FILE)
-    if files.is_file(aside, GENERATION_CONFIG_NAME):
-        files.write(add_ends(files.read(aside, GENERATION_CONFIG_NAME), ends), aside, GENERATION_CONFIG_NAME)
+    extras.add_to(files, aside)
     files.remove("model")
     files.rename(aside, "model")
     return files.path / "model"
@@ -72,7 +93,7 @@ class Saver:
     Args:
         checkpoints: The directory of the checkpoints.
         config: Which checkpoints are kept.
-        texts: Further files for the policy's directory, by name.
+        extras: What the policy's directory has beside its state.
         beside: Whether checkpoints are written while the next steps run; otherwise a save returns when the checkpoint
             is complete.
 
@@ -81,9 +102,9 @@ class Saver:
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, config: SaveConfig, texts: Mapping[str, str] | None = None, *, beside: bool
+        self, checkpoints: Checkpoints, config: SaveConfig, extras: ModelExtras = ModelExtras(), *, beside: bool
     ) -> None:
-        self._texts = texts or {}
+        self.extras = extras
         self._checkpoints, self._config, self._beside = checkpoints, config, beside
         self.took_s = 0.0
         self._thread = ThreadPoolExecutor(1, "save")
@@ -135,7 +156,7 @@ class Saver:
             self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as path,
         ):
             folder = self._checkpoints.files.folder(path.name)
-            _write_learners(folder, roles, self._texts)
+            _write_learners(folder, roles, self.extras)
             folder.write(content, STATE_FILE)
             write_manifest(folder.absolute, [file_sums([folder.absolute / STATE_FILE])])
         self.took_s = time.monotonic() - began_s
@@ -160,7 +181,7 @@ class Saver:
             ) from error
 
 
-def _write_learners(folder: RunFiles, roles: Roles, texts: Mapping[str, str]) -> None:
+def _write_learners(folder: RunFiles, roles: Roles, extras: ModelExtras) -> None:
     """Have all learners write what they copied into ``folder``. All have ended when this returns or raises."""
     calls: dict[str, Call[list[dict[str, Any]]]] = {}
     failed: PodiumError | None = None
@@ -173,9 +194,7 @@ def _write_learners(folder: RunFiles, roles: Roles, texts: Mapping[str, str]) ->
         try:
             sums = call.result()
             if roles.stored[name] is roles.policy:
-                for file, text in texts.items():
-                    folder.write(text, name, file)
-                sums = [*sums, file_sums(folder.absolute / name / file for file in texts)]
+                sums = [*sums, file_sums(folder.absolute / name / file for file in extras.add_to(folder, name))]
             write_manifest(folder.absolute / name, sums)
         except PodiumError as error:
             failed = failed or error

@@ -19,12 +19,12 @@ from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.errors import ConfigError
 from podium.rewards import Grader, Rewards
 from podium.rollout.environments import load_sessions
 from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import end_of_turn
 from podium.rollout.tasks.examples import RowReader
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import step_of
@@ -36,7 +36,7 @@ from podium.runtime import Cluster, backend_class, connect
 from podium.telemetry import Event, Note, OutputLost, WorkerLost, emit, subscribe
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.background_imports import LATER, importing
-from podium.trainer.checkpointing import Saver
+from podium.trainer.checkpointing import ModelExtras, Saver
 from podium.trainer.checks.preflight import (
     check_answers,
     check_lengths,
@@ -184,8 +184,9 @@ def open_run(
     # Closed after the workers: their end is what ends a call that a thread still waits for.
     ahead = 1 + config.run.max_staleness if declaration_of(schedule).side_by_side else 1
     threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
-    texts = {} if kept.data.template is None else {CHAT_TEMPLATE_FILE: kept.data.template}
-    saver = Saver(directory.checkpoints, config.save, texts, beside=kept.cluster.capabilities.concurrent)
+    tokenizer: Any = kept.data.tokenizer
+    extras = ModelExtras(kept.data.template, (tokenizer.eos_token_id, end_of_turn(tokenizer, config.data)))
+    saver = Saver(directory.checkpoints, config.save, extras, beside=kept.cluster.capabilities.concurrent)
     stack.callback(saver.close)
     stack.callback(kept.grader.drop)
     traces = directory.files.check("profile", is_written=True)

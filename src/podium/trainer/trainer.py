@@ -22,7 +22,7 @@ from podium.models.manifest import explain, is_refusal
 from podium.rewards import Rewards
 from podium.rewards.resolve import list_rewards
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import EncodedExamples, Example, PromptStream, end_of_turn
+from podium.rollout.tasks import EncodedExamples, Example, PromptStream
 from podium.rollout.tasks.config import show_sources
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
@@ -543,11 +543,7 @@ class Trainer(ABC, Generic[C, E, R]):
             self.ledger.drop("the run ended")
         self.state = self.remember(done)
         writes = self.config.save.model and finished
-        model = None
-        if writes:
-            tokenizer = run.data.tokenizer
-            ends = cast("int | None", tokenizer.eos_token_id), end_of_turn(tokenizer, self.config.data)
-            model = write_model(run.directory.files, run.roles.policy, run.data.template, ends)
+        model = write_model(run.directory.files, run.roles.policy, run.saver.extras) if writes else None
         first, last = self.state.first, self.state.last
         flush()
         sets = [name for name in self.config.eval_sets if name]

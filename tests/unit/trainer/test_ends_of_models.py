@@ -12,7 +12,7 @@ from podium.models import char_tokenizer
 from podium.models.vocabulary import add_ends
 from podium.runs.export import _add_ends
 from podium.runs.run_files import RunFiles
-from podium.trainer.checkpointing import write_model
+from podium.trainer.checkpointing import ModelExtras, write_model
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL
 
 
@@ -32,7 +32,7 @@ class Policy:
 )
 def test_the_ends_of_training_are_those_of_generation(before: Any, after: list[int], tmp_path: Path) -> None:
     policy: Any = Policy({"eos_token_id": before, "temperature": 0.6})
-    folder = write_model(RunFiles(tmp_path), policy, "a template", (1, 7))
+    folder = write_model(RunFiles(tmp_path), policy, ModelExtras("a template", (1, 7)))
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings == {"eos_token_id": after, "temperature": 0.6}
 
@@ -41,7 +41,7 @@ def test_nothing_is_written_where_nothing_is_missing(tmp_path: Path) -> None:
     content = b'{"eos_token_id":   7}'
     assert add_ends(content, (7, None)) == content
     policy: Any = Policy(None)
-    assert [*write_model(RunFiles(tmp_path), policy, None, (1, 7)).iterdir()] == []
+    assert [*write_model(RunFiles(tmp_path), policy, ModelExtras(None, (1, 7))).iterdir()] == []
 
 
 @pytest.mark.parametrize("template", [CHATML, None, "{{ raise_exception('never') }}"])

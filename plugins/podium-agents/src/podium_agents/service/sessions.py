@@ -357,7 +357,7 @@ class Session:
 def _keep(message: Mapping[str, Any], known: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """A message as it was said, whatever a session in this process does to it later: the one that is known already, or
     a copy. Texts, of which most messages are made, need none."""
-    if message == known:
+    if known is not None and message == known:
         return known
     if not any(isinstance(value, list | dict) for value in message.values()):
         return message
