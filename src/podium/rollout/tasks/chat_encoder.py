@@ -136,6 +136,17 @@ class ChatEncoder:
         )
 
     @cached_property
+    def lead(self) -> str:
+        """What the template writes between the opening of an answer and the text of an answer that is a message."""
+        user, answer = ({"role": role, "content": text} for role, text in _PROBES[:2])
+        try:
+            opened, written = (self._render([user, *rest], None, opened=not rest) for rest in ([], [answer]))
+        except ConfigError:  # of which the first prompt tells
+            return ""
+        before = written[len(opened) :].partition(answer["content"])
+        return before[0] if before[1] and written.startswith(opened) else ""
+
+    @cached_property
     def _signs(self) -> frozenset[str]:
         """The special tokens that the template writes around a message of the user, or after one of the assistant."""
         if self._template is None:

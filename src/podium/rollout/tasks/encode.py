@@ -217,7 +217,7 @@ def encode_prompts(
     _tell_bad(bad, encode, examples, stored)
     _check_unknown(encoder, examples, stored)
     tell_unwritten(stored["unwritten"])
-    tell_texts(examples, answers=False)
+    tell_texts(examples, encoder, answers=False)
     dropped, cut = stored["counts"].tolist()
     rows = TokenRows(stored["values"], stored["offsets"])
     return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if encoder.is_lasting else "")
@@ -280,7 +280,7 @@ def encode_pairs(
     tell_turns(*stored["turns"].tolist())
     tell_unwritten(stored["unwritten"])
     tell_unlearned(examples)
-    tell_texts(examples, answers=True)
+    tell_texts(examples, encoder, answers=True)
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
     kept = [examples[index] for index in stored["kept"].tolist()]

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from podium.rollout.tasks.examples import Example
+from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.example import Example
 from podium.rollout.tasks.fields import is_speech
 from podium.rollout.tasks.forms import CONVERSATIONS
 from podium.rollout.tasks.messages import Messages, message_text
 from podium.telemetry import Note, emit
 
 __all__ = ["last_text", "pack_counts", "tell_texts", "tell_turns", "tell_unlearned", "tell_unwritten", "whole_text"]
+
+_OPENING: Final = re.compile(
+    r"(\[/INST\]|<\|assistant\|>|<\|im_start\|>assistant|<start_of_turn>model|<\|end_header_id\|>|"
+    r"\n#+ ?(Response|Answer|Assistant|Output):?|\n(Assistant|ASSISTANT|Bot|GPT):)\s*\Z"
+)
+"""The end of a prompt that some template has opened for an answer."""
 
 
 def tell_turns(turns: int, rewritten: int, endless: int, partial: int, opened: int) -> None:
@@ -73,10 +82,32 @@ def tell_unwritten(packed: Tensor) -> None:
         )
 
 
-def tell_texts(examples: Sequence[Example], *, answers: bool) -> None:
-    """Tell of prompts that are empty, and of answers that all begin with their prompts."""
+def tell_texts(examples: Sequence[Example], encoder: ChatEncoder, *, answers: bool) -> None:
+    """Tell of prompts that are empty or written already, of answers that all begin with their prompts, and of what the
+    chat template writes before answers that are messages."""
     if empty := sum(not whole_text(example.prompt).strip() for example in examples):
         emit(Note(f"{empty} of {len(examples)} prompts are empty"))
+    if encoder.template is None:
+        openings = []
+    else:
+        openings = [match[0] for e in examples if not e.is_text and (match := _OPENING.search(last_text(e.prompt)))]
+    if openings:
+        emit(
+            Note(
+                f"{len(openings)} of {len(examples)} prompts end with {openings[0].strip()!r}, as if a template had "
+                "opened the answer, and the chat template writes them as messages: data.chat_template = none takes prompts as "
+                "they are"
+            )
+        )
+    lone = sum(not e.turns and not e.is_text for e in examples) if answers and encoder.template is not None else 0
+    if lone and encoder.lead:
+        emit(
+            Note(
+                f"the chat template writes {encoder.lead!r} before an answer that is a message, and {lone} of "
+                f"{len(examples)} answers are texts, which are learned without it: write prompt and completion as "
+                "messages to learn what the template writes"
+            )
+        )
     pairs = ((last_text(example.prompt).strip(), example) for example in examples)
     if answers and all(text and (e.answer or "").lstrip().startswith(text) and not e.is_text for text, e in pairs):
         emit(Note("every answer begins with its prompt, which the model reads and then learns to repeat"))

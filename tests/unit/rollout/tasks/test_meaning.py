@@ -184,6 +184,19 @@ def test_an_end_that_the_data_have_is_learned_once(tmp_path: Path, end: str) -> 
             "| truncate(5, True, '', 0)",
             "1 of the role 'user': the model reads",
         ),
+        (
+            [{"prompt": "[INST] a [/INST]", "answer": "b"}],
+            TOOLS,
+            r"1 of 1 prompts end with '\[/INST\]', as if a template",
+        ),
+        ([{"prompt": "Add.\n### Response:\n", "answer": "b"}], TOOLS, "1 of 1 prompts end with '### Response:', as if"),
+        ([{"prompt": "What is [/INST] for?", "answer": "b"}], TOOLS, None),
+        (
+            [{"prompt": "a", "answer": "b"}],
+            QWEN,
+            r"writes '<think>.n.n</think>.n.n' before an answer that is a message, and 1",
+        ),
+        ([{"prompt": [USER], "completion": [LAST]}], QWEN, None),
         ([{"prompt": 'A "c"\nd', "answer": "b"}], "| tojson", None),
         ([{"prompt": " a ", "answer": "b"}], "| trim", None),
     ],
@@ -191,7 +204,11 @@ def test_an_end_that_the_data_have_is_learned_once(tmp_path: Path, end: str) -> 
 def test_what_a_person_may_not_expect_is_told(
     tmp_path: Path, rows: list[dict[str, Any]], template: str, said: str | None
 ) -> None:
-    template = template if template == TOOLS else TOOLS.replace("m['content']", f"(m['content'] {template})")
+    template = (
+        template
+        if template in (TOOLS, QWEN)
+        else TOOLS.replace("m['content']", f"(m['content'] {template} if m.role == 'user' else m['content'])")
+    )
     notes = notes_of(lambda: encode_pairs(load(tmp_path, rows), tokenizer_of(template), DataConfig()))
     assert len(notes) == (said is not None) and all(re.search(str(said), note) for note in notes)
 
