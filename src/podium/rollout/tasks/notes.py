@@ -95,8 +95,8 @@ def tell_texts(examples: Sequence[Example], encoder: ChatEncoder, *, answers: bo
         emit(
             Note(
                 f"{len(openings)} of {len(examples)} prompts end with {openings[0].strip()!r}, as if a template had "
-                "opened the answer, and the chat template writes them as messages: data.chat_template = none takes prompts as "
-                "they are"
+                "opened the answer, and the chat template writes them as messages: data.chat_template = none takes "
+                "prompts as they are"
             )
         )
     lone = sum(not e.turns and not e.is_text for e in examples) if answers and encoder.template is not None else 0
