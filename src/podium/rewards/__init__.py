@@ -7,12 +7,6 @@ from podium.lazy import lazy_exports
 if TYPE_CHECKING:
     from podium.rewards.columns import reads as reads
     from podium.rewards.config import Grade as Grade, RewardConfig as RewardConfig
-    from podium.rewards.format_rewards import (
-        check_choice as check_choice,
-        check_format as check_format,
-        limit_length as limit_length,
-        limit_repetition as limit_repetition,
-    )
     from podium.rewards.grader import Grader as Grader
     from podium.rewards.resolve import (
         NAMED_REWARDS as NAMED_REWARDS,

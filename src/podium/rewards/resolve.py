@@ -26,10 +26,6 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
     "gsm8k": "podium.rewards.text:gsm8k",
     "overlong": "podium.rewards.text:overlong",
     "model": "podium.rewards.model:model",
-    "format": "podium.rewards.format_rewards:FORMAT",
-    "length": "podium.rewards.format_rewards:LENGTH",
-    "choice": "podium.rewards.format_rewards:CHOICE",
-    "repetition": "podium.rewards.format_rewards:REPETITION",
 }
 """The rewards of the core, and the module of each. Packages bring others through the entry point group ``GROUP``."""
 
@@ -37,8 +33,8 @@ GROUP: Final = "podium.rewards"
 
 # What the rewards of the core declare by podium.rewards.reads, so that it is known without loading them.
 _READ_COLUMNS: Final = {
-    **dict.fromkeys(("exact", "fraction", "gsm8k", "choice"), frozenset({"answer"})),
-    **dict.fromkeys(("overlong", "format", "length", "repetition"), frozenset[str]()),
+    **dict.fromkeys(("exact", "fraction", "gsm8k"), frozenset({"answer"})),
+    "overlong": frozenset[str](),
     "model": frozenset({"model_score"}),
 }
 

@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError
-from podium.rewards import (
-    Grader,
-    RewardConfig,
-    check_choice,
-    check_format,
-    limit_length,
-    limit_repetition,
-    resolve_reward,
-)
+from podium.rewards import Grader, RewardConfig, resolve_reward
+from podium_rewards import check_choice, check_format, limit_length, limit_repetition
 
 
 @pytest.mark.parametrize(
