@@ -46,8 +46,9 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
     systems = Counter(
         name
         for e in examples
+        if isinstance(e.prompt, list) and "system" in e.prompt[0]["role"]
         for name, text in [*list_systems(e.row).items()][:1]
-        if isinstance(e.prompt, list) and e.prompt[0].get("content") == text
+        if e.prompt[0].get("content") == text
     )
     yield from (f"column {name!r} is the system message of {count} rows" for name, count in systems.items())
     if config.answer_column == "answer":

@@ -245,8 +245,9 @@ def _read_calls(text: Any, number: int, place: str, column: str | None) -> list[
 
 def list_systems(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the columns that hold the system message of this row alone, and their texts."""
-    values = {name: row.get(name) for name in _SYSTEM}
-    values["responses_create_params.instructions"] = _sibling(row, "instructions")
+    values = {name: row[name] for name in _SYSTEM if row.get(name)}
+    if instructions := _sibling(row, "instructions"):
+        values["responses_create_params.instructions"] = instructions
     return {name: text for name, value in values.items() if (text := _system_text(value)).strip()}
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from functools import lru_cache
+from typing import Any, Final, Literal, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.examples import Example, Messages, message_text
@@ -85,19 +86,30 @@ def find_mark(fields: Mapping[str, Any], read: Collection[str] = ()) -> str | No
         read: The names of those that are read.
     """
     for name, value in fields.items():
-        if name in read or value is None:
+        if value is None or not (kind := _kind_of_mark(name)) or name in read:
             continue
-        if _UNLIKE_MARKS.fullmatch(name.lower()) and _is_off(value) is False:
+        parts = cast("list[Any]", value) if isinstance(value, list) else [value]
+        if kind == "ids" and isinstance(value, list):
             return name
-        if name.lower() in ("labels", "input_ids") and isinstance(value, list):
+        if kind == "off" and _is_off(value) is False:
             return name
-        if _LIKE_MARKS.fullmatch(name.lower()):
-            parts = cast("list[Any]", value) if isinstance(value, list) else [value]
-            if any(isinstance(part, Mapping) or _is_off(part) for part in parts):
-                return name
-            if "weight" in name.lower() and re.fullmatch(r"[-+.\de]+", str(value)) and _is_off(value) is None:
-                return name
+        if kind in ("on", "weight") and any(isinstance(part, Mapping) or _is_off(part) for part in parts):
+            return name
+        if kind == "weight" and re.fullmatch(r"[-+.\de]+", str(value)) and _is_off(value) is None:
+            return name
     return None
+
+
+@lru_cache(maxsize=1024)
+def _kind_of_mark(name: str) -> Literal["", "on", "off", "weight", "ids"]:
+    name = name.lower()
+    if name in ("labels", "input_ids"):
+        return "ids"
+    if _UNLIKE_MARKS.fullmatch(name):
+        return "off"
+    if _LIKE_MARKS.fullmatch(name):
+        return "weight" if "weight" in name else "on"
+    return ""
 
 
 def _is_off(value: Any) -> bool | None:
