@@ -160,7 +160,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), str(item.get("role")))
-        return {"role": role, "content": list_parts(item.get("content"), f"{where}.content", _TEXTS)}
+        return {"role": role, "content": list_parts(_required(item, "content", where), f"{where}.content", _TEXTS)}
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         return {"role": "assistant", "content": "", "reasoning_content": list_parts(parts, where, _TEXTS)}
@@ -171,9 +171,15 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind in ("function_call_output", "custom_tool_call_output"):
-        output = list_parts(item.get("output"), f"{where}.output", _TEXTS)
+        output = list_parts(_required(item, "output", where), f"{where}.output", _TEXTS)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise refuse(f"{where}.type", kind, "this service reads messages, reasoning, function calls and their outputs")
+
+
+def _required(item: Mapping[str, Any], name: str, where: str) -> Any:
+    if item.get(name) is None:
+        raise Refusal(400, f"{where}.{name}: Field required", where)
+    return item[name]
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from podium.errors import GenerationError
 from podium.rollout.tasks.fields import order_results
 from podium.telemetry import Note, subscribe
-from podium_agents.environments.client import answer_request, to_messages
+from podium_agents.environments.client import Client, answer_request, to_messages
 from tests.unit.rollout.service.scripted import CHATML, LOOK, USER, say, scripted
 
 END = "<|im_end|>"
@@ -129,3 +129,16 @@ def test_what_cannot_be_said_to_the_model_is_shown(said: Any) -> None:
     with pytest.raises(TypeError, match="cannot be said to the model: expected a text or a list of messages"):
         to_messages(said)
     assert to_messages("hello") == to_messages((USER,)) == [USER]
+
+
+def test_functions_among_the_tools_of_a_chat_are_told_where_they_belong() -> None:
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    async def talk() -> None:
+        service, _, _ = scripted()
+        client = Client(service, service.open_session("s"), str, "key", 0, loop=asyncio.get_running_loop())
+        await client.chat("hello", tools=[add])  # type: ignore[list-item] # what is to be refused
+
+    with pytest.raises(TypeError, match=r"tools has <function.*converse\(client, messages, tools=\[function\]\)"):
+        asyncio.run(talk())

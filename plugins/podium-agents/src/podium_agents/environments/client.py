@@ -145,6 +145,11 @@ class Client:
             GenerationError: The request was refused, or the generator failed.
         """
         conversation = to_messages(messages)
+        if odd := [tool for tool in tools if not isinstance(tool, Mapping)]:
+            raise TypeError(
+                f"tools has {str(odd[0])[:80]}: chat takes tools as the OpenAI API has them, such as "
+                "Toolbox([function]).schemas; converse(client, messages, tools=[function]) also runs them"
+            )
         request = {
             "messages": conversation,
             "tools": [dict(tool) for tool in tools] or None,

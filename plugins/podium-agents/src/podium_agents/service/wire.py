@@ -143,6 +143,9 @@ def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(message.get("role"), str):
             raise ValueError(f"message {index} has no role")
         content = message.get("content")
+        may_be_null = message["role"] in ("assistant", "tool", "function")
+        if ("content" not in message and message["role"] != "assistant") or (content is None and not may_be_null):
+            raise ValueError(f"message {index}, of the role {message['role']!r}, has no content: send a text, or ''")
         for part in content if isinstance(content, list) else ():
             if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
