@@ -168,7 +168,7 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
             raise ConfigError(f"{found.run} has no checkpoint with its adapters: --merge exports the merged model")
         else:
             _copy_model(RunFiles(found.run, "model"), aside)
-        _add_ends(aside)
+        _add_ends(files, temporary)
         (aside / _CARD).write_text(_card(found, adapters=found.adapted and not merge), encoding="utf-8")
         files.rename(temporary, to.name)
     except Exception as error:
@@ -277,7 +277,7 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
         (to / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
-def _add_ends(folder: Path) -> None:
+def _add_ends(files: RunFiles, folder: str) -> None:
     """Let other libraries end a completion as the run did: with the chat template's end of a turn."""
     from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -286,14 +286,14 @@ def _add_ends(folder: Path) -> None:
     from podium.rollout.tasks import end_of_turn
     from podium.rollout.tasks.config import DataConfig
 
-    file = folder / GENERATION_CONFIG_NAME
-    if not file.is_file():  # of adapters and of reward models
+    if not files.is_file(folder, GENERATION_CONFIG_NAME):  # of adapters and of reward models
         return
-    tokenizer: Any = load_tokenizer(str(folder))
+    tokenizer: Any = load_tokenizer(str(files.path / folder))
     end: int | None = None
     with suppress(ConfigError):  # a template that the run did not use may be none that works
         end = end_of_turn(tokenizer, DataConfig())
-    file.write_bytes(add_ends(file.read_bytes(), (tokenizer.eos_token_id, end)))
+    settings = files.read(folder, GENERATION_CONFIG_NAME)
+    files.write(add_ends(settings, (tokenizer.eos_token_id, end)), folder, GENERATION_CONFIG_NAME)
 
 
 def _card(found: StoredModel, *, adapters: bool) -> str:

@@ -49,9 +49,9 @@ def test_an_exported_model_ends_as_its_template_does(template: str | None, tmp_p
     tokenizer = char_tokenizer(ALPHABET, chat_template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
     tokenizer.save_pretrained(str(tmp_path))
-    _add_ends(tmp_path)  # adapters, which have no such file
+    _add_ends(RunFiles(tmp_path.parent), tmp_path.name)  # adapters, which have no such file
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
-    _add_ends(tmp_path)
+    _add_ends(RunFiles(tmp_path.parent), tmp_path.name)
     ids = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ids == ([tokenizer.eos_token_id, end] if template == CHATML else tokenizer.eos_token_id)
