@@ -504,3 +504,23 @@ def test_a_fork_server_that_is_stopped_goes_on_when_it_is_needed() -> None:
         os.kill(server, signal.SIGSTOP)
         slow.group.restart()
         assert not all_gone(pids, 0.0)
+
+
+def test_a_handler_of_a_signal_may_call_while_the_script_waits(local: Cluster) -> None:
+    """As one does that saves before a batch system ends the job. Both calls passed their deadlines before."""
+    waits, saves = (local.start(Slow.bind(), name=name) for name in ("waits", "saves"))
+    before, answers = signal.getsignal(signal.SIGUSR1), list[Any]()
+    try:
+        for asked in (saves, waits):
+            ask = asked.group.function(lambda worker: worker.ctx.role).within(LIMIT_S)
+            signal.signal(signal.SIGUSR1, lambda number, frame, ask=ask: answers.append(ask()))
+            sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+            sender.start()
+            waits.group.function(lambda worker: time.sleep(0.3)).within(LIMIT_S)()
+            sender.join()
+            assert wait_for(lambda: bool(answers), LIMIT_S)
+            assert answers.pop() == [asked.group.name]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        for handle in (waits, saves):
+            handle.group.close()

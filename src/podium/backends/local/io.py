@@ -6,7 +6,8 @@ others'. The I/O thread polls only when nobody has driven for HOT_S.
 
     result() ──drive──▶ has the turn? poll, take in, until its call has ended     (another's call ended: its gate opens)
              ├─ the I/O thread has it: wake it, it gives the turn away
-             └─ another caller has it: sleep on the call's own gate, and try again now and then
+             ├─ another caller has it: sleep on the call's own gate, and try again now and then
+             └─ this thread has it: a handler of a signal runs inside its poll, and polls in its place
     I/O thread ── every TICK_S: nobody drives, and nobody drove or sent for HOT_S? take the turn and poll
                   one caller drives for longer than a tick: sleep until it gives the turn away
 """
@@ -20,12 +21,17 @@ from collections import deque
 from collections.abc import Callable
 
 from podium.backends.interrupts import Interrupts
+from podium.errors import ConfigError
 
-__all__ = ["IoLoop"]
+__all__ = ["INTERRUPTED", "IoLoop"]
 
 TICK_S = 0.004
 HOT_S = 0.004
 TAKE_OVER_S = 0.05
+INTERRUPTED = (
+    "a handler of a signal, or a callback of a call, came inside a message from or to a worker, where no call can be "
+    "made: set a flag there, and call where the script looks at it"
+)
 LONGEST_HOT_S = 0.1  # for which sending alone keeps the I/O thread from polling
 
 
@@ -45,7 +51,9 @@ class IoLoop:
         self._watched: dict[int, tuple[Callable[[], bool], Callable[[], bool]]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.watch(self._wake_fd, self._on_wake)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        self._polling = 0  # how often the turn is taken: more than once where a handler of a signal waits
+        self._taking_in = False
         self._in_thread = False
         self._wanted = False
         self._driven_at = self.sent_at = 0.0
@@ -79,7 +87,7 @@ class IoLoop:
     def soon(self, run: Callable[[], None]) -> None:
         """Call ``run`` before the next poll, within milliseconds. Any thread's garbage collection may call this."""
         self._soon.append(run)
-        if self._turn.locked():
+        if self._polling:
             self.wake()
 
     def _run_soon(self) -> None:
@@ -93,11 +101,18 @@ class IoLoop:
             os.eventfd_write(self._wake_fd, 1)
 
     def drive(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Poll in this thread until ``ended()`` or ``timeout_s``; False at once if another thread polls."""
+        """Poll in this thread until ``ended()`` or ``timeout_s``; False at once if another thread polls.
+
+        Raises:
+            ConfigError: This thread is taking in a message, and a handler of a signal or a callback waits here.
+        """
         if not self._turn.acquire(blocking=False) and not self._take_over():
             return False
+        self._polling += 1
         self._drives += 1
         try:
+            if self._taking_in:
+                raise ConfigError(INTERRUPTED)
             if self._soon:
                 self._run_soon()
             until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -105,13 +120,24 @@ class IoLoop:
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                self._interrupts.hold(self._take_in, self._epoll.poll(left))
+                self._interrupts.hold(self._take_in, self._poll(left))
         finally:
             self._driven_at = time.monotonic()
+            self._polling -= 1
             self._turn.release()
+            if self._polling:  # a handler of a signal has driven, and may have taken in what the poll below waits for
+                self.wake()
             if self._asleep:
                 self._given_away.set()
         return True
+
+    def _poll(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        try:
+            return self._epoll.poll(timeout_s)
+        except (OSError, ValueError):
+            if self._stopping.is_set():  # by a handler of a signal that ran meanwhile
+                return []
+            raise
 
     def _take_over(self) -> bool:
         """Ask the I/O thread for the turn. False if another caller has it: its own wait may be long."""
@@ -139,6 +165,7 @@ class IoLoop:
                 self._rest()
                 continue
             try:
+                self._polling += 1
                 self._wanted = False
                 self._in_thread = True
                 self._run_soon()
@@ -147,6 +174,7 @@ class IoLoop:
                 self._driven_at = time.monotonic()  # somebody wants the turn: leave it to them
             finally:
                 self._in_thread = False
+                self._polling -= 1
                 self._turn.release()
 
     def _is_hot(self) -> bool:
@@ -158,12 +186,12 @@ class IoLoop:
         """Sleep for a tick, and on while the same caller drives: a wait for a long call would cost a wake-up a tick."""
         drive = self._drives
         self._stopping.wait(TICK_S)
-        if not self._turn.locked() or self._drives != drive:
+        if not self._polling or self._drives != drive:
             return
         self._asleep = True
         self._given_away.clear()
         # Looked at after _asleep is set, as whoever drives looks at _asleep after giving the turn away.
-        if self._turn.locked() and not self._stopping.is_set():
+        if self._polling and not self._stopping.is_set():
             self._given_away.wait()
         self._asleep = False
 
@@ -174,6 +202,13 @@ class IoLoop:
         return True
 
     def _take_in(self, ready: list[tuple[int, int]]) -> None:
+        self._taking_in = True
+        try:
+            self._serve(ready)
+        finally:
+            self._taking_in = False
+
+    def _serve(self, ready: list[tuple[int, int]]) -> None:
         for fd, events in ready:
             watched = self._watched.get(fd)
             if watched is None:

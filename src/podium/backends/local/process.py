@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from podium.backends.local.io import INTERRUPTED
 from podium.backends.local.shared_memory import Lease
 from podium.backends.local.wire import (
     MOST_FDS,
@@ -29,7 +30,7 @@ from podium.backends.local.wire import (
     split_message,
 )
 from podium.backends.process import Surroundings, environment_of
-from podium.errors import WorkerStartError
+from podium.errors import ConfigError, WorkerStartError
 from podium.processes import describe_exit, end_of, is_ending, is_stopped
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
@@ -291,40 +292,60 @@ class Outbox:
         self._flush_later = flush_later
         self._on_end = on_end
         self._late: deque[tuple[bytes, Sequence[Lease]]] = deque()
-        self._lock = threading.Lock()
-        self._closed = False
+        self._lock = threading.RLock()
+        self._inside = self._closed = False
 
     def send(self, message: bytes, leases: Sequence[Lease]) -> None:
         """Send now if the socket takes it, else later; drop it if the other end is gone. Any thread may call this:
-        nothing comes between the parts of one message."""
+        nothing comes between the parts of one message.
+
+        Raises:
+            ConfigError: A handler of a signal runs inside another message of this thread.
+        """
         with self._lock:
             if self._closed:
                 return
-            if not self._late and len(leases) <= MOST_FDS:
-                try:
-                    if leases:
-                        self._send_now(message, leases)
-                    else:
-                        self._connection.send(message, SEND_NOW)
+            if self._inside:
+                raise ConfigError(INTERRUPTED)
+            self._inside = True
+            try:
+                if self._send_at_once(message, leases):
                     return
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    self._on_end()
-                    return
-            self._late.extend(split_message(message, leases))
+                self._late.extend(split_message(message, leases))
+            finally:
+                self._inside = False
         if not self.flush():
             self._flush_later(self._connection.fileno())
+
+    def _send_at_once(self, message: bytes, leases: Sequence[Lease]) -> bool:
+        """Return whether the socket has taken the message, or nobody takes it any more."""
+        if self._late or len(leases) > MOST_FDS:
+            return False
+        try:
+            if leases:
+                self._send_now(message, leases)
+            else:
+                self._connection.send(message, SEND_NOW)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._on_end()
+        return True
 
     def flush(self) -> bool:
         """Send what is kept. Returns True when nothing is left."""
         with self._lock:
-            while self._late:
-                try:
+            if self._inside:  # of a handler's wait: the message below comes first
+                return False
+            self._inside = True
+            try:
+                while self._late:
                     self._send_now(*self._late[0])
-                except BlockingIOError:
-                    return False
-                self._late.popleft()
+                    self._late.popleft()
+            except BlockingIOError:
+                return False
+            finally:
+                self._inside = False
         return True
 
     def close(self) -> None:
