@@ -112,7 +112,7 @@ def _certain(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
         content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]
     elif (at := content.rfind("<")) >= 0:
         content = content[:at]
-    return Delta(_hold_back(content, asked.stops), _without_begun_end(reasoning).rstrip(_UNCERTAIN))
+    return Delta(_hold_back(content, asked.stops), _hold_back(_without_begun_end(reasoning), asked.stops))
 
 
 def read_answer(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:

@@ -247,3 +247,18 @@ def choices(answer: Any) -> list[Any]:
     lines = answer.splitlines() if isinstance(answer, str) else []
     bodies = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return [choice for body in bodies or [answer] for choice in body["choices"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_in_the_reasoning_ends_the_answer_and_is_not_in_it(stream: bool) -> None:
+    served = Served(*["<think>a STOP b</think>x" + END] * 2)
+    body = {"messages": [USER], "stop": "STOP", "stream": stream}
+    thoughts = ""
+    for choice in choices(served.post(CHAT, body)[1]):
+        thoughts += choice.get("message", choice.get("delta")).get("reasoning_content", "")
+    assert thoughts == "a "
+    if not stream:
+        asked = {"messages": [USER], "max_tokens": 99, "stop_sequences": ["STOP"]}
+        answer = served.post("/v1/messages", asked)[1]
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "STOP")
+        assert [block.get("thinking") for block in answer["content"]] == ["a "]

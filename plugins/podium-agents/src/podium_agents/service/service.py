@@ -512,7 +512,7 @@ class Service:
         content = before_stop(reply.content, asked.stops)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}
         if reply.reasoning is not None:
-            message["reasoning_content"] = reply.reasoning
+            message["reasoning_content"] = before_stop(reply.reasoning, asked.stops)
         if reply.tool_calls:
             message["tool_calls"] = [
                 {
@@ -524,7 +524,8 @@ class Service:
             ]
         reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
         last = self.decode(drawn.ids[-1:], special=True) if asked.stops and drawn.finish_reason == "stop" else ""
-        stop = find_stop(reply.content, asked.stops) or (last if last in asked.stops else None)
+        text = find_stop(reply.reasoning or "", asked.stops) or find_stop(reply.content, asked.stops)
+        stop = text or (last if last in asked.stops else None)
         return Answer(message, reason, drawn, stop=stop)
 
 
