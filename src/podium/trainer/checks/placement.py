@@ -235,7 +235,7 @@ def suggest_bfloat16(config: InferenceConfig, generator: Any) -> None:
         _logger.warning(
             "engine.dtype: bfloat16 would speed up generation: this processor has a unit for it (AMX), and 16 rows "
             "take %.2f ms with a layer's matrix in place of %.2f. The log-probability of a sampled token then "
-            "differs from training's, by 0.03 on average with SmolLM2-135M (docs/training.md)",
+            "differs from training's, by 0.03 to 0.07 on average with SmolLM2-135M (docs/training.md)",
             *reversed(milliseconds),
         )
 
