@@ -20,7 +20,7 @@ from podium.errors import ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model, tensor_files
 from podium.models.loading import lay_out
 from podium.models.tensor_files import find_sources, places, read
-from podium.training import ParallelConfig, shards
+from podium.training import ParallelConfig, sharded_loading
 from podium.training.parallel import is_sharded
 from podium.training.row_isolation import choose_batching
 from podium.training.sharded_loading import load_parallel
@@ -142,7 +142,7 @@ def test_models_that_are_loaded_whole_say_why_if_they_are_large(
     for config in whys.values():
         assert not is_sharded(load_parallel(config, FSDP2, CPU))
     assert not [record for record in caplog.records if record.name == "podium"]
-    monkeypatch.setattr(shards, "_LARGE", 0)
+    monkeypatch.setattr(sharded_loading, "_LARGE", 0)
     for why, config in whys.items():
         caplog.clear()
         load_parallel(config, FSDP2, CPU)
@@ -163,7 +163,7 @@ def test_a_buffer_that_transformers_leaves_out_is_found(tmp_path: Path, monkeypa
     cls = type(make("llama"))
     monkeypatch.setattr(cls, "initialize_weights", lambda self: None)
     model = lay_out(config)
-    assert "is not computed by transformers" in shards._compute_buffers(model, CPU)
+    assert "is not computed by transformers" in sharded_loading._compute_buffers(model, CPU)
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:

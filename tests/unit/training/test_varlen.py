@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from podium.training.varlen import Bounds, _flash, _one_row
+from podium.training.varlen import Bounds, _attend_row, _flash
 
 LENGTHS = (5, 1, 12)
 
@@ -74,7 +74,7 @@ def test_each_signature_attends_as_each_row_alone(
         return
     rows = zip(*(states.split(LENGTHS, dim=2) for states in (q, k, v)), strict=True)
     alone = torch.cat(
-        [_one_row(one, its_key, its_value, 0.0, scaling, window) for one, its_key, its_value in rows], dim=2
+        [_attend_row(one, its_key, its_value, 0.0, scaling, window) for one, its_key, its_value in rows], dim=2
     )[0].transpose(0, 1)
     assert out is not None
     assert torch.allclose(out, alone, atol=1e-6)
