@@ -1,8 +1,12 @@
 """Commands that install missing packages from a clone, because Podium is on no package index."""
 
+import json
 import re
 import shlex
-from importlib.metadata import EntryPoint, PackageNotFoundError, requires
+import tomllib
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, requires
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 __all__ = ["explain_packages", "install_command", "library_command", "repair_command"]
 
@@ -44,10 +48,37 @@ def library_command(entry: EntryPoint, library: str) -> str:
     return ""
 
 
-def explain_packages(group: str) -> str:
+def explain_packages(group: str, name: str = "") -> str:
     """Return the end of an error on a name that no installed package has: which packages bring others, and how those of
-    Podium's are installed. ``group`` is the group of entry points."""
-    return (
+    Podium's are installed. Where Podium was installed from a clone, this is the command for the package that has it.
+
+    Args:
+        group: Group of entry points.
+        name: Entry point of the group. "" means that no single one is missing.
+    """
+    text = (
         f"packages add others through the entry point group {group}, and Podium's packages, podium-NAME, are installed "
         "in its clone by: pip install ./plugins/podium-NAME"
     )
+    packages = [str(path) for path in _list_packages() if name in _read_entries(path, group)]
+    return f"{text}; the missing one by: {shlex.join(['pip', 'install', packages[0]])}" if packages else text
+
+
+def _list_packages() -> list[Path]:
+    """Return the directories of Podium's packages in the clone that Podium was installed from; none without a clone."""
+    try:
+        origin = json.loads(distribution("podium").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:  # a checkout on the path of Python that was not installed
+        return []
+    url = urlsplit(origin.get("url", ""))
+    if "dir_info" not in origin or url.scheme != "file":
+        return []
+    return sorted(path.parent for path in Path(unquote(url.path)).glob("plugins/podium-*/pyproject.toml"))
+
+
+def _read_entries(package: Path, group: str) -> dict[str, str]:
+    try:
+        project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+        return dict(project["entry-points"][group])
+    except (OSError, ValueError, KeyError):  # the clone is the user's, who may be at work in it
+        return {}

@@ -66,7 +66,7 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN, grou
         message += f"; did you mean {near[0]!r}?"
     if spec.isidentifier():
         message += f"; your own function is path/file.py:{spec} or module:{spec}"
-    raise ConfigError(f"{message}; {explain_packages(group)}" if group else message)
+    raise ConfigError(f"{message}; {explain_packages(group, spec)}" if group else message)
 
 
 def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN, group: str = "") -> Callable[..., Any]:

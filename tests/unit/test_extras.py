@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from podium.extras import install_command
+from podium.extras import explain_packages, install_command
 from tests.unit.test_package import canonical
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,3 +81,58 @@ def test_no_text_proposes_to_install_podium_by_name() -> None:
     }
     assert {command.strip("`'\".,);}") for command in commands} <= {*plain, "-e", "command"}
     assert len(commands) >= 3
+
+
+@pytest.mark.parametrize(
+    ("path", "group", "name"),
+    sorted(
+        (path.parent.name, group, name)
+        for path in PROJECTS[1:]
+        for group, names in tomllib.loads(path.read_text())["project"].get("entry-points", {}).items()
+        for name in names
+    ),
+)
+def test_in_a_clone_the_command_is_that_of_the_package_that_has_the_name(
+    monkeypatch: pytest.MonkeyPatch, path: str, group: str, name: str
+) -> None:
+    """Podium knows no names of packages: the clone that it was installed from does."""
+    install_from(monkeypatch, {"url": ROOT.as_uri(), "dir_info": {}})
+    assert explain_packages(group, name).endswith(f"podium-NAME; the missing one by: pip install {ROOT}/plugins/{path}")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        None,
+        {"url": (ROOT / "dist/podium-0.1.0-py3-none-any.whl").as_uri(), "archive_info": {}},
+        {"url": "https://github.com/podium-rl/podium", "vcs_info": {"vcs": "git", "commit_id": "0"}},
+        {"url": "file:///nonexistent", "dir_info": {}},
+    ],
+)
+def test_without_a_clone_the_command_names_no_package(
+    monkeypatch: pytest.MonkeyPatch, origin: dict[str, object] | None
+) -> None:
+    install_from(monkeypatch, origin)
+    assert explain_packages("podium.sessions", "sessions").endswith("by: pip install ./plugins/podium-NAME")
+
+
+def test_a_name_of_no_package_and_a_broken_package_have_no_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = tmp_path / "a clone" / "plugins"
+    for name, text in {
+        "podium-broken": "[project",
+        "podium-whole": "[project.entry-points.'podium.engines']\nx = 'y'",
+    }.items():
+        (directory / name).mkdir(parents=True)
+        (directory / name / "pyproject.toml").write_text(text)
+    install_from(monkeypatch, {"url": directory.parent.as_uri(), "dir_info": {"editable": True}})
+    assert explain_packages("podium.engines", "x").endswith(f": pip install '{directory}/podium-whole'")
+    for group, name in (("podium.engines", "z"), ("podium.engines", ""), ("podium.backends", "x")):
+        assert explain_packages(group, name).endswith("by: pip install ./plugins/podium-NAME")
+
+
+def install_from(monkeypatch: pytest.MonkeyPatch, origin: dict[str, object] | None) -> None:
+    """Let Podium's metadata say that pip installed it from there."""
+    text = None if origin is None else json.dumps(origin)
+    monkeypatch.setattr("podium.extras.distribution", lambda name: SimpleNamespace(read_text=lambda file: text))

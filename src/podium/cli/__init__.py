@@ -165,7 +165,7 @@ def _explain_commands(word: str, installed: Mapping[str, EntryPoint]) -> int:
         names = [*COMMANDS, *installed]
         parser.error(
             f"there is no command {word!r}{nearest(word.lower(), names)}; the commands are {', '.join(names)}; "
-            f"{explain_packages('podium.commands')}"
+            f"{explain_packages('podium.commands', word)}"
         )
     parser.parse_args([word])  # prints help or the version and exits, or refuses the option and exits with 2
     return 2

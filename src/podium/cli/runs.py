@@ -42,7 +42,7 @@ def run_runs(arguments: Sequence[str]) -> int:
             names = ["clean", *(name[5:] for name in find_commands() if name.startswith("runs "))]
             raise ConfigError(
                 f"there is no run and no command {first!r} of podium runs{nearest(first, names)}; its commands are "
-                f"{', '.join(names)}; {explain_packages('podium.commands')}"
+                f"{', '.join(names)}; {explain_packages('podium.commands', f'runs {first}')}"
             )
     parser = _parser("podium runs", "List runs, or show one.", epilog=_EPILOG)
     parser.add_argument("paths", nargs="*", default=["runs"], help="runs, or directories of runs (default: runs)")

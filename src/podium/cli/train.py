@@ -107,7 +107,7 @@ def _find_timing() -> EntryPoint:
     """
     entry = find_installed(_TIMING, "step", _MEASURE)
     if entry is None:
-        raise ConfigError(f"{_MEASURE} needs a package that times a step: {explain_packages(_TIMING)}")
+        raise ConfigError(f"{_MEASURE} needs a package that times a step: {explain_packages(_TIMING, 'step')}")
     return entry
 
 
@@ -242,7 +242,7 @@ def _recipe(word: str) -> str:
             raise ArgumentTypeError(f"{name} is a setting of the recipe {recipe}: podium train {recipe} {words}")
     meanings = ", ".join(f"{recipe} {find_recipe(recipe).help}" for recipe in recipes)
     raise ArgumentTypeError(
-        f"there is no recipe {word!r}{nearest(name, recipes)}; {meanings}; {explain_packages('podium.recipes')}"
+        f"there is no recipe {word!r}{nearest(name, recipes)}; {meanings}; {explain_packages('podium.recipes', name)}"
     )
 
 

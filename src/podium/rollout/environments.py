@@ -99,7 +99,7 @@ def _load(entry: EntryPoint | None, purpose: str) -> object:
     if entry is None:
         raise ConfigError(
             f"{purpose} needs a package that runs sessions, and none is installed (docs/environments.md): "
-            f"{explain_packages(_SESSIONS)}"
+            f"{explain_packages(_SESSIONS, 'sessions')}"
         )
     with explain_raised(f"{purpose} needs {entry.value}, which cannot be loaded"):
         return entry.load()
@@ -128,8 +128,8 @@ def _entry_of(name: str) -> EntryPoint:
         listed = f"installed are {', '.join(sorted(environments))}" if environments else "none is installed"
         raise ConfigError(
             f"{_KEY} = {name!r}: no environment of this name is installed; {listed}{nearest(name, environments)}; "
-            f"others come with packages through the entry point group {_GROUP} (docs/environments.md); an environment "
-            f"of your own is path/file.py:{name} or module:{name}"
+            f"an environment of your own is path/file.py:{name} or module:{name} (docs/environments.md); "
+            f"{explain_packages(_GROUP, name)}"
         )
     return environments[name]
 

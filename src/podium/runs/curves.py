@@ -49,7 +49,7 @@ def load_drawer() -> tuple[CurveDrawer | None, str]:
     """Return what draws learning curves, and ""; or None and the reason, as the end of a sentence."""
     entry = min(entry_points(group=_GROUP), key=lambda entry: entry.value, default=None)
     if entry is None:
-        return None, f", because no installed package draws it; {explain_packages(_GROUP)}"
+        return None, f", because no installed package draws it; {explain_packages(_GROUP, 'png')}"
     try:
         with explain_raised(f"{entry.value} cannot be loaded"):
             return entry.load(), ""

@@ -114,7 +114,7 @@ def find_recipe(name: str) -> Recipe:
     if entry is None:
         raise ConfigError(
             f"there is no recipe {name!r}{nearest(name.lower(), list_recipes())}; the recipes are "
-            f"{', '.join(list_recipes())}; {explain_packages(_GROUP)}"
+            f"{', '.join(list_recipes())}; {explain_packages(_GROUP, name)}"
         )
     package = entry.dist.name if entry.dist else "unknown"
     with explain_raised(f"the recipe {name} needs {entry.value} of the package {package}, which cannot be loaded"):

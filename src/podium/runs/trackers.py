@@ -31,7 +31,7 @@ def load_tracker(name: str) -> type[Tracker]:
         listed = f"installed are {', '.join(names)}" if names else "none is installed"
         raise ConfigError(
             f"{_KEY} names {name!r}, and no tracker of this name is installed; {listed}{nearest(name, names)}; "
-            f"{explain_packages(_GROUP)}"
+            f"{explain_packages(_GROUP, name)}"
         )
     tracker = load_installed(entry, _KEY)
     if not (inspect.isclass(tracker) and issubclass(tracker, Tracker)):

@@ -137,7 +137,7 @@ def _load_backend(scheme: str, backend: str) -> type[Backend]:
     if scheme not in entries:
         raise ConfigError(
             f"no backend {backend!r}; installed are {', '.join(sorted(entries))}{nearest(scheme, entries)}; "
-            f"{explain_packages('podium.backends')} (docs/backends.md)"
+            f"{explain_packages('podium.backends', scheme)} (docs/backends.md)"
         )
     entry = entries[scheme]
     try:

@@ -200,4 +200,4 @@ def _find_entry() -> EntryPoint | None:
 
 def _explain_missing(purpose: str) -> str:
     reason = "needs a package for HTTP, and none is installed (docs/serve.md)"
-    return f"{purpose} {reason}: {explain_packages(_GROUP)}"
+    return f"{purpose} {reason}: {explain_packages(_GROUP, _NAME)}"

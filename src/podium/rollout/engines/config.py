@@ -56,7 +56,7 @@ class EngineConfig:
                 f"engine.name = {self.name!r}: expected {AUTO} or an installed engine: "
                 f"{', '.join(sorted(find_engines()))}{hint}; an engine of your own is chosen by the name of its "
                 "entry point in the group podium.engines, not by module:Class: see docs/engines.md; "
-                f"{explain_packages('podium.engines')}"
+                f"{explain_packages('podium.engines', self.name)}"
             )
 
     @property
