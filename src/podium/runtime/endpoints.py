@@ -100,7 +100,7 @@ class Window:
     def __init__(self, size: int) -> None:
         self._size = size
         self._unfinished: deque[Call[Any]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may call inside the wait
 
     def submit(self, send: Callable[[], Call[Any]]) -> Call[Any]:
         """Call ``send()`` as soon as there is room."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import podium
 from podium.errors import CallCancelled
+from podium.runtime.endpoints import Window
 from podium.runtime.messages import Reply, Request
 from podium_testing.workers import Sleeper
 from tests.waits import LONG_S
@@ -77,3 +79,34 @@ def test_a_reply_that_is_counted_late_does_not_lose_the_next_call_of_its_number(
     assert numbers[-1] == numbers[-2]
     calls._all_answered(flight)
     assert second.result(timeout_s=LONG_S) == ["second"]
+
+
+def test_a_call_that_is_interrupted_while_it_is_sent_is_dropped_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C in a notebook, which goes on. Ranks that ran it would meet the others in collectives of later calls."""
+    with podium.connect("inline", threads=True) as cluster:
+        sleeper = cluster.start(Sleeper.bind(), cluster.pool(2), distributed=False)
+        calls = sleeper.group.processes.calls
+        first = sleeper.nap.submit(1.0, "first")
+
+        def interrupt(request: Request, done: Callable[[Reply], None]) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(calls.handles[1], "invoke", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sleeper.nap.submit(0.0, "half sent")
+        first.result()
+        assert sleeper.history() == [["first"]] * 2
+
+
+def test_a_handler_may_use_the_window_that_its_thread_waits_in() -> None:
+    with podium.connect("inline") as cluster:
+        sleeper = cluster.start(Sleeper.bind(), distributed=False)
+        window, ended = Window(1), threading.Event()
+
+        def use_inside() -> None:
+            window.submit(lambda: window.submit(sleeper.history.submit))
+            ended.set()
+
+        threading.Thread(target=use_inside, daemon=True).start()
+        assert ended.wait(LONG_S)

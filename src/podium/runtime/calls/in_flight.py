@@ -3,11 +3,11 @@
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from podium.errors import PodiumError
+from podium.errors import CallCancelled, PodiumError, SerializationError, StoreFullError
 from podium.runtime.calls.call import Call
 from podium.runtime.collect import Collect
 from podium.runtime.dispatch import Split
@@ -57,3 +57,16 @@ class InFlight:
     next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
     reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
     counted: object = ()  # how far its ranks were when that warning was due
+
+    def fail_to_send(self, error: BaseException, tell: Callable[[], None]) -> None:
+        """Fail the call, whose sending ``error`` has ended, and ``tell`` the ranks.
+
+        Raises:
+            BaseException: ``error`` is no fault of the call, such as Ctrl-C or what a handler of a signal raised.
+        """
+        label, is_fault = self.call.label, isinstance(error, SerializationError | StoreFullError)
+        interrupted = CallCancelled(f"{label} was interrupted while it was sent")
+        self.call.fail(type(error)(f"{label}: {error}") if is_fault else interrupted)
+        tell()
+        if not is_fault:
+            raise error

@@ -18,7 +18,6 @@ from podium.errors import (
     EndpointError,
     PodiumError,
     SerializationError,
-    StoreFullError,
     WorkerDied,
 )
 from podium.runtime.backend import Backend, ProcessHandle
@@ -141,9 +140,8 @@ class ProcessCalls:
                         self._send_to_all(flight, shared, packed_own, concurrent)
                     finally:
                         self._sender = outer
-        except (SerializationError, StoreFullError) as error:  # no room for an argument: some ranks may have begun
-            call.fail(type(error)(f"{call.label}: {error}"))
-            self._tell_cancelled(flight)
+        except BaseException as error:  # noqa: BLE001 - no room for it, or Ctrl-C, which is raised: some may have begun
+            flight.fail_to_send(error, partial(self._tell_cancelled, flight))
         if self.lost:
             for rank, death in list(self.lost.items()):  # it died just now, and may have missed this call
                 self._lose(flight, rank, death)
