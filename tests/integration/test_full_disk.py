@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from podium.cli import main
-from podium.cli.status import StatusSink
+from podium.cli.spinner import StatusSink
 from podium.telemetry import Note, emit, flush
 
 

@@ -28,7 +28,7 @@ from podium_agents.service.admission import Admission
 from podium_agents.service.chat_format import ChatFormat
 from podium_agents.service.engine_client import EngineClient
 from podium_agents.service.service import Service
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 from podium_serve.gateway import Gateway
 from podium_serve.server import listen
 from podium_serve.texts import encode

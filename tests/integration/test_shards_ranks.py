@@ -14,7 +14,7 @@ from podium.errors import WorkerStartError
 from podium.models import ModelConfig, load_model
 from podium.runtime import Cluster, endpoint, gather
 from podium.training import OptimConfig, ParallelConfig
-from podium.training.parallel import is_sharded
+from podium.training.data_parallel import is_sharded
 from podium.workers import Critic, Policy, Reference
 from tests.integration.test_workers_ranks import CAPPED, started
 from tests.unit.workers.tiny import TINY, recorded

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.interruption import explained
-from podium.cli.status import StatusSink, write_note
+from podium.cli.spinner import StatusSink, write_note
 from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.rollout.engines.config import REPLAY

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.presets import Preset, list_presets, read_preset
-from podium.cli.status import StatusSink
+from podium.cli.spinner import StatusSink
 from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
 from podium.extras import explain_packages

@@ -27,11 +27,11 @@ from podium.errors import DataError, PodiumError
 from podium.models.loading import plain_model, rotary_turn
 from podium.telemetry.progress import Counting
 from podium.training.config import OptimConfig, ParallelConfig
+from podium.training.data_parallel import make_parallel
 from podium.training.micro_batches import MicroBatch, MicroBatches, cut, empty_micro_batch
 from podium.training.offload import Offload
 from podium.training.optimizer import LossScale, Optimizer
 from podium.training.output_layer import logits_tail, widen_output
-from podium.training.parallel import make_parallel
 from podium.training.row_isolation import choose_batching, may_share_prompts
 from podium.training.scoring import run_model, zero_of
 

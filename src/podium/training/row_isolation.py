@@ -22,8 +22,8 @@ from podium.errors import ConfigError
 from podium.exceptions import describe_error
 from podium.models.loading import plain_model, rotary_turn
 from podium.training.config import ParallelConfig
+from podium.training.data_parallel import is_sharded
 from podium.training.micro_batches import SharedPrompts, cut
-from podium.training.parallel import is_sharded
 from podium.training.row_verdicts import Verdicts
 from podium.training.scoring import run_model
 

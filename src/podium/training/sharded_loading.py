@@ -28,7 +28,7 @@ from podium.models.progress import count_progress
 from podium.models.tensor_files import Place, Source, digest, find_sources, places, read_rows
 from podium.models.weight_files import read_stored_tensors
 from podium.training.config import ParallelConfig
-from podium.training.parallel import check_collectives, shard_model
+from podium.training.data_parallel import check_collectives, shard_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

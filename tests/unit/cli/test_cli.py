@@ -20,7 +20,7 @@ import podium.cli
 from podium.cli import main
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import inference_config
-from podium.cli.status import StatusSink
+from podium.cli.spinner import StatusSink
 from podium.cli.train import _replay_overrides
 from podium.config import load_config
 from podium.errors import ConfigError

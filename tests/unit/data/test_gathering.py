@@ -11,7 +11,7 @@ import podium
 from podium.data.gathering import gather_rows
 
 SOURCES = Path(podium.__file__).parent
-SCALARS = {"training/parallel.py"}
+SCALARS = {"training/data_parallel.py"}
 """The norm of all gradients: a sum over ranks, and no rows."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.sessions import Echo
 from podium.rollout.sampling import SamplingParams
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 from podium_serve import generator_client
 from podium_serve.app import make_app
 from podium_serve.server import Server

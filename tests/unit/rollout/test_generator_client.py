@@ -20,7 +20,7 @@ from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium_agents.service.chat_format import chat_format
 from podium_agents.service.service import Service
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

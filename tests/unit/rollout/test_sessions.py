@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from podium_agents.service.histories import message_key
-from podium_agents.service.sessions import Sampled, Session
+from podium_agents.service.session_recording import Sampled, Session
 
 
 def sampled(*ids: int, version: int = 3) -> Sampled:

@@ -21,7 +21,7 @@ from podium.models import LoraConfig, ModelConfig, load_model, tensor_files
 from podium.models.loading import lay_out
 from podium.models.tensor_files import find_sources, places, read
 from podium.training import ParallelConfig, sharded_loading
-from podium.training.parallel import is_sharded
+from podium.training.data_parallel import is_sharded
 from podium.training.row_isolation import choose_batching
 from podium.training.sharded_loading import load_parallel
 from tests.unit.training.families import APART, MIXING, make

@@ -26,7 +26,7 @@ from podium.trainer import PRELOAD
 from podium_agents import Client, Rollout
 from podium_agents.service.chat_format import chat_format
 from podium_agents.service.service import Service
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 from tests.integration.training import MODEL
 
 pytest.importorskip("starlette")

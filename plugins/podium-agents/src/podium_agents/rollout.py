@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from podium.workers.generator import Generator
     from podium_agents.service.chat_format import ChatFormat
-    from podium_agents.service.sessions import Row
+    from podium_agents.service.session_recording import Row
     from podium_agents.service.token_source import TokenSource
     from podium_agents.services import OfferedSessions, RemoteSource
 

@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from podium.errors import PodiumError
 from podium.rollout.engines.stops import before_stop
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 from podium_agents.service.wire import (
     WISHES,
     ChatRequest,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import connect, model_parser, open_config
-from podium.cli.status import StatusSink
+from podium.cli.spinner import StatusSink
 from podium.errors import ConfigError
 from podium.processes import close_memory
 from podium.runtime.connecting import backend_class

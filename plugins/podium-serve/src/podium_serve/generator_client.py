@@ -23,7 +23,7 @@ import httpx2
 
 from podium.errors import ConfigError, GenerationError
 from podium_agents.service.admission import Admission
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 from podium_agents.service.token_source import Scored
 from podium_serve.bodies import read_masks
 

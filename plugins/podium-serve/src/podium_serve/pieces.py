@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from podium_agents.service.service import Answer
-    from podium_agents.service.sessions import Sampled
+    from podium_agents.service.session_recording import Sampled
 
 __all__ = ["Delta", "Progress"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from podium.rollout.engines.stops import before_stop
 from podium_agents.service.service import Answer
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 from podium_agents.service.tool_calls import REASONING_ENDS
 from podium_serve.concurrency import merge_streams
 from podium_serve.pieces import Delta, Progress

@@ -12,7 +12,7 @@ from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
 from podium_agents.service.engine_client import EngineClient
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 
 
 def test_a_request_outlives_new_weights_and_each_token_names_its_version(make_model: Any) -> None:

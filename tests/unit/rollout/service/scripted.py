@@ -17,7 +17,7 @@ from podium.rollout.tasks.config import DataConfig
 from podium_agents.service.admission import Admission
 from podium_agents.service.chat_format import ChatFormat
 from podium_agents.service.service import Service
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 from podium_agents.service.token_source import Scored
 from podium_agents.service.wire import ChatRequest
 

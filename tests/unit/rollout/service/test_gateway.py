@@ -17,7 +17,7 @@ from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium_agents.service.keys import SessionKeys
 from podium_agents.service.service import Service
-from podium_agents.service.sessions import Session
+from podium_agents.service.session_recording import Session
 from podium_serve import gateway as gateway_module
 from podium_serve.gateway import Gateway
 from tests.unit.rollout.service.scripted import USER, posted, scripted

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from podium_agents.service.histories import MessageReader, message_key
-from podium_agents.service.sessions import Session
+from podium_agents.service.session_recording import Session
 from tests.unit.rollout.service.scripted import CHATML, USER, say, scripted
 
 Change = Callable[[dict[str, Any]], object]

@@ -12,7 +12,7 @@ import pytest
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium_agents.service.chat_format import ChatFormat, recent_messages
-from podium_agents.service.sessions import Sampled, Session
+from podium_agents.service.session_recording import Sampled, Session
 from tests.unit.rollout.test_templates import FAMILIES, Family, converse, make, tokenizer_of
 
 TURN = "message.role + '\\n' + message.content"

@@ -14,7 +14,7 @@ import pytest
 
 from podium.rollout.engines.stops import before_stop, ends_now
 from podium_agents.service.service import Answer, Service, cut_at_stop
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 from podium_agents.service.wire import ChatRequest
 from podium_serve import streaming
 from podium_serve.bodies import CompletionRequest

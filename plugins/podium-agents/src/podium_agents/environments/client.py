@@ -16,7 +16,7 @@ from podium_agents.service.wire import ChatRequest, Refusal, parse
 
 if TYPE_CHECKING:
     from podium_agents.environments.contract import Messages
-    from podium_agents.service.sessions import Session
+    from podium_agents.service.session_recording import Session
 
 __all__ = ["MOST_AGENTS", "Client", "Reply", "agent_name", "to_messages"]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from podium.rollout.environments import SessionLimits
     from podium_agents.environments.contract import Task
     from podium_agents.service.service import Service
-    from podium_agents.service.sessions import Session
+    from podium_agents.service.session_recording import Session
 
 __all__ = ["CONTEXT_FULL", "TIME_LIMIT", "Ending", "Episode", "Trajectory", "ending_of", "live"]
 

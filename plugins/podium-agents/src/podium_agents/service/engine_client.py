@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import PromptTokens
     from podium_agents.service.concurrency import Caller
-    from podium_agents.service.sessions import Sampled
+    from podium_agents.service.session_recording import Sampled
 
 __all__ = ["EngineClient"]
 

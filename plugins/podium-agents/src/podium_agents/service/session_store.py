@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from podium_agents.service.histories import Template
-from podium_agents.service.sessions import Session
+from podium_agents.service.session_recording import Session
 
 __all__ = ["SessionStore"]
 

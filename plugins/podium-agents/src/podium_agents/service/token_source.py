@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from podium_agents.service.sessions import Sampled
+from podium_agents.service.session_recording import Sampled
 
 if TYPE_CHECKING:
     from podium.rollout.engines.constraints import Constraint
