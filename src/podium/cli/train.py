@@ -218,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         "yours; nothing is sampled",
     )
     parser.add_argument("--dry-run", action="store_true", help="print settings, plan and the first data; start nothing")
-    parser.add_argument(_MEASURE, action="store_true", help="with --dry-run: time one micro-step and one decoding step")
+    parser.add_argument(_MEASURE, action="store_true", help="with --dry-run: time a step; a package does this")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

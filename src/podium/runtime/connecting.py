@@ -136,8 +136,8 @@ def _load_backend(scheme: str, backend: str) -> type[Backend]:
     entries = backends()
     if scheme not in entries:
         raise ConfigError(
-            f"no backend {backend!r}; installed are {', '.join(sorted(entries))}{nearest(scheme, entries)}; "
-            f"{explain_packages('podium.backends', scheme)} (docs/backends.md)"
+            f"no backend {backend!r}; installed are {', '.join(sorted(entries))}{nearest(scheme, entries)} "
+            f"(docs/backends.md); {explain_packages('podium.backends', scheme)}"
         )
     entry = entries[scheme]
     try:

@@ -41,7 +41,8 @@ def test_a_backend_of_a_package_that_is_not_installed_comes_with_the_command_tha
 ) -> None:
     for name in ("elsewhere", "elsewhere://head:1"):
         with pytest.raises(
-            ConfigError, match=r"no backend .*podium\.backends.*by: pip install \./plugins/podium-NAME \(docs"
+            ConfigError,
+            match=r"no backend .*\(docs/backends.md\); .*podium\.backends.*by: pip install \./plugins/podium-NAME",
         ):
             podium.connect(name)
     assert main(["backends"]) == 0
