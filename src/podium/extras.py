@@ -4,8 +4,10 @@ import json
 import re
 import shlex
 import tomllib
+from contextlib import suppress
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, requires
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 __all__ = ["explain_packages", "install_command", "library_command", "repair_command"]
@@ -60,25 +62,29 @@ def explain_packages(group: str, name: str = "") -> str:
         f"packages add others through the entry point group {group}, and Podium's packages, podium-NAME, are installed "
         "in its clone by: pip install ./plugins/podium-NAME"
     )
-    packages = [str(path) for path in _list_packages() if name in _read_entries(path, group)]
-    return f"{text}; the missing one by: {shlex.join(['pip', 'install', packages[0]])}" if packages else text
+    projects = _read_packages()
+    entries = {path: project.get("entry-points", {}).get(group, {}) for path, project in projects.items()}
+    directory = next((path for path, names in entries.items() if name in names), None)
+    if directory is None:
+        return text
+    # Packages of the clone that it needs come from the clone, too: on an index, their names may be somebody else's.
+    needed = projects[directory].get("dependencies", [])
+    paths = [str(path) for path in projects if path == directory or path.name in needed]
+    return f"{text}; the missing one by: {shlex.join(['pip', 'install', *paths])}"
 
 
-def _list_packages() -> list[Path]:
-    """Return the directories of Podium's packages in the clone that Podium was installed from; none without a clone."""
+def _read_packages() -> dict[Path, dict[str, Any]]:
+    """Return the table ``project`` of each of Podium's packages by its directory in the clone that Podium was installed
+    from. There are none without a clone."""
     try:
         origin = json.loads(distribution("podium").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:  # a checkout on the path of Python that was not installed
-        return []
+        return {}
     url = urlsplit(origin.get("url", ""))
     if "dir_info" not in origin or url.scheme != "file":
-        return []
-    return sorted(path.parent for path in Path(unquote(url.path)).glob("plugins/podium-*/pyproject.toml"))
-
-
-def _read_entries(package: Path, group: str) -> dict[str, str]:
-    try:
-        project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-        return dict(project["entry-points"][group])
-    except (OSError, ValueError, KeyError):  # the clone is the user's, who may be at work in it
         return {}
+    projects: dict[Path, dict[str, Any]] = {}
+    for path in sorted(Path(unquote(url.path)).glob("plugins/podium-*/pyproject.toml")):
+        with suppress(OSError, ValueError, KeyError):  # the clone is the user's, who may be at work in it
+            projects[path.parent] = tomllib.loads(path.read_text())["project"]
+    return projects
