@@ -122,14 +122,16 @@ def test_a_name_that_is_not_installed_is_answered_with_those_that_are(capsys: py
     assert main(["train", "grpo", "--environment.name", "countin"]) == 2
     words = " ".join(capsys.readouterr().err.split())
     assert "environment.name = 'countin': no environment of this name is installed; installed are absent" in words
-    assert "did you mean 'counting'?; others come with packages through the entry point group podium." in words
-    assert "path/file.py:countin or module:countin" in words
+    assert "did you mean 'counting'?; an environment of your own is path/file.py:countin or module:countin" in words
+    assert "packages add others through the entry point group podium.environments" in words
     assert {"counting", *MODULES} <= find_environments().keys()
 
 
 def test_where_none_is_installed_the_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [])
-    with pytest.raises(ConfigError, match=r"none is installed; others come .* entry point group podium\.environments"):
+    with pytest.raises(
+        ConfigError, match=r"none is installed; .* packages add others .* entry point group podium\.environments"
+    ):
         EnvironmentConfig(name="counting")
 
 
