@@ -248,7 +248,7 @@ def test_the_divergence_from_a_teacher_over_its_most_probable_ids(divergence: st
     )
     np.testing.assert_allclose(loss.loss_N.detach(), expected_N, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(slopes_NV, expected_NV, rtol=1e-6, atol=1e-6)
-    with pytest.raises(DataError, match="teacher_top_k is set, and the batch has no teacher_top"):
+    with pytest.raises(DataError, match="teacher_top_k is set, and the batch has no column teacher_top"):
         policy_loss(
             LossInputs(offsets_B1=torch.tensor([0, 8, 20]), columns={"logprobs": log_p[:, 0]}), config.resolve()
         )

@@ -87,7 +87,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
     "rewards/dispatcher_client.py": ("os.open", LOGS),
     "runs/run_writer.py": ("rmdir", "the parents that were made for a run's directory"),
-    "runs/export.py": ("iterdir mkdir open read_bytes rglob shutil.copyfileobj write_bytes write_text", PERSON),
+    "runs/export.py": ("iterdir mkdir open rglob shutil.copyfileobj write_text", PERSON),
     "runs/named_code.py": ("glob mkdir open read_bytes", "the records of this user, and the files of functions"),
     "runs/named_files.py": ("glob open os.walk", PERSON),
     "runs/run_reader.py": ("iterdir", "the directory of runs, whose owner the person is"),

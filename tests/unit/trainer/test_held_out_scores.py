@@ -120,7 +120,7 @@ def test_a_reward_says_what_it_read() -> None:
 
 def test_a_vote_over_answers_that_nobody_reads_is_refused_with_the_remedy() -> None:
     config = build_config(InferenceConfig, {"eval": {"metric": "maj@2", "temperature": {"temperature": 1, "n": 2}}})
-    with pytest.raises(ConfigError, match="the answer that it read"):
+    with pytest.raises(ConfigError, match="does not say which answer a completion gives: return a mapping"):
         choose_metric(config, Evaluation.of(0, 1, scores_of(items_of(["45"]), "maj@2")))
 
 

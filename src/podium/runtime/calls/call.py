@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, cast
@@ -64,7 +63,7 @@ def end_fork(process: int, what: str, error: BaseException | None = None) -> Non
     if process in (Here.pid, 0):
         return
     if error is not None:
-        traceback.print_exception(error)
+        sys.stderr.write(format_error(error))
     why = f"is a fork of {process} and came back from {what}; it ends here, where a fork has to call os._exit()"
     sys.stderr.write(f"podium: process {Here.pid} {why}\n")
     sys.stderr.flush()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from podium.errors import CallCancelled, PodiumError, SerializationError, StoreFullError
+from podium.exceptions import read_text
 from podium.runtime.calls.call import Call
 from podium.runtime.collect import Collect
 from podium.runtime.dispatch import Split
@@ -66,7 +67,7 @@ class InFlight:
         """
         label, is_fault = self.call.label, isinstance(error, SerializationError | StoreFullError)
         interrupted = CallCancelled(f"{label} was interrupted while it was sent")
-        self.call.fail(type(error)(f"{label}: {error}") if is_fault else interrupted)
+        self.call.fail(type(error)(f"{label}: {read_text(error)}") if is_fault else interrupted)
         tell()
         if not is_fault:
             raise error

@@ -34,6 +34,9 @@ _EXACT: Final = 4  # bytes of a float32
 _BYTES: Final = {"float32": 4, _BFLOAT16: 2, "float16": 2}
 
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")  # names of one setting
+_LARGE_MATRICES: Final = 64 << 20
+"""Bytes of matrices that are read from memory again for every token, since no cache of a processor holds them."""
+
 _COLUMN_COPIES: Final = 3  # as they were drawn, in the store, and those that the update has taken from it
 
 _log = logging.getLogger("podium")
@@ -61,7 +64,8 @@ def describe_memory(
         ConfigError: The model's configuration cannot be read.
     """
     config = resolve_resume(config)
-    accelerated = is_accelerated(backend_class(backend, options).expected_nodes(options or {}))
+    nodes = backend_class(backend, options).expected_nodes(options or {})
+    accelerated = is_accelerated(nodes)
     size, critic_model = model_size(config.model), None
     if isinstance(config, PPOConfig) and "critic" in config.roles:
         critic_model = replace(config.model, lora=None)
@@ -74,7 +78,9 @@ def describe_memory(
     passes = {"policy": _count_pass(config, config.model, amounts, accelerated)}
     if critic_model is not None:
         passes["critic"] = _count_pass(config, critic_model, amounts, accelerated, scores=False)
-    return "\n".join(["# memory", *_memory(config, size, critic, scorer, amounts, accelerated, teacher, passes)])
+    lines = _memory(config, size, critic, scorer, amounts, accelerated, teacher, passes)
+    alone = len(nodes) == 1 and not accelerated
+    return "\n".join(["# memory", *lines, *(_advise_fewer_ranks(config, size, amounts) if alone else ())])
 
 
 def _memory(
@@ -101,6 +107,22 @@ def _memory(
     if first > 1:
         yield f"memory       about {_amount(total)} on all processes"
     yield "not counted  Python and its libraries, about 0.4 GiB in each process"
+
+
+def _advise_fewer_ranks(config: PPOConfig | SFTConfig, size: ModelSize, amounts: Amounts) -> Iterator[str]:
+    """Say where several generators on the cores of one machine are slower than one that has them all: products of few
+    rows take as long as reading the matrices. docs/training.md has what was measured."""
+    from podium.rollout.engines.native.products import ROW_QUANTUM  # needs torch
+
+    generators, matrices = config.placement.generators, size.matrices * _EXACT
+    whole = config.parallel.strategy != "fsdp2" and not size.experts
+    few = amounts.sequences * generators <= ROW_QUANTUM
+    if generators > 1 and few and whole and _is_native(config, size) and matrices >= _LARGE_MATRICES:
+        key = config.placement.key_of("generator")
+        yield (
+            f"fewer ranks  {generators} generators on one machine each read {_amount(matrices / _GIB)} of matrices for "
+            f"every token; one that has all cores reads them once and is faster: {key}: 1"
+        )
 
 
 def _amount(gib: float) -> str:
@@ -427,7 +449,7 @@ def _cache(
     and in float32 on a CPU."""
     from podium.rollout.engines.native.cache import LENGTH_QUANTUM, round_up  # needs torch
 
-    native = size.native and config.engine.name in ("auto", "native")
+    native = _is_native(config, size)
     width = _EXACT if native and not accelerated else _BYTES[dtype]
     lanes, length = amounts.sequences, amounts.length
     if native:
@@ -441,10 +463,13 @@ def _packed(config: PPOConfig | SFTConfig, size: ModelSize) -> dict[str, float]:
     """The native engine's matrices for at most 16 rows, which it keeps until the weights change."""
     from podium.rollout.engines.native.packing import most_packed_bytes  # needs torch
 
-    native = size.native and not size.experts and config.engine.name in ("auto", "native")
-    matrices = size.parameters - size.outside + size.vocabulary * size.hidden
-    packed = most_packed_bytes(matrices * _EXACT, config.sampling.max_new_tokens) if native else 0
+    dense = _is_native(config, size) and not size.experts
+    packed = most_packed_bytes(size.matrices * _EXACT, config.sampling.max_new_tokens) if dense else 0
     return {"packed matrices": packed} if packed else {}
+
+
+def _is_native(config: PPOConfig | SFTConfig, size: ModelSize) -> bool:
+    return size.native and config.engine.name in ("auto", "native")
 
 
 def _generation(
@@ -490,6 +515,11 @@ class ModelSize:
     native: bool = False
     experts: int = 0
     choices: int = 0
+
+    @property
+    def matrices(self) -> int:
+        """The parameters that are read for each token: all but the embedding, which one row is read of."""
+        return self.parameters - self.outside + self.vocabulary * self.hidden
 
 
 def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:

@@ -46,7 +46,7 @@ def _train(model: Any) -> None:
 def test_another_dtype_is_a_copy_that_refresh_fills(make_model: MakeModel, name: Any) -> None:
     model = make_model("qwen3")
     engine = make_engine(EngineConfig(name=name, dtype="bfloat16"), model)
-    with pytest.raises(GenerationError, match="no weights before refresh"):
+    with pytest.raises(GenerationError, match="has no weights yet: call refresh"):
         engine.generate(PROMPTS, PARAMS, range(4))
     for version in (1, 2):
         engine.refresh(version)

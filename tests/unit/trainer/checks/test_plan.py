@@ -16,6 +16,7 @@ import torch
 from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig, load_model
 from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_memory, describe_plan
+from podium.trainer.checks import memory
 from podium.trainer.checks.memory import Amounts, ModelSize, Row, memory_gib, model_size
 from podium.trainer.roles import bind_roles
 from podium.training import pass_memory
@@ -175,6 +176,25 @@ def test_the_native_engine_packs_matrices_for_long_completions_in_float32_on_a_c
         assert "packed matrices" not in memory_gib(config, other, ("generator",))
     assert "packed matrices" not in memory_gib(long, size, ("generator",), accelerated=True)
     assert "packed matrices" not in memory_gib(long, size, ("policy",))
+
+
+def test_the_plan_says_where_one_generator_with_all_cores_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advise(layout: str = "colocated", backend: str = "local", **placement: Any) -> str:
+        config = tiny(GRPOConfig, tmp_path, placement={"layout": layout, **placement})
+        return describe_memory(config, backend).partition("fewer ranks")[2]
+
+    assert not advise(ranks=2), "the tiny model is small"
+    monkeypatch.setattr(memory, "_LARGE_MATRICES", 0)
+    assert advise(ranks=2).endswith("is faster: placement.ranks: 1")
+    assert advise("split", ranks=1, generator_ranks=2).endswith("is faster: placement.generator_ranks: 1")
+    assert not advise("split", ranks=2, generator_ranks=1)
+    assert not advise(ranks=1)
+    many = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, batch={"prompts": 17})
+    assert "fewer ranks" not in describe_memory(many, "local")
+    sharded = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, parallel={"strategy": "fsdp2"})
+    assert "fewer ranks" not in describe_memory(sharded, "local")
 
 
 def test_the_cache_is_at_most_what_the_engine_may_hold(tmp_path: Path) -> None:
