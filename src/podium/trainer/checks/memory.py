@@ -80,7 +80,7 @@ def describe_memory(
         passes["critic"] = _count_pass(config, critic_model, amounts, accelerated, scores=False)
     lines = _memory(config, size, critic, scorer, amounts, accelerated, teacher, passes)
     alone = len(nodes) == 1 and not accelerated
-    return "\n".join(["# memory", *lines, *(_advise_fewer_ranks(config, size, amounts) if alone else ())])
+    return "\n".join(["# memory", *lines, *(_advise_fewer_ranks(config, size) if alone else ())])
 
 
 def _memory(
@@ -109,14 +109,14 @@ def _memory(
     yield "not counted  Python and its libraries, about 0.4 GiB in each process"
 
 
-def _advise_fewer_ranks(config: PPOConfig | SFTConfig, size: ModelSize, amounts: Amounts) -> Iterator[str]:
+def _advise_fewer_ranks(config: PPOConfig | SFTConfig, size: ModelSize) -> Iterator[str]:
     """Say where several generators on the cores of one machine are slower than one that has them all: products of few
     rows take as long as reading the matrices. docs/training.md has what was measured."""
     from podium.rollout.engines.native.products import ROW_QUANTUM  # needs torch
 
     generators, matrices = config.placement.generators, size.matrices * _EXACT
     whole = config.parallel.strategy != "fsdp2" and not size.experts
-    few = amounts.sequences * generators <= ROW_QUANTUM
+    few = isinstance(config, PPOConfig) and config.rows <= ROW_QUANTUM
     if generators > 1 and few and whole and _is_native(config, size) and matrices >= _LARGE_MATRICES:
         key = config.placement.key_of("generator")
         yield (

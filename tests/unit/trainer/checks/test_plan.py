@@ -191,6 +191,8 @@ def test_the_plan_says_where_one_generator_with_all_cores_is_faster(
     assert advise("split", ranks=1, generator_ranks=2).endswith("is faster: placement.generator_ranks: 1")
     assert not advise("split", ranks=2, generator_ranks=1)
     assert not advise(ranks=1)
+    judged = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, eval={"items": 100})
+    assert "fewer ranks" in describe_memory(judged, "local"), "training decides, which draws few rows"
     many = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, batch={"prompts": 17})
     assert "fewer ranks" not in describe_memory(many, "local")
     sharded = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, parallel={"strategy": "fsdp2"})
