@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -240,12 +241,8 @@ class GradingProcesses:
             if path is None or path.stat().st_size <= MOST_LOG_BYTES:
                 return
             log = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(log, "r+b") as file:  # its writers append, so that they go on at the new end
-                file.seek(-MOST_LOG_BYTES // 2, os.SEEK_END)
-                rest = file.read(MOST_LOG_BYTES).partition(b"\n")[2]
-                file.seek(0)
-                file.truncate()
-                file.write(b"(what the reward had printed before was dropped)\n" + rest)
+            with os.fdopen(log, "r+b", buffering=0) as file:
+                _keep_end(file, MOST_LOG_BYTES // 2)
             if not self._said:
                 self._said = True
                 emit(
@@ -310,3 +307,17 @@ def _pickle(function: RewardFn) -> bytes:
             f"the reward {name_of(function)} cannot be sent to a grading process: {describe_error(error)}; "
             "load what the reward needs inside the function, or name the reward as module:function"
         ) from error
+
+
+def _keep_end(file: FileIO, nbytes: int) -> None:
+    """Drop all of a log but its last ``nbytes``, from a whole line on. Others append to it meanwhile, and go on at the
+    new end: what they write moves along, until nothing is new before the rest is cut off."""
+    read = file.seek(-nbytes, os.SEEK_END)
+    part, end = file.readall(), 0
+    kept = b"(what the reward had printed before was dropped)\n" + part.partition(b"\n")[2]
+    while part:
+        end += os.pwrite(file.fileno(), kept, end)
+        read += len(part)
+        file.seek(read)
+        part = kept = file.readall()
+    file.truncate(end)

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from fractions import Fraction
+from io import FileIO
 from pathlib import Path
 
 import pytest
 
 from podium.errors import ConfigError, RewardError
-from podium.rewards import Grade, Grader, RewardConfig
+from podium.rewards import Grade, Grader, RewardConfig, dispatcher_client
 from podium.rewards.forms import Item
 from podium.rewards.panel import Panel, judge
 from podium.telemetry import Event, Note, subscribe
@@ -436,6 +437,30 @@ def test_a_forgotten_grader_ends_with_its_script() -> None:
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=200, check=True
     )
     assert (done.stdout, done.stderr) == ("1.0\n", "")
+
+
+def test_what_a_reward_prints_while_its_log_is_shortened_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "reward.log"
+    path.write_text("".join(f"{number:04}\n" for number in range(100)))
+
+    class Printing(FileIO):
+        """Others append at each of the first three reads."""
+
+        count = 0
+
+        def readall(self) -> bytes:
+            part = super().readall()
+            if self.count < 3:
+                self.count += 1
+                with path.open("a") as log:
+                    log.write(f"late {self.count}\n")
+            return part
+
+    with Printing(path, "r+") as file:
+        dispatcher_client._keep_end(file, 52)
+    first, *lines = path.read_text().splitlines()
+    assert first.startswith("(what the reward had printed")
+    assert lines == [*(f"{number:04}" for number in range(90, 100)), "late 1", "late 2", "late 3"]
 
 
 def test_the_log_of_a_reward_that_prints_much_keeps_the_newest_and_says_so_once(
