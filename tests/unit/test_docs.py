@@ -136,7 +136,7 @@ def test_the_runs_of_the_page_on_preferences_go_as_printed(
     for language, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         for line in code.splitlines() if not language else ():
             assert main([*shlex.split(line)[1:], "--backend", "inline"]) == 0, line
-        if language not in ("", "bash"):  # the shell's installs a package
+        if language:
             name = code.partition("\n")[0].removeprefix("# ")
             Path(name).write_text(code)
         if language == "python":
