@@ -251,8 +251,8 @@ def evaluate_model(
         sessions: Sessions | None = None
         if roles.rollout is not None:
             beside = share_processes(roles.rollout, roles.generator)
-            asked = () if beside else (roles.generator,)
-            sessions = load_sessions(config.environment.shown).Sessions(roles.rollout, asked, config, sampling)
+            generators = () if beside else (roles.generator,)
+            sessions = load_sessions(config.environment.shown).Sessions(roles.rollout, generators, config, sampling)
         emit(Waiting(f"evaluating {sum(map(len, sets.values())):,} prompts"))
         for name, prompts in sets.items():
             evaluations[name] = score_held_out(

@@ -465,10 +465,10 @@ class _Api:
             part = spell(self.service, token, begins=not at)
             return {"token": part.decode(errors="replace"), "logprob": logprob, "bytes": list(part)}
 
-        drawn = zip(sampled.ids[start:], sampled.logprobs[start:], top, strict=True)
+        sampled_tokens = zip(sampled.ids[start:], sampled.logprobs[start:], top, strict=True)
         return [
             {**entry(token, logprob, at), "top_logprobs": [entry(*other, at) for other in others]}
-            for at, (token, logprob, others) in enumerate(drawn, start)
+            for at, (token, logprob, others) in enumerate(sampled_tokens, start)
         ]
 
     def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, Any]:

@@ -94,11 +94,12 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     """
     written: list[Any] = []
     for message in messages:
-        made = {name: entry for name, entry in message.items() if entry is not None}
-        made["content"] = message_text(message) if isinstance(made.get("content"), list) else made.get("content", "")
-        if made.get("tool_calls"):
-            made["tool_calls"] = read_calls(made["tool_calls"])
-        written.append(made)
+        plain_message = {name: entry for name, entry in message.items() if entry is not None}
+        content = plain_message.get("content", "")
+        plain_message["content"] = message_text(message) if isinstance(content, list) else content
+        if plain_message.get("tool_calls"):
+            plain_message["tool_calls"] = read_calls(plain_message["tool_calls"])
+        written.append(plain_message)
     return written
 
 

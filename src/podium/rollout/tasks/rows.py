@@ -264,8 +264,8 @@ def _reader(kind: Any, inside: bool) -> Callable[[Any], Any] | None:
 
         def read(entries: Any) -> Any:
             kept = () if entries is None else entries.items()
-            made = {name: reads[name](entry) for name, entry in kept if entry is not None or not inside}
-            return None if entries is None else made
+            entries_by_name = {name: reads[name](entry) for name, entry in kept if entry is not None or not inside}
+            return None if entries is None else entries_by_name
 
         return read
     if (element := getattr(kind, "value_type", None)) is not None and not types.is_dictionary(kind):

@@ -115,9 +115,9 @@ def _advise_fewer_ranks(config: PPOConfig | SFTConfig, size: ModelSize) -> Itera
     from podium.rollout.engines.native.products import ROW_QUANTUM  # needs torch
 
     generators, matrices = config.placement.generators, size.matrices * _EXACT
-    whole = config.parallel.strategy != "fsdp2" and not size.experts
+    is_dense = config.parallel.strategy != "fsdp2" and not size.experts
     few = isinstance(config, PPOConfig) and config.rows <= ROW_QUANTUM
-    if generators > 1 and few and whole and _is_native(config, size) and matrices >= _LARGE_MATRICES:
+    if generators > 1 and few and is_dense and _is_native(config, size) and matrices >= _LARGE_MATRICES:
         key = config.placement.key_of("generator")
         yield (
             f"fewer ranks  {generators} generators on one machine each read {_amount(matrices / _GIB)} of matrices for "

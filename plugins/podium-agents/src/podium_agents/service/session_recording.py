@@ -303,8 +303,8 @@ class Session:
         Raises:
             RecursionError: A message is nested too deeply to be compared. Nothing is recorded then.
         """
-        known = chain(() if continues is None else continues.messages, repeat(None))
-        conversation = tuple(map(_keep, messages, known))
+        earlier_messages = chain(() if continues is None else continues.messages, repeat(None))
+        conversation = tuple(map(_keep, messages, earlier_messages))
         compared = () if continues is None else continues.conversation  # which find() has compared
         read = (self._reader.key(conversation, at) for at in range(len(compared), len(conversation)))
         keys, tools_of = (*compared, *read), tools_key(tools, options)
