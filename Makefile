@@ -162,7 +162,7 @@ gpu-wheels: $(STAMP)  ## pack what a GPU machine without a network lacks (about 
 	@$(BIN)/pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
 		--python-version $(GPU_PYTHON_VERSION) $(GPU_PLATFORMS:%=--platform %) -d $(GPU_WHEELS) \
 		-c constraints.txt -r bench/gpu/wheels.txt
-	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w $(GPU_WHEELS) .
+	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w $(GPU_WHEELS) . $(RUNTIME_PLUGINS:%=./%)
 	@size=$$(du -sm $(GPU_WHEELS) | cut -f1); echo "$(GPU_WHEELS): $$size MiB"; ((size <= 64))
 
 bench-peers: $(PEERS:%=.venvs/%/.installed)  ## install the peers that bench compares with, each in its own environment

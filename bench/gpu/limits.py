@@ -207,9 +207,14 @@ def _wake(engine: TrainEngine) -> None:
 
 def _decode_s(stage: Stage, engine: Any, rows: int, new_tokens: int) -> float:
     """Seconds of the second of two generations, prompts included."""
-    source = random.Random(rows)
-    words = model_config(stage)["vocab_size"]
-    prompts = [[source.randrange(4, words) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
+    prompts = make_prompts(stage, rows)
     params = SamplingParams(max_new_tokens=new_tokens)
     engine.generate(prompts, params, range(rows))
     return wall_s(lambda: engine.generate(prompts, params, range(rows)), stage.device)
+
+
+def make_prompts(stage: Stage, rows: int) -> list[list[int]]:
+    """Return so many prompts of random words, no two of which begin alike."""
+    source = random.Random(rows)
+    words = model_config(stage)["vocab_size"]
+    return [[source.randrange(4, words) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]

@@ -24,12 +24,14 @@ from bench.golden import CASES as GOLDEN, COMMON, GROUPS
 from bench.gpu.stage import Stage
 from tests.warm_python import NewPopen, run_python
 
-AT_A_TIME: Final = 6
+AT_A_TIME: Final = 10
 MARKED: Final = (
     "tests/unit/rollout/engines/test_native.py",
     "tests/unit/test_devices.py",
     "tests/unit/algorithms/test_devices.py",
 )
+ROOT: Final = Path(__file__).resolve().parents[2]
+REAL_STEPS: Final = 12
 PAIRS: Final = {
     **{key: value for key, value in COMMON.items() if key.startswith(("model.", "data.", "optim.", "run."))},
     "batch.examples": 8,
@@ -111,6 +113,33 @@ def learns(stage: Stage) -> None:
     stage.figure("accuracy_after", after, "of held-out numbers")
     if after - before < 0.5:
         stage.failures.append(f"the accuracy rose from {before:.3f} to {after:.3f} only")
+
+
+def real(stage: Stage) -> None:
+    """SmolLM2-135M-Instruct learns sums by GRPO on the GPU, with all weights and with adapters."""
+    model = ROOT / ".cache" / "real" / "model"
+    if stage.dry or not model.exists():
+        stage.skip("make real shows it on a CPU" if stage.dry else "examples/real/convert.py has not made the model")
+    with tempfile.TemporaryDirectory(prefix="podium-gpu-") as folder:
+        for way, words in (("full", ()), ("lora", ("--lora",))):
+            stage.part(way, lambda way=way, words=words: _learn_sums(stage, way, words, Path(folder, way)))
+
+
+def _learn_sums(stage: Stage, way: str, words: Sequence[str], out: Path) -> None:
+    status, output = _run(["examples/real/train.py", "--steps", str(REAL_STEPS), *words, "--out", str(out)])
+    _expect_status(stage, way, status, output)
+    summary = json.loads((out / "run" / "summary.json").read_text())
+    before, after = (summary[when]["reward_mean"] for when in ("before", "after"))
+    stage.figure(f"{way}_seconds", summary["wall_s"], "s with the start of all processes")
+    stage.figure(f"{way}_before", before, "of held-out reward")
+    stage.figure(f"{way}_after", after, "of held-out reward")
+    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name, unit in (("time/step", "s of the last step"), ("mismatch/mean", "nats, of the last step")):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            stage.figure(f"{way}_{name.rpartition('/')[2]}", values[-1], unit)
+    if after - before < 0.25:
+        stage.failures.append(f"{way}: the held-out reward rose from {before:.3f} to {after:.3f} only")
 
 
 def train(name: str, folder: Path) -> int:

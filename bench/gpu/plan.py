@@ -231,6 +231,19 @@ STAGES = (
         ),
     ),
     Planned(
+        name="real",
+        what="SmolLM2-135M-Instruct learns sums by GRPO, with all weights and with adapters (12 steps each)",
+        budget_s=80,
+        least_s=45,
+        function="bench.gpu.paths:real",
+        predictions=(
+            Prediction(figure="full_after", low=0.5, high=0.9, unit="", why="0.75 on a CPU after 12 steps"),
+            Prediction(
+                figure="full_seconds", low=15, high=60, unit="s", why="imports, and 12 steps of some 14 tokens of 15 ms"
+            ),
+        ),
+    ),
+    Planned(
         name="decode",
         what="the native engine at Qwen2.5-0.5B's shape, 1 to 512 rows, with CUDA graphs and without",
         budget_s=45,
@@ -269,6 +282,36 @@ STAGES = (
                 high=524_288,
                 unit="tokens",
                 why="with an output layer in chunks: 24 layers keep 1.8 kB a token each, and one is computed again",
+            ),
+        ),
+    ),
+    Planned(
+        name="decode_kernels",
+        what="where the time of a decode step of 256 rows goes at Qwen2.5-0.5B's shape, kernel by kernel",
+        budget_s=40,
+        function="bench.gpu.profiles:decode_kernels",
+        predictions=(
+            Prediction(
+                figure="loop_busy",
+                low=60,
+                high=250,
+                unit="ms",
+                why="32 tokens of 1 GB of weights and 0.3 GB of logits several times, in 1,000 kernels of 2 to 5 µs",
+            ),
+        ),
+    ),
+    Planned(
+        name="update_kernels",
+        what="the same of an optimizer step over 64 rows of 320 tokens, at Qwen2.5-0.5B's and SmolLM2-135M's shapes",
+        budget_s=40,
+        function="bench.gpu.profiles:update_kernels",
+        predictions=(
+            Prediction(
+                figure="05b_busy",
+                low=200,
+                high=700,
+                unit="ms",
+                why="6e13 operations in bf16 and 1.7e13 in float32 for the output layer, if that is not in bf16",
             ),
         ),
     ),
