@@ -154,7 +154,7 @@ soak: $(STAMP)  ## ten thousand steps through references, with faults among them
 chaos: $(STAMP)  ## runs that lose processes at random moments, in every schedule: what became of each prompt
 	@$(BIN)/python -m bench.chaos $(ARGS)
 
-gpu: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure Podium on one GPU in 17 minutes; ARGS=--dry: its code, on a CPU
+gpu: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure Podium on one GPU in 21 minutes; ARGS=--dry: its code, on a CPU
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(ARGS)
 
 gpu-wheels: $(STAMP)  ## pack what a GPU machine without a network lacks (about 12 MB) into .gpu-wheels

@@ -185,8 +185,9 @@ def make_scheduler(config: pytest.Config, log: Any) -> Any:
             return self.unit_of[nodeid]
 
         def _assign_work_unit(self, node: Any) -> None:
-            self.workqueue.move_to_end(self._choose_units(node)[0].name, last=False)
-            super()._assign_work_unit(node)
+            if units := self._choose_units(node):
+                self.workqueue.move_to_end(units[0].name, last=False)
+                super()._assign_work_unit(node)
 
         def _reschedule(self, node: Any) -> None:
             if self.workqueue and not self._choose_units(node):

@@ -1,4 +1,4 @@
-"""What one machine with one GPU proves and measures, in one command of at most 17 minutes: `make gpu`.
+"""What one machine with one GPU proves and measures, in one command of at most 21 minutes: `make gpu`.
 
     plan      the stages in their order: budget, prediction of each figure, function
     runner    runs each stage in a process of its own, within its budget and the limit, and keeps the results

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: prove Podium on one GPU, and measure it there, in at most 17 minutes.
+"""`python -m bench.gpu`: prove Podium on one GPU, and measure it there, in at most 21 minutes.
 
     make gpu                          on a machine with a GPU, in .venv
     make gpu ARGS=--dry               all stages on a CPU with tiny shapes: their code runs
@@ -29,7 +29,7 @@ RESULTS = ROOT / "bench" / "gpu" / "results.json"
 DRY_RESULTS = ROOT / "runs" / "gpu" / "dry.json"
 SOME_RESULTS = ROOT / "runs" / "gpu" / "some.json"
 PAGE = ROOT / "docs" / "gpu.md"
-LIMIT_S, DRY_LIMIT_S = 970.0, 240.0
+LIMIT_S, DRY_LIMIT_S = 1260.0, 240.0
 DRY_BUDGET_S, DRY_LEAST_S = 120.0, 15.0  # of each stage of a dry run: a busy processor is slow, and proves no less
 
 

@@ -222,7 +222,7 @@ STAGES = (
     Planned(
         name="trl_135m",
         what="the same at SmolLM2-135M's sizes: 30 layers of 576, 49,152 words",
-        budget_s=90,
+        budget_s=110,
         function="bench.gpu.training:beside_trl_135m",
         predictions=(
             Prediction(
@@ -233,7 +233,7 @@ STAGES = (
     Planned(
         name="real",
         what="SmolLM2-135M-Instruct learns sums by GRPO, with all weights and with adapters (12 steps each)",
-        budget_s=80,
+        budget_s=110,
         least_s=45,
         function="bench.gpu.paths:real",
         predictions=(
@@ -258,7 +258,7 @@ STAGES = (
     Planned(
         name="graphs",
         what="CUDA graphs of decode steps compared with the loop: tokens, log-probabilities, and time for each token",
-        budget_s=30,
+        budget_s=55,
         function="bench.gpu.limits:graphs",
         predictions=(
             Prediction(figure="graphs_1", low=0.6, high=2.5, unit="ms", why="1 GB read, and 400 kernels of 2 to 4 µs"),
@@ -288,7 +288,7 @@ STAGES = (
     Planned(
         name="decode_kernels",
         what="where the time of a decode step of 256 rows goes at Qwen2.5-0.5B's shape, kernel by kernel",
-        budget_s=40,
+        budget_s=60,
         function="bench.gpu.profiles:decode_kernels",
         predictions=(
             Prediction(
@@ -303,7 +303,7 @@ STAGES = (
     Planned(
         name="update_kernels",
         what="the same of an optimizer step over 64 rows of 320 tokens, at Qwen2.5-0.5B's and SmolLM2-135M's shapes",
-        budget_s=40,
+        budget_s=75,
         function="bench.gpu.profiles:update_kernels",
         predictions=(
             Prediction(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.clock import wall_s
@@ -82,4 +81,6 @@ def _keep_kernels(stage: Stage, name: str, work: Callable[[], None], *, of: int)
     stage.figure(f"{name}_kernels", sum(one.count for one in averages) / of, "kernels a token, or a row")
     for place, one in enumerate(averages[:MOST_KERNELS], 1):
         share = getattr(one, key) / max(busy_us, 1)
-        stage.fact(f"{name} {place}", f"{share:.1%} {getattr(one, key) / 1e3:.1f} ms, {one.count} times: {one.key[:110]}")
+        stage.fact(
+            f"{name} {place}", f"{share:.1%} {getattr(one, key) / 1e3:.1f} ms, {one.count} times: {one.key[:110]}"
+        )

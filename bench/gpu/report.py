@@ -13,7 +13,7 @@ INTRO = """# On one GPU
 
 <!-- `python -m bench.gpu --report` writes this page. Change bench/gpu/report.py, not the page. -->
 
-`make gpu` tests and measures Podium on a machine with one NVIDIA GPU, in at most 17 minutes. Each stage runs in a
+`make gpu` tests and measures Podium on a machine with one NVIDIA GPU, in at most 21 minutes. Each stage runs in a
 process of its own and has a budget of time. A stage is skipped if less time is left than its budget, and the results
 say so. Predictions are written before the first stage begins, and results after each stage.
 

@@ -37,6 +37,7 @@ __all__ = [
     "same_within_rounding",
     "set_random_state",
     "time_products",
+    "total_memory_bytes",
 ]
 
 _SOFT: Final = 1  # omp_pause_soft, of omp.h
@@ -175,6 +176,13 @@ def free_memory_bytes(device: torch.device) -> int:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def total_memory_bytes(device: torch.device) -> int | None:
+    """Return the bytes of memory that an accelerator has; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def host_copy(tensor: Tensor) -> Tensor:

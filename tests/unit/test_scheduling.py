@@ -100,6 +100,18 @@ def test_one_process_runs_the_tests_with_ray_and_none_without_after_them(tmp_pat
     assert all("ray" in name for name in names[names.index(next(name for name in names if "ray" in name)) :])
 
 
+def test_a_process_for_which_nothing_is_left_has_nothing_to_do(tmp_path: Path) -> None:
+    """One of two processes takes the only tests without Ray, and then those with Ray."""
+    for name in ("b", "a"):  # the order goes back, as where tests with Ray begin
+        (tmp_path / f"test_{name}.py").write_text(f"def test_{name}(): pass\n")
+    files = [str(tmp_path / f"test_{name}.py") for name in ("b", "a")]
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--import-mode=importlib"]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"}
+    result = subprocess.run([*command, *files], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert "2 passed" in result.stdout, result.stdout
+
+
 def test_the_record_is_of_files_that_exist() -> None:
     from tests.scheduling import RECORD, read_seconds
 

@@ -364,7 +364,7 @@ def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
     return {
         "path": config.reward.path,
         "system_prompt": config.data.system_prompt,
-        "max_tokens": parallel.micro_batch_tokens,
+        "max_tokens": parallel.counted_tokens,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -16,7 +16,18 @@ from podium.training.learning_rate import compute_learning_rate
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EndingOptim", "OptimConfig", "ParallelConfig", "PrecisionChoice", "Strategy", "check_dropout"]
+__all__ = [
+    "LEAST_MICRO_BATCH_TOKENS",
+    "EndingOptim",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionChoice",
+    "Strategy",
+    "check_dropout",
+]
+
+LEAST_MICRO_BATCH_TOKENS: Final = 4096
+"""The most tokens of a forward pass on a CPU, and the least such number of an accelerator, by default."""
 
 Strategy = Literal["replicate", "fsdp2"]
 Offload = Literal["none", "optimizer", "all"]
@@ -122,8 +133,9 @@ class ParallelConfig:
     strategy: Strategy = "replicate"
     """Each rank holds the whole model (replicate) or a shard of it (fsdp2). replicate is faster where the model
     fits."""
-    micro_batch_tokens: int = Field(default=4096, ge=1, le=10**9)
-    """A forward pass takes at most this many tokens, padding included."""
+    micro_batch_tokens: int | None = Field(default=None, ge=1, le=10**9)
+    """A forward pass takes at most this many tokens, padding included. null means 4096, and on an accelerator up to
+    16384: as many as a third of the memory that the model leaves has room for."""
     batching: Literal["auto", "padded", "packed"] = "auto"
     """Rows of similar length are padded (padded), or rows are put end to end with variable-length attention (packed).
     auto packs on accelerators, if a test of the model shows that packed rows stay apart, and pads on the CPU, where
@@ -139,6 +151,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _ = self.choice  # raises an error if an entry is unknown
+
+    @property
+    def counted_tokens(self) -> int:
+        """``micro_batch_tokens`` or, where an accelerator may take more by default, the least that it takes."""
+        return self.micro_batch_tokens or LEAST_MICRO_BATCH_TOKENS
 
     @property
     def choice(self) -> PrecisionChoice:

@@ -28,6 +28,7 @@ from podium.models.loading import plain_model, rotary_turn
 from podium.telemetry.progress import Counting
 from podium.training.config import OptimConfig, ParallelConfig
 from podium.training.data_parallel import make_parallel
+from podium.training.micro_batch_size import choose_micro_batch_tokens
 from podium.training.micro_batches import MicroBatch, MicroBatches, cut, empty_micro_batch
 from podium.training.offload import Offload
 from podium.training.optimizer import LossScale, Optimizer
@@ -101,6 +102,7 @@ class TrainEngine:
         batching: How rows share a forward pass.
         note: Why ``batching`` is not what ``parallel.batching`` prefers; "" if it is.
         shares_prompts: Whether rows with the same prompt have it once in a forward pass.
+        micro_batch_tokens: The most tokens of a forward pass, padding included.
         loss_scale: The factor of the loss in the backward pass.
         waiting_count: Number of minibatches whose gradients wait for :meth:`apply`.
 
@@ -128,6 +130,9 @@ class TrainEngine:
         self.loss_scale = LossScale(self.precision)
         self.batching, self.note = choose_batching(model, parallel, device, self.precision)
         self.shares_prompts = may_share_prompts(model, parallel, self.batching, device, self.precision)
+        self.micro_batch_tokens = choose_micro_batch_tokens(
+            model, parallel, device, self.precision, trains=optim is not None, world_size=world_size
+        )
         logits_tail(model)  # is found now, as all ranks are here
         self.parallel = make_parallel(model, parallel, world_size=world_size, device=device, precision=self.precision)
         self.model = self.parallel.model
@@ -369,7 +374,7 @@ class TrainEngine:
         """
         needed = batch.select(fields.TOKENS, fields.LOSS_MASK, *columns).to(self.device)
         packed, equal = self.batching == "packed", self.batching == "equal"
-        most, turn = self.config.micro_batch_tokens, rotary_turn(plain_model(self.model).config)
+        most, turn = self.micro_batch_tokens, rotary_turn(plain_model(self.model).config)
         share = self.shares_prompts and not noisy
         micros = cut(needed, most, packed=packed, equal=equal, turn=turn, share=share, columns=columns)
         if not self.parallel.equal_passes:

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _CHUNK: Final = 1 << 24  # elements of the logits that exist at the same time, 64 MiB in float32
+_ACCELERATOR_CHUNK: Final = 1 << 27  # on accelerators, 512 MiB: a chunk adds to the whole gradient of the layer
 _KEPT: Final = 1 << 25  # log-probabilities that are kept for the backward pass, 128 MiB; it makes more of them again
 _NEVER: Final = -1e20  # the logit of an id that stands for no text: e to its power is 0, and 0 times it is 0
 _FEWEST: Final = 256  # tokens of a chunk, as each chunk reads the layer's weight once
@@ -189,7 +190,8 @@ class _Asked:
 
     def chunks(self, vocabulary: int) -> Iterator[tuple[slice, KeptTokens | None]]:
         """Each chunk's tokens, and its kept ids."""
-        size = max(_FEWEST, _CHUNK // vocabulary)
+        chunk_size = _CHUNK if self.targets_K.device.type == "cpu" else _ACCELERATOR_CHUNK
+        size = max(_FEWEST, chunk_size // vocabulary)
         for start in range(0, max(len(self.targets_K), 1), size):  # no tokens are one empty chunk
             chunk = slice(start, min(start + size, len(self.targets_K)))
             if self.kept is None:

@@ -124,7 +124,7 @@ def test_whoever_reads_results_while_they_are_written_finds_them_whole(tmp_path:
 
 
 def test_the_budgets_fit_into_the_limit_and_every_stage_has_its_function() -> None:
-    assert sum(stage.budget_s for stage in STAGES) <= LIMIT_S <= 17 * 60
+    assert sum(stage.budget_s for stage in STAGES) <= LIMIT_S <= 21 * 60
     assert len({stage.name for stage in STAGES}) == len(STAGES)
     for stage in STAGES:
         module, _, name = stage.function.partition(":")

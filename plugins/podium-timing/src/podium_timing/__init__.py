@@ -213,7 +213,7 @@ def _time_learning(
 def _take_rows(trainer: PPOTrainer, data: RunData[Any], ranks: int, lengths: Sequence[int] | None) -> list[_Row]:
     """Prompts of the data with random completions of the greatest length, as many as fill a micro-batch a rank."""
     config, sampled, size = trainer.config, data.sampling.max_new_tokens, len(data.tokenizer)
-    most, rows, tokens = ranks * config.parallel.micro_batch_tokens, list[_Row](), 0
+    most, rows, tokens = ranks * config.parallel.counted_tokens, list[_Row](), 0
     dice = torch.Generator().manual_seed(config.run.seed)
     while len(rows) < config.rows // config.algorithm.minibatches:
         if lengths is None:
@@ -233,7 +233,7 @@ def _take_examples(trainer: AnyTrainer, data: RunData[Any], ranks: int) -> list[
     while len(rows) < config.batch.examples:
         (row,) = data.stream.take(1)
         tokens += trainer.count_tokens(row)
-        if tokens > ranks * config.parallel.micro_batch_tokens and len(rows) >= ranks:
+        if tokens > ranks * config.parallel.counted_tokens and len(rows) >= ranks:
             break
         rows.append(row)
     return rows

@@ -213,7 +213,7 @@ def _largest_micro_batch(config: PPOConfig | SFTConfig, rows: Sequence[Row]) -> 
     the rows of the first."""
     from podium.training.micro_batches import plan, plan_shared, shares_enough  # needs torch
 
-    most = config.parallel.micro_batch_tokens
+    most = config.parallel.counted_tokens
     packed = config.parallel.batching == "packed"
     prompts = {row.number: row.prompt for row in rows}
     numbers = {number: index for index, number in enumerate(prompts)}
@@ -429,12 +429,13 @@ def _update(
 
 
 def _rough_activations(config: PPOConfig | SFTConfig, size: ModelSize, tokens: int, *, scores: bool) -> float:
-    """What a backward pass needs of a layer of the Llama kind, for each token: the residual stream, the normalized and
-    the scaled input of attention and of the MLP, query, key and value, what attention gives, and four inner vectors of
-    the MLP. Beside it stand three tensors of logits, and the gradient of the output layer."""
+    """What a backward pass needs of layers of the Llama kind. Beside it stand three tensors of logits, and the gradient
+    of the output layer."""
+    from podium.training.micro_batch_size import activation_numbers
     from podium.training.output_layer import logits_at_once  # needs torch
 
-    layer = 6 * size.hidden + 2 * size.query_width + 2 * size.key_value_width + 4 * size.inner
+    widths = {"query_width": size.query_width, "key_value_width": size.key_value_width}
+    layer = activation_numbers(hidden=size.hidden, inner=size.inner, **widths)
     layers = tokens * size.layers * layer
     if config.model.gradient_checkpointing:
         layers = tokens * (size.layers * size.hidden + layer)

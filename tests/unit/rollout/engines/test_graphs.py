@@ -192,7 +192,7 @@ def test_the_smallest_bucket_that_fits_is_taken(size: int, most: int, least: int
     assert bucket(size, most, least) == expected
 
 
-def test_graphs_are_asked_for_by_an_option_and_not_with_experts(make_model: MakeModel) -> None:
+def test_graphs_on_a_cpu_are_asked_for_by_an_option_and_refused_with_experts(make_model: MakeModel) -> None:
     plain: Any = make_engine(EngineConfig(name="native"), make_model("qwen3"))
     assert plain._graphs is None
     with pytest.raises(ConfigError, match=r"engine\.options\.cuda_graphs: the model has experts"):

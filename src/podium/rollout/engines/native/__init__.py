@@ -20,7 +20,8 @@ mixture of experts, where a product has as many rows as tokens chose its expert.
 `torch.compile` was tried for the decode step and left out: on the CPU one compiled step of a 1M-parameter model took
 longer than the eager one, each span of positions compiles anew (seconds), and dynamic shapes failed in the compiler.
 
-With ``engine.options.cuda_graphs`` decode steps have static shapes and are replayed as CUDA graphs: see :mod:`.graphs`.
+With ``engine.options.cuda_graphs``, which is the default on CUDA, decode steps have static shapes and are replayed as
+CUDA graphs: see :mod:`.graphs`.
 """
 
 from podium.rollout.engines.native.engine import NativeEngine

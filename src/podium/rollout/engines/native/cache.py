@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +27,12 @@ from podium.rollout.engines.native.products import ROW_QUANTUM
 __all__ = ["LENGTH_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class", "round_up"]
 
 # The attention of a row does not depend on the span of positions as long as that is a multiple of 16 and at least 32,
-# and at most 256 values are summed at once: elsewhere BLAS takes kernels that sum in another order, or cuts the sum
-# where the span says so (MKL cuts more than 384 in halves).
+# and few values are summed at once: elsewhere BLAS takes kernels that sum in another order, or cuts the sum where the
+# span says so (MKL cuts more than 384 in halves on Intel's processors, and more than 192 on AMD's).
 LENGTH_QUANTUM = 32  # positions of lanes come in multiples of it
 _TIME_QUANTUM = 16
 _SHORTEST_SPAN = 32
-_SUMMED_AT_ONCE = 256
+_SUMMED_AT_ONCE = (256, 192, 128, 64, 32)  # numbers of values that are tried, the first that holds is taken
 
 
 class KVCache(ABC):
@@ -127,7 +128,7 @@ class GemmCache(KVCache):
         self._keys = torch.zeros(*shape, weights.head_dim, length, device=self.device)
         self.keys_by_time = self._keys.transpose(-1, -2)
         self.values = torch.zeros(*shape, length, weights.head_dim, device=self.device)
-        self._dtype = weights.dtype
+        self._dtype, self._summed_at_once = weights.dtype, find_summed_at_once(self.group, weights.head_dim)
         self._never = torch.tensor(float("-inf"), device=self.device)
         self._views: list[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]] = []
         self._views_for = (0, 0)
@@ -156,7 +157,7 @@ class GemmCache(KVCache):
             keys[index] = key
             values[place_value] = value
             scores = torch.baddbmm(biases[layer], query.reshape(active * kv, group, dim), seen_keys, alpha=scale)
-            shares = torch.softmax(scores, -1).split(_SUMMED_AT_ONCE, -1)
+            shares = torch.softmax(scores, -1).split(self._summed_at_once, -1)
             mixed = torch.bmm(shares[0], seen_values[0])
             for share, seen in zip(shares[1:], seen_values[1:], strict=True):
                 mixed = torch.baddbmm(mixed, share, seen)
@@ -174,7 +175,7 @@ class GemmCache(KVCache):
             self._views = [
                 (
                     *(keys, values, keys.flatten(0, 1)[:rows, :, :until]),
-                    values.flatten(0, 1)[:rows, :until].split(_SUMMED_AT_ONCE, 1),
+                    values.flatten(0, 1)[:rows, :until].split(self._summed_at_once, 1),
                 )
                 for keys, values in zip(self._keys, self.values, strict=True)
             ]
@@ -213,6 +214,33 @@ class SdpaCache(KVCache):
             return mixed.reshape(active, kv * group * dim)
 
         return attend
+
+
+def find_summed_at_once(group: int, dim: int) -> int:
+    """Return of how many positions the values are summed at once on this CPU, for ``group`` queries of ``dim`` numbers:
+    the most for which a sum has the same bits whatever number of zeros follows it."""
+    key = group, dim, torch.get_num_threads()
+    if key not in _summed_at_once:
+        sizes = (size for size in _SUMMED_AT_ONCE if _keeps_bits(group, dim, size))
+        _summed_at_once[key] = next(sizes, _TIME_QUANTUM)
+    return _summed_at_once[key]
+
+
+_summed_at_once: dict[tuple[int, int, int], int] = {}
+
+
+def _keeps_bits(group: int, dim: int, size: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shares, values = (torch.rand(*shape, generator=generator) for shape in ((2, group, size), (2, size, dim)))
+    former = torch.rand(2, group, dim, generator=generator)
+    for used in range(_TIME_QUANTUM, size, _TIME_QUANTUM):
+        padded = F.pad(shares[:, :, :used], (0, size - used))
+        stops = range(used, size + 1, _TIME_QUANTUM)
+        sums = [torch.bmm(padded[:, :, :stop], values[:, :stop]) for stop in stops if stop >= _SHORTEST_SPAN]
+        added = [torch.baddbmm(former, padded[:, :, :stop], values[:, :stop]) for stop in stops]
+        if not all(torch.equal(one, other) for parts in (sums, added) for one, other in pairwise(parts)):
+            return False
+    return True
 
 
 def _signature(weights: DecoderWeights) -> tuple[object, ...]:

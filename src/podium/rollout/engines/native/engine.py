@@ -51,9 +51,11 @@ class NativeEngine(ModelEngine):
         self._wide_output = options.float32_output
         self._decoder = Decoder(read_weights(self.model), wide_output=self._wide_output)
         self._budget_bytes = 0
-        self._graphs = DecodeGraphs() if options.cuda_graphs else None
-        if self._graphs is not None and (reason := graphless(self._decoder.weights)):
-            raise ConfigError(f"engine.options.cuda_graphs: the model has experts, and {reason}; leave it off")
+        reason = graphless(self._decoder.weights)
+        if options.cuda_graphs and reason:
+            raise ConfigError(f"engine.options.cuda_graphs: the model has experts, and {reason}; leave it out")
+        is_default = options.cuda_graphs is None and self._decoder.weights.device.type == "cuda" and not reason
+        self._graphs = DecodeGraphs() if options.cuda_graphs or is_default else None
         self._lanes = Lanes(
             self.gate,
             lambda: self._decoder,

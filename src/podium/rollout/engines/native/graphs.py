@@ -1,5 +1,4 @@
-"""Decode steps of static shape: each is recorded once as a CUDA graph, and replayed. On a GPU short
-trainings have run this; its speed was not measured there.
+"""Decode steps of static shape: each is recorded once as a CUDA graph, and replayed. docs/gpu.md has its speed.
 
     lanes ──tokens, positions, random numbers──▶ static buffers ──▶ graph (rows, span, parameters) ──▶ static results
                                                                      forward pass, and the draw where it is static
