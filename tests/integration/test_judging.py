@@ -194,6 +194,29 @@ def test_a_run_goes_on_by_another_metric_after_a_resume(tmp_path: Path) -> None:
     assert RunRecord(tmp_path / "runs" / "run").judged is not None
 
 
+@pytest.mark.parametrize(
+    ("key", "setting", "off", "means"),
+    [("stop_at", 0.75, "null", (1, 3, 6, 6, 8)), ("patience", 2, "0", (4, 3, 3, 8, 8))],
+)
+def test_a_run_that_an_evaluation_ended_trains_no_further_when_it_is_resumed(
+    tmp_path: Path, key: str, setting: float, off: str, means: Sequence[int]
+) -> None:
+    """As a job does that is started again, or that was killed after the last checkpoint and before the model."""
+    first = train(tmp_path, verdicts(*means), run={"steps": 4}, eval={key: setting}, show=False)
+    said: list[str] = []
+    unsubscribe = subscribe(lambda event: said.append(event.text) if isinstance(event, Note) else None)
+    resume = {"resume": str(tmp_path / "runs" / "run"), "steps": 4}
+    try:
+        second = train(tmp_path, verdicts(*means), run=resume, eval={key: setting}, show=False)
+    finally:
+        unsubscribe()
+    assert (first.steps, second.steps, second.after) == (2, 2, first.after)
+    told = f"eval.{key} has ended the run after step 2: to train longer, resume it with --eval.{key} {off}"
+    assert told in said
+    third = train(tmp_path, verdicts(*means), run=resume, show=False)
+    assert (third.steps, third.finished) == (4, True)
+
+
 def test_a_run_of_an_earlier_podium_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, verdicts(4, 3), show=False)
     run = tmp_path / "runs" / "run"

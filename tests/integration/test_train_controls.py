@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from podium.errors import CheckpointError, ConfigError
 from podium.models import ModelConfig, load_model
-from podium.telemetry import metrics
+from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOConfig
 from tests.everyday import mark_others
 from tests.integration.training import MODEL, metrics_rows, timeless, tiny, train
@@ -182,3 +182,25 @@ def test_the_entropy_bonus_follows_its_target_and_resumes_bit_by_bit(tmp_path: P
     constant = train(tiny(GRPOConfig, tmp_path / "constant", algorithm=algorithm, run={"steps": 2}, **KEPT))
     assert torch.equal(weights_of(constant, 1), weights_of(whole, 1))
     assert not torch.equal(weights_of(constant, 2), weights_of(whole, 2)), "the bonus acts from the second step on"
+
+
+@pytest.mark.parametrize(("kl_in", "estimator"), [("loss", "k3"), ("reward", "k1")])
+def test_a_resume_takes_another_coefficient_of_the_kl_and_says_so(tmp_path: Path, kl_in: str, estimator: str) -> None:
+    """Without a target the coefficient is a setting, which the checkpoint does not hold."""
+
+    def run_of(steps: int, coef: float, **run: Any) -> Path:
+        algorithm = {"kl_in": kl_in, "kl_coef": coef, "kl_estimator": estimator}
+        return train(tiny(PPOConfig, tmp_path, algorithm=algorithm, run={"steps": steps, **run}, **KEPT))
+
+    run = run_of(1, 0.25)
+    said: list[str] = []
+    unsubscribe = subscribe(lambda event: said.append(event.text) if isinstance(event, Note) else None)
+    try:
+        run_of(2, 0.5, resume=str(run))
+    finally:
+        unsubscribe()
+    assert [row["policy/kl_coef"] for row in metrics_rows(run)] == [0.25, 0.5]
+    told = (
+        "settings that differ from those before the resume: algorithm.kl_coef = 0.5 (was 0.25), run.steps = 2 (was 1)"
+    )
+    assert told in said

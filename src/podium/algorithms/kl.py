@@ -104,3 +104,8 @@ class KLController:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + 0.1 * error))
+
+    def restore(self, coef: float) -> KLController:
+        """Return the controller that goes on from a checkpoint's ``coef``. Without a target the coefficient is a
+        setting, and the one that the run has now holds."""
+        return self if self.target is None else replace(self, coef=coef)

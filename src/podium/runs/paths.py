@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from podium.config import build_config, config_to_dict, read_values
 from podium.errors import ConfigError
@@ -17,7 +17,7 @@ from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import CONFIG, RunRecord, flatten, is_run
 from podium.secrecy import mask
 
-__all__ = ["list_other_settings", "resolve_resume", "run_path"]
+__all__ = ["find_other_settings", "list_other_settings", "resolve_resume", "run_path"]
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
@@ -81,20 +81,35 @@ def list_other_settings(
     Args:
         sections: Only settings of these sections count; None means those by which a run learns, and its seed.
     """
-    file = path / CONFIG
-    stored = read_values(type(config), file, content=RunFiles(path).read_small(CONFIG))
-    values = config_to_dict(build_config(type(config), stored, source=str(file)))
-    expected = dict(flatten(mask(align_values(config_to_dict(config), values, path))))
-    recorded = dict(flatten(values))
 
     def counts(key: str) -> bool:
         section = key.partition(".")[0]
         return key == "run.seed" or section not in _FREE if sections is None else section in sections
 
+    others = find_other_settings(config, path)
     return [
-        f"{key} = {expected.get(key)!r}, and the run has {recorded.get(key)!r}"
-        for key in sorted(expected.keys() | recorded.keys())
-        if expected.get(key) != recorded.get(key)
-        and counts(key)
-        and not (OF_SCRIPT in str(expected.get(key)) and OF_SCRIPT in str(recorded.get(key)))  # edited between runs
+        f"{key} = {value!r}, and the run has {recorded!r}"
+        for key, (value, recorded) in sorted(others.items())
+        if counts(key)
     ]
+
+
+def find_other_settings(config: PPOConfig | SFTConfig, path: Path) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of ``config`` that the run at ``path`` has otherwise: the value in ``config`` and that of the
+    run, by key. None stands for a key that one of them does not have.
+
+    Raises:
+        ConfigError: The run's configuration has other keys or values than this version takes.
+    """
+    file = path / CONFIG
+    stored = read_values(type(config), file, content=RunFiles(path).read_small(CONFIG))
+    values = config_to_dict(build_config(type(config), stored, source=str(file)))
+    expected = dict(flatten(mask(align_values(config_to_dict(config), values, path))))
+    recorded = dict(flatten(values))
+    return {
+        key: (expected.get(key), recorded.get(key))
+        for key in expected.keys() | recorded.keys()
+        if expected.get(key) != recorded.get(key)
+        and key != "run.resume"
+        and not (OF_SCRIPT in str(expected.get(key)) and OF_SCRIPT in str(recorded.get(key)))  # edited between runs
+    }

@@ -590,7 +590,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def restore(self, state: TrainerState) -> None:
         super().restore(state)
-        self.kl = replace(self.kl, coef=state.kl_coef)
+        self.kl = self.kl.restore(state.kl_coef)
         self.rates.restore(state.pass_rates)
         if self.entropy.target is not None and state.entropy:
             self.entropy = replace(self.entropy, value=state.entropy["coef"], counts=bool(state.entropy["counts"]))

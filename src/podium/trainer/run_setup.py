@@ -44,6 +44,7 @@ from podium.trainer.checks.preflight import (
     find_fitting,
     load_schedule,
 )
+from podium.trainer.checks.resumed import describe_changes
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import Prompt, load_held_out
@@ -180,6 +181,9 @@ def open_run(
             emit(Note(remark))
         kept = _open_lasting(options, read_data, lasting, directory, checkpoint)
         config = kept.data.config
+        if config.run.resume:
+            for sentence in describe_changes(config, directory.path, checkpoint):
+                emit(Note(sentence))
     kept.data.stream.restore(kept.start)
     # Closed after the workers: their end is what ends a call that a thread still waits for.
     ahead = 1 + config.run.max_staleness if declaration_of(schedule).side_by_side else 1

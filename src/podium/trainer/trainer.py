@@ -307,9 +307,9 @@ class Trainer(ABC, Generic[C, E, R]):
                 with name_stage("evaluate", 0):
                     self.evaluate(0)
             run.stop.begun = True
-            if first <= self.config.run.steps:
+            if first <= self.config.run.steps and not self._describe_end():
                 run.schedule(self.steps)
-            self.steps.check_whole()
+                self.steps.check_whole()
             summary = self.finish(self.steps.done)
             self._check_output(f"the run has ended after step {summary.steps}, and {run.stop.describe_latest()}")
             return summary
@@ -493,7 +493,7 @@ class Trainer(ABC, Generic[C, E, R]):
         if self._tired and best is not None:
             value = f"{metric.title} {metric.write(best.value(metric.name))}"
             emit(Note(f"no evaluation was better than that of step {best.step}, {value} (eval.patience)"))
-        return self._reached
+        return bool(self._find_end(step))
 
     def score_set(self, held_out: HeldOut, step: int, name: str) -> Evaluation:
         """Evaluate the weights after ``step`` on one evaluation set."""
@@ -535,7 +535,7 @@ class Trainer(ABC, Generic[C, E, R]):
         """Write model, summary and report of a run whose last step was ``done``, once its last checkpoint is there."""
         run = self.run
         run.saver.wait()
-        finished = done >= self.config.run.steps or self._reached
+        finished = done >= self.config.run.steps or bool(self._find_end(done))
         if finished and run.data.held_out is not None and (self.state.last is None or self.state.last.step != done):
             self.evaluate(done)  # a run that was stopped after its last step, and resumed
         if finished:
@@ -578,11 +578,22 @@ class Trainer(ABC, Generic[C, E, R]):
 
     # -- details ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _reached(self) -> bool:
+    def _find_end(self, step: int) -> str:
+        """Return the key by which the evaluation after ``step`` ends the run; "" if it goes on."""
         goal, last, metric = self.config.eval.stop_at, self.state.last, self.state.judge
-        reached = goal is not None and last is not None and metric.rank(last.value(metric.name)) >= metric.rank(goal)
-        return self._tired or reached
+        if not step or last is None or last.step != step:
+            return ""
+        if self._tired:
+            return "eval.patience"
+        return "eval.stop_at" if goal is not None and metric.rank(last.value(metric.name)) >= metric.rank(goal) else ""
+
+    def _describe_end(self) -> bool:
+        """Say so if an evaluation has ended the run that is resumed. Returns whether that is so."""
+        step = self.state.step
+        if key := self._find_end(step):
+            off = "0" if self._tired else "null"
+            emit(Note(f"{key} has ended the run after step {step}: to train longer, resume it with --{key} {off}"))
+        return bool(key)
 
     @property
     def _tired(self) -> bool:

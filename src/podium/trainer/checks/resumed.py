@@ -1,0 +1,81 @@
+"""What a resume changes: the settings that differ from those with which the run has trained so far.
+
+A resume takes new settings. Some of them have no effect, because the checkpoint has what they would set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from podium.algorithms.entropy import EntropyController
+from podium.errors import ConfigError
+from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.paths import find_other_settings
+from podium.telemetry.formatting import visible
+
+__all__ = ["describe_changes"]
+
+_SHOWN: Final = 80  # characters of a value
+_MEASURES: Final = (  # sections and keys by which held-out figures are measured
+    *("eval.items", "eval.temperature", "data.eval", "data.holdout", "data.eval_split", "data.answer_column"),
+    *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "reward", "environment"),
+    *("sampling.max_new_tokens", "sampling.stop_token_ids"),
+)
+
+
+def describe_changes(config: PPOConfig | SFTConfig, run: Path, checkpoint: Path | None) -> Iterator[str]:
+    """Yield sentences on the settings of ``config`` that ``run`` had otherwise before this resume.
+
+    The first sentence lists them. The others name those that have no effect, because ``checkpoint`` has what they would
+    set, and those after which held-out figures do not compare with earlier ones. ``config.yaml`` is the one before the
+    resume.
+    """
+    changes: dict[str, tuple[Any, Any]] = {}
+    with suppress(ConfigError):  # of settings that only another version of Podium takes
+        changes = find_other_settings(config, run)
+    if not changes:
+        return
+    listed = (f"{key} = {_show(new)} (was {_show(old)})" for key, (new, old) in sorted(changes.items()))
+    yield f"settings that differ from those before the resume: {', '.join(listed)}"
+    for keys, sentence in _explain_unused(config, checkpoint).items():
+        if used := _select(changes, keys):
+            yield f"{', '.join(used)}: {sentence}"
+    if measures := _select(changes, _MEASURES):
+        yield (
+            f"{', '.join(measures)}: held-out figures do not compare with those before the resume, by which the first "
+            "and the best evaluation of the run are still measured; podium eval measures a checkpoint by new settings"
+        )
+
+
+def _explain_unused(config: PPOConfig | SFTConfig, checkpoint: Path | None) -> dict[tuple[str, ...], str]:
+    """Return why settings have no effect, by their sections and keys."""
+    unused = {("run.name", "run.dir"): "no effect, because a resumed run stays in its directory"}
+    if checkpoint is None:
+        return unused
+    unused[("run.seed",)] = "no effect on the order of the data, because the checkpoint holds that of the earlier seed"
+    model = ("model.seed",) if config.model.lora is not None else ("model.path", "model.config", "model.seed")
+    others = [role for role in ("reference",) if role in config.roles]
+    also = f"; the {others[0]} has that of the setting" if others and config.model.lora is None else ""
+    unused[model] = f"no effect on the policy, because the checkpoint holds its weights{also}"
+    unused[("critic.path",)] = "no effect, because the checkpoint holds the critic's weights"
+    unused[("eval.at_start",)] = "no effect, because the run is past its start"
+    if isinstance(config, PPOConfig):
+        follows = "no effect, because the coefficient follows its target from the checkpoint's value on"
+        if config.algorithm.kl_target is not None:
+            unused[("algorithm.kl_coef",)] = follows
+        if EntropyController.of(config.algorithm.entropy_coef).target is not None:
+            unused[("algorithm.entropy_coef.start",)] = follows
+    return unused
+
+
+def _select(changes: Mapping[str, Any], keys: Collection[str]) -> list[str]:
+    """Return those of ``keys`` that have changed, or in which a setting has changed."""
+    return [prefix for prefix in keys if any(f"{key}.".startswith(f"{prefix}.") for key in changes)]
+
+
+def _show(value: Any) -> str:
+    text = visible(repr(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
