@@ -27,8 +27,9 @@ class LoraConfig:
     step does not allow dropout.
     """
     targets: tuple[str, ...] = ()
-    """The linear layers and embeddings with these names get adapters. A layer that shares its weight with another one
-    is refused. An empty list means all linear layers, experts among them, except the output layer."""
+    """The linear layers, experts and embeddings with these names get adapters. A layer that shares its weight with
+    another one is refused, and so is a name that no layer has. An empty list means all linear layers, experts among
+    them, except the output layer."""
 
 
 @section("model")

@@ -1,4 +1,4 @@
-"""Models: loaded from a directory or the hub, or made from scratch; adapters; and Hugging Face's format to save."""
+"""Models: loaded from a directory or the hub, or made from scratch; and Hugging Face's format to save."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import logging
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -26,8 +25,9 @@ from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
 from podium.exceptions import read_text
 from podium.hub import explain_offline, look_for_hub
+from podium.models.adapters import with_adapters
 from podium.models.attention import choose_attention
-from podium.models.config import LoraConfig, ModelConfig
+from podium.models.config import ModelConfig
 from podium.models.manifest import refusal_of
 from podium.models.progress import counting_transformers
 from podium.models.tokenizers import load_tokenizer
@@ -50,7 +50,6 @@ __all__ = [
     "rotary_turn",
     "save_pretrained",
     "vocabulary_size",
-    "with_adapters",
 ]
 
 _SHOWN: Final = 20  # names of tensors in a message, of each kind
@@ -503,56 +502,6 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
 def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
-    """Return ``model`` with adapters, which alone require gradients.
-
-    Raises:
-        ConfigError: The targets match no layer, or a layer into which adapters cannot be merged.
-    """
-    import peft
-
-    _check_targets(model, lora.targets)
-    settings = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=cast(int, lora.alpha),
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.targets) or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # peft's own patterns, for experts
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft 0.21 reads it
-        torch.manual_seed(seed)
-        try:
-            return cast("PreTrainedModel", peft.get_peft_model(model, settings))
-        except ValueError as error:
-            raise ConfigError(f"model.lora: {error}") from error
-
-
-def _check_targets(model: PreTrainedModel, targets: Iterable[str]) -> None:
-    """Check that what adapters of these layers learn can be merged into the weights.
-
-    Raises:
-        ConfigError: It cannot; names the layer.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    places: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
-    for target in targets:
-        for name, layer in model.named_modules():
-            if f".{name}".endswith(f".{target}"):
-                if not isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
-                    reason = f"{name} is a {type(layer).__name__}, neither a linear layer nor an embedding"
-                elif others := set(places[id(layer.weight)]) - {f"{name}.weight"}:
-                    shared = ", ".join(sorted(other.removesuffix(".weight") for other in others))
-                    reason = f"{name} shares its weight with {shared}, so that an adapter of one cannot be merged"
-                else:
-                    continue
-                raise ConfigError(f"model.lora.targets: {reason}; leave {target} out")
 
 
 @contextmanager

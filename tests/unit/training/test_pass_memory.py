@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged, fields
 from podium.models import LoraConfig, ModelConfig, load_model
-from podium.models.loading import checkpoint_layers, lay_out, with_adapters
+from podium.models.adapters import with_adapters
+from podium.models.loading import checkpoint_layers, lay_out
 from podium.models.value_head import add_value_head
 from podium.training.micro_batches import MicroBatch, cut
 from podium.training.pass_memory import PassMemory, count_pass

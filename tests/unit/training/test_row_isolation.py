@@ -11,8 +11,8 @@ import torch
 
 from podium.errors import ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model
+from podium.models.adapters import with_adapters
 from podium.models.attention import choose_attention
-from podium.models.loading import with_adapters
 from podium.rollout.engines import EngineConfig
 from podium.rollout.engines.transformers import TransformersEngine
 from podium.rollout.sampling import SamplingParams

@@ -13,7 +13,7 @@ from torch import Tensor
 from podium.algorithms import TokenLoss
 from podium.data import Batch, Jagged
 from podium.models import LoraConfig, load_model
-from podium.models.loading import with_adapters
+from podium.models.adapters import with_adapters
 from podium.training import ParallelConfig, TrainEngine, shared_prompts, varlen
 from podium.training.config import OptimConfig
 from podium.training.micro_batches import SharedPrompts, cut, plan_shared

@@ -268,7 +268,8 @@ def _lay_out_trained(model: ModelConfig, algorithm: AlgorithmConfig | None, *, s
     """The model on meta, with all that training adds to it."""
     import torch
 
-    from podium.models.loading import checkpoint_layers, lay_out, plain_model, with_adapters
+    from podium.models.adapters import with_adapters
+    from podium.models.loading import checkpoint_layers, lay_out, plain_model
     from podium.models.value_head import add_value_head, find_value_head
 
     outline: Any = lay_out(model, spared=spared)
@@ -534,7 +535,8 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
     """
     import torch
 
-    from podium.models.loading import decoder_layers, lay_out, with_adapters
+    from podium.models.adapters import with_adapters
+    from podium.models.loading import decoder_layers, lay_out
     from podium.rollout.engines.native.parameters import find_unsupported
 
     outline = lay_out(model, spared=spared)

@@ -1,0 +1,138 @@
+"""Adapters of the layers that a configuration names, which peft makes.
+
+peft takes the names of layers for those of separate experts where a family once had such. It then leaves out linear
+layers that have these names too, such as those of a shared expert. Joined experts of other families have no adapters
+from it at all. What it leaves out is given to it once more, by the names of the weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from podium.errors import ConfigError
+from podium.models.config import LoraConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["with_adapters"]
+
+
+def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
+    """Return ``model`` with adapters, which alone require gradients.
+
+    Raises:
+        ConfigError: A target matches no layer, or a layer into which adapters cannot be merged.
+    """
+    _check_targets(model, lora.targets)
+    weights = list(_list_weights(model, lora.targets))
+    layers = [place for place, _ in model.named_modules()]
+    known = {place.removesuffix(".weight").rpartition(".")[2] for place in _list_weights(model, ())}
+    names = list(lora.targets) or "all-linear"
+    if weights and not any(_has_name(place, name) for place in layers for name in lora.targets or layers):
+        names = list[str]()  # peft refuses names of joined experts alone
+    adapted = _wrap(model, lora, seed, names, () if names else weights)
+    unread = adapted.peft_config["default"].target_modules if names else lora.targets
+    _check_known([name for name in lora.targets if name in unread], weights, known)
+    if left_out := _find_left_out(adapted, weights):
+        adapted = _wrap(adapted.unload(), lora, seed, names, left_out)
+        if lost := _find_left_out(adapted, weights):
+            raise ConfigError(f"model.lora.targets: peft makes no adapters of {', '.join(lost[:4])}: name other layers")
+    return cast("PreTrainedModel", adapted)
+
+
+def _wrap(model: PreTrainedModel, lora: LoraConfig, seed: int, layers: Sequence[str], weights: Sequence[str]) -> Any:
+    """Return the model with peft's adapters of the layers and weights of these names."""
+    import peft
+
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(int, lora.alpha),
+        lora_dropout=lora.dropout,
+        target_modules=cast("list[str]", layers),
+        target_parameters=[*weights] or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # peft's own patterns, for experts
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft 0.21 reads it
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise ConfigError(f"model.lora: {error}") from error
+
+
+def _has_name(place: str, name: str) -> bool:
+    """Whether a layer or a weight at this place in the model has the name, which may have parts of its place."""
+    return f".{place}".endswith(f".{name}")
+
+
+def _list_weights(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[str]:
+    """Yield the places of all weights with these names, or, without names, of those of linear layers and experts except
+    the output layer."""
+    from transformers.pytorch_utils import Conv1D
+
+    output: Any = model.get_output_embeddings()
+    for place, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | Conv1D) or (targets and isinstance(layer, nn.Embedding)):
+            if any(_has_name(place, name) for name in targets) if targets else layer is not output:
+                yield f"{place}.weight"
+        elif not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            for name, weight in layer.named_parameters(recurse=False):  # the matrices of joined experts [E, ..., ...]
+                joined = f"{place}.{name}"
+                if weight.ndim == 3 and (not targets or any(_has_name(joined, target) for target in targets)):
+                    yield joined
+
+
+def _find_left_out(adapted: Any, weights: Iterable[str]) -> list[str]:
+    """Return the places of those ``weights`` that have no adapters."""
+    layers = {f"{place}.weight" for place in adapted.targeted_module_names}
+    return sorted({*weights} - layers - {*adapted.targeted_parameter_names})
+
+
+def _check_known(targets: Iterable[str], weights: Sequence[str], known: Iterable[str]) -> None:
+    """Check that each of the ``targets`` is the name of one of the ``weights`` or their layers. Those that joined
+    experts had when they were separate are not among them, since peft has replaced them.
+
+    Args:
+        known: Names that the model has.
+
+    Raises:
+        ConfigError: A target is no such name.
+    """
+    for target in targets:
+        if not any(_has_name(place.removesuffix(".weight"), target) for place in weights):
+            raise ConfigError(
+                f"model.lora.targets has {target!r}, and no linear layer, embedding or expert of the model has this "
+                f"name; it has {', '.join(sorted(known))}"
+            )
+
+
+def _check_targets(model: PreTrainedModel, targets: Iterable[str]) -> None:
+    """Check that what adapters of these layers learn can be merged into the weights.
+
+    Raises:
+        ConfigError: It cannot; names the layer.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    for target in targets:
+        for name, layer in model.named_modules():
+            if _has_name(name, target):
+                if not isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
+                    reason = f"{name} is a {type(layer).__name__}, neither a linear layer nor an embedding"
+                elif others := set(places[id(layer.weight)]) - {f"{name}.weight"}:
+                    shared = ", ".join(sorted(other.removesuffix(".weight") for other in others))
+                    reason = f"{name} shares its weight with {shared}, so that an adapter of one cannot be merged"
+                else:
+                    continue
+                raise ConfigError(f"model.lora.targets: {reason}; leave {target} out")
