@@ -17,6 +17,7 @@ import torch
 from protocol import Pacer, Peer
 
 MANY_STEPS = 1_000_000
+MOST_ROWS = 32  # of a micro-batch on a GPU
 
 
 def build_tokenizer(alphabet: str, specials: int, eos: int) -> Any:
@@ -63,6 +64,8 @@ def build_trainer(load: dict[str, Any], pacer: Pacer, generation: Generation, *,
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = not pacer.step_ended()
 
+    rows = load["prompts"] * load["completions"]
+    parts = max(1, rows // MOST_ROWS) if load.get("cuda") else 1  # all rows at once need more than 80 GB
     cuda = load.get("cuda", False)  # bench.gpu asks for products in bfloat16 on the GPU
     torch.manual_seed(load["seed"])
     if load.get("path"):
@@ -76,7 +79,8 @@ def build_trainer(load: dict[str, Any], pacer: Pacer, generation: Generation, *,
         reward_funcs=lambda completions, **kwargs: [text.count("a") / max(len(text), 1) for text in completions],
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(prefix="trl-bench-"),
-            per_device_train_batch_size=load["prompts"] * load["completions"],
+            per_device_train_batch_size=rows // parts,
+            gradient_accumulation_steps=parts,
             num_generations=load["completions"],
             max_completion_length=load["new_tokens"],
             temperature=load["temperature"],
