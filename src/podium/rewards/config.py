@@ -64,8 +64,8 @@ class Grade:
 
     Attributes:
         score: The finite number that training uses.
-        parts: The named parts, with "score", if the reward returned a mapping; by function where there are several;
-            else empty.
+        parts: The named parts beside the score, if the reward returned a mapping; by function where there are several,
+            of which one may be called "score"; else empty.
         correct: Whether the completion is correct, by :meth:`RewardConfig.is_correct`; None where the score does not
             say. False if grading failed.
         error: Why the reward gave no score, so that ``failure_score`` is used; None if the score is the reward's own.

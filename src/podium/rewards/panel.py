@@ -143,7 +143,7 @@ class Panel:
                 parts, extra = {**parts, **own_parts}, {**extra, **texts}
             else:
                 extra |= {f"{form.name}.{name}": text for name, text in texts.items()}
-                parts |= {f"{form.name}.{name}": part for name, part in own_parts.items() if name != "score"}
+                parts |= {f"{form.name}.{name}": part for name, part in own_parts.items()}
                 parts |= {} if score is None else {form.name: score}
             if score is not None:
                 total, is_scored = total + weight * score, True
@@ -271,8 +271,8 @@ def _failure(error: BaseException) -> Result:
 
 
 def _read_value(value: object) -> tuple[str, float | None, Mapping[str, float], Mapping[str, str]]:
-    """Read what a function returned: a problem or "", the score or None if the function abstains, named parts, and
-    what a mapping has beside numbers, as text."""
+    """Read what a function returned: a problem or "", the score or None if the function abstains, the named parts
+    beside the score, and what a mapping has beside numbers, as text."""
     if value is None:
         return "", None, _NO_PARTS, _NO_EXTRA
     if isinstance(value, float) or not isinstance(value, Mapping):
@@ -291,7 +291,7 @@ def _read_value(value: object) -> tuple[str, float | None, Mapping[str, float], 
     if "score" not in value:
         names = ", ".join(map(repr, value)) or "nothing"
         return f'returned a mapping without "score" (it has {names})'[:_PROBLEM], None, _NO_PARTS, _NO_EXTRA
-    return "", parts.get("score"), parts, texts
+    return "", parts.pop("score", None), parts, texts
 
 
 def _shorten(text: str) -> str:

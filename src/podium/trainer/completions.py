@@ -306,7 +306,7 @@ class ScoredBatch:
         for row in firsts:
             prompt, text = self.prompts[self.groups[row]], self.texts(range(row, row + 1))[0]
             grade = self.grades[row] if self.grades else Grade(math.nan)
-            details = {**{name: part for name, part in grade.parts.items() if name != "score"}, **grade.extra}
+            details = {**grade.parts, **grade.extra}
             cut_off = self.batch.python(fields.FINISH_REASON)[row] == "length"
             answer = prompt.example.answer
             samples.append(Sample(prompt.shown, text, grade.score, answer, self.groups[row], details, cut_off))

@@ -93,7 +93,7 @@ def scores_of(
         scores[ACCURACY] = [_mean([float(bool(grade.correct)) for grade in item]) for item in grades]
         scores |= _count_correct(items, figure, reads_answers=reads_answers)
     scores[REWARD] = [_mean([grade.score for grade in item]) for item in grades]
-    for name in dict.fromkeys(name for grade in every for name in grade.parts if name != "score"):
+    for name in dict.fromkeys(name for grade in every for name in grade.parts):
         parts = [[grade.parts[name] for grade in item if name in grade.parts] for item in grades]
         scores[metrics.REWARD_PART_PREFIX + name] = [_mean(values) for values in parts]
     sampled = [[sample for sample in item if sample.length is not None] for item in items]

@@ -244,10 +244,11 @@ def test_gdpo_normalizes_each_part_apart(seed: int, weights: dict[str, float]) -
     )
 
 
-def test_gdpo_leaves_the_sum_of_the_parts_out() -> None:
+def test_gdpo_reads_a_part_by_any_name() -> None:
+    """A reward function is often called score, and is a part like any other."""
     inputs = random_inputs(0)
-    with_score = replace(inputs, parts_B={**inputs.parts_B, "score": inputs.rewards_B})
-    torch.testing.assert_close(estimate("gdpo", with_score), estimate("gdpo", inputs))
+    renamed = replace(inputs, parts_B={"score": inputs.parts_B["right"], "short": inputs.parts_B["short"]})
+    torch.testing.assert_close(estimate("gdpo", renamed), estimate("gdpo", inputs))
 
 
 def test_gdpo_says_which_part_is_missing() -> None:

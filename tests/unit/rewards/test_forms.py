@@ -249,7 +249,7 @@ def test_verls_other_arguments_and_what_it_returns() -> None:
     row = {"data_source": "sums", "prompt": [], "reward_model": {"ground_truth": "1"}, "extra_info": {"index": 3}}
     result = score_of(compute_score, row)
     assert seen == [("sums", {"index": 3})]
-    assert (result.score, result.parts, result.extra) == (1.0, {"score": 1.0, "acc": 1.0}, {"pred": "1"})
+    assert (result.score, result.parts, result.extra) == (1.0, {"acc": 1.0}, {"pred": "1"})
     assert Panel([compute_score], columns=["answer"]).notes == [
         "the data have no column data_source, so the reward compute_score gets None for it"
     ]

@@ -62,7 +62,7 @@ def test_parts_and_the_threshold_of_correctness() -> None:
         grades = grader.grade([""] * len(values), [{"value": value} for value in values])
     assert [grade.score for grade in grades] == [1.0, 0.5, 1.0, 0.5, 0.75, 0.25]
     assert [grade.correct for grade in grades] == [True, True, True, True, True, False]
-    assert [dict(grade.parts) for grade in grades[-2:]] == [{"score": 0.75, "format": 1.0}, {"score": 0.25}]
+    assert [dict(grade.parts) for grade in grades[-2:]] == [{"format": 1.0}, {}]
     reward = RewardConfig()
     assert [reward.is_correct(score) for score in (0.0, 1.0, 0.5, 1.1, -1.0)] == [False, True, None, None, None]
 

@@ -50,7 +50,16 @@ def test_the_score_is_the_weighted_sum_and_parts_have_the_functions_names() -> N
     assert result_of([right, short]).score == 2.0
     assert result_of([right, short], weights=[1.0, 0.0]).score == 1.0
     assert result_of([right], weights=[3.0]) == Result(3.0)
-    assert dict(result_of([short], weights=[3.0]).parts) == {"score": 1.0, "letters": 1.0}
+    assert dict(result_of([short], weights=[3.0]).parts) == {"letters": 1.0}
+
+
+def test_a_function_called_score_is_a_part_and_the_score_of_a_mapping_is_none() -> None:
+    def score(completion: str, answer: str) -> float:
+        return float(completion == answer)
+
+    assert dict(result_of([score, short], "1").parts) == {"score": 1.0, "short": 1.0, "short.letters": 1.0}
+    assert dict(result_of([score, score], "1").parts) == {"score": 1.0, "score_2": 1.0}
+    assert dict(result_of([score], "1").parts) == {}
 
 
 def test_podiums_rewards_mix_with_functions() -> None:
@@ -133,7 +142,7 @@ def test_text_in_a_mapping_is_kept_in_every_form_and_its_numbers_are_finite(form
         return judge(Panel([scope["score"]], columns=["answer"]), Item("1", ROW))
 
     result = score_of({"score": True, "acc": 0.5, "pred": "[INVALID]", "why": None, "steps": [1, "two"]})
-    assert (result.score, result.parts) == (1.0, {"score": 1.0, "acc": 0.5})
+    assert (result.score, result.parts) == (1.0, {"acc": 0.5})
     assert result.extra == {"pred": "[INVALID]", "steps": "[1, 'two']"}
     assert score_of({"score": 1.0, "pred": "x" * 20_000}).extra["pred"] == "x" * 10_000 + " … (20,000 characters)"
     for bad in (math.nan, math.inf, 10**400, 1j):

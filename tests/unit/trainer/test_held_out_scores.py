@@ -72,6 +72,12 @@ def test_one_completion_has_the_figures_that_it_had() -> None:
     assert {*scores_of(items_of(["4", "5"]))} == {"accuracy", "reward_mean", "completion_tokens", "cut_off"}
 
 
+def test_a_part_called_score_has_a_figure_like_any_other() -> None:
+    several = Grade(1.2, {"score": 1.0, "format": 0.2}, correct=None)
+    scores = scores_of([[Sampled(several, 3)]])
+    assert (scores["reward_parts/score"], scores["reward_parts/format"]) == ([1.0], [0.2])
+
+
 def test_the_k_of_the_metric_is_among_those_that_are_computed() -> None:
     assert {"pass@3", "maj@3"} <= scores_of(items_of(["44556"]), "maj@3", reads_answers=True).keys()
 

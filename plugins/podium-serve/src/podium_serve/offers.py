@@ -228,8 +228,8 @@ class Offers:
             raise ValueError(f"agents is {agents!r}: expected rewards by the names of agents")
         numbers = {name: self.read_number(value, name) for name, value in parts.items()}
         return Outcome(
-            score=numbers["score"],
-            parts=numbers if isinstance(reward, Mapping) else {},
+            score=numbers.pop("score"),
+            parts=numbers,
             agents={name: self.read_number(value, f"agents.{name}") for name, value in agents.items()},
         )
 

@@ -17,14 +17,14 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
 
     Group reward-decoupled normalization: Liu et al. 2026, "GDPO", arXiv:2601.05242. Each part of the reward is
     normalized by itself, so that a part of small variance keeps its weight, where ``grpo`` normalizes the sum. The
-    weights w are the option ``part_weights``, by the names of the parts; without it each part has the weight 1, but for
-    ``score``, which is the sum of the others. A row whose reward lacks a part gets 0 for it.
-    ``config.normalize_advantage = False`` leaves the whitening over the batch out.
+    weights w are the option ``part_weights``, by the names of the parts; without it each part has the weight 1. A row
+    whose reward lacks a part gets 0 for it. ``config.normalize_advantage = False`` leaves the whitening over the batch
+    out.
 
     Raises:
         DataError: The rewards have no parts, or none of a name in ``part_weights``; or there are rewards besides them.
     """
-    weights = config.read_options(PartOptions).part_weights or dict.fromkeys(inputs.parts_B.keys() - {"score"}, 1.0)
+    weights = config.read_options(PartOptions).part_weights or dict.fromkeys(inputs.parts_B, 1.0)
     if missing := sorted(weights.keys() - inputs.parts_B.keys()) or ([] if weights else ["any name"]):
         raise DataError(
             f"advantage 'gdpo' needs the parts of rewards, and there is no part of {missing[0]}; there are "

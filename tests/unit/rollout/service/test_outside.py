@@ -117,7 +117,7 @@ def test_a_service_opens_sessions_and_rewards_them_later() -> None:
 
     episodes = lived(act)
     assert outcomes(episodes) == [("", 1.0), ("", -1.0)]
-    assert dict(episodes[0].parts) == {"score": 1.0, "style": 0.5}
+    assert dict(episodes[0].parts) == {"style": 0.5}
     assert dict(episodes[0].trajectories[0].turn_rewards) == {1: 0.25}
     assert [len(one.trajectories[0].session.calls) for one in episodes] == [2, 1]
 

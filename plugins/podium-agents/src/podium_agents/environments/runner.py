@@ -299,7 +299,7 @@ def _as_outcome(reward: Any) -> Outcome:
         parts = _numbers(reward)
         if "score" not in parts:
             raise ValueError(f"the environment returned {dict(reward)!r}: a mapping needs the entry 'score'")
-        return Outcome(score=parts["score"], parts=parts)
+        return Outcome(score=parts.pop("score"), parts=parts)
     if isinstance(reward, Outcome):
         score = None if reward.score is None else _number(reward.score, "score")
         return Outcome(score=score, parts=_numbers(reward.parts), agents=_numbers(reward.agents))
