@@ -147,6 +147,8 @@ class AlgorithmConfig:
                 f"algorithm.loss = {self.loss!r}: expected the name of a loss, or some names with weights, one of "
                 "them a loss of completions; podium train sft learns answers alone"
             )
+        if not any(self.losses.values()):
+            raise ConfigError(f"algorithm.loss = {self.loss!r}: all weights are 0, so that nothing is learned")
         for name in self.losses:
             check_function_name(name, key="algorithm.loss", known=LOSSES)
         if isinstance(self.correction, tuple) and not {"auto", "none"}.isdisjoint(self.correction):

@@ -84,6 +84,8 @@ class Declaration:
             policy, and no importance weights apply, since the loss itself corrects for the difference.
         weighs_parts: The estimator weighs the parts of the reward by ``algorithm.options.part_weights``, so that
             ``reward.weights`` alone would have no effect, and is refused.
+        judges_rewards: The estimator compares rewards with a bound, divides by them or reads their parts alone. A KL in
+            the reward (``algorithm.kl_in = reward``) would change which completions pass, and is refused.
         needs_teacher: The loss reads ``inputs.teacher_logprobs_N``, so that the trainer starts a teacher, whose options
             are those of :class:`TeacherOptions`.
         scales_advantage: The advantage is a factor of the loss, so that loss and gradient are 0 where it is. An update
@@ -105,6 +107,7 @@ class Declaration:
     minibatch: Callable[..., Mapping[str, Tensor]] | None = None
     ratio_to: Literal["old", "rollout"] = "old"
     weighs_parts: bool = False
+    judges_rewards: bool = False
     needs_teacher: bool = False
     scales_advantage: bool = False
     weighs: bool = False
@@ -245,15 +248,20 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
         options=PartOptions,
         needs_groups=True,
         weighs_parts=True,
+        judges_rewards=True,
         defaults={"normalize_advantage": True},
         source="Liu et al. 2026, GDPO, arXiv:2601.05242",
     ),
     "maxrl": Declaration(
-        needs_groups=True, defaults={"normalize_advantage": True}, source="Tajwar et al. 2026, MaxRL, arXiv:2602.02710"
+        needs_groups=True,
+        judges_rewards=True,
+        defaults={"normalize_advantage": True},
+        source="Tajwar et al. 2026, MaxRL, arXiv:2602.02710",
     ),
     "pass_at_k": Declaration(
         options=PassOptions,
         needs_groups=True,
+        judges_rewards=True,
         defaults={"normalize_advantage": True},
         source="Chen et al. 2025, Pass@k Training, arXiv:2508.10751, equations 14 and 15",
     ),

@@ -98,9 +98,9 @@ class KLController:
     coef: float
     target: float | None = None
 
-    def next(self, kl: float) -> KLController:
-        """Return the controller after a step whose mean KL a token was ``kl`` (nats)."""
-        if self.target is None:
+    def next(self, kl: float | None) -> KLController:
+        """Return the controller after a step whose mean KL a token was ``kl`` (nats); None if it was not measured."""
+        if self.target is None or kl is None:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + 0.1 * error))

@@ -168,6 +168,12 @@ def _check_corrections(config: AlgorithmConfig) -> Sequence[Declaration]:
             f"algorithm.correction = {config.correction!r} with {which}, whose ratio is to the generator already: the "
             f"importance weights of {weighing[0]} would count twice; leave it out"
         )
+    if len(weighing) > 1:
+        raise ConfigError(
+            f"algorithm.correction = {list(config.corrections)}: {' and '.join(weighing)} are importance weights of "
+            "the same tokens, and their product would count the difference more than once: keep one of them, beside "
+            "masks such as two_sided, geometric and trust_region"
+        )
     if not config.options:
         return []
     return [

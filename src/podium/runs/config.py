@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from pydantic import Field
 
-from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, advantage_declaration
+from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, Declaration, advantage_declaration
 from podium.config import prefer, section
 from podium.errors import ConfigError
 from podium.models import ModelConfig
@@ -193,10 +193,14 @@ class _TrainingConfig(InferenceConfig):
     @property
     def ending_optim(self) -> OptimConfig:
         """``optim`` with a schedule that ends with the run."""
+        return self._end_optim(self.optimizer_steps)
+
+    def _end_optim(self, steps: int) -> OptimConfig:
+        """Return ``optim`` with a schedule that ends after so many optimizer steps."""
         if self.optim.lr_schedule == "constant" or self.run.epochs is not None:
             return self.optim  # the number of steps of an epoch is known after the data are read
         values = {field.name: getattr(self.optim, field.name) for field in fields(OptimConfig)}
-        return EndingOptim(**values, total_steps=max(1, self.optimizer_steps))
+        return EndingOptim(**values, total_steps=max(1, steps))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -290,12 +294,7 @@ class PPOConfig(_TrainingConfig):
                 )
         self._check_critic()
         estimator = advantage_declaration(self.algorithm.advantage)
-        if estimator.weighs_parts and self.reward.weights and not self.algorithm.options.get("part_weights"):
-            raise ConfigError(
-                f"reward.weights = {list(self.reward.weights)} with algorithm.advantage = "
-                f"{self.algorithm.advantage!r}, which weighs the parts of the reward itself: set "
-                "algorithm.options.part_weights too, a mapping of the names of the parts to their weights"
-            )
+        self._check_rewards(estimator)
         if self.algorithm.needs_teacher and self.algorithm.teacher.teacher_top_k and self.sampling.filtered:
             raise ConfigError(
                 f"algorithm.options.teacher_top_k = {self.algorithm.teacher.teacher_top_k} with sampling.top_k, "
@@ -326,6 +325,20 @@ class PPOConfig(_TrainingConfig):
             raise ConfigError(
                 f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
                 "compares the completions of a prompt: expected at least 2"
+            )
+
+    def _check_rewards(self, estimator: Declaration) -> None:
+        """Check that the advantage estimator reads rewards as they are meant."""
+        if estimator.weighs_parts and self.reward.weights and not self.algorithm.options.get("part_weights"):
+            raise ConfigError(
+                f"reward.weights = {list(self.reward.weights)} with algorithm.advantage = "
+                f"{self.algorithm.advantage!r}, which weighs the parts of the reward itself: set "
+                "algorithm.options.part_weights too, a mapping of the names of the parts to their weights"
+            )
+        if estimator.judges_rewards and self.algorithm.kl_in == "reward":
+            raise ConfigError(
+                f"algorithm.kl_in = 'reward' with algorithm.advantage = {self.algorithm.advantage!r}, which reads what "
+                "completions were graded: less a KL, a reward of 1 would not be 1 any more; set algorithm.kl_in to loss"
             )
 
     def _check_critic(self) -> None:
@@ -395,7 +408,16 @@ class PPOConfig(_TrainingConfig):
 
     @property
     def optimizer_steps(self) -> int:
-        return self.run.steps * self.algorithm.updates
+        """Optimizer steps of the policy over the whole run: none of them while a critic with a model of its own warms
+        up, unless the run has no steps after that."""
+        critic = self.algorithm.critic
+        warmup = critic.critic_warmup if critic.critic_trunk == "separate" else 0
+        return (self.run.steps - warmup if warmup < self.run.steps else self.run.steps) * self.algorithm.updates
+
+    @property
+    def critic_optim(self) -> OptimConfig:
+        """The optimizer of a critic with a model of its own, with a schedule that ends with the run."""
+        return replace(self._end_optim(self.run.steps * self.algorithm.updates), lr=self.critic.lr)
 
 
 @section()

@@ -478,7 +478,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if self.entropy.target is not None:
             metrics[names.ENTROPY_COEF] = self.entropy.coef
         self.entropy = self.entropy.next(metrics.get(names.ENTROPY))
-        self.kl = self.kl.next(metrics.get(names.KL, 0.0))
+        self.kl = self.kl.next(metrics.get(names.KL))
         return metrics
 
     # -- the run ---------------------------------------------------------------------------------------------------

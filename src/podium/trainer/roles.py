@@ -390,7 +390,7 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
     model, optim = config.trained_model, config.ending_optim
     if role == "critic" and not sft:
         critic_settings = {"path": config.critic.path, "config": {}} if config.critic.path else {}
-        model, optim = replace(model, lora=None, **critic_settings), replace(optim, lr=config.critic.lr)
+        model, optim = replace(model, lora=None, **critic_settings), config.critic_optim
     head = {"value_lr": config.critic.lr} if isinstance(config, PPOConfig) and algorithm.has_value_head else {}
     return {"model": model, "optim": optim, "parallel": config.parallel, "algorithm": algorithm, **head}
 

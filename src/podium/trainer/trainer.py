@@ -62,10 +62,10 @@ from podium.trainer.checks.preflight import (
     check_settings,
     check_signatures,
     find_columns,
-    find_unused_settings,
     names_of_given,
     with_stop_tokens,
 )
+from podium.trainer.checks.unused import find_unused_settings
 from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
 from podium.trainer.prompts import pair_batch

@@ -253,6 +253,15 @@ def test_weights_that_would_count_twice_are_refused(name: str) -> None:
     check_functions(AlgorithmConfig(correction=("bypass", "two_sided", "m2po")))
 
 
+@pytest.mark.parametrize("name", sorted(WEIGHING_CORRECTIONS))
+def test_two_importance_weights_of_the_same_tokens_are_refused(name: str) -> None:
+    other = "icepop" if name == "truncate" else "truncate"
+    for pair in ((name, other), (name, name), (CORRECTIONS[other], CORRECTIONS[name])):  # by their modules, too
+        with pytest.raises(ConfigError, match=r"importance weights of the same tokens.*keep one of them"):
+            check_functions(AlgorithmConfig(correction=pair))
+    check_functions(AlgorithmConfig(correction=(name, "geometric", "opsm")))
+
+
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
 def test_what_podium_knows_of_a_correction_is_what_the_function_declares(name: str) -> None:
     for read in (correction_weighs, correction_ratio_to):

@@ -121,5 +121,6 @@ def test_the_controller_settles_where_the_divergence_is_on_target() -> None:
     assert controller.coef == pytest.approx(0.05, rel=1e-3)
 
 
-def test_the_coefficient_stays_without_a_target() -> None:
+def test_the_coefficient_stays_without_a_target_and_without_a_measurement() -> None:
     assert KLController(coef=0.1).next(1e9) == KLController(coef=0.1)
+    assert KLController(coef=0.1, target=2.0).next(None) == KLController(coef=0.1, target=2.0)

@@ -257,6 +257,32 @@ def test_a_schedule_ends_with_the_run() -> None:
         build_config(GRPOConfig, {**values, "optim": {"lr_schedule": "cosine", "warmup_steps": 20}})
 
 
+def test_the_schedule_of_the_policy_counts_the_steps_that_it_takes() -> None:
+    """A critic with a model of its own warms up alone. A head on the policy's model takes the policy's steps."""
+    values: dict[str, Any] = {
+        "run": {"steps": 10},
+        "optim": {"lr_schedule": "linear", "lr": 1.0},
+        "critic": {"lr": 2.0},
+    }
+    for trunk, ends in (("separate", 12), ("shared", 20)):
+        options = {"critic_warmup": 4, "critic_trunk": trunk}
+        config = build_config(PPOConfig, {**values, "algorithm": {"minibatches": 2, "options": options}})
+        assert config.ending_optim.end == ends
+        assert config.critic_optim.end == 20
+        assert config.critic_optim.lr == 2.0
+    warm_only = {"critic_warmup": 10}
+    assert build_config(PPOConfig, {**values, "algorithm": {"options": warm_only}}).ending_optim.end == 10
+
+
+@pytest.mark.parametrize("advantage", ["gdpo", "maxrl", "pass_at_k"])
+def test_a_kl_in_the_reward_is_refused_where_rewards_are_compared_with_a_bound(advantage: str) -> None:
+    algorithm = {"advantage": advantage, "kl_in": "reward", "kl_coef": 0.1}
+    with pytest.raises(ConfigError, match=rf"kl_in = 'reward' with .*'{advantage}'.*set algorithm\.kl_in to loss"):
+        build_config(GRPOConfig, {"algorithm": algorithm})
+    build_config(GRPOConfig, {"algorithm": {**algorithm, "kl_in": "loss"}})
+    build_config(GRPOConfig, {"algorithm": {**algorithm, "advantage": "grpo"}})
+
+
 def test_a_generator_has_the_policys_ranks_or_its_own() -> None:
     assert build_config(GRPOConfig, {"placement": {"layout": "split", "ranks": 3}}).placement.generators == 1
     assert build_config(GRPOConfig, {"placement": {"ranks": 3}}).placement.generators == 3

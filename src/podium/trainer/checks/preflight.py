@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, check_functions
-from podium.algorithms.declarations import CLIPPING_LOSSES
+from podium.algorithms import check_functions
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
 from podium.functions import OF_SCRIPT, describe_object
@@ -27,7 +26,7 @@ from podium.rollout.engines import check_engine
 from podium.rollout.environments import EnvironmentConfig, load_sessions
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
-from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.run_reader import check_run
 from podium.runs.schedules import find_schedule
 from podium.runs.trackers import load_tracker
@@ -53,7 +52,6 @@ __all__ = [
     "check_tokens",
     "check_vocabulary",
     "find_fitting",
-    "find_unused_settings",
     "load_schedule",
     "names_of_given",
     "with_stop_tokens",
@@ -67,9 +65,6 @@ _NO_SCHEDULES: Final = {
 }
 _REWARD, _REWARD_NAME = "reward", "reward.name"
 _ANSWER, _SCORE = "answer", "model_score"
-_READING_LOSSES: Final = {"clip_low": CLIPPING_LOSSES, "clip_high": CLIPPING_LOSSES}
-_DISCOUNTING: Final = ("gae", "otb", "remax", "reinforce_pp", "gae_turns", "grpo_turns")
-_READING_ADVANTAGES: Final = {"gamma": _DISCOUNTING, "lam": ("gae", "gae_turns"), "value_clip": ("gae", "gae_turns")}
 
 
 # -- settings, against what is installed and what this machine has ---------------------------------------------------
@@ -139,41 +134,6 @@ def check_services(config: PPOConfig | SFTConfig) -> None:
     """
     apart = not any({"generator", "rollout"} <= {*roles} for roles, _ in config.processes)
     load_sessions(config.environment.shown).check_services(config.environment, apart=apart)
-
-
-def find_unused_settings(config: InferenceConfig) -> list[str]:
-    """Return a sentence for each setting that has no effect, because nothing in the run reads it: the run trains in
-    sessions of an environment, on completions, or by a loss or an estimator of Podium's that does without it."""
-    if isinstance(config, SFTConfig):
-        return []
-    unused = ["data.split_turns = true has no effect: only supervised fine-tuning learns turns of the data"]
-    unused = unused if config.data.split_turns else []
-    unused += _list_unread(config.algorithm) if isinstance(config, PPOConfig) else []
-    if not config.environment.name:
-        return unused
-    plain = DataConfig()
-    return unused + [
-        f"data.{name} = {value!r} has no effect with environment.name: no prompt is cut or left out, and a session "
-        "ends when the model's context is full"
-        for name in ("max_prompt_tokens", "overlong")
-        if (value := getattr(config.data, name)) != getattr(plain, name)
-    ]
-
-
-def _list_unread(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that neither Podium's loss nor its estimator reads."""
-    plain = AlgorithmConfig()
-    for role, known, readers_by_key in (
-        ("loss", LOSSES, _READING_LOSSES),
-        ("advantage", ADVANTAGES, _READING_ADVANTAGES),
-    ):
-        functions = {*algorithm.losses} if role == "loss" else {algorithm.advantage}
-        for key, readers in readers_by_key.items() if functions <= known.keys() else ():
-            if (value := getattr(algorithm, key)) != getattr(plain, key) and not functions & {*readers}:
-                yield (
-                    f"algorithm.{key} = {value!r} has no effect with algorithm.{role} = {getattr(algorithm, role)!r}: "
-                    f"of Podium's own, {', '.join(readers)} read it"
-                )
 
 
 def check_reward(config: RewardConfig, reward: Rewards | None) -> None:

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from podium.algorithms import AlgorithmConfig
 from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import CheckpointError, ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model, load_tokenizer
 from podium.models.loading import longest_text
-from podium.rollout.environments import EnvironmentConfig
-from podium.rollout.tasks import DataConfig, Example
+from podium.rollout.tasks import Example
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.checks.preflight import check_given, check_lengths, find_unused_settings, names_of_given
+from podium.trainer.checks.preflight import check_given, check_lengths, names_of_given
 from podium.workers import Policy
 from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, metrics_rows, tiny
@@ -205,36 +203,3 @@ def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluat
     assert main(["eval", str(run)]) == 2
     assert "is code in the directory of the run itself" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "code was run").exists()
-
-
-def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
-    environment, data = EnvironmentConfig(name="world:play"), DataConfig(max_prompt_tokens=7)
-    (said,) = find_unused_settings(GRPOConfig(environment=environment, data=data))
-    assert said.startswith("data.max_prompt_tokens = 7 has no effect with environment.name")
-    assert (
-        find_unused_settings(SFTConfig(environment=environment, data=data))
-        == find_unused_settings(GRPOConfig(data=data))
-        == []
-    )
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        (
-            {"loss": "sapo", "clip_low": 0.1},
-            "algorithm.clip_low = 0.1 has no effect with algorithm.loss = 'sapo'",
-        ),
-        ({"lam": 0.9}, "algorithm.lam = 0.9 has no effect with algorithm.advantage = 'grpo'"),
-        ({"advantage": "rloo", "gamma": 0.9}, "algorithm.gamma = 0.9 has no effect with algorithm.advantage = 'rloo'"),
-        ({"value_clip": 0.5}, "algorithm.value_clip = 0.5 has no effect with algorithm.advantage = 'grpo'"),
-        ({"loss": "gspo", "clip_low": 0.1}, ""),
-        ({"loss": "clip_cov", "clip_low": 0.1}, ""),
-        ({"advantage": "gae", "lam": 0.9, "gamma": 0.9, "value_clip": None}, ""),
-        ({"loss": "file.py:mine", "advantage": "file.py:mine", "clip_low": 0.1, "lam": 0.9}, ""),
-    ],
-)
-def test_a_setting_that_nothing_reads_is_told(algorithm: dict[str, Any], expected: str) -> None:
-    said = find_unused_settings(GRPOConfig(algorithm=AlgorithmConfig(**algorithm)))
-    assert len(said) == bool(expected)
-    assert "".join(said).startswith(expected)

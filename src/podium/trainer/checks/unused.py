@@ -1,0 +1,130 @@
+"""Settings that have no effect, because nothing in the run reads them. This module imports no torch and loads none of
+the user's functions: what those read is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Final, cast
+
+from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig
+from podium.algorithms.declarations import CLIPPING_LOSSES
+from podium.rollout.tasks import DataConfig
+from podium.runs.config import CriticConfig, InferenceConfig, PPOConfig, RunConfig, SFTConfig
+from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
+from podium.training.config import OptimConfig
+
+__all__ = ["find_unused_settings"]
+
+_READING_LOSSES: Final = {"clip_low": CLIPPING_LOSSES, "clip_high": CLIPPING_LOSSES}
+_DISCOUNTING: Final = ("gae", "otb", "remax", "reinforce_pp", "gae_turns", "grpo_turns")
+_READING_ADVANTAGES: Final = {"gamma": _DISCOUNTING, "lam": ("gae", "gae_turns"), "value_clip": ("gae", "gae_turns")}
+_WITHOUT_ADVANTAGES: Final = frozenset({"teacher_kl", "cross_entropy"})  # losses in which no advantage takes part
+
+
+def find_unused_settings(config: InferenceConfig) -> list[str]:
+    """Return a sentence for each setting that has no effect, because nothing in the run reads it: the run trains in
+    sessions of an environment, on completions, or by a loss or an estimator of Podium's that does without it."""
+    unused = [*_list_of_training(config)] if isinstance(config, PPOConfig | SFTConfig) else []
+    if isinstance(config, SFTConfig):
+        return unused
+    if config.data.split_turns:
+        unused.append("data.split_turns = true has no effect: only supervised fine-tuning learns turns of the data")
+    if isinstance(config, PPOConfig):
+        unused += [*_list_by_function(config.algorithm), *_list_of_algorithm(config), *_list_of_run(config)]
+    if not config.environment.name:
+        return unused
+    return unused + [
+        f"data.{name} = {value!r} has no effect with environment.name: no prompt is cut or left out, and a session "
+        "ends when the model's context is full"
+        for name in ("max_prompt_tokens", "overlong")
+        if (value := getattr(config.data, name)) != getattr(DataConfig(), name)
+    ]
+
+
+def _list_of_training(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    if config.optim.master_weights != OptimConfig().master_weights and config.model.dtype == "float32":
+        yield (
+            "optim.master_weights = false has no effect with model.dtype = 'float32': only parameters in bfloat16 have "
+            "copies in float32"
+        )
+
+
+def _list_by_function(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that neither Podium's loss nor its estimator reads."""
+    plain = AlgorithmConfig()
+    for role, known, readers_by_key in (
+        ("loss", LOSSES, _READING_LOSSES),
+        ("advantage", ADVANTAGES, _READING_ADVANTAGES),
+    ):
+        functions = {*algorithm.losses} if role == "loss" else {algorithm.advantage}
+        for key, readers in readers_by_key.items() if functions <= known.keys() else ():
+            if (value := getattr(algorithm, key)) != getattr(plain, key) and not functions & {*readers}:
+                yield (
+                    f"algorithm.{key} = {value!r} has no effect with algorithm.{role} = {getattr(algorithm, role)!r}: "
+                    f"of Podium's own, {', '.join(readers)} read it"
+                )
+
+
+def _list_of_algorithm(config: PPOConfig) -> Iterator[str]:
+    """Yield a sentence for each setting of the algorithm that needs another one."""
+    algorithm, options, plain = config.algorithm, config.algorithm.options, _defaults_of(config)
+    if algorithm.losses.keys() <= _WITHOUT_ADVANTAGES:
+        for key in ("advantage", "normalize_advantage"):
+            if (value := getattr(algorithm, key)) != getattr(plain, key):
+                yield (
+                    f"algorithm.{key} = {value!r} has no effect with algorithm.loss = {algorithm.loss!r}, in which no "
+                    "advantage takes part"
+                )
+        if algorithm.loss == "cross_entropy":
+            yield (
+                "algorithm.loss = 'cross_entropy' learns all completions alike, and no reward has an effect; to learn "
+                "answers of the data, use podium train sft"
+            )
+    if algorithm.kl_in == "none" and algorithm.kl_estimator != plain.kl_estimator:
+        yield (
+            f"algorithm.kl_estimator = {algorithm.kl_estimator!r} has no effect with algorithm.kl_in = 'none', where "
+            "no KL is measured"
+        )
+    if algorithm.passes.max_kl is not None and algorithm.updates == 1:
+        yield (
+            f"algorithm.epochs.max_kl = {algorithm.passes.max_kl:g} has no effect where a step is one update: it ends "
+            "the updates that follow; raise algorithm.epochs.count or algorithm.minibatches"
+        )
+    needed = {"teacher_divergence": "teacher_top_k", "reference_mix": "reference_refresh"}
+    for option, other in needed.items():
+        if option in options and not options.get(other):
+            yield f"algorithm.options.{option} = {options[option]!r} has no effect without algorithm.options.{other}"
+    if algorithm.correction == "auto" and "weight_cap" in options and config.run.schedule == "sync":
+        yield (
+            f"algorithm.options.weight_cap = {options['weight_cap']!r} has no effect with algorithm.correction = "
+            "'auto' and run.schedule = 'sync', which need no correction: set algorithm.correction to truncate"
+        )
+
+
+def _list_of_run(config: PPOConfig) -> Iterator[str]:
+    """Yield a sentence for each setting of the critic and of the schedule that nothing reads, and where the policy
+    takes no step."""
+    known = config.algorithm.advantage in ADVANTAGES
+    for key in ("path", "lr") if known and not config.has_critic else ():
+        if (value := getattr(config.critic, key)) != getattr(CriticConfig(), key):
+            yield (
+                f"critic.{key} = {value!r} has no effect with algorithm.advantage = {config.algorithm.advantage!r}, "
+                "which needs no critic"
+            )
+    schedule, staleness = config.run.schedule, config.run.max_staleness
+    bounds = schedule not in SCHEDULES or declaration_of(find_schedule(schedule)).side_by_side
+    if staleness != RunConfig().max_staleness and not bounds:
+        yield f"run.max_staleness = {staleness} has no effect with run.schedule = {schedule!r}"
+    warmup = config.algorithm.critic.critic_warmup
+    if 0 < config.run.steps <= warmup and config.run.epochs is None:
+        yield (
+            f"the policy is not trained: algorithm.options.critic_warmup = {warmup} steps train the critic alone, and "
+            f"the run ends after run.steps = {config.run.steps}"
+        )
+
+
+def _defaults_of(config: PPOConfig) -> AlgorithmConfig:
+    """The section algorithm of a run that sets nothing in it."""
+    (section,) = (field for field in fields(cast("Any", config)) if field.name == "algorithm")
+    return cast("Any", section.default).default_factory()  # as podium.config.prefer sets it

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from podium.algorithms import AlgorithmConfig
+from podium.rollout.environments import EnvironmentConfig
+from podium.rollout.tasks import DataConfig
+from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, build_config
+from podium.trainer.checks.unused import find_unused_settings
+
+
+def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
+    environment, data = EnvironmentConfig(name="world:play"), DataConfig(max_prompt_tokens=7)
+    (said,) = find_unused_settings(GRPOConfig(environment=environment, data=data))
+    assert said.startswith("data.max_prompt_tokens = 7 has no effect with environment.name")
+    assert (
+        find_unused_settings(SFTConfig(environment=environment, data=data))
+        == find_unused_settings(GRPOConfig(data=data))
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (
+            {"loss": "sapo", "clip_low": 0.1},
+            "algorithm.clip_low = 0.1 has no effect with algorithm.loss = 'sapo'",
+        ),
+        ({"lam": 0.9}, "algorithm.lam = 0.9 has no effect with algorithm.advantage = 'grpo'"),
+        ({"advantage": "rloo", "gamma": 0.9}, "algorithm.gamma = 0.9 has no effect with algorithm.advantage = 'rloo'"),
+        ({"value_clip": 0.5}, "algorithm.value_clip = 0.5 has no effect with algorithm.advantage = 'grpo'"),
+        ({"loss": "gspo", "clip_low": 0.1}, ""),
+        ({"loss": "clip_cov", "clip_low": 0.1}, ""),
+        ({"advantage": "gae", "lam": 0.9, "gamma": 0.9, "value_clip": None}, ""),
+        ({"loss": "file.py:mine", "advantage": "file.py:mine", "clip_low": 0.1, "lam": 0.9}, ""),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_told(algorithm: dict[str, Any], expected: str) -> None:
+    said = find_unused_settings(GRPOConfig(algorithm=AlgorithmConfig(**algorithm)))
+    assert len(said) == bool(expected)
+    assert "".join(said).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "expected"),
+    [
+        ("algorithm", {"kl_estimator": "k2"}, "algorithm.kl_estimator = 'k2' has no effect with algorithm.kl_in = "),
+        ("algorithm", {"kl_estimator": "k2", "kl_in": "loss"}, ""),
+        ("algorithm", {"epochs": {"count": 1, "max_kl": 0.1}}, "algorithm.epochs.max_kl = 0.1 has no effect where"),
+        ("algorithm", {"epochs": {"count": 1, "max_kl": 0.1}, "minibatches": 2}, ""),
+        ("algorithm", {"options": {"weight_cap": 3.0}}, "algorithm.options.weight_cap = 3.0 has no effect with"),
+        ("algorithm", {"options": {"weight_cap": 3.0}, "correction": "truncate"}, ""),
+        (
+            "algorithm",
+            {"kl_in": "loss", "options": {"reference_mix": 0.5}},
+            "algorithm.options.reference_mix = 0.5 has",
+        ),
+        ("algorithm", {"kl_in": "loss", "options": {"reference_mix": 0.5, "reference_refresh": 2}}, ""),
+        (
+            "algorithm",
+            {"loss": "teacher_kl", "options": {"teacher": "t", "teacher_divergence": "forward"}},
+            "algorithm.options.teacher_divergence = 'forward' has no effect without algorithm.options.teacher_top_k",
+        ),
+        (
+            "algorithm",
+            {"loss": "teacher_kl", "options": {"teacher": "t"}, "normalize_advantage": False},
+            "algorithm.normalize_advantage = False has no effect with algorithm.loss = 'teacher_kl'",
+        ),
+        ("algorithm", {"loss": {"teacher_kl": 1.0, "ppo_clip": 1.0}, "normalize_advantage": False}, ""),
+        ("algorithm", {"loss": "cross_entropy"}, "algorithm.loss = 'cross_entropy' learns all completions alike"),
+        ("critic", {"lr": 0.1}, "critic.lr = 0.1 has no effect with algorithm.advantage = 'grpo'"),
+        ("critic", {"path": "x"}, "critic.path = 'x' has no effect with algorithm.advantage = 'grpo'"),
+        ("run", {"max_staleness": 4}, "run.max_staleness = 4 has no effect with run.schedule = 'sync'"),
+        ("run", {"max_staleness": 4, "schedule": "asynchronous"}, ""),
+        ("optim", {"master_weights": False}, "optim.master_weights = false has no effect with model.dtype"),
+    ],
+)
+def test_a_setting_that_needs_another_one_is_told(section: str, values: dict[str, Any], expected: str) -> None:
+    said = find_unused_settings(build_config(GRPOConfig, {section: values}))
+    assert len(said) == bool(expected)
+    assert "".join(said).startswith(expected)
+
+
+def test_defaults_of_a_recipe_are_no_settings_of_the_user() -> None:
+    assert find_unused_settings(PPOConfig()) == find_unused_settings(GRPOConfig()) == []
+    without_kl = build_config(PPOConfig, {"algorithm": {"kl_in": "none", "kl_coef": 0.0}})
+    assert find_unused_settings(without_kl) == [], "the recipe itself sets kl_estimator"
+    with_critic = build_config(PPOConfig, {"critic": {"lr": 0.1}})
+    assert find_unused_settings(with_critic) == []
+
+
+@pytest.mark.parametrize(("steps", "told"), [(3, True), (4, False)])
+def test_a_run_that_never_trains_its_policy_says_so(steps: int, told: bool) -> None:
+    values = {"run": {"steps": steps}, "algorithm": {"options": {"critic_warmup": 3}}}
+    said = find_unused_settings(build_config(PPOConfig, values))
+    assert bool(said) is told
+    assert "".join(said).startswith("the policy is not trained" if told else "")
