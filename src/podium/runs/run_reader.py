@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from podium.runs.run_json import Amount, Count, Number, read_json, read_lines
 from podium.secrecy import mask
 from podium.telemetry.formatting import visible
 from podium.telemetry.held_out import ACCURACY, Metric
+from podium.telemetry.metrics import TIME_PREFIX
 
 __all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "UNCOMPARED", "RunRecord"]
 __all__ += ["check_run", "find_runs", "flatten", "is_run", "metric_of", "name_data", "parse_rows"]
@@ -38,6 +40,7 @@ __all__ += ["check_run", "find_runs", "flatten", "is_run", "metric_of", "name_da
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
 UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
 """Settings that say nothing of how runs compare."""
+_TIME_OF_STEP: Final = f"{TIME_PREFIX}step"
 _MOST_SETTINGS: Final = 10_000
 _LARGEST: Final = 1e300  # larger values overflow in sums
 _logger = logging.getLogger(__name__)
@@ -138,8 +141,9 @@ class RunRecord:
         return States()
 
     def result(self, name: str) -> Path | None:
-        """The ``model_path`` or the ``best_checkpoint`` of the summary, also if the run has moved; None if unset."""
-        if not isinstance(value := self.summary.get(name), str):
+        """The ``model_path`` or the ``best_checkpoint`` of the summary, also if the run has moved; None if it is unset,
+        or the run was resumed after the summary and has no new one."""
+        if not isinstance(value := self.summary.get(name), str) or self.is_past_end(self.step):
             return None
         local = "model" if name == "model_path" else f"checkpoints/{Path(value).name}"
         return self.path / local if self.files.is_folder(local) else Path(value)
@@ -223,6 +227,8 @@ class RunRecord:
         row = next((row for row in reversed(self.rows) if row["kind"] == "eval"), {})
         metric = metric_of(row)
         value = row.get(metric.name)
+        if value is None and (text := row.get("nonfinite", {}).get(metric.name)):
+            value = {"inf": math.inf, "-inf": -math.inf}.get(text, math.nan)
         return (metric, float(value)) if isinstance(value, int | float) else None
 
     def scores_by_set(self, names: Sequence[str], done: int) -> dict[str, dict[str, Any]]:
@@ -249,11 +255,18 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """The duration of the run: by its summary, or else from its first row to its last one."""
-        if isinstance(wall := self.summary.get("wall_s"), int | float):
+        """How long the run trained: by its summary, or else the times of its steps and evaluations. The time between a
+        kill and a resume does not count, nor does what a clock that was set adds."""
+        wall = self.summary.get("wall_s")
+        if isinstance(wall, int | float) and not self.is_past_end(self.step):
             return float(wall)
-        times = [row["time"] for row in self.rows if "time" in row]
-        return max(times) - min(times) if times else 0.0
+        total = before = 0.0
+        for row in self.rows:
+            total += row.get(_TIME_OF_STEP) or 0.0
+            if row["kind"] == "eval" and before:
+                total += max(0.0, row.get("time", before) - before)
+            before = row.get("time", before)
+        return total
 
     @property
     def modified(self) -> float:

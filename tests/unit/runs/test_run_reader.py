@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import signal
@@ -55,6 +56,57 @@ def test_a_run_that_was_killed_is_the_same_to_all_readers(tmp_path: Path, capsys
     with pytest.raises(ConfigError, match=r"holds a run \(unfinished at step 2\): resume it"):
         RunDirectory(path)
     RunDirectory(path, resume=True).close()
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> RunRecord:
+    """A run with these rows in metrics.jsonl."""
+    path.mkdir(exist_ok=True)
+    (path / "config.yaml").write_text("run: {steps: 9}\n")
+    (path / "metrics.jsonl").write_text("".join(json.dumps({"phase": "sft", **row}) + "\n" for row in rows))
+    return RunRecord(path)
+
+
+def step_row(step: int, time: float, took_s: float = 10.0) -> dict[str, Any]:
+    return {"kind": "step", "step": step, "time": time, "time/step": took_s}
+
+
+def eval_row(step: int, time: float, loss: float | None = 1.0) -> dict[str, Any]:
+    return {"kind": "eval", "step": step, "time": time, "metric": "loss", "loss": loss, "items": 4}
+
+
+def test_a_pause_before_a_resume_and_a_clock_that_was_set_back_are_no_time_of_a_run(tmp_path: Path) -> None:
+    """The run was killed after its second step, was resumed a day later, and then the clock was set back."""
+    rows = [eval_row(0, 100.0), step_row(1, 110.0), step_row(2, 120.0), eval_row(2, 125.0)]
+    assert write_rows(tmp_path, *rows).seconds == 25.0
+    assert write_rows(tmp_path, *rows, step_row(3, 86_535.0)).seconds == 35.0
+    assert write_rows(tmp_path, *rows, step_row(3, 86_535.0), eval_row(3, 50.0)).seconds == 35.0
+
+
+def test_a_summary_says_nothing_of_a_run_that_was_resumed_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its time, its model and its best checkpoint are those of the earlier end."""
+    summary = {"steps": 1, "finished": True, "wall_s": 4.0, "model_path": "model", "best_checkpoint": "a/step-000001"}
+    (tmp_path / "model").mkdir()
+    record = write_rows(tmp_path, step_row(1, 10.0))
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert (record.state, record.seconds, record.result("model_path")) == ("finished", 4.0, tmp_path / "model")
+    record = write_rows(tmp_path, step_row(1, 10.0), step_row(2, 20.0))
+    assert (record.state, record.seconds, record.result("model_path")) == ("unfinished", 20.0, None)
+    assert main(["runs", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "took 20" in shown and "model path" not in shown and "best checkpoint" not in shown
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_last_evaluation_that_is_not_finite_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    write_rows(tmp_path / "a", eval_row(0, 1.0), {**eval_row(2, 2.0, None), "nonfinite": {"loss": value}})
+    write_rows(tmp_path / "b", eval_row(0, 1.0, 7.0))
+    assert main(["runs", "--best", str(tmp_path)]) == 0
+    _, best, worst = capsys.readouterr().out.splitlines()
+    assert "loss 7" in best and f"loss {value}" in worst
 
 
 def read_everywhere(path: Path, page: Run, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, int]]:

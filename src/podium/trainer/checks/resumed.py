@@ -52,11 +52,15 @@ def describe_changes(config: PPOConfig | SFTConfig, run: Path, checkpoint: Path 
 
 def _explain_unused(config: PPOConfig | SFTConfig, checkpoint: Path | None) -> dict[tuple[str, ...], str]:
     """Return why settings have no effect, by their sections and keys."""
-    unused = {("run.name", "run.dir"): "no effect, because a resumed run stays in its directory"}
+    unused: dict[tuple[str, ...], str] = {
+        ("run.name", "run.dir"): "no effect, because a resumed run stays in its directory"
+    }
     if checkpoint is None:
         return unused
     unused[("run.seed",)] = "no effect on the order of the data, because the checkpoint holds that of the earlier seed"
-    model = ("model.seed",) if config.model.lora is not None else ("model.path", "model.config", "model.seed")
+    model: tuple[str, ...] = (
+        ("model.seed",) if config.model.lora is not None else ("model.path", "model.config", "model.seed")
+    )
     others = [role for role in ("reference",) if role in config.roles]
     also = f"; the {others[0]} has that of the setting" if others and config.model.lora is None else ""
     unused[model] = f"no effect on the policy, because the checkpoint holds its weights{also}"
