@@ -34,7 +34,7 @@ NEWEST_TESTS := tests/unit/training tests/unit/models tests/unit/workers tests/u
 	tests/integration/test_train_grpo.py tests/integration/test_train_sft.py
 
 PLUGINS := $(wildcard plugins/podium-*)
-RUNTIME_PLUGINS := $(addprefix plugins/podium-,agents curves preferences view)
+RUNTIME_PLUGINS := $(addprefix plugins/podium-,agents curves dryrun preferences view)
 PEERS := ray trl verl monarch areal vllm
 CLIENTS := openai-agents langgraph litellm inspect
 

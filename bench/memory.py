@@ -35,10 +35,11 @@ from bench.census import PROC
 from bench.report import put_section
 from podium.models import ModelConfig, load_model
 from podium.models.tokenizers import load_tokenizer
-from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, build_config, describe_memory
-from podium.trainer.checks.data_plan import count_tokens
+from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, build_config
 from podium.training import OptimConfig, ParallelConfig, TrainEngine
 from podium.workers import Critic, Generator, Policy, Reference
+from podium_dryrun import describe_memory
+from podium_dryrun.data import count_tokens
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "bench" / "memory.json"

@@ -44,6 +44,7 @@ PAGES = (
     Page("backend.md", "Contract of backends", ("podium.runtime.backend", "podium.runtime.messages")),
     Page("telemetry.md", "Telemetry", ("podium.telemetry", "podium.telemetry.events", "podium.telemetry.sinks")),
     Page("errors.md", "Errors", ("podium.errors",)),
+    Page("dryrun.md", "Dry runs", ("podium_dryrun",)),
     Page("preferences.md", "Preferences", ("podium_preferences",)),
     Page("agents.md", "Agents", ("podium_agents",)),
     Page("testing.md", "Contract suites", ("podium_testing",)),

@@ -11,7 +11,8 @@ from podium.errors import ConfigError
 from podium.models import ModelConfig
 from podium.models.loading import load_model
 from podium.models.tokenizers import load_tokenizer
-from podium.trainer import GRPOConfig, SFTConfig, describe_memory
+from podium.trainer import GRPOConfig, SFTConfig
+from podium_dryrun import describe_memory
 from tests.integration.training import MODEL, metrics_rows, timeless, tiny, train
 
 SHAPE: dict[str, Any] = MODEL["config"]  # pyright: ignore[reportAssignmentType] - a value of a mixed mapping

@@ -18,9 +18,10 @@ from podium.cli import main
 from podium.data import Batch
 from podium.errors import ConfigError, DataError, EndpointError, PodiumError
 from podium.models import char_tokenizer
-from podium.trainer import GRPOConfig, PPOTrainer, describe_memory, describe_plan
+from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.checks.preflight import check_given, names_of_given
 from podium.workers import RewardModel
+from podium_dryrun import describe_memory, describe_plan
 from tests.integration.rewards import minus_half
 from tests.integration.test_environments import config_of
 from tests.integration.training import MODEL, metrics_rows, tiny

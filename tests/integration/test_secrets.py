@@ -16,7 +16,7 @@ from podium.cli import main
 from podium.errors import ConfigError
 from podium.secrecy import MASK
 from podium.trainer import GRPOConfig
-from podium.trainer.checks.plan import describe_plan
+from podium_dryrun.plan import describe_plan
 from podium_view.export import export_page
 from podium_view.run import Run
 from tests.integration.secret_world import KEY

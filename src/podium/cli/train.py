@@ -8,7 +8,7 @@ import sys
 import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 from importlib.metadata import EntryPoint
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.presets import Preset, list_presets, read_preset
-from podium.cli.spinner import StatusSink
 from podium.config import find_override, keys_of, load_config, read_values
 from podium.errors import ConfigError
 from podium.extras import explain_packages
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["run_train"]
 
 BACKEND = "local"
-_MEASURE, _TIMING = "--measure", "podium.timing"
+_DRY_RUN, _DRY_RUNS = "--dry-run", "podium.dry_run"
 
 
 def run_train(arguments: Sequence[str]) -> int:
@@ -59,28 +58,11 @@ def run_train(arguments: Sequence[str]) -> int:
     config = _config(options.recipe, options.config, options.resume, overrides)
     if options.measure and not options.dry_run:
         raise ConfigError("--measure trains nothing: write --dry-run --measure, or leave it out to train")
-    timing = _find_timing() if options.measure else None
     if options.dry_run:
+        show_dry_run = load_installed(_find_dry_run(), _DRY_RUN)
         sys.stdout.write(f"{preset.describe()}\n\n" if preset is not None else "")
-        from podium.trainer import describe_plan
-
-        sys.stdout.write(describe_plan(config, backend.name, backend.options) + "\n\n")
-        sys.stdout.flush()
-        # They import torch, which the checks of the configuration do not need.
-        from podium.trainer import describe_data, describe_memory
-        from podium.trainer.checks.data_plan import count_tokens
-
-        trainer = _make_trainer(config, options.recipe, backend)
-        read_data = cache(trainer.read_data)
-        sys.stdout.write(describe_data(read_data, trainer.check_grader) + "\n\n")
-        lengths = count_tokens(read_data())
-        sys.stdout.write(describe_memory(config, backend.name, backend.options, lengths) + "\n")
-        if timing is not None:
-            sys.stdout.flush()
-            describe_times = load_installed(timing, _MEASURE)
-            with StatusSink("starting the workers to measure a step"):
-                times = describe_times(trainer, read_data())
-            sys.stdout.write(f"\n{times}\n")
+        make_trainer = partial(_make_trainer, config, options.recipe, backend)
+        show_dry_run(config, backend.name, backend.options, make_trainer, measure=options.measure)
         return 0
     trainer = _open_view(config, options.recipe, backend)
     summary = trainer.fit()
@@ -99,15 +81,15 @@ def run_train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _find_timing() -> EntryPoint:
-    """Return the entry point of the function that times a step of a trainer's run, on the data that it has read.
+def _find_dry_run() -> EntryPoint:
+    """Return the entry point of the function that prints what a run would do.
 
     Raises:
         ConfigError: No installed package has it, or several have.
     """
-    entry = find_installed(_TIMING, "step", _MEASURE)
+    entry = find_installed(_DRY_RUNS, "show", _DRY_RUN)
     if entry is None:
-        raise ConfigError(f"{_MEASURE} needs a package that times a step: {explain_packages(_TIMING, 'step')}")
+        raise ConfigError(f"{_DRY_RUN} needs a package that describes runs: {explain_packages(_DRY_RUNS, 'show')}")
     return entry
 
 
@@ -217,8 +199,8 @@ def _parser() -> argparse.ArgumentParser:
         help="train again on the completions that the run in this directory has recorded, with its settings but for "
         "yours; nothing is sampled",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print settings, plan and the first data; start nothing")
-    parser.add_argument(_MEASURE, action="store_true", help="with --dry-run: time a step; a package does this")
+    parser.add_argument(_DRY_RUN, action="store_true", help="print settings, plan and the first data; start nothing")
+    parser.add_argument("--measure", action="store_true", help="with --dry-run: start the workers and time a step")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

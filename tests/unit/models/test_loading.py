@@ -16,7 +16,7 @@ from podium.models import LoraConfig, ModelConfig, load_model
 from podium.models.loading import load_scorer, longest_text, save_pretrained
 from podium.models.tokenizers import load_tokenizer
 from podium.models.whole_weights import WholeWeights, full_weights
-from podium.trainer.checks.memory import model_size
+from podium_dryrun.memory import model_size
 from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY
 
 IDS = torch.tensor([[4, 9, 15, 7, 7, 12]])

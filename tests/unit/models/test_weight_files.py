@@ -20,8 +20,8 @@ from podium.models import ModelConfig, load_model, load_tokenizer
 from podium.models.weight_files import find_replaced_heads, read_stored_tensors
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
-from podium.trainer.checks.memory import model_size
 from podium.workers import Critic
+from podium_dryrun.memory import model_size
 from tests.integration.training import write_copy_task
 from tests.unit.workers.tiny import SHAPE, TINY, oracle_logprobs
 

@@ -15,12 +15,12 @@ from podium.algorithms import TokenLoss
 from podium.errors import ConfigError
 from podium.models import load_model
 from podium.trainer import GRPOConfig, PPOConfig
-from podium.trainer.checks.memory import ModelSize, memory_gib
 from podium.training import OptimConfig, ParallelConfig, TrainEngine
 from podium.training.micro_batches import MicroBatch, cut
 from podium.training.optimizer import round_stochastically
 from podium.training.scoring import score_tokens
 from podium.workers import Policy
+from podium_dryrun.memory import ModelSize, memory_gib
 from tests.integration.training import tiny
 from tests.unit.workers.tiny import TINY, recorded
 

@@ -18,11 +18,11 @@ from podium.models import ModelConfig
 from podium.models.value_head import find_value_head, is_of_value_head
 from podium.models.whole_weights import full_weights
 from podium.trainer import GRPOConfig, PPOConfig, build_config
-from podium.trainer.checks.memory import describe_memory
-from podium.trainer.checks.plan import describe_plan
 from podium.training import OptimConfig, ParallelConfig
 from podium.workers import Policy
 from podium.workers.policy import HEAD_ALONE
+from podium_dryrun.memory import describe_memory
+from podium_dryrun.plan import describe_plan
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 OPTIM = OptimConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5)

@@ -102,7 +102,7 @@ class EncodedPreferences(EncodedExamples):
         return self.token_ids.offsets[list(self.starts)].diff().tolist()
 
     def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-        from podium.trainer.checks.data_plan import describe_tokens, describe_where
+        from podium_dryrun.data import describe_tokens, describe_where
 
         row, example = self[0], self.examples[0]
         answers = list_answers(example)

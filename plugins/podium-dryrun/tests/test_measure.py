@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-import podium_timing
 from podium.cli import main
+from podium_dryrun.times import _Times
 from tests.integration.training import MODEL, write_copy_task
 
 RECIPES = ("grpo", "ppo", "sft", "dpo", "rm")
@@ -98,14 +98,14 @@ def test_without_the_package_the_option_is_refused_with_the_command_that_install
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("podium.cli.train.find_installed", lambda *_: None)
-    command = ["train", "grpo", "--config", str(write_settings(tmp_path, "grpo")), "--dry-run", "--measure"]
+    command = ["train", "grpo", "--config", str(write_settings(tmp_path, "grpo")), "--dry-run"]
     assert main(command) == 2
     shown = capsys.readouterr()
-    assert "entry point group podium.timing" in shown.err and "pip install ./plugins/podium-NAME" in shown.err
+    assert "entry point group podium.dry_run" in shown.err and "pip install ./plugins/podium-NAME" in shown.err
     assert not shown.out
 
 
 def test_the_time_of_a_run_follows_from_what_was_measured() -> None:
-    times = podium_timing._Times(passes={"update": 2.0, "values": 1.0}, optimizer=0.5, tokens=100)
+    times = _Times(passes={"update": 2.0, "values": 1.0}, optimizer=0.5, tokens=100)
     times.sequences, times.prefill, times.decoding = 32, 1.0, 0.1
     assert times.generate(rows=64, sampled=10) == pytest.approx(2 * (1.0 + 10 * 0.1))

@@ -16,8 +16,8 @@ from podium.models.adapters import with_adapters
 from podium.models.loading import checkpoint_layers, lay_out
 from podium.models.value_head import add_value_head
 from podium.training.micro_batches import MicroBatch, cut
-from podium.training.pass_memory import PassMemory, count_pass
 from podium.training.scoring import score_tokens
+from podium_dryrun.pass_memory import PassMemory, count_pass
 
 LLAMA = {
     "model_type": "llama",

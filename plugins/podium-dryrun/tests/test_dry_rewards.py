@@ -8,7 +8,8 @@ import pytest
 
 from podium.errors import ConfigError, RewardError
 from podium.telemetry import Note, subscribe
-from podium.trainer import GRPOConfig, PPOTrainer, describe_data
+from podium.trainer import GRPOConfig, PPOTrainer
+from podium_dryrun import describe_data
 from tests.integration.test_environments import config_of
 from tests.integration.training import tiny, train
 

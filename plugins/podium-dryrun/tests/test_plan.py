@@ -15,12 +15,11 @@ import torch
 
 from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig, load_model
-from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_memory, describe_plan
-from podium.trainer.checks import memory
-from podium.trainer.checks.memory import Amounts, ModelSize, Row, memory_gib, model_size
+from podium.trainer import GRPOConfig, PPOConfig, SFTConfig
 from podium.trainer.roles import bind_roles
-from podium.training import pass_memory
-from podium.training.pass_memory import PassMemory
+from podium_dryrun import describe_memory, describe_plan, memory, pass_memory
+from podium_dryrun.memory import Amounts, ModelSize, Row, memory_gib, model_size
+from podium_dryrun.pass_memory import PassMemory
 from tests.integration.training import MODEL, tiny
 
 SIZE = ModelSize(parameters=2**28, trained=2**28, layers=1, hidden=1, key_value_width=1, vocabulary=1)

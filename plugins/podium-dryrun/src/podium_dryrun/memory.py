@@ -18,13 +18,13 @@ from podium.models.weight_files import find_replaced_heads
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import backend_class
-from podium.trainer.checks.plan import is_accelerated
+from podium_dryrun.plan import is_accelerated
 
 if TYPE_CHECKING:
     from torch import nn
 
     from podium.algorithms import AlgorithmConfig
-    from podium.training.pass_memory import PassMemory
+    from podium_dryrun.pass_memory import PassMemory
 
 __all__ = ["Amounts", "ModelSize", "Row", "describe_memory", "memory_gib", "model_size"]
 
@@ -242,7 +242,7 @@ def _count_pass(
     from podium.devices import LEAST_RETURNED, compute_dtype
     from podium.processes import LARGEST_KEPT
     from podium.training.micro_batches import cut
-    from podium.training.pass_memory import count_pass
+    from podium_dryrun.pass_memory import count_pass
 
     tokens = Jagged.from_rows([torch.arange(row.prompt + row.rest) + row.number for row in amounts.rows])
     mask = torch.cat([torch.arange(row.prompt + row.rest) >= row.prompt for row in amounts.rows])

@@ -14,8 +14,8 @@ import podium.algorithms.declarations
 from podium.config import keys_of
 from podium.data import fields
 from podium.runs.config import GRPOConfig, PPOConfig, SFTConfig
-from podium.trainer import describe_memory
-from podium.trainer.checks.memory import Amounts, ModelSize, memory_gib
+from podium_dryrun import describe_memory
+from podium_dryrun.memory import Amounts, ModelSize, memory_gib
 from tests.integration.training import tiny
 
 WIDE = {fields.ROLLOUT_TOP, fields.TEACHER_TOP, fields.EXPERTS}

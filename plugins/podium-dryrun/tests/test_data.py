@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, DataError
-from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer, describe_data
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from podium_dryrun import describe_data
 from podium_preferences import DPOConfig, PreferenceTrainer
 from tests.integration.training import metrics_rows, tiny
 
