@@ -45,6 +45,7 @@ PAGES = (
     Page("telemetry.md", "Telemetry", ("podium.telemetry", "podium.telemetry.events", "podium.telemetry.sinks")),
     Page("errors.md", "Errors", ("podium.errors",)),
     Page("dryrun.md", "Dry runs", ("podium_dryrun",)),
+    Page("inference.md", "Models in use", ("podium_inference",)),
     Page("preferences.md", "Preferences", ("podium_preferences",)),
     Page("agents.md", "Agents", ("podium_agents",)),
     Page("testing.md", "Contract suites", ("podium_testing",)),

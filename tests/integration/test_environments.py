@@ -28,10 +28,10 @@ from podium.runs.ledger import read_ledger
 from podium.runtime import endpoint, first, only
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config
-from podium.trainer.evaluate import evaluate_model
 from podium.workers import Estimator, Generator, Policy
 from podium_agents.environments import runner
 from podium_dryrun import describe_data
+from podium_inference import evaluate_model
 from tests.everyday import mark_others
 from tests.integration import worlds
 from tests.integration.training import MODEL, losses, metrics_rows, tiny, train

@@ -31,7 +31,6 @@ import yaml
 from huggingface_hub import constants
 
 from podium.cli import main
-from podium.cli.inference import inference_config
 from podium.config import config_to_yaml, load_config
 from podium.errors import PodiumError
 from podium.models import char_tokenizer, load_tokenizer
@@ -42,6 +41,7 @@ from podium.runs.checkpoints import TrainerState
 from podium.runs.recipes import find_recipe, list_recipes
 from podium.runs.run_writer import RunDirectory
 from podium.trainer.checks.preflight import check_settings, with_stop_tokens
+from podium_inference.command import inference_config
 
 CONFIGS = {name: find_recipe(name).config for name in list_recipes()}
 TOKENIZER = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+= ")

@@ -15,8 +15,9 @@ from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.models.loading import lay_out
 from podium.models.other_parts import find_other_parts, freeze_other_parts
 from podium.models.value_head import add_value_head, find_value_head
-from podium.runs.export import export_model, find_model
+from podium.runs.stored_models import find_model
 from podium.trainer import SFTConfig, SFTTrainer
+from podium_inference import export_model
 from tests.integration.training import tiny
 
 TEXT: dict[str, Any] = {

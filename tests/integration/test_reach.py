@@ -24,7 +24,7 @@ from podium import Cluster
 from podium.errors import NoRowsError
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, InferenceConfig, build_config
-from podium.trainer.evaluate import evaluate_model
+from podium_inference import evaluate_model
 from tests.integration.test_environments import TEMPLATE, config_of
 from tests.integration.training import MODEL, metrics_rows, tiny, train
 from tests.integration.worlds import digits

@@ -87,6 +87,7 @@ def test_the_core_names_no_plugin() -> None:
         "changes",
         "curves",
         "dryrun",
+        "inference",
         "migration",
         "preferences",
         "ray",

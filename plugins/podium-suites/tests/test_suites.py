@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import podium_suites as suites
-from podium.cli.suites import find_suite, write_table
 from podium.errors import ConfigError, PodiumError
+from podium_inference.suites import find_suite, write_table
 
 
 def make_command(folder: Path, name: str) -> str:

@@ -26,9 +26,6 @@ __all__ = ["COMMANDS", "describe_commands", "find_commands", "load_command", "ma
 
 COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft, or a recipe of a package"),
-    "eval": ("inference", "score the model of a run, or another model, on held-out prompts"),
-    "sample": ("inference", "print completions of a run's model, or of another model"),
-    "export": ("export", "write a run's model or checkpoint for transformers, vLLM, peft or the hub"),
     "runs": ("runs", "list runs; show or remove them"),
     "backends": ("backends", "list the installed backends, and what each can do"),
     "completion": ("completion", "print a script for completion in bash, zsh or fish"),

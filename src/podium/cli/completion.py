@@ -63,7 +63,7 @@ def _words() -> _Words:
     train_options = options.pop("train")
     keys = {recipe: keys_of(find_recipe(recipe).config) for recipe in list_recipes()}
     options |= {f"train {recipe}": {**train_options, **_helps(keys[recipe])} for recipe in keys}
-    for name in WITH_KEYS:
+    for name in options.keys() & WITH_KEYS:
         options[name] |= _helps(keys_of(InferenceConfig))
     values: dict[str, Sequence[str]] = {"--backend": sorted(backends())}
     values |= {f"--{key.path}": choices for many in keys.values() for key in many if (choices := _values(key))}

@@ -52,7 +52,7 @@ def _find_folder(name: str) -> Path | None:
     if (path / "config.json").exists() or not (path.is_dir() or is_run(run)):
         return None
     from podium.runs.checkpoints import files_of  # the imports take a second
-    from podium.runs.export import find_model
+    from podium.runs.stored_models import find_model
 
     stored = find_model(name)
     if stored is None:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     )
     from podium.runs.evaluation import Evaluation as Evaluation
     from podium.runs.run_writer import Summary as Summary
-    from podium.trainer.best_of_n import BestOfN as BestOfN, draw_best as draw_best
-    from podium.trainer.evaluate import evaluate_model as evaluate_model, open_sampler as open_sampler
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
     from podium.trainer.preload import PRELOAD as PRELOAD
     from podium.trainer.sft import SFTTrainer as SFTTrainer

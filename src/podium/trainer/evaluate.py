@@ -1,48 +1,38 @@
 """Evaluation on held-out prompts: the generator answers, and the grader judges the answers."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-from podium.data import completion_texts, fields
-from podium.errors import ConfigError, NoRowsError
-from podium.models import load_tokenizer
-from podium.rewards import Grade, Grader, Rewards
-from podium.rollout.environments import EnvironmentConfig, load_sessions
+from podium.data import fields
+from podium.errors import NoRowsError
+from podium.rewards import Grade, Grader
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import EncodedPairs, Example, encode_pairs, load_examples
+from podium.rollout.tasks import EncodedPairs, encode_pairs, load_examples
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation
-from podium.runs.judging import knows_accuracy
-from podium.runs.model_paths import resolve_models
 from podium.runs.run_files import RunFiles
-from podium.runtime import Cluster, Handle
-from podium.telemetry import Note, Waiting, emit
+from podium.runtime import Handle
+from podium.telemetry import Note, emit
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import (
-    check_answers,
     check_examples,
-    check_reward,
     check_tokens,
-    find_columns,
     find_fitting,
-    with_stop_tokens,
 )
 from podium.trainer.completion_files import write_completions, write_examples
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
 from podium.trainer.held_out_scores import Sampled, scores_of
-from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, pair_batch, prompt_batch
-from podium.trainer.roles import share_processes, start_generator, start_scorer
+from podium.trainer.prompts import Prompt, completion_seeds, pair_batch, prompt_batch
 from podium.trainer.sessions import Sessions
 from podium.workers import Generator, Policy, RewardModel
 
-__all__ = ["evaluate_model", "load_held_out_pairs", "open_sampler", "score_answers", "score_held_out"]
+__all__ = ["load_held_out_pairs", "score_answers", "score_held_out"]
 
 _SAMPLES: Final = 24  # of which the report shows a few that changed
 _READ_TOKENS: Final = 1 << 19  # tokens of the rows whose texts are fetched at once
@@ -192,100 +182,3 @@ def load_held_out_pairs(config: InferenceConfig, tokenizer: PreTrainedTokenizerB
         check_examples(config.model, pairs.token_ids.lengths, pairs.examples, what)
         sets[name] = pairs
     return sets
-
-
-def evaluate_model(
-    config: InferenceConfig,
-    cluster: Cluster,
-    reward: Rewards | None = None,
-    *,
-    evaluations: dict[str, Evaluation] | None = None,
-) -> dict[str, Evaluation]:
-    """Score a model, without training it, on ``config.eval.items`` held-out prompts of each evaluation set.
-
-    Returns the evaluations by the names of their sets, the set of ``eval.metric`` first. One set without a name has the
-    name "". Where ``eval.metric`` is the loss or the accuracy of tokens, held-out answers are scored, and the model
-    answers nothing.
-
-    Args:
-        evaluations: Each evaluation is added to this dictionary as soon as its set is done, so that the caller has what
-            there is where a later one fails. It is also what is returned.
-
-    Raises:
-        ConfigError: The model, the data or the reward cannot be loaded, or ``eval.items`` is 0.
-    """
-    evaluations = {} if evaluations is None else evaluations
-    if not config.eval.items:
-        raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
-    config = resolve_models(config)
-    tokenizer = load_tokenizer(config.model.tokenizer_source)
-    if config.scores_answers:
-        pairs = load_held_out_pairs(config, tokenizer)
-        with start_scorer(cluster, config) as policy:
-            for name, examples in pairs.items():
-                evaluations[name] = score_answers(policy, examples, tokenizer)
-        return evaluations
-    check_reward(config.reward, reward)
-    sets: dict[str, list[Prompt]] = {}
-    for name, source in config.eval_sets.items():
-        data = replace(config.data, eval=source)
-        if config.environment.name:
-            package = load_sessions(config.environment.shown)
-            sets[name] = [*package.load_tasks(data, config.environment, "test", limit=config.eval.items)]
-            continue
-        sets[name] = load_held_out(data, tokenizer, config.eval.items)
-        check_answers((prompt.example for prompt in sets[name]), config.reward, reward)
-    columns = find_columns((prompt.example for prompts in sets.values() for prompt in prompts), config.reward)
-    sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    known = knows_accuracy(config, "", 0)
-    in_script = not cluster.capabilities.processes
-    grader = Grader(
-        config.reward,
-        reward=reward,
-        columns=columns,
-        steps=config.run.steps,
-        optional=bool(config.environment.name),
-        in_script=in_script,
-    )
-    with grader, start_generator(cluster, config) as roles:
-        sessions: Sessions | None = None
-        if roles.rollout is not None:
-            beside = share_processes(roles.rollout, roles.generator)
-            generators = () if beside else (roles.generator,)
-            sessions = load_sessions(config.environment.shown).Sessions(roles.rollout, generators, config, sampling)
-        emit(Waiting(f"evaluating {sum(map(len, sets.values())):,} prompts"))
-        for name, prompts in sets.items():
-            evaluations[name] = score_held_out(
-                config,
-                roles.generator,
-                prompts,
-                grader,
-                tokenizer,
-                sampling,
-                reward_model=roles.reward,
-                sessions=sessions,
-                set_name=name,
-                known=known or None,
-            )
-    return evaluations
-
-
-@contextmanager
-def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable[[str, int], list[str]]]:
-    """Yield a function that takes a prompt and a number, which varies the seed, and returns ``sampling.n`` completions.
-
-    ``config.data`` says how the prompt is written: system prompt, chat template, and longest length.
-    """
-    config = resolve_models(config)
-    tokenizer = load_tokenizer(config.model.tokenizer_source)
-    sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    config = replace(config, reward=replace(config.reward, path=""))  # samples are not scored
-    config = replace(config, environment=EnvironmentConfig())  # nor do they live in one
-    with start_generator(cluster, config) as roles:
-
-        def sample(prompt: str, number: int = 0) -> list[str]:
-            prompts = encode_rows([Example(prompt, None, {"prompt": prompt})], tokenizer, config.data, "typed")
-            seeds = completion_seeds(config.run.seed, number, 1, sampling.n)
-            return completion_texts(roles.generator.generate(prompt_batch(prompts, seeds), sampling), tokenizer)
-
-        yield sample

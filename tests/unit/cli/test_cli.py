@@ -19,7 +19,6 @@ import podium
 import podium.cli
 from podium.cli import main
 from podium.cli.connecting import parse_with_backend
-from podium.cli.inference import inference_config
 from podium.cli.spinner import StatusSink
 from podium.cli.train import _replay_overrides
 from podium.config import load_config
@@ -28,6 +27,7 @@ from podium.runs.run_writer import RunDirectory
 from podium.telemetry import Note, emit, flush
 from podium.trainer import GRPOConfig, SFTConfig, SFTTrainer
 from podium.trainer.preload import PRELOAD
+from podium_inference.command import inference_config
 from tests.integration.training import MODEL, tiny, write_copy_task
 
 READS_SETTINGS = {
@@ -91,7 +91,7 @@ def test_mistakes_and_help_wait_for_no_heavy_import(words: str, said: str, neede
     [
         (
             ["trian"],
-            "there is no command 'trian'; did you mean 'train'?; the commands are train, eval, sample,",
+            "there is no command 'trian'; did you mean 'train'?; the commands are train, runs, backends,",
         ),
         (["EVAL"], "; did you mean 'eval'?"),
         (["fly"], "there is no command 'fly'; the commands are train, "),

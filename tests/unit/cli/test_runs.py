@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from podium.cli import main
-from podium.runs.export import find_model
 from podium.runs.run_files import RunFiles
+from podium.runs.stored_models import find_model
 
 
 def make_run(

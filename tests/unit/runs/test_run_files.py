@@ -19,7 +19,7 @@ from podium.runs.run_files import RunFiles
 
 SOURCE = Path(podium.__file__).parent
 PLUGINS = Path(__file__).parents[3] / "plugins"
-READERS = [PLUGINS / "podium-changes/src", PLUGINS / "podium-curves/src", PLUGINS / "podium-view/src"]
+READERS = [PLUGINS / f"podium-{name}" / "src" for name in ("changes", "curves", "inference", "view")]
 OS = {"open", "mkfifo", "replace", "rename", "unlink", "remove", "mkdir", "makedirs", "rmdir", "removedirs", "truncate"}
 OS |= {"listdir", "scandir", "walk", "symlink", "link", "fwalk", "chmod", "chown", "utime", "readlink"}
 METHODS = {"read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "unlink", "rmdir", "symlink_to", "touch"}
@@ -64,10 +64,7 @@ PACKAGES = ("cli", "models", "processes", "rewards", "runs", "runtime", "telemet
 """Those that know runs, or get paths of their files. Backends get that of logs/, for :func:`.open_log`."""
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "cli/__init__.py": ("os.open", PRIVATE),
-    "cli/export.py": ("tempfile.TemporaryDirectory", PRIVATE),
-    "cli/inference.py": ("open", PERSON),
     "cli/presets/__init__.py": ("glob read_text", "files of the package"),
-    "cli/suites.py": ("write_text", PERSON),
     "models/loading.py": ("read_text save_pretrained", LOOKED_AT),
     "models/manifest.py": ("iterdir open read_bytes write_text", LOOKED_AT),
     "models/model_files.py": (
@@ -76,7 +73,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "models/other_parts.py": ("read_bytes", PERSON),
     "models/safetensors_writer.py": ("open", LOOKED_AT),
-    "models/stored_policy.py": ("save_pretrained", PERSON),
     "models/tensor_files.py": ("open", LOOKED_AT),
     "models/untrained.py": ("read_bytes rename write_bytes write_text", LOOKED_AT),
     "models/weight_files.py": ("read_text", LOOKED_AT),
@@ -87,7 +83,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
     "rewards/dispatcher_client.py": ("os.open", LOGS),
     "runs/run_writer.py": ("rmdir", "the parents that were made for a run's directory"),
-    "runs/export.py": ("iterdir mkdir open rglob shutil.copyfileobj write_text", PERSON),
     "runs/named_code.py": ("glob mkdir open read_bytes", "the records of this user, and the files of functions"),
     "runs/named_files.py": ("glob open os.walk", PERSON),
     "runs/run_reader.py": ("iterdir", "the directory of runs, whose owner the person is"),
@@ -99,6 +94,11 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "podium_changes/evaluations.py": ("ParquetFile", OPENED),
     "podium_curves/comparison.py": ("savefig", PERSON),
     "podium_curves/drawing.py": ("savefig", OPENED),
+    "podium_inference/command.py": ("open", PERSON),
+    "podium_inference/export.py": ("iterdir mkdir open rglob shutil.copyfileobj write_text", PERSON),
+    "podium_inference/export_command.py": ("tempfile.TemporaryDirectory", PRIVATE),
+    "podium_inference/stored_policy.py": ("save_pretrained", PERSON),
+    "podium_inference/suites.py": ("write_text", PERSON),
     "podium_view/command.py": ("iterdir", PERSON),
     "podium_view/completions.py": ("ParquetFile", OPENED),
     "podium_view/page.py": ("read_text", PRIVATE),

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from podium.cli.connecting import parse_with_backend
-from podium.cli.inference import connect, model_parser, open_config
 from podium.cli.spinner import StatusSink
 from podium.errors import ConfigError
 from podium.processes import close_memory
 from podium.runtime.connecting import backend_class
 from podium.trainer.preload import PRELOAD
+from podium_inference.command import connect, model_parser, open_config
 from podium_serve import check_serving, served
 
 __all__ = ["run_serve"]

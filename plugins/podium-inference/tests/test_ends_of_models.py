@@ -10,9 +10,9 @@ import pytest
 
 from podium.models import char_tokenizer
 from podium.models.vocabulary import add_ends
-from podium.runs.export import _add_ends
 from podium.runs.run_files import RunFiles
 from podium.trainer.checkpointing import ModelExtras, write_model
+from podium_inference.export import _add_ends
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL
 
 

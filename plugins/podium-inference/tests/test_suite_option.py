@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from podium.cli import main, suites
-from podium.cli.suites import find_suite, keep_results
+from podium.cli import main
 from podium.errors import ConfigError
+from podium_inference import suites
+from podium_inference.suites import find_suite, keep_results
 
 
 def prepare(task: str, program: str | None, arguments: Any) -> Any:
@@ -22,7 +24,8 @@ def prepare(task: str, program: str | None, arguments: Any) -> Any:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [EntryPoint("helm", f"{__name__}:prepare", "podium.suites")]
+    monkeypatch.setitem(sys.modules, "suites_of_test", sys.modules[__name__])  # an entry point has a name of Python's
+    entries = [EntryPoint("helm", "suites_of_test:prepare", "podium.suites")]
 
     def list_entries(group: str, name: str | None = None) -> list[EntryPoint]:
         return [entry for entry in entries if group == entry.group and name in (None, entry.name)]

@@ -13,9 +13,9 @@ from podium.models import ModelConfig, char_tokenizer
 from podium.rewards import RewardConfig
 from podium.rollout.tasks import Example
 from podium.runs.config import InferenceConfig
-from podium.trainer.best_of_n import BestOfN, _choose
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
+from podium_inference.best_of_n import BestOfN, _choose
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 

@@ -37,7 +37,8 @@ def run_export(arguments: Sequence[str]) -> int:
         raise ConfigError("say where the model goes: --to DIR, --push NAME, or both")
     if options.push:
         _check_name(options.push)
-    from podium.runs.export import export_model, find_model
+    from podium.runs.stored_models import find_model
+    from podium_inference.export import export_model
 
     source = find_model(options.model)
     if source is not None and source.checkpoint is None and source.adapted and not options.merge:

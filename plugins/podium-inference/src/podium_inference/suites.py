@@ -70,10 +70,10 @@ def write_table(results: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 def keep_results(model: str, record: Mapping[str, Any], output: str | None) -> str | None:
     """Write what a suite found to the run that ``model`` belongs to, beside its evaluations, or to ``output``. Returns
     the file; None if there is no run, and no ``output``."""
-    from podium.runs.export import find_model
     from podium.runs.files import step_name, step_of
     from podium.runs.run_files import RunFiles
     from podium.runs.run_reader import RunRecord
+    from podium.runs.stored_models import find_model
 
     text = json.dumps({"model": model, **record}, indent=2) + "\n"
     if output is not None:

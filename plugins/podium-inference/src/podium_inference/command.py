@@ -64,7 +64,7 @@ def run_eval(arguments: Sequence[str]) -> int:
         open_config(options.model, options.config, overrides, needs=_SCORES) as config,
         connect(backend) as cluster,
     ):
-        from podium.trainer import evaluate_model
+        from podium_inference.evaluation import evaluate_model
 
         results.callback(_write_evaluations, config, evaluations)  # of the sets that are done, if a signal ends it
         evaluate_model(config, cluster, evaluations=evaluations)
@@ -104,7 +104,7 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[
 
 def _run_suite(options: argparse.Namespace, overrides: Sequence[str], backend: Backend, further: Sequence[str]) -> int:
     """Have a suite evaluate the model, and print and keep its results. Returns the exit status."""
-    from podium.cli.suites import find_suite, keep_results, write_table
+    from podium_inference.suites import find_suite, keep_results, write_table
 
     suite = find_suite(options.suite, options.harness, further)
     name = Path(options.model).name or options.model
@@ -163,7 +163,7 @@ def run_sample(arguments: Sequence[str]) -> int:
         stack.enter_context(explained(lambda: f"{answered:,} prompts were completed"))
         with StatusSink(f"loading {options.model}"):
             config = stack.enter_context(open_config(options.model, options.config, overrides))
-            from podium.trainer import open_sampler
+            from podium_inference.evaluation import open_sampler
 
             sample = stack.enter_context(open_sampler(config, stack.enter_context(connect(backend))))
         stack.callback(subscribe(write_note))
@@ -181,7 +181,7 @@ def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: 
         raise ConfigError("--best takes the prompts of data.train: leave out --prompt")
     if (path := Path(options.best)).exists():
         raise ConfigError(f"--best {path}: this file exists; give another, or remove it")
-    from podium.trainer import BestOfN, draw_best
+    from podium_inference.best_of_n import BestOfN, draw_best
 
     count = BestOfN()
     with (
@@ -217,7 +217,8 @@ def open_config(
         CheckpointError: The checkpoint is damaged.
     """
     _refuse_early(model, path, overrides)
-    from podium.runs.export import find_model, open_model
+    from podium.runs.stored_models import find_model
+    from podium_inference.export import open_model
 
     config = inference_config(model, path, overrides, needs)
     source = find_model(model)
@@ -247,7 +248,7 @@ def inference_config(
             settings are wrong, or a file that the run was started with is gone and ``needs`` has its key or section. Or
             the run names code that this user has not allowed.
     """
-    from podium.runs.export import find_model
+    from podium.runs.stored_models import find_model
 
     values: dict[str, Any] = {}
     source = find_model(model)
