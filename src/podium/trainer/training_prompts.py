@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, cast
 from podium.algorithms import advantage_declaration
 from podium.rollout.environments import load_sessions
 from podium.rollout.tasks import PromptStream, load_examples
+from podium.trainer.checks.other_models import check_other_models
 from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
-from podium.trainer.checks.teacher import check_teacher
 from podium.trainer.prompts import Prompt, Prompts, encode_rows
 from podium.trainer.tasks import Tasks
 
@@ -49,12 +49,12 @@ def load_training(
 def check_training(
     config: PPOConfig, stream: PromptStream[Prompt], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
 ) -> None:
-    """Check that the advantage estimator finds its columns in the prompts, and that the teacher, if any, takes them.
+    """Check that the advantage estimator finds its columns in the prompts, and that teacher and critic take them.
 
     Raises:
-        ConfigError: The estimator or the teacher does not fit.
+        ConfigError: The estimator, the teacher or the critic does not fit.
     """
     rows = cast("Prompts | Tasks", stream.examples)
     check_columns(rows.examples, advantage_declaration(config.algorithm.advantage).data, config.algorithm.advantage)
     longest = None if isinstance(rows, Tasks) else max(rows.token_ids.lengths) + max_new_tokens
-    check_teacher(config, tokenizer, longest)
+    check_other_models(config, tokenizer, longest)
