@@ -237,6 +237,19 @@ def test_completions_stream_their_texts_as_they_are_drawn(served: Served) -> Non
     assert chunks[-1].usage == whole.usage
 
 
+def test_the_choices_of_a_seed_are_none_of_another_seed(served: Served) -> None:
+    asked: Any = {"model": "tiny", "prompt": "ab", "max_tokens": 12, "temperature": 1.0}
+
+    def draw(seed: int, n: int) -> list[str]:
+        return [choice.text for choice in served.client.completions.create(**asked, seed=seed, n=n).choices]
+
+    first, *others = draw(5, 4)
+    assert draw(5, 4) == [first, *others]
+    assert draw(5, 1) == [first]
+    alone = [draw(seed, 1)[0] for seed in range(6, 9)]
+    assert len({first, *others, *alone}) == 7
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_vast_text_is_refused_before_it_is_encoded(
     path: str, served: Served, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,7 @@ from podium.telemetry import (
 from podium.telemetry.held_out import ACCURACY, Metric
 from podium.telemetry.sinks.console import lost_output
 from podium.trainer.checkpointing import load_checkpoint, write_model
+from podium.trainer.checks.overlap import describe_overlaps
 from podium.trainer.checks.preflight import (
     check_given,
     check_settings,
@@ -248,17 +249,16 @@ class Trainer(ABC, Generic[C, E, R]):
             ConfigError, DataError: The run is refused because of its data.
         """
         config = self.config
-        for sentence in find_unused_settings(config):
-            emit(Note(sentence))
         shown = config.engine.replayed_run or config.data.shown_train or config.environment.name
         emit(Waiting(f"reading {shown}"))
         tokenizer = load_tokenizer(config.model.tokenizer_source)
         sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
         stream = self.load_data(tokenizer, sampling)
-        held_out = self.load_held_out(tokenizer, sampling) if config.eval.items else None
-        examples: list[Example] = list(getattr(stream.examples, "examples", ()))  # only prompts have them
-        for prompts in (held_out or {}).values():
-            examples += [] if isinstance(prompts, EncodedExamples) else [prompt.example for prompt in prompts]
+        sets = self.load_held_out(tokenizer, sampling) if config.eval.items else {}
+        examples: list[Example] = list(getattr(stream.examples, "examples", ()))
+        for sentence in (*find_unused_settings(config), *describe_overlaps(config, examples, sets)):
+            emit(Note(sentence))
+        examples += [row.example for rows in sets.values() if not isinstance(rows, EncodedExamples) for row in rows]
         columns = find_columns(examples, config.reward)
         if not (config.scores_answers or config.environment.name or config.engine.replayed_run):
             check_signatures(config.reward, self.options.reward, columns)
@@ -267,7 +267,7 @@ class Trainer(ABC, Generic[C, E, R]):
 
             load_scorer_tokenizer(config.reward.path)
         template = chat_template(tokenizer, config.data)
-        return RunData(count_steps(config, len(stream)), stream, held_out, tokenizer, template, sampling, columns)
+        return RunData(count_steps(config, len(stream)), stream, sets or None, tokenizer, template, sampling, columns)
 
     def check_grader(self, data: RunData[E]) -> None:
         """Load the rewards as the run does, in a process of their own, and end that.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ContextFull, GenerationError
+from podium_agents.seeds import hash_seed
 from podium_agents.service.budgets import LIMIT_REACHED
 from podium_agents.service.service import Answer, Service
 from podium_agents.service.wire import ChatRequest, Refusal, parse
@@ -250,13 +251,6 @@ async def answer_request(service: Service, request: Mapping[str, Any], session: 
         if refusal.code in ("context_length_exceeded", LIMIT_REACHED):
             raise ContextFull(refusal.message) from None
         raise GenerationError(refusal.message) from None
-
-
-def hash_seed(seed: int, name: str) -> int:
-    """Another seed, which follows from ``seed`` and ``name``."""
-    import hashlib
-
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
 
 
 def _finite(value: float) -> float:

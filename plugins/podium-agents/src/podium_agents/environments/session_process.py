@@ -26,10 +26,11 @@ from podium.errors import ConfigError, ContextFull, GenerationError
 from podium.exceptions import describe_error
 from podium.processes import Channel, Requests, Supervisor, serve_forks, supervise
 from podium.rollout.environments import EnvironmentConfig
-from podium_agents.environments.client import Reply, agent_name, hash_seed
+from podium_agents.environments.client import Reply, agent_name
 from podium_agents.environments.contract import Messages
 from podium_agents.environments.resolve import Play, resolve_environment
 from podium_agents.environments.runner import ending_of
+from podium_agents.seeds import hash_seed
 
 __all__ = ["ENDING", "KINDS", "DistantClient", "Facts", "main"]
 

@@ -23,6 +23,7 @@ from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, end
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.tasks.examples import message_text
 from podium.telemetry import Note, emit
+from podium_agents.seeds import hash_seed
 from podium_agents.service.answer_forms import conversation_grammar
 from podium_agents.service.concurrency import Caller
 from podium_agents.service.constraints import make_constraint
@@ -364,7 +365,7 @@ class Service:
             raise Refusal(429, "too many tokens are in flight: try again later", code="overloaded")
         session_seeds, numbers = self._seeds_of.get(session), range(sampling.n)
         if sampling.seed is not None and self.rules is None:
-            seeds, exact = [sampling.seed + number for number in numbers], True
+            seeds, exact = [sampling.seed, *(hash_seed(sampling.seed, f"choice {n}") for n in numbers[1:])], True
         elif session_seeds is not None:
             seeds, exact = [next(session_seeds) for _ in numbers], True
         else:

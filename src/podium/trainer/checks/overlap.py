@@ -1,0 +1,44 @@
+"""Held-out prompts that are trained on as well, so that what a run gains on them says nothing of new prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from podium.rollout.tasks import EncodedExamples, Example
+from podium.runs.config import InferenceConfig
+from podium.trainer.run_data import HeldOut
+
+__all__ = ["describe_overlaps"]
+
+
+def describe_overlaps(
+    config: InferenceConfig, training: Sequence[Example], held_out: Mapping[str, HeldOut]
+) -> Iterator[str]:
+    """Yield a sentence for each evaluation set with prompts that the training data have with the same answer.
+
+    The tasks of environments are not compared: their text alone is not all that a model is given.
+    """
+    if config.environment.name:
+        return
+    sets = {name: [_identify(example) for example in _examples_of(prompts)] for name, prompts in held_out.items()}
+    wanted = {identity for identities in sets.values() for identity in identities}
+    trained = wanted.intersection(map(_identify, training)) if wanted else set[str]()
+    for name, identities in sets.items():
+        if count := sum(identity in trained for identity in identities):
+            source = f" of {name}" if len(sets) > 1 else ""
+            yield (
+                f"{count} of the {len(identities)} held-out prompts{source} are also in the training data, with the "
+                "same answer: what the run gains on them says nothing of prompts that it has not seen; take them out "
+                "of one of the two"
+            )
+
+
+def _examples_of(prompts: HeldOut) -> Iterable[Example]:
+    return prompts.examples if isinstance(prompts, EncodedExamples) else (prompt.example for prompt in prompts)
+
+
+def _identify(example: Example) -> str:
+    prompt = example.prompt
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+    return f"{text}\0{example.answer}"
