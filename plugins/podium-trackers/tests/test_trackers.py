@@ -168,6 +168,21 @@ def test_tensorboard_does_not_show_the_steps_twice_that_a_killed_run_repeats(tmp
     assert [(point.step, point.value) for point in points] == [(1, 11.0), (2, 12.0), (3, 33.0), (4, 34.0)]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_a_run_once_that_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
+    """It begins again, with the evaluation before its first step."""
+    pytest.importorskip("tensorboard")
+    for is_resumed, steps in ((False, (1, 2, 3)), (True, (1, 2))):
+        with TensorBoardSink(tmp_path, is_resumed=is_resumed):
+            emit(PhaseStarted("grpo", 4, 1))
+            emit(EvalFinished(0, 8, {"accuracy": 0.5 + is_resumed / 4}, "accuracy", None, ""))
+            for step in steps:
+                emit(StepFinished(step, {"loss": 10.0 * is_resumed + step}))
+    read = read_tensorboard(tmp_path)
+    assert [(point.step, point.value) for point in read.Scalars("loss")] == [(1, 11.0), (2, 12.0)]
+    assert [(point.step, point.value) for point in read.Scalars("eval/accuracy")] == [(0, 0.75)]
+
+
 def read_tensorboard(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

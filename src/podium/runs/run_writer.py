@@ -311,6 +311,13 @@ class RunDirectory:
                 raise damage
             kept = itertools.takewhile(lambda row: row["step"] <= step, record.rows)
             self.files.write("".join(json.dumps(row) + "\n" for row in kept), METRICS)
+        elif step > 0:
+            logging.getLogger(__name__).warning(
+                "%s is missing: the rows up to step %d are not in the new one; put the run's own file back before a "
+                "resume",
+                self.metrics_path,
+                step,
+            )
         for folder in (self.completions, self.files.folder("evaluations")):
             for name in folder.walk():
                 if name.endswith(".parquet") and (step_of(Path(name).stem) or 0) > step:

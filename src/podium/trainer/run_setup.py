@@ -335,11 +335,22 @@ def read_held_out(
 
 
 def count_steps(config: PPOConfig | SFTConfig, examples: int) -> PPOConfig | SFTConfig:
-    """Return ``config`` with the ``run.steps`` that follow from ``run.epochs``."""
-    if config.run.epochs is None:
-        return config
-    steps = math.ceil(config.run.epochs * examples / config.taken)
-    return replace(config, run=replace(config.run, steps=steps, epochs=None))
+    """Return ``config`` with the ``run.steps`` that follow from ``run.epochs``. A note tells of fewer examples than a
+    step takes."""
+    epochs, steps = config.run.epochs, config.run.steps
+    if epochs is not None:
+        steps = math.ceil(epochs * examples / config.taken)
+    if examples < config.taken and not config.engine.replayed_run:
+        key = f"batch.{'prompts' if isinstance(config, PPOConfig) else 'examples'}"
+        given = f"run.steps = {steps}" if epochs is None else f"run.epochs = {epochs:g}"
+        emit(
+            Note(
+                f"{key} = {config.taken}, and there are only {examples} examples to train on: a step has some of them "
+                f"several times, and {given} means {steps * config.taken / examples:.1f} passes over them; a step of "
+                f"no example twice needs {key} = {examples} or less"
+            )
+        )
+    return config if epochs is None else replace(config, run=replace(config.run, steps=steps, epochs=None))
 
 
 def _make_generators(

@@ -274,8 +274,14 @@ def test_a_file_that_is_no_summary_is_named(run: RunDirectory) -> None:
             run.rewind(3)
 
 
-def test_rewinding_a_run_that_wrote_nothing(run: RunDirectory) -> None:
+def test_rewinding_a_run_that_wrote_nothing(run: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
     run.rewind(0)
+    assert not caplog.text
+
+
+def test_a_resume_without_its_metrics_is_warned_of(run: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    run.rewind(4)
+    assert f"{run.metrics_path} is missing: the rows up to step 4 are not in the new one" in caplog.text
     assert not run.metrics_path.exists()
 
 

@@ -109,12 +109,16 @@ class TrackerSink(Tracker):
 
 
 class TensorBoardSink(TrackerSink):
-    """Event files in `folder`: ``tensorboard --logdir FOLDER``. `config` are the hyperparameters, nested."""
+    """Event files in `folder`: ``tensorboard --logdir FOLDER``. `config` are the hyperparameters, nested. With
+    `is_resumed`, the folder has those of the same run, which may begin again at its first step."""
 
     package = "tensorboard"
 
-    def __init__(self, folder: str | Path, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, config: Mapping[str, Any] | None = None, *, is_resumed: bool = False
+    ) -> None:
         super().__init__()
+        self._is_resumed = is_resumed
         self._require("tensorboard")
         self._make = self._require("torch.utils.tensorboard").SummaryWriter
         self._folder, self._config = str(folder), dict(_leaves(mask(config or {})))
@@ -122,11 +126,13 @@ class TensorBoardSink(TrackerSink):
 
     @classmethod
     def of_run(cls, run: TrackedRun) -> Self:
-        return cls(run.make_folder("tensorboard"), config=run.config)
+        return cls(run.make_folder("tensorboard"), config=run.config, is_resumed=run.is_resumed)
 
     def begin(self, first_step: int) -> None:
-        if self._made is None and first_step > 1:  # what a killed run wrote of these steps is not shown
-            self._made = self._make(self._folder, flush_secs=10, purge_step=first_step)
+        if self._made is None and (first_step > 1 or self._is_resumed):
+            # What a killed run wrote of these steps is not shown. The first evaluation is before step 1.
+            step = first_step if first_step > 1 else 0
+            self._made = self._make(self._folder, flush_secs=10, purge_step=step)
 
     @property
     def _writer(self) -> Any:
