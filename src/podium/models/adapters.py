@@ -31,10 +31,10 @@ def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTra
     """
     _check_targets(model, lora.targets)
     weights = list(_list_weights(model, lora.targets))
-    layers = [place for place, _ in model.named_modules()]
-    known = {place.removesuffix(".weight").rpartition(".")[2] for place in _list_weights(model, ())}
+    layers = [path for path, _ in model.named_modules()]
+    known = {path.removesuffix(".weight").rpartition(".")[2] for path in _list_weights(model, ())}
     names = list(lora.targets) or "all-linear"
-    if weights and not any(_has_name(place, name) for place in layers for name in lora.targets or layers):
+    if weights and not any(_has_name(path, name) for path in layers for name in lora.targets or layers):
         names = list[str]()  # peft refuses names of joined experts alone
     adapted = _wrap(model, lora, seed, names, () if names else weights)
     unread = adapted.peft_config["default"].target_modules if names else lora.targets
@@ -92,7 +92,7 @@ def _list_weights(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[st
 
 def _find_left_out(adapted: Any, weights: Iterable[str]) -> list[str]:
     """Return the places of those ``weights`` that have no adapters."""
-    layers = {f"{place}.weight" for place in adapted.targeted_module_names}
+    layers = {f"{path}.weight" for path in adapted.targeted_module_names}
     return sorted({*weights} - layers - {*adapted.targeted_parameter_names})
 
 
@@ -107,7 +107,7 @@ def _check_known(targets: Iterable[str], weights: Sequence[str], known: Iterable
         ConfigError: A target is no such name.
     """
     for target in targets:
-        if not any(_has_name(place.removesuffix(".weight"), target) for place in weights):
+        if not any(_has_name(path.removesuffix(".weight"), target) for path in weights):
             raise ConfigError(
                 f"model.lora.targets has {target!r}, and no linear layer, embedding or expert of the model has this "
                 f"name; it has {', '.join(sorted(known))}"

@@ -165,18 +165,18 @@ def gain(before: Evaluation, after: Evaluation, name: str) -> Gain:
     old, new = before.scores.get(name, ()), after.scores.get(name, ())
     is_paired = len(old) == len(new) > 0 and tuple(before.weights) == tuple(after.weights)
     pairs = [
-        (one, other, weight)
-        for one, other, weight in zip(old, new, after.weights or [1.0] * len(new), strict=True)
-        if one is not None and other is not None
+        (earlier, later, weight)
+        for earlier, later, weight in zip(old, new, after.weights or [1.0] * len(new), strict=True)
+        if earlier is not None and later is not None
     ] if is_paired else []  # fmt: skip
-    changed = sum(one != other for one, other, _ in pairs) if pairs else None
+    changed = sum(earlier != later for earlier, later, _ in pairs) if pairs else None
     if not math.isfinite(value):
         bounds = None
     elif name == ACCURACY and before.is_binary(name) and after.is_binary(name):
-        correlation = _correlation([(bool(one), bool(other)) for one, other, _ in pairs])
+        correlation = _correlation([(bool(earlier), bool(later)) for earlier, later, _ in pairs])
         bounds = _newcombe(before, after, correlation)
     elif pairs:
-        error = _error([other - one for one, other, _ in pairs], [weight for *_, weight in pairs])
+        error = _error([later - earlier for earlier, later, _ in pairs], [weight for *_, weight in pairs])
         bounds = None if error is None else (value - error, value + error)
     else:
         bounds = _join(before.interval(name), after.interval(name), value)

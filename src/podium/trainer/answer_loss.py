@@ -40,7 +40,7 @@ class Answers:
         self.weight = config.algorithm.answer_weight
         self._pairs = encode_pairs(with_answer, tokenizer, config.data, "answers")
         check_examples(config.model, self._pairs.token_ids.lengths, self._pairs.examples, "answered")
-        self._places = {id(example): place for place, example in enumerate(self._pairs.examples)}
+        self._places = {id(example): index for index, example in enumerate(self._pairs.examples)}
 
     @classmethod
     def of(cls, config: PPOConfig, stream: PromptStream[Prompt], tokenizer: PreTrainedTokenizerBase) -> Answers | None:
@@ -54,4 +54,4 @@ class Answers:
         where fewer than ``least`` of them have one."""
         examples = [prompts[group].example for group in dict.fromkeys(groups)]
         places = [self._places[id(example)] for example in examples if id(example) in self._places]
-        return pair_batch([self._pairs[place] for place in places]) if len(places) >= max(least, 1) else None
+        return pair_batch([self._pairs[index] for index in places]) if len(places) >= max(least, 1) else None

@@ -263,10 +263,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             The step's metrics, by their names in :mod:`podium.telemetry.metrics`.
         """
         step, batch = scored.step, scored.batch
-        known = self.knows_accuracy(step)
+        has_accuracy = self.knows_accuracy(step)
         if not self.state.metric and self.state.last is not None:  # all scores were 0, and the next evaluation decides
-            known = known or False
-        scored = scored.with_verdicts(known)
+            has_accuracy = has_accuracy or False
+        scored = scored.with_verdicts(has_accuracy)
         self.watch.check_staleness(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
         if self.run.declared.staleness == 0:  # the generators sample nothing while the policy learns

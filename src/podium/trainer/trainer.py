@@ -359,12 +359,12 @@ class Trainer(ABC, Generic[C, E, R]):
         weights."""
         self.ledger.move(step, "rolled_out", places, versions=versions)
         prompts = self.ledger.prompts(step)
-        self.run.losses.acquit([prompts[place] for place in places if prompts], "generator")
+        self.run.losses.acquit([prompts[index] for index in places if prompts], "generator")
 
     def _suspect_drawn(self, worker: str, step: int, places: Sequence[int]) -> str:
         """Note that a generator was lost while it drew the prompts at ``places`` of ``step``. See Losses.suspect."""
         prompts = self.ledger.prompts(step)
-        return self.run.losses.suspect(worker, [prompts[place] for place in places if place < len(prompts)])
+        return self.run.losses.suspect(worker, [prompts[index] for index in places if index < len(prompts)])
 
     def _learn(self, rollout: R) -> Mapping[str, float]:
         with self.at_work(rollout.step, "policy", "critic", "reference", "teacher"):

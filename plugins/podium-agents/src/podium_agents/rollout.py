@@ -282,7 +282,7 @@ def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:
         "turns": sum(len(trajectory.session.calls) for trajectory in spoken),
         "splits": sum(trajectory.session.splits for trajectory in spoken),
         "unrecognized": sum(trajectory.session.unrecognized for trajectory in spoken),
-        "departure": next((one.session.departure for one in spoken if one.session.departure), ""),
+        "departure": next((other.session.departure for other in spoken if other.session.departure), ""),
         "tool_calls": sum(episode.counts.get("tool_calls", 0) for episode in episodes),
         "tool_errors": sum(episode.counts.get("tool_errors", 0) for episode in episodes),
         "seconds": [round(episode.seconds, 3) for episode in episodes],

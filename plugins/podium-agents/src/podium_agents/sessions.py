@@ -346,7 +346,7 @@ def _join_figures(reports: Sequence[Mapping[str, Any]], limits: Mapping[str, int
     figures = {
         names.SESSIONS_FAILED: sum(failures.values()) / count,
         names.SESSIONS_FULL: total["context_full"] / count,
-        **{names.SESSIONS_LIMITS[name]: sum(one["limits"][name] for one in reports) / count for name in limits},
+        **{names.SESSIONS_LIMITS[name]: sum(report["limits"][name] for report in reports) / count for name in limits},
         names.SESSIONS_SPLITS: float(total["splits"]),
         names.SESSIONS_UNRECOGNIZED: float(total["unrecognized"]),
         names.SESSIONS_TURNS: total["turns"] / count,

@@ -84,7 +84,7 @@ class EncodedPreferences(EncodedExamples):
         places, preference = range(self.starts[row], self.starts[row + 1]), self.examples[row].preference
         assert preference is not None
         chosen = (preference.desirable,) if preference.rejected is None else (True, False)
-        return EncodedPreference(tuple(self.answers[place] for place in places), chosen, preference.margin)
+        return EncodedPreference(tuple(self.answers[index] for index in places), chosen, preference.margin)
 
     @property
     def token_ids(self) -> TokenRows:
@@ -125,7 +125,7 @@ class EncodedPreferences(EncodedExamples):
 
     def take(self, rows: Sequence[int]) -> EncodedPreferences:
         """These rows alone."""
-        places = [place for row in rows for place in range(self.starts[row], self.starts[row + 1])]
+        places = [index for row in rows for index in range(self.starts[row], self.starts[row + 1])]
         examples = [self.examples[row] for row in rows]
         return EncodedPreferences(self.answers.take(places), _starts(examples), examples)
 
@@ -352,7 +352,7 @@ def encode_preferences(
     halves = equal = 0
     for example in examples:
         at = [kept.get(id(answer)) for answer in list_answers(example)]
-        present = [place for place in at if place is not None]
+        present = [index for index in at if index is not None]
         if len(present) < len(at):
             halves += bool(present)
         elif len(at) == 2 and encoded.token_ids[present[0]] == encoded.token_ids[present[1]]:

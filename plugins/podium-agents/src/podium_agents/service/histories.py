@@ -134,7 +134,7 @@ def message_key(
 def rename_results(results: Sequence[Message], sent: Message, recorded: Message) -> Sequence[Message]:
     """Return messages after an answer, whose results name its calls as the session recorded them, and not as the client
     has renamed them."""
-    ids, names = ([call.get("id") for call in one.get("tool_calls") or ()] for one in (sent, recorded))
+    ids, names = ([call.get("id") for call in message.get("tool_calls") or ()] for message in (sent, recorded))
     renamed = {before: now for before, now in zip(ids, names, strict=False) if before != now and before is not None}
     if not renamed:
         return results

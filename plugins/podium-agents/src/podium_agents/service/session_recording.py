@@ -252,7 +252,7 @@ class Session:
         for row in self.rows[-_COMPARED:]:
             call = self.calls[row.turns[-1].call]
             pairs = zip(keys, call.conversation, strict=False)
-            common = next((number for number, (one, other) in enumerate(pairs) if one != other), len(call.conversation))
+            common = next((number for number, (old, new) in enumerate(pairs) if old != new), len(call.conversation))
             if common < min(len(keys), len(call.conversation)) and common >= at:
                 at, before, key = common, call.messages[common], call.conversation[common]
         if before is None:
@@ -275,7 +275,7 @@ class Session:
                 return False
             return value is None or any(text.strip() in said for text in list_texts(value))
 
-        return [{name: value for name, value in one.items() if not is_said(name, value)} for one in messages]
+        return [{name: value for name, value in message.items() if not is_said(name, value)} for message in messages]
 
     def record(
         self,

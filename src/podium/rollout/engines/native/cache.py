@@ -238,7 +238,7 @@ def _keeps_bits(group: int, dim: int, size: int) -> bool:
         stops = range(used, size + 1, _TIME_QUANTUM)
         sums = [torch.bmm(padded[:, :, :stop], values[:, :stop]) for stop in stops if stop >= _SHORTEST_SPAN]
         added = [torch.baddbmm(former, padded[:, :, :stop], values[:, :stop]) for stop in stops]
-        if not all(torch.equal(one, other) for parts in (sums, added) for one, other in pairwise(parts)):
+        if not all(torch.equal(*neighbors) for parts in (sums, added) for neighbors in pairwise(parts)):
             return False
     return True
 

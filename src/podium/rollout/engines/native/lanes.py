@@ -392,7 +392,7 @@ class Lanes:
         due = find_due(waiting, keys[-1], min(most, len(records)) // _PREFILL_AHEAD)
         with self._gate:
             decoder = self._decoder()
-            decoder.pack(self.live + len(requests), max(one.params.max_new_tokens for one in requests))
+            decoder.pack(self.live + len(requests), max(request.params.max_new_tokens for request in requests))
             self._prefill(decoder, keys, due)
         lanes = free[np.argsort(records["used"][free], kind="stable")][: len(requests)]  # first those just read whole
         index = self._index(lanes)
