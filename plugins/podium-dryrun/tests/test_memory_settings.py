@@ -101,7 +101,7 @@ def test_each_setting_is_counted_or_said_to_take_no_memory() -> None:
     keys = {key.path for cls in (GRPOConfig, PPOConfig, SFTConfig) for key in keys_of(cls)}
     entered = {*COUNTED, *COUNTED_ELSEWHERE, *NOT_COUNTED, *WITHOUT_MEMORY}
     unknown = {key for key in keys if not {key, key.partition(".")[0]} & entered}
-    assert not unknown, "count what these take in trainer/checks/memory.py, or enter them here"
+    assert not unknown, "count what these take in podium_dryrun/memory.py, or enter them here"
     assert {key for key in entered - keys if "." in key} == set()
 
 

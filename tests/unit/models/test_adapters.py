@@ -13,7 +13,7 @@ import torch
 from podium.errors import ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model
 from podium.models.whole_weights import full_weights
-from podium.trainer.checks.memory import model_size
+from podium_dryrun.memory import model_size
 from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY
 
 IDS = torch.tensor([[4, 9, 15, 7, 7, 12]])
