@@ -315,9 +315,11 @@ def _read_yaml(path: Path, content: bytes | None = None) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        where = str(error).replace(' in "<unicode string>",', " in")
+        raise ConfigError(f"{path} is not valid YAML, such as `optim: {{lr: 1e-4}}`: {where}") from None
     if not isinstance(loaded, dict | None):
-        raise ConfigError(f"{path} holds {type(loaded).__name__}, and a configuration is a mapping of sections")
+        meant = "a configuration is a mapping of sections in YAML, such as `optim: {lr: 1e-4}`"
+        raise ConfigError(f"{path} holds {type(loaded).__name__}, and {meant}")
     return cast("dict[str, Any]", loaded or {})
 
 
@@ -438,7 +440,12 @@ def _hint_value(path: str, value: object, field: FieldInfo) -> str:
     if translation := find_translation(path, value):
         meant = "there is none" if translation.missing else f"did you mean {show_value(translation.value)}?"
         return f"; {meant}{': ' if translation.missing else ' '}{translation.remark}".rstrip()
-    literals = [arm for arm in _arms(field.annotation) if typing.get_origin(arm) is typing.Literal]
+    arms = _arms(field.annotation)
+    if isinstance(value, str) and any(
+        typing.get_origin(arm) is tuple and str in _arms(typing.get_args(arm)[0]) for arm in arms
+    ):
+        return f"; did you mean [{value}]?"
+    literals = [arm for arm in arms if typing.get_origin(arm) is typing.Literal]
     near = nearest_spellings(str(value), [str(choice) for arm in literals for choice in typing.get_args(arm)])
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -452,7 +459,12 @@ def _unknown(root: type, prefix: str, names: Sequence[str], key: object, value: 
     for leaf, setting in inside if foreign else [(path, value)]:
         shown = f" (value {mask(setting, leaf)!r})" if isinstance(key, str) else ""
         answer = find_answer(leaf, keys)
-        hint = describe_answer(answer, setting) if answer else _suggest(root, prefix, names, str(key), value)
+        if leaf == path and "." in str(key) and path in _paths(root, prefix):
+            hint = (
+                ": write it within its section, as " + ": {".join(path.split(".")) + ": VALUE" + "}" * path.count(".")
+            )
+        else:
+            hint = describe_answer(answer, setting) if answer else _suggest(root, prefix, names, str(key), value)
         yield f"unknown key {leaf}{shown}{hint}", leaf
 
 

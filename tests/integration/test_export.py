@@ -169,7 +169,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([f"{run}@worst", *to], "expected RUN@STEP with a number, RUN@best or RUN@latest"),
         ([f"{tmp_path}/nothing", *to], "no run and no checkpoint at "),
         ([run, *to], "the base of the adapters has random weights (model.config): write the merged model with --merge"),
-        ([run, "--merge", "--to", run], f"{run} is there already"),
+        ([run, "--merge", "--to", run], f"{run} is there already and is not empty"),
         ([run, "--merge", "--push", "no/such/name"], "--push no/such/name: Repo id must be"),
     ]:
         assert main(["export", *words]) == 2

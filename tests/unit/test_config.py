@@ -26,6 +26,7 @@ from podium.config import (
     section,
 )
 from podium.errors import ConfigError
+from podium.rewards import RewardConfig
 
 
 @section("optim")
@@ -234,6 +235,18 @@ def test_malformed_arguments(arguments: list[str], message: str) -> None:
         parse_overrides(Root, arguments)
 
 
+def test_a_file_of_toml_is_told_from_yaml_and_one_text_from_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("steps = 3\n[optim]\nlr = 1\n")
+    with pytest.raises(ConfigError, match=r"run\.toml holds str, .* in YAML, such as `optim: \{lr: 1e-4\}`$"):
+        load_config(Root, path)
+    path.write_text("[optim]\nlr = 1\n")
+    with pytest.raises(ConfigError, match=r"run\.toml is not valid YAML, such as `optim: [^$]* in line \d"):
+        load_config(Root, path)
+    with pytest.raises(ConfigError, match=r"expected a list; each item is text; did you mean \[TOKEN\]\?$"):
+        load_config(RewardConfig, None, ["--env", "TOKEN"])
+
+
 def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("steps: 3")
@@ -251,6 +264,7 @@ def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
         ("steps: !!binary aGk=", "a value is of type bytes"),
         ("steps: !!omap [a: 1]", "a value is of type tuple"),
         ("- 1", "holds list, and a configuration is a mapping"),
+        ("optim.lr: 1", r"unknown key optim\.lr \(value 1\): write it within its section, as optim: \{lr: VALUE\}$"),
         ("optim:\n  lr: 1\n  schedule: cosine\n  lr: 2", r"'lr' appears twice[^$]*line 4, column 3"),
     ],
 )

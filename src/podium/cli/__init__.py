@@ -159,7 +159,11 @@ def _explain_commands(word: str, installed: Mapping[str, EntryPoint]) -> int:
     for name, text in describe_commands().items():
         commands.add_parser(name, help=text.replace("%", "%%"))
     if not word.startswith("-"):
+        from podium.runs.recipes import list_recipes
+
         names = [*COMMANDS, *installed]
+        if word in list_recipes():
+            parser.error(f"{word!r} is a recipe: write podium train {word}")
         parser.error(
             f"there is no command {word!r}{nearest(word.lower(), names)}; the commands are {', '.join(names)}; "
             f"{explain_packages('podium.commands', word)}"

@@ -122,7 +122,7 @@ def _check_preset(preset: Preset, options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--recipe {preset.name} has settings of podium train grpo, not of podium train {options.recipe}"
         )
-    if options.resume is not None:
+    if options.resume not in (None, "auto"):  # auto gives all settings in any case
         raise ConfigError("--resume uses the run's own settings: leave out --recipe; give single settings")
 
 

@@ -124,7 +124,8 @@ def _results(judge: Metric, first: Evaluation, last: Evaluation, steps: int, wid
     before = first if first.step < last.step or first.step == 0 else None
     after = last if last.step > 0 else None
     measured = [evaluation for evaluation in (before, after) if evaluation is not None]
-    heading = Text.assemble((f"held-out {judge.title}", "bold"), ("  with the 95% interval", "dim"))
+    of_set = f" of {set_name}" if (set_name := (last if after is None else after).set_name) else ""
+    heading = Text.assemble((f"held-out {judge.title}{of_set}", "bold"), ("  with the 95% interval", "dim"))
     if not judge.higher_is_better:
         heading.append(", lower is better", "dim")
     if after is not None and after.step != steps:

@@ -446,6 +446,8 @@ class Cluster:
         """Return ``pool``, or a slot reserved in its place. Raises ConfigError if no group can be started there with
         these options."""
         pool = pool if pool is not None else self.pool(detached=options.detached)
+        if not isinstance(cast(object, pool), ResourcePool):
+            raise ConfigError(f"start(pool={pool!r}): a pool is reserved by the cluster, as cluster.pool(2)")
         if not len(pool):
             raise ConfigError("cannot start a group on an empty pool")
         if any(reservation.released for reservation in pool.reservations):

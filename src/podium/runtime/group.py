@@ -372,13 +372,16 @@ class WorkerHandle:
     """The handle that ``cluster.start`` returns. It has an :class:`Endpoint` for each endpoint of the class, and the
     :class:`WorkerGroup` as ``group``. A worker that receives a handle can call the endpoints too."""
 
+    group: WorkerGroup[Any]
+    _of: Ranks | None
+
     def __init__(self, group: WorkerGroup[Any] | FarGroup, ranks: Ranks | None = None) -> None:
-        self.group: WorkerGroup[Any] = cast(Any, group)
-        self._of = ranks
+        own: dict[str, Any] = vars(self)  # __setattr__ refuses
+        own["group"], own["_of"] = group, ranks
         for name, spec in endpoints_of(group.cls).items():
             if ranks is not None:
                 spec = replace(spec, dispatch=Among(spec.dispatch, ranks, group.world_size, group.name))
-            setattr(self, name, Endpoint[Any, Any](self.group, spec))
+            own[name] = Endpoint[Any, Any](self.group, spec)
 
     def __getattr__(self, name: str) -> Any:
         endpoints = sorted(endpoints_of(self.group.cls)) if "group" in vars(self) else []
@@ -395,6 +398,12 @@ class WorkerHandle:
                     f"; the method {cls}.{name} is not marked: put @endpoint before it, or call group.run({cls}.{name})"
                 )
         raise AttributeError(f"{name!r} is no endpoint of {cls}; its endpoints are {endpoints}{hint}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{self.group.name}.{name} cannot be set: the workers are in other processes, which would not see it; "
+            f"{self.group.name}.group.run(setattr, {name!r}, value) sets it on every rank"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         travelled.set()

@@ -139,10 +139,11 @@ class Estimator(Worker):
         figures = {
             metrics.REWARD_MEAN: float(rewards_R.mean()),
             metrics.REWARD_STD: float(rewards_R.std(correction=0)),
-            metrics.FLAT_GROUPS: flat_groups(rewards_R, trajectories.group_R),
             metrics.LENGTH_MEAN: float(lengths_R.mean()),
             metrics.LENGTH_MAX: float(lengths_R.max()),
         }
+        if len(trajectories.group_R.unique()) < len(rewards_R):  # one reward alone is not equal to any other
+            figures[metrics.FLAT_GROUPS] = flat_groups(rewards_R, trajectories.group_R)
         if fields.BASELINE in batch:
             figures[metrics.BASELINE_MEAN] = float(batch.dense(fields.BASELINE).mean())
         if LEFT_OUT in batch:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,9 @@ def test_a_run_without_evaluation_has_a_report_too() -> None:
     text = rendered(paths={"metrics": "m.jsonl"})
     assert "held-out" not in text
     assert text.splitlines()[-1] == "  metrics  m.jsonl"
+
+
+def test_the_set_that_judges_the_run_is_named() -> None:
+    first, last = (replace(evaluation(step, 50), set_name="hard") for step in (0, 160))
+    assert "held-out accuracy of hard  with" in rendered(first, last)
+    assert "held-out accuracy  with" in rendered(evaluation(0, 50), evaluation(160, 50))

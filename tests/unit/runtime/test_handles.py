@@ -78,3 +78,16 @@ def test_what_a_class_has_besides_endpoints_is_named(cluster: Cluster, name: str
 def test_a_worker_has_no_group() -> None:
     with pytest.raises(AttributeError, match=r"Echo\.group exists on the controller's handle"):
         getattr(Echo(), "group")  # noqa: B009 - a type checker reports the attribute
+
+
+def test_an_attribute_of_a_handle_cannot_be_set_and_a_number_is_no_pool(cluster: Cluster) -> None:
+    handle = cluster.start(Echo.bind(), name="fixed")
+    with pytest.raises(
+        AttributeError, match=r"fixed\.level cannot be set: .*fixed\.group\.run\(setattr, 'level', value\)"
+    ):
+        handle.level = 3
+    handle.group.run(setattr, "level", 7)
+    assert handle.group.run(getattr, "level") == [7]
+    number: Any = 2
+    with pytest.raises(ConfigError, match=r"start\(pool=2\): a pool is reserved by the cluster, as cluster\.pool\(2\)"):
+        cluster.start(Echo.bind(), number)

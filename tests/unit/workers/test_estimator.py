@@ -272,3 +272,17 @@ def test_a_trajectory_was_cut_off_if_its_last_answer_was() -> None:
 def test_sessions_are_as_they_were_where_rows_stand_in_the_order_of_time() -> None:
     assert Trajectories.of(sessions()).order_N is None
     assert Trajectories.of(out_of_order()).order_N is not None
+
+
+def test_one_completion_a_prompt_has_no_flat_groups() -> None:
+    batch = Batch(
+        {
+            fields.REWARDS: torch.tensor([1.0, 0.0]),
+            fields.GROUP: torch.tensor([0, 1]),
+            fields.LOSS_MASK: Jagged.from_rows([torch.tensor([False, True])] * 2),
+        }
+    )
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(AlgorithmConfig(advantage="grpo")), cluster.pool([1]))
+        assert metrics.FLAT_GROUPS not in estimator.describe(batch)
+        assert estimator.describe(batch.with_columns(group=torch.tensor([0, 0])))[metrics.FLAT_GROUPS] == 0.0

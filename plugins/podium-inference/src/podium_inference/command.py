@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -146,7 +146,10 @@ def run_sample(arguments: Sequence[str]) -> int:
     """Print a model's completions of prompts. Returns the exit status."""
     parser = model_parser("sample", "Print completions of prompts. Each prompt is completed on its own.")
     parser.add_argument(
-        "--prompt", metavar="TEXT", help="complete this prompt and exit; without --prompt, prompts are read from stdin"
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="complete this prompt and exit; may be given several times; without --prompt, prompts are read from stdin",
     )
     parser.add_argument(
         "--best",
@@ -157,7 +160,7 @@ def run_sample(arguments: Sequence[str]) -> int:
     options, overrides, backend = parse_with_backend(parser, arguments, default="inline")
     if options.best is not None:
         return _write_best(options, overrides, backend)
-    prompts = [options.prompt] if options.prompt is not None else _read_typed_prompts()
+    prompts: Iterable[str] = options.prompt if options.prompt is not None else _read_typed_prompts()
     answered = 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(explained(lambda: f"{answered:,} prompts were completed"))

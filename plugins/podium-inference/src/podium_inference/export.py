@@ -53,7 +53,7 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
         CheckpointError: The checkpoint is damaged, or the directory cannot be written.
     """
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
-        raise ConfigError(f"{to} is there already: choose a directory that is empty, or none yet")
+        raise ConfigError(f"{to} is there already and is not empty: choose an empty or a new directory")
     files = RunFiles(check_path(to, "the directory of a model").parent)
     files.make_folder()
     aside = files.renew_folder(temporary := f".{to.name}.tmp")

@@ -8,7 +8,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from podium.cli.connecting import check_options
+from podium.config import parse_overrides
 from podium.errors import ConfigError, PodiumError
+from podium.runs.config import InferenceConfig
 from podium.telemetry.formatting import visible
 
 __all__ = ["run_export"]
@@ -33,6 +36,8 @@ def run_export(arguments: Sequence[str]) -> int:
     parser.add_argument("--private", action="store_true", help="create the repository of --push as a private one")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options, overrides = parser.parse_known_args(arguments)
+    check_options(parser, arguments, overrides)
+    _check_sections(overrides)
     if not (options.to or options.push):
         raise ConfigError("say where the model goes: --to DIR, --push NAME, or both")
     if options.push:
@@ -61,6 +66,14 @@ def run_export(arguments: Sequence[str]) -> int:
         if options.push:
             sys.stdout.write(f"{kind} of {origin} pushed to {_push(folder, options.push, private=options.private)}\n")
     return 0
+
+
+def _check_sections(overrides: Sequence[str]) -> None:
+    """Refuse settings that no model has, which would have no effect. Raises ConfigError."""
+    sections = [field.name for field in dataclasses.fields(InferenceConfig)]
+    for key, _ in parse_overrides(InferenceConfig, overrides):
+        if key.partition(".")[0] not in sections:
+            raise ConfigError(f"--{key} is no setting of podium export, which reads the sections {', '.join(sections)}")
 
 
 def _check_name(name: str) -> None:

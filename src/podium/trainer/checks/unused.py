@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import PurePath
 from typing import Any, Final, cast
 
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig
 from podium.algorithms.declarations import CLIPPING_LOSSES
 from podium.rollout.tasks import DataConfig
+from podium.rollout.tasks.rows import means_files
 from podium.runs.config import CriticConfig, InferenceConfig, PPOConfig, RunConfig, SFTConfig
 from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
 from podium.training.config import OptimConfig
@@ -19,6 +21,7 @@ __all__ = ["find_unused_settings"]
 _READING_LOSSES: Final = {"clip_low": CLIPPING_LOSSES, "clip_high": CLIPPING_LOSSES}
 _DISCOUNTING: Final = ("gae", "otb", "remax", "reinforce_pp", "gae_turns", "grpo_turns")
 _READING_ADVANTAGES: Final = {"gamma": _DISCOUNTING, "lam": ("gae", "gae_turns"), "value_clip": ("gae", "gae_turns")}
+_OF_SCRIPT: Final = ".data"  # the folder of files that hold the rows of a script
 _WITHOUT_ADVANTAGES: Final = frozenset({"teacher_kl", "cross_entropy"})  # losses in which no advantage takes part
 
 
@@ -26,8 +29,11 @@ def find_unused_settings(config: InferenceConfig) -> list[str]:
     """Return a sentence for each setting that has no effect, because nothing in the run reads it: the run trains in
     sessions of an environment, on completions, or by a loss or an estimator of Podium's that does without it."""
     unused = [*_list_of_training(config)] if isinstance(config, PPOConfig | SFTConfig) else []
+    unused += _list_of_data(config)
     if isinstance(config, SFTConfig):
-        return unused
+        return [*unused, *_list_of_sessions(config)]
+    if config.environment.options and not config.environment.name:
+        unused.append("environment.options has no effect without environment.name")
     if config.data.split_turns:
         unused.append("data.split_turns = true has no effect: only supervised fine-tuning learns turns of the data")
     if isinstance(config, PPOConfig):
@@ -48,6 +54,32 @@ def _list_of_training(config: PPOConfig | SFTConfig) -> Iterator[str]:
             "optim.master_weights = false has no effect with model.dtype = 'float32': only parameters in bfloat16 have "
             "copies in float32"
         )
+    if not config.eval.items and not config.engine.replayed_run:  # a replay has no evaluations
+        for key, value in {"eval.every": config.eval.every, "save.keep_best": config.save.keep_best}.items():
+            if value:
+                yield f"{key} = {value} has no effect with eval.items = 0, which leaves all evaluations out"
+
+
+def _list_of_data(config: InferenceConfig) -> Iterator[str]:
+    """Yield a sentence for each setting of datasets, where all data are plain files."""
+    data, plain = config.data, DataConfig()
+    sources = [source for source in (*data.train_sources, *data.eval_sets.values()) if source]
+    if not sources or not all(map(means_files, sources)):
+        return
+    if data.options:
+        yield "data.options has no effect with files, whose rows are read as they are: datasets and tasks have options"
+    of_script = any(_OF_SCRIPT in PurePath(source).parts for source in sources)  # its splits were read before
+    for name in () if of_script else ("train_split", "eval_split"):
+        if (value := getattr(data, name)) != getattr(plain, name):
+            yield f"data.{name} = {value!r} has no effect with files: datasets have splits"
+
+
+def _list_of_sessions(config: SFTConfig) -> Iterator[str]:
+    """Yield a sentence for an environment whose sessions nothing plays."""
+    environment = config.environment
+    if config.scores_answers and (environment.name or environment.options):
+        key = "environment.name" if environment.name else "environment.options"
+        yield f"{key} has no effect where a loss judges the run, as nothing is sampled: eval.metric: reward samples"
 
 
 def _list_by_function(algorithm: AlgorithmConfig) -> Iterator[str]:

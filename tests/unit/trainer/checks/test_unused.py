@@ -7,7 +7,7 @@ import pytest
 from podium.algorithms import AlgorithmConfig
 from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
-from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, build_config
+from podium.trainer import EvalConfig, GRPOConfig, PPOConfig, SFTConfig, build_config
 from podium.trainer.checks.unused import find_unused_settings
 
 
@@ -15,11 +15,10 @@ def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
     environment, data = EnvironmentConfig(name="world:play"), DataConfig(max_prompt_tokens=7)
     (said,) = find_unused_settings(GRPOConfig(environment=environment, data=data))
     assert said.startswith("data.max_prompt_tokens = 7 has no effect with environment.name")
-    assert (
-        find_unused_settings(SFTConfig(environment=environment, data=data))
-        == find_unused_settings(GRPOConfig(data=data))
-        == []
-    )
+    (said,) = find_unused_settings(SFTConfig(environment=environment, data=data))
+    assert said.startswith("environment.name has no effect where a loss judges the run")
+    sampled = SFTConfig(environment=environment, data=data, eval=EvalConfig(metric="reward"))
+    assert find_unused_settings(sampled) == find_unused_settings(GRPOConfig(data=data)) == []
 
 
 @pytest.mark.parametrize(
@@ -98,3 +97,28 @@ def test_a_run_that_never_trains_its_policy_says_so(steps: int, told: bool) -> N
     said = find_unused_settings(build_config(PPOConfig, values))
     assert bool(said) is told
     assert "".join(said).startswith("the policy is not trained" if told else "")
+
+
+FILES = {"train": "rows.csv"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"data": {**FILES, "options": {"sep": ";"}}}, "data.options has no effect with files"),
+        ({"data": {**FILES, "eval": "owner/name", "options": {"name": "main"}}}, ""),
+        ({"data": {**FILES, "train_split": "validation"}}, "data.train_split = 'validation' has no effect with files"),
+        ({"data": {"train": "owner/name", "eval_split": "validation"}}, ""),
+        ({"data": {"train": "runs/.data/0.parquet", "train_split": "validation"}}, ""),
+        ({"environment": {"options": {"level": 3}}}, "environment.options has no effect"),
+        ({"eval": {"items": 0, "every": 5}}, "eval.every = 5 has no effect with eval.items = 0"),
+        ({"eval": {"items": 0}, "save": {"keep_best": 1}}, "save.keep_best = 1 has no effect with eval.items = 0"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [GRPOConfig, SFTConfig])
+def test_settings_of_data_and_evaluations_that_nothing_reads_are_told(
+    recipe: type[GRPOConfig] | type[SFTConfig], values: dict[str, Any], expected: str
+) -> None:
+    said = find_unused_settings(build_config(recipe, values))
+    assert len(said) == bool(expected)
+    assert "".join(said).startswith(expected)
