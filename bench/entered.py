@@ -20,18 +20,20 @@ from podium.trainer import GRPOConfig, PPOTrainer, build_config
 
 __all__ = ["count_calls", "main"]
 
-SOURCE = str(Path(podium.__file__).parent)
+ROOT = Path(podium.__file__).parents[2]
+SOURCES = tuple(f"{folder}/" for folder in (ROOT / "src" / "podium", *ROOT.glob("plugins/*/src")))
 
 
 def count_calls(steps: int = 3) -> Counter[tuple[str, str]]:
-    """Return how often each function was called, by its file below ``podium`` and its name."""
+    """Return how often each function was called, by its file below ``podium``, or that of a package of its own, and its
+    name."""
     calls: Counter[tuple[str, str]] = Counter()
     counting = False
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if counting and event == "call" and code.co_filename.startswith(SOURCE):
-            calls[code.co_filename[len(SOURCE) + 1 :], code.co_qualname] += 1
+        if counting and event == "call" and (source := next(filter(code.co_filename.startswith, SOURCES), None)):
+            calls[code.co_filename.removeprefix(source), code.co_qualname] += 1
 
     def hear(event: Event) -> None:
         nonlocal counting
@@ -78,7 +80,8 @@ def main() -> None:
     for (file, function), _ in sorted(calls.items()):
         files.setdefault(file, []).append(function)
     for file, functions in sorted(files.items(), key=lambda entry: (len(entry[1]), entry[0])):
-        lines = len((Path(SOURCE) / file).read_text(encoding="utf-8").splitlines())
+        path = next(path for source in SOURCES if (path := Path(source) / file).is_file())
+        lines = len(path.read_text(encoding="utf-8").splitlines())
         print(f"{file:50} {lines:4} lines  {', '.join(functions)}")  # noqa: T201 - a command
     print(f"{len(files)} files")  # noqa: T201 - a command
 

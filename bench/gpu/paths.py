@@ -26,7 +26,7 @@ from tests.warm_python import NewPopen, run_python
 
 AT_A_TIME: Final = 10
 MARKED: Final = (
-    "tests/unit/rollout/engines/test_native.py",
+    "plugins/podium-native/tests/test_native.py",
     "tests/unit/test_devices.py",
     "tests/unit/algorithms/test_devices.py",
 )

@@ -150,7 +150,7 @@ def pages() -> dict[Path, str]:
 
 _PACKAGES = """# Packages
 
-Podium itself has the trainers, the workers, the backends `inline` and `local`, the engines `native` and `transformers`,
+Podium itself has the trainers, the workers, the backends `inline` and `local`, the engine `transformers`,
 and rewards. Each package below is one of its own, in
 [plugins/](https://github.com/podium-rl/podium/tree/main/plugins). Podium finds its names through Python's entry points,
 by the door that is open to a package of yours, too. Neither Podium nor these packages are on a package index yet:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from podium.data.adapters import Adapter
 from podium.functions import load_function
 from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Request, Tokens, find_engines
-from podium.rollout.engines.native import NativeEngine
 from podium.rollout.engines.requests import RequestId
 from podium.rollout.sampling import Completion, SamplingParams
+from podium_native import NativeEngine
 from podium_testing.engines import EngineContract, EngineTarget, tiny_model
 
 WITH_VLLM = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # its build for CPUs warns of what it lacks
@@ -45,7 +45,9 @@ EXAMPLE = cast("type[Engine]", load_function("examples/custom_engine.py:PlainEng
 
 def test_no_engine_of_podiums_own_is_left_out() -> None:
     own = {
-        name for name, entry in find_engines().items() if entry.module.partition(".")[0] in ("podium", "podium_vllm")
+        name
+        for name, entry in find_engines().items()
+        if entry.module.partition(".")[0] in ("podium", "podium_native", "podium_vllm")
     }
     assert {str(getattr(one, "values", (one,))[0]) for one in ENGINES} == own
 

@@ -142,7 +142,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ["native", "transformers"])
 def test_an_engine(name: str, tmp_path: Path, packages: Path) -> None:
-    module = {"native": "podium.rollout.engines.native.engine", "transformers": "podium.rollout.engines.transformers"}
+    module = {"native": "podium_native.engine", "transformers": "podium.rollout.engines.transformers"}
     copy_of(f"{module[name]}:", packages)
     check_same(tmp_path, GRPOConfig, "engine.name", (name, f"own_{name}"))
 

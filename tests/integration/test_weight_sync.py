@@ -19,12 +19,12 @@ from podium import Cluster, connect
 from podium.data import Batch, Jagged
 from podium.errors import DataError, EndpointError, PodiumError, WorkerDied
 from podium.models import ModelConfig
-from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Bound, endpoint
 from podium.trainer import PRELOAD
 from podium.training import OptimConfig, ParallelConfig
 from podium.workers import Generator, Policy, StreamedSync
+from podium_native.decoder import Decoder
 from tests.integration.training import slots
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 

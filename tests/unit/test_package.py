@@ -89,6 +89,7 @@ def test_the_core_names_no_plugin() -> None:
         "dryrun",
         "inference",
         "migration",
+        "native",
         "preferences",
         "ray",
         "rewards",

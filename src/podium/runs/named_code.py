@@ -147,7 +147,8 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def _is_own_engine(name: str) -> bool:
-    return name in (AUTO, REPLAY) or (name in OWN_OPTIONS and _module_of_engine(name).startswith("podium."))
+    entry = find_engines().get(name)
+    return name in (AUTO, REPLAY) or (name in OWN_OPTIONS and entry is not None and is_installed(entry))
 
 
 def _is_own_reward(name: str) -> bool:

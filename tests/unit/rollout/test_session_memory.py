@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.sessions import make_tokenizer
 from podium.rollout.engines import EngineConfig
-from podium.rollout.engines.native import NativeEngine
 from podium.rollout.environments import SessionLimits
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks.chat_encoder import ChatEncoder
@@ -23,6 +22,7 @@ from podium_agents.service.admission import Admission
 from podium_agents.service.chat_format import chat_format
 from podium_agents.service.engine_client import EngineClient
 from podium_agents.service.service import Service
+from podium_native import NativeEngine
 
 DRAWN, TURNS, SESSIONS = 12, 8, 136
 TOKENS = 2 * 16 * 352  # for which the engine has memory, half of them in lanes

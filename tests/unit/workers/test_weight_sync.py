@@ -19,7 +19,6 @@ from podium.models import LoraConfig
 from podium.models.buckets import Piece, WeightInfo, WeightManifest, checksum, cut
 from podium.models.whole_weights import full_weights
 from podium.rollout.engines import EngineConfig
-from podium.rollout.engines.native import NativeEngine
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, colocate, endpoint
 from podium.telemetry import Note, subscribe
@@ -27,6 +26,7 @@ from podium.training import OptimConfig
 from podium.workers import ColocatedSync, Generator, Policy, StreamedSync, WeightSync
 from podium.workers.weight_sync.on_device import Site
 from podium.workers.weight_sync.receiver import WeightReceiver
+from podium_native import NativeEngine
 from tests.unit.models.test_loading import EXPERTS, UNTIED
 from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY, recorded
 

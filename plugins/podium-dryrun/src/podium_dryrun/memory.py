@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from podium.exceptions import describe_error
 from podium.models import ModelConfig
 from podium.models.weight_files import find_replaced_heads
+from podium.rollout.engines.config import find_engines
+from podium.rollout.engines.engine_lookup import engine_class
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import backend_class
@@ -112,12 +114,13 @@ def _memory(
 def _advise_fewer_ranks(config: PPOConfig | SFTConfig, size: ModelSize) -> Iterator[str]:
     """Say where several generators on the cores of one machine are slower than one that has them all: products of few
     rows take as long as reading the matrices. docs/training.md has what was measured."""
-    from podium.rollout.engines.native.products import ROW_QUANTUM  # needs torch
-
     generators, matrices = config.placement.generators, size.matrices * _EXACT
     is_dense = config.parallel.strategy != "fsdp2" and not size.experts
-    few = isinstance(config, PPOConfig) and config.rows <= ROW_QUANTUM
-    if generators > 1 and few and is_dense and _is_native(config, size) and matrices >= _LARGE_MATRICES:
+    if generators < 2 or not (is_dense and _is_native(config, size) and isinstance(config, PPOConfig)):
+        return
+    from podium_native.products import ROW_QUANTUM  # needs torch
+
+    if config.rows <= ROW_QUANTUM and matrices >= _LARGE_MATRICES:
         key = config.placement.key_of("generator")
         yield (
             f"fewer ranks  {generators} generators on one machine each read {_amount(matrices / _GIB)} of matrices for "
@@ -449,12 +452,12 @@ def _cache(
 ) -> dict[str, float]:
     """The generator's keys and values. The native engine has lanes in multiples of 16, of a multiple of 32 positions,
     and in float32 on a CPU."""
-    from podium.rollout.engines.native.cache import LENGTH_QUANTUM, round_up  # needs torch
-
     native = _is_native(config, size)
     width = _EXACT if native and not accelerated else _BYTES[dtype]
     lanes, length = amounts.sequences, amounts.length
     if native:
+        from podium_native.cache import LENGTH_QUANTUM, round_up  # needs torch
+
         lanes, length = round_up(lanes), round_up(length, LENGTH_QUANTUM)
     cache = lanes * length * size.layers * 2 * size.key_value_width * width
     most = config.engine.cache_gib
@@ -463,10 +466,11 @@ def _cache(
 
 def _packed(config: PPOConfig | SFTConfig, size: ModelSize) -> dict[str, float]:
     """The native engine's matrices for at most 16 rows, which it keeps until the weights change."""
-    from podium.rollout.engines.native.packing import most_packed_bytes  # needs torch
+    if size.experts or not _is_native(config, size):
+        return {}
+    from podium_native.packing import most_packed_bytes  # needs torch
 
-    dense = _is_native(config, size) and not size.experts
-    packed = most_packed_bytes(size.matrices * _EXACT, config.sampling.max_new_tokens) if dense else 0
+    packed = most_packed_bytes(size.matrices * _EXACT, config.sampling.max_new_tokens)
     return {"packed matrices": packed} if packed else {}
 
 
@@ -480,15 +484,17 @@ def _generation(
     """What generation adds: keys and values of the prompts of a pass before they have lanes, logits and probabilities
     of each sequence, and half of the cache, beside which the native engine makes a longer one for long completions."""
     from podium.rollout.engines.config import PREFILL_TOKENS
-    from podium.rollout.engines.native.engine import FIRST_ANSWER  # needs torch
 
     prompts = min(amounts.prompts, int(config.engine.options.get("prefill_tokens", PREFILL_TOKENS)))
     stage: dict[str, float] = {
         "prompts' keys and values": prompts * size.layers * 2 * size.key_value_width * _BYTES[dtype],
         "logits and probabilities": 2 * amounts.sequences * size.vocabulary * _EXACT,
     }
-    if size.native and config.sampling.max_new_tokens > FIRST_ANSWER:
-        stage["shorter cache, while it grows"] = cache / 2
+    if size.native:
+        from podium_native.engine import FIRST_ANSWER  # needs torch
+
+        if config.sampling.max_new_tokens > FIRST_ANSWER:
+            stage["shorter cache, while it grows"] = cache / 2
     return stage
 
 
@@ -499,7 +505,7 @@ class ModelSize:
     Attributes:
         outside: Parameters that belong to no layer, such as the embedding.
         layer: Parameters of the largest layer.
-        native: Whether the native engine generates from the model.
+        native: Whether the engine native is installed and generates from the model.
         experts: The experts of a layer, if it is a mixture of experts.
         choices: The experts that all layers choose for a token.
     """
@@ -537,7 +543,6 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
 
     from podium.models.adapters import with_adapters
     from podium.models.loading import decoder_layers, lay_out
-    from podium.rollout.engines.native.parameters import find_unsupported
 
     outline = lay_out(model, spared=spared)
     settings: Any = outline.config.get_text_config()
@@ -546,7 +551,7 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
     head_width = getattr(settings, "head_dim", None) or settings.hidden_size // max(1, heads)
     parameters = trained = sum(p.numel() for p in outline.parameters())
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(outline)]
-    native = find_unsupported(outline) is None
+    native = "native" in find_engines() and engine_class("native").supports(outline) is None
     if model.lora is not None:
         with torch.device("meta"):
             adapted = with_adapters(outline, model.lora, model.seed)

@@ -19,6 +19,7 @@ from podium.spelling import nearest_spellings
 __all__ = ["EngineConfig", "find_engines"]
 
 AUTO: Final = "auto"
+NATIVE: Final = "native"
 REPLAY: Final = "replay"
 PREFILL_TOKENS: Final = 8192
 S = TypeVar("S")
@@ -29,8 +30,8 @@ class EngineConfig:
     """The engine that generates completions, and how much memory it may use."""
 
     name: str = AUTO
-    """This engine generates completions: native (Llama, Mistral, Qwen 2 and 3, SmolLM3), transformers (any
-    architecture), or one of an installed package. auto chooses native where it supports the model, and transformers
+    """This engine generates completions: transformers (any architecture), or one of an installed package, such as
+    native (Llama, Mistral, Qwen 2 and 3, SmolLM3). auto chooses native where it supports the model, and transformers
     otherwise. replay generates nothing: the run of engine.options.run has recorded the
     completions."""
     max_sequences: int = Field(default=128, ge=1, le=65536)
@@ -107,29 +108,30 @@ class ReplayOptions:
 
 
 OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
-    {AUTO: None, "native": NativeOptions, "transformers": OutputOptions, REPLAY: ReplayOptions}
+    {AUTO: None, NATIVE: NativeOptions, "transformers": OutputOptions, REPLAY: ReplayOptions}
 )
-"""What Podium's own engines declare as ``Engine.options``, so that they are checked without importing torch."""
+"""What engines declare as ``Engine.options``, those of which the options are checked without importing torch."""
 
 
 RECORDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        **dict.fromkeys((AUTO, "native"), frozenset({"record_top"})),
+        **dict.fromkeys((AUTO, NATIVE), frozenset({"record_top"})),
         **dict.fromkeys(("transformers", REPLAY), frozenset({"record_top", "record_experts"})),
     }
 )
-"""What Podium's own engines declare as ``Engine.records``."""
+"""What these engines declare as ``Engine.records``."""
 
 
 @functools.cache
 def find_engines() -> Mapping[str, EntryPoint]:
-    """The entry points of the group ``podium.engines``, by name. Podium's own win over others of the same name.
+    """The entry points of the group ``podium.engines``, by name. Those of Podium and its packages win over others.
 
     Raises:
         ConfigError: There is none, because the installation's metadata is older than its code.
     """
     points = entry_points(group="podium.engines")
-    entries = {entry.name: entry for entry in sorted(points, key=lambda entry: entry.module.startswith("podium."))}
+    own = ("podium.", "podium_")
+    entries = {entry.name: entry for entry in sorted(points, key=lambda entry: entry.module.startswith(own))}
     if not entries:
         raise ConfigError(
             "this installation of podium has no entry points in the group 'podium.engines', so its metadata is older "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from podium.algorithms import check_functions
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
+from podium.extras import explain_packages
 from podium.functions import OF_SCRIPT, describe_object
 from podium.models import ModelConfig
 from podium.models.weight_files import read_stored_tensors
@@ -23,6 +24,7 @@ from podium.rewards.forms import read_form
 from podium.rewards.resolve import check_weights, columns_read, list_rewards, load_nearby, name_of
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
+from podium.rollout.engines.config import AUTO, NATIVE, find_engines
 from podium.rollout.environments import EnvironmentConfig, load_sessions
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
@@ -92,6 +94,7 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
         check_reward(config.reward, reward)
     load_schedule(config.run.schedule)
     check_engine(config.engine)
+    _suggest_engine(config)
     for tracker in config.run.trackers:
         load_tracker(tracker)
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
@@ -124,6 +127,18 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
         check_data(data)
     elif resolved.tasks is None:
         raise ConfigError(f"data.train is not set, and {environment.shown} has no tasks of its own: set data.train")
+
+
+def _suggest_engine(config: PPOConfig | SFTConfig) -> None:
+    """Say where generation is slower than it could be, because the engine is not installed that auto would choose."""
+    samples = isinstance(config, PPOConfig) or not config.scores_answers
+    if samples and config.engine.name == AUTO and NATIVE not in find_engines():
+        emit(
+            Note(
+                f"engine.name = auto: the engine transformers generates; {NATIVE} is faster for Llama, Mistral, Qwen "
+                f"and SmolLM, and is not installed: {explain_packages('podium.engines', NATIVE)}"
+            )
+        )
 
 
 def check_services(config: PPOConfig | SFTConfig) -> None:

@@ -13,8 +13,8 @@ import torch
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.engines.gate import WeightGate
-from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
+from podium_native.decoder import Decoder
 
 from .conftest import MakeModel, compute_trained_logprobs
 

@@ -18,6 +18,9 @@ from podium.functions import load_function
 from podium.rollout.engines import EngineConfig, check_engine, find_engines, make_engine
 from podium.rollout.engines.config import OWN_OPTIONS, NativeOptions, ReplayOptions
 from podium.rollout.engines.engine_lookup import engine_class
+from podium.rollout.engines.transformers import TransformersEngine
+from podium.rollout.tasks import DataConfig
+from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig
 from podium.trainer.checks.preflight import check_settings
 
@@ -176,3 +179,26 @@ def test_podiums_own_engines_are_checked_without_importing_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_run_says_that_the_engine_that_auto_would_choose_is_not_installed(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = {name: entry for name, entry in find_engines().items() if name != "native"}
+    config = GRPOConfig(data=DataConfig(train="reasoning_gym:chain_sum"))
+    notes: list[str] = []
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    try:
+        check_settings(config)
+        assert not any("engine.name" in note for note in notes)
+        for module in ("rollout.engines.config", "rollout.engines.engine_lookup", "trainer.checks.preflight"):
+            monkeypatch.setattr(f"podium.{module}.find_engines", lambda: rest)
+        check_settings(config)
+    finally:
+        unsubscribe()
+    assert any("native is faster" in note and "group podium.engines" in note for note in notes)
+    assert isinstance(make_engine(config.engine, make_model("qwen3")), TransformersEngine)
+    with pytest.raises(
+        ConfigError, match=r"engine.name = 'native': expected auto or an installed engine: .*podium-NAME"
+    ):
+        EngineConfig(name="native")

@@ -95,7 +95,7 @@ def test_the_model_is_left_as_it_was_and_its_own_settings_play_no_part(
 
 
 def test_auto_takes_native_where_it_can_and_says_why_elsewhere(make_model: MakeModel) -> None:
-    from podium.rollout.engines.native import NativeEngine
+    from podium_native import NativeEngine
 
     assert isinstance(make_engine(EngineConfig(), make_model("qwen3")), NativeEngine)
     sliding = make_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)

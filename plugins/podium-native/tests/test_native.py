@@ -11,12 +11,11 @@ import torch
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import EngineConfig, Finished, Request, make_engine
-from podium.rollout.engines.native import NativeEngine, cache, decoder, engine
-from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
+from podium_native import NativeEngine, cache, decoder, engine
+from podium_native.decoder import Decoder
 from tests.everyday import mark_others
-
-from .conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
+from tests.unit.rollout.engines.conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
 
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
 FAMILIES = [*DENSE, "qwen3_moe"]
@@ -162,7 +161,7 @@ def test_looking_for_stop_tokens_less_often_changes_nothing(
     model = make_model("qwen3")
     params = SamplingParams(max_new_tokens=30, n=3, stop_token_ids=STOPS, top_k=50)
     expected = _native(model, max_sequences=16).generate(prompts, params, range(30))
-    monkeypatch.setattr("podium.rollout.engines.native.lanes._STEPS_BETWEEN_LOOKS", {})
+    monkeypatch.setattr("podium_native.lanes._STEPS_BETWEEN_LOOKS", {})
     assert same(_native(model, max_sequences=16).generate(prompts, params, range(30)), expected)
 
 

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from podium.rollout.engines.native.cache import KVCache
-from podium.rollout.engines.native.packing import can_pack, is_worth_packing, pack, unpack
-from podium.rollout.engines.native.parameters import DecoderWeights, Dense, Mlp
-from podium.rollout.engines.native.products import ROW_QUANTUM, add_product, multiply
-from podium.rollout.engines.native.prompt_attention import PromptAttention
+from podium_native.cache import KVCache
+from podium_native.packing import can_pack, is_worth_packing, pack, unpack
+from podium_native.parameters import DecoderWeights, Dense, Mlp
+from podium_native.products import ROW_QUANTUM, add_product, multiply
+from podium_native.prompt_attention import PromptAttention
 
 __all__ = ["Decoder", "Past", "Prefill"]
 

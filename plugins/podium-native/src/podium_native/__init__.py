@@ -24,6 +24,6 @@ With ``engine.options.cuda_graphs``, which is the default on CUDA, decode steps 
 CUDA graphs: see :mod:`.graphs`.
 """
 
-from podium.rollout.engines.native.engine import NativeEngine
+from podium_native.engine import NativeEngine
 
 __all__ = ["NativeEngine"]

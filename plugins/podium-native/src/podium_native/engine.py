@@ -10,14 +10,14 @@ from podium.errors import ConfigError
 from podium.rollout.engines.config import RECORDS, EngineConfig, NativeOptions
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.model import ModelEngine
-from podium.rollout.engines.native.cache import LENGTH_QUANTUM, cache_class, round_up
-from podium.rollout.engines.native.decoder import Decoder
-from podium.rollout.engines.native.graphs import DecodeGraphs, graphless, renew
-from podium.rollout.engines.native.lanes import Lanes
-from podium.rollout.engines.native.parameters import find_unsupported, read_weights
-from podium.rollout.engines.native.products import ROW_QUANTUM
 from podium.rollout.engines.requests import Event, PromptTokens, RequestId, SessionRoom
 from podium.rollout.sampling import SamplingParams
+from podium_native.cache import LENGTH_QUANTUM, cache_class, round_up
+from podium_native.decoder import Decoder
+from podium_native.graphs import DecodeGraphs, graphless, renew
+from podium_native.lanes import Lanes
+from podium_native.parameters import find_unsupported, read_weights
+from podium_native.products import ROW_QUANTUM
 
 __all__ = ["FIRST_ANSWER", "NativeEngine"]
 

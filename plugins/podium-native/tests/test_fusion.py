@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from podium.rollout.engines import EngineConfig
-from podium.rollout.engines.native import NativeEngine
-from podium.rollout.engines.native.parameters import read_weights
 from podium.rollout.sampling import SamplingParams
-
-from .conftest import MakeModel, compute_trained_logprobs
+from podium_native import NativeEngine
+from podium_native.parameters import read_weights
+from tests.unit.rollout.engines.conftest import MakeModel, compute_trained_logprobs
 
 
 def _storages(model: Any) -> list[int]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from podium.devices import free_memory_bytes, return_free_blocks
-from podium.rollout.engines.native.parameters import Dense, Packed
+from podium_native.parameters import Dense, Packed
 
 __all__ = ["WIDTHS", "can_pack", "is_worth_packing", "most_packed_bytes", "multiply_packed", "pack", "unpack"]
 

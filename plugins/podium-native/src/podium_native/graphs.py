@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from podium.rollout.engines.draw import draw
-from podium.rollout.engines.native.cache import KVCache
-from podium.rollout.engines.native.decoder import Decoder
-from podium.rollout.engines.native.parameters import DecoderWeights, Mlp
 from podium.rollout.sampling import SamplingParams
+from podium_native.cache import KVCache
+from podium_native.decoder import Decoder
+from podium_native.parameters import DecoderWeights, Mlp
 
 __all__ = ["DecodeGraphs", "Record", "Recorder", "Step", "StepResult", "bucket", "graphless", "record", "renew"]
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from podium.rollout.engines import EngineConfig, make_engine
-from podium.rollout.engines.native import packing
-from podium.rollout.engines.native.decoder import Decoder
-from podium.rollout.engines.native.packing import WIDTHS, pack, unpack
-from podium.rollout.engines.native.parameters import Dense
-from podium.rollout.engines.native.products import ROW_QUANTUM, add_product, multiply, round_rows
 from podium.rollout.sampling import SamplingParams
+from podium_native import packing
+from podium_native.decoder import Decoder
+from podium_native.packing import WIDTHS, pack, unpack
+from podium_native.parameters import Dense
+from podium_native.products import ROW_QUANTUM, add_product, multiply, round_rows
 from tests.unit.rollout.engines.conftest import same
 from tests.warm_python import run_python
 
@@ -231,8 +231,8 @@ VERSIONS = """
 import gc, sys, torch
 from pathlib import Path
 from podium.backends.process import keep_freed_memory
-from podium.rollout.engines.native.packing import pack, unpack
-from podium.rollout.engines.native.parameters import Dense
+from podium_native.packing import pack, unpack
+from podium_native.parameters import Dense
 
 def anonymous_bytes():
     status = Path("/proc/self/status").read_text()

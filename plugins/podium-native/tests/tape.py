@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from podium.rollout.engines.native.graphs import Step, StepResult
+from podium_native.graphs import Step, StepResult
 
 aten = torch.ops.aten
 REFUSED = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.lift_fresh, aten._unique2, aten.equal}

@@ -13,8 +13,8 @@ from itertools import count, repeat
 import torch
 from torch import Tensor
 
-from podium.rollout.engines.native.packing import WIDTHS, multiply_packed
-from podium.rollout.engines.native.parameters import Dense
+from podium_native.packing import WIDTHS, multiply_packed
+from podium_native.parameters import Dense
 
 __all__ = ["ROW_QUANTUM", "add_product", "multiply", "round_rows"]
 

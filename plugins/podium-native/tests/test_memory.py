@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from podium.rollout.engines import EngineConfig, Finished, Request
-from podium.rollout.engines.native import NativeEngine
-from podium.rollout.engines.native.memory import PagedMemory
 from podium.rollout.sampling import Completion, SamplingParams
-
-from .conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
+from podium_native import NativeEngine
+from podium_native.memory import PagedMemory
+from tests.unit.rollout.engines.conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
 
 POSITION_BYTES = 2 * 2 * 2 * 3 * 4  # keys and values, two layers, two kv heads, head_dim 3, float32
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.rollout.engines.native import products
-from podium.rollout.engines.native.parameters import Dense
-from podium.rollout.engines.native.products import ROW_QUANTUM, add_product, multiply
+from podium_native import products
+from podium_native.parameters import Dense
+from podium_native.products import ROW_QUANTUM, add_product, multiply
 
 SHAPES = [(64, 192), (576, 960), (1536, 576), (1024, 3072), (4864, 896)]  # of small models, SmolLM2, and Qwen2.5
 NUMBERS = [16, 32, 64, 128, 144, 192, 256, 272, 528]

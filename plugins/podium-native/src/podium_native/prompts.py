@@ -7,10 +7,10 @@ from itertools import dropwhile, groupby, islice
 from typing import NamedTuple, TypeAlias
 
 from podium.rollout.engines.constraints import Guided
-from podium.rollout.engines.native.decoder import Prefill
-from podium.rollout.engines.native.memory import Match
 from podium.rollout.engines.requests import Request, RequestQueue
 from podium.rollout.sampling import SamplingParams
+from podium_native.decoder import Prefill
+from podium_native.memory import Match
 
 __all__ = ["Beginning", "Key", "Seen", "cut_texts", "drawing_of", "find_due", "guide_of", "key_of"]
 

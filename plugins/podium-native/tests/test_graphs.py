@@ -13,16 +13,16 @@ from torch import Tensor
 from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.draw import draw
-from podium.rollout.engines.native import NativeEngine
-from podium.rollout.engines.native.cache import GemmCache, KVCache, SdpaCache
-from podium.rollout.engines.native.decoder import Decoder
-from podium.rollout.engines.native.graphs import DecodeGraphs, Step, StepResult, bucket
-from podium.rollout.engines.native.parameters import read_weights
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.training.offload import Offload
+from podium_native import NativeEngine
+from podium_native.cache import GemmCache, KVCache, SdpaCache
+from podium_native.decoder import Decoder
+from podium_native.graphs import DecodeGraphs, Step, StepResult, bucket
+from podium_native.parameters import read_weights
+from tests.unit.rollout.engines.conftest import MakeModel, compute_trained_logprobs
 
 from . import tape
-from .conftest import MakeModel, compute_trained_logprobs
 
 PARAMS = SamplingParams(max_new_tokens=9, stop_token_ids=(3, 50))
 

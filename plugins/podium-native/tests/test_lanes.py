@@ -12,11 +12,10 @@ import torch
 
 from podium.errors import ConfigError
 from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Request
-from podium.rollout.engines.native import NativeEngine, engine as engine_module
 from podium.rollout.sampling import Completion, SamplingParams
+from podium_native import NativeEngine, engine as engine_module
 from tests.everyday import mark_others
-
-from .conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
+from tests.unit.rollout.engines.conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
 
 STOPS = tuple(range(6))
 MIXED = [

@@ -39,13 +39,16 @@ from podium.rollout.engines.constraints import restrict_logits
 from podium.rollout.engines.draw import draw, uniforms
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
-from podium.rollout.engines.native.cache import KVCache, cache_class
-from podium.rollout.engines.native.decoder import Decoder, Past
-from podium.rollout.engines.native.graphs import DecodeGraphs, bucket
-from podium.rollout.engines.native.lane import LANE, keep_draw
-from podium.rollout.engines.native.memory import PagedMemory
-from podium.rollout.engines.native.products import round_rows
-from podium.rollout.engines.native.prompts import (
+from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
+from podium.rollout.sampling import SamplingParams
+from podium.telemetry.progress import Counting
+from podium_native.cache import KVCache, cache_class
+from podium_native.decoder import Decoder, Past
+from podium_native.graphs import DecodeGraphs, bucket
+from podium_native.lane import LANE, keep_draw
+from podium_native.memory import PagedMemory
+from podium_native.products import round_rows
+from podium_native.prompts import (
     Beginning,
     Key,
     Seen,
@@ -55,9 +58,6 @@ from podium.rollout.engines.native.prompts import (
     guide_of,
     key_of,
 )
-from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
-from podium.rollout.sampling import SamplingParams
-from podium.telemetry.progress import Counting
 
 __all__ = ["Lanes"]
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from podium.rollout.engines import EngineConfig, make_engine
-from podium.rollout.engines.native.cache import GemmCache
-from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
-from podium.rollout.engines.native.parameters import read_weights
 from podium.rollout.sampling import SamplingParams
+from podium_native.cache import GemmCache
+from podium_native.decoder import Decoder, Past, Prefill
+from podium_native.parameters import read_weights
 
 LENGTHS = [7, 33, 128, 129, 300, 16, 400, 700, 1000, 257]
 POSITIONS = 1056

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from podium.rollout.engines.native.parameters import DecoderWeights
-from podium.rollout.engines.native.products import ROW_QUANTUM
+from podium_native.parameters import DecoderWeights
+from podium_native.products import ROW_QUANTUM
 
 __all__ = ["LENGTH_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class", "round_up"]
 
