@@ -157,6 +157,20 @@ def test_adapters_of_another_base_are_refused(
         assert "adapters of another base than model.path=" in capsys.readouterr().err
 
 
+def test_adapters_keep_the_scale_with_which_they_were_trained(
+    finished_lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another alpha would multiply what they have learned, without a word and without an error of shapes."""
+    run = f"{copy_folder(finished_lora, tmp_path / 'copy')}/runs/run"
+    alpha = json.loads(Path(run, "checkpoints/step-000001/policy/adapter_config.json").read_text())["lora_alpha"]
+    resumed = ["train", "grpo", "--resume", run, "--run.steps", "4", "--backend", "inline", "--reward.name", "exact"]
+    exported = ["export", f"{run}@1", "--to", str(tmp_path / "out")]
+    for command in (exported, [*exported, "--merge"], resumed):
+        assert main([*command, "--model.lora.alpha", str(8 * alpha)]) == 2
+        assert f"were trained with alpha = {alpha}, and model.lora.alpha = {8 * alpha:g} " in capsys.readouterr().err
+    assert main([*exported, "--model.lora.alpha", str(alpha)]) == 0
+
+
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {**MODEL, "lora": {"rank": 2}}
     train(tiny(GRPOConfig, tmp_path, model=model, save={"every": 1, "keep": 0}, eval={"items": 0}))

@@ -1,6 +1,7 @@
 """The base of adapters: the parameters that they are trained on, and that no checkpoint holds."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -8,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from podium.data.gathering import gather_rows
+from podium.errors import CheckpointError
 from podium.models.buckets import checksum
 from podium.models.config import ModelConfig
 
-__all__ = ["BASE", "base_checksum", "name_base"]
+__all__ = ["BASE", "base_checksum", "check_scale", "name_base"]
 
 BASE: Final = "base"
 """The name of the base's checksum in a checkpoint of adapters."""
@@ -30,6 +32,23 @@ def base_checksum(model: nn.Module) -> Tensor:
             value = gather_rows(parameter.detach())
             digest.update(f"{name} {value.dtype} {list(value.shape)} {checksum(value)};".encode())
     return torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+
+
+def check_scale(folder: Path, config: ModelConfig) -> None:
+    """Check that ``config`` gives the adapters of the checkpoint in ``folder`` the scale with which they were trained.
+
+    Raises:
+        CheckpointError: Their alpha was another one, so that they would change the model by more or by less.
+    """
+    file = folder / "adapter_config.json"
+    if config.lora is None or not file.is_file():  # the adapters of random weights have no such file
+        return
+    alpha = json.loads(file.read_bytes()).get("lora_alpha")
+    if alpha != config.lora.alpha:
+        raise CheckpointError(
+            f"the checkpoint {folder} holds adapters that were trained with alpha = {alpha}, and model.lora.alpha = "
+            f"{config.lora.alpha:g} makes another model of them: set model.lora.alpha to {alpha}"
+        )
 
 
 def name_base(model: nn.Module, config: ModelConfig) -> Any:

@@ -19,7 +19,7 @@ from podium.data import Batch, fields
 from podium.data.sampled_text import count_sampled
 from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
-from podium.models.adapter_base import BASE, base_checksum
+from podium.models.adapter_base import BASE, base_checksum, check_scale
 from podium.models.config import ModelConfig
 from podium.models.layout import ModelLayout, model_layout
 from podium.models.manifest import check_manifest, explain, write_manifest
@@ -208,12 +208,13 @@ class Learner(Worker):
 
         Raises:
             CheckpointError: The checkpoint is missing, unfinished or damaged, or belongs to another model or to
-                adapters of another base.
+                adapters of another base or another alpha.
         """
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
         folder = Path(path)
         check_manifest(folder, part=self.ctx.rank, parts=self.ctx.world_size)
+        check_scale(folder, self.config)
         layout = read_layout(folder)
         reader = HuggingFaceStorageReader(str(folder / RESUME if (folder / RESUME).is_dir() else folder))
         try:
