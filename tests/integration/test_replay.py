@@ -10,13 +10,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from podium.algorithms import AdvantageInputs, AdvantageOutputs, AlgorithmConfig, Declaration
+from podium.algorithms import AdvantageInputs, AdvantageOutputs, AlgorithmConfig, Declaration, group_statistics
 from podium.cli import main
 from podium.errors import ConfigError
 from podium.runs.ledger import read_ledger
 from podium.runs.run_reader import RunRecord
-from podium.telemetry import metrics
+from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, load_config
 from tests.integration.training import losses, metrics_rows, tiny, train
 
@@ -52,6 +53,40 @@ def test_a_replay_has_the_same_losses_and_weights_to_the_last_bit(tmp_path: Path
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 12}
     again = train(replay_of(run, tmp_path / "again"))  # a replay is recorded as any run
     assert (again / MODEL_FILE).read_bytes() == (recorded / MODEL_FILE).read_bytes()
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_numbers_that_a_reward_only_logs_are_not_learned(tmp_path: Path, logs: bool) -> None:
+    """GDPO learns all parts of a reward, and not a figure of log_metric, in a replay neither."""
+    (tmp_path / "logging.py").write_text(
+        "def vowels(completion, log_metric):\n"
+        f"    if {logs}:\n        log_metric('length', len(completion))\n"
+        "    return float(sum(map(ord, completion)) % 2)\n\n\n"
+        "def digits(completion):\n    return {'score': float(sum(map(ord, completion)) % 3)}\n"
+    )
+    names = [f"{tmp_path}/logging.py:{name}" for name in ("vowels", "digits")]
+    algorithm = {"advantage": "gdpo"}
+    said = list[str]()
+    unsubscribe = subscribe(lambda event: said.append(event.text) if isinstance(event, Note) else None)
+    run = train(tiny(GRPOConfig, tmp_path, reward={"name": names}, eval={"items": 0}, algorithm=algorithm))
+    unsubscribe()
+    assert (
+        sum("'gdpo' learns the parts digits, vowels of the reward, each with the weight 1" in text for text in said)
+        == 1
+    )
+    assert ("reward_parts/length" in metrics_rows(run)[0]) is logs
+    table = pq.read_table(run / "completions/step-000001.parquet").to_pydict()
+    parts = {}
+    for name in ("vowels", "digits"):
+        column = torch.tensor(table[f"reward_{name}"])
+        stats = group_statistics(column, torch.tensor(table["group"]))
+        apart = (column - stats.mean_G[stats.index_B]) / (stats.std_G[stats.index_B] + 1e-6)
+        parts[name] = torch.where(stats.flat_G[stats.index_B], 0.0, apart)
+    total = parts["vowels"] + parts["digits"]
+    expected = (total - total.mean()) / total.std()
+    torch.testing.assert_close(torch.tensor(table["advantage"]), expected, rtol=1e-4, atol=1e-4, check_dtype=False)
+    again = train(replay_of(run, tmp_path / "again"))
+    assert (again / MODEL_FILE).read_bytes() == (run / MODEL_FILE).read_bytes()
 
 
 def test_a_replay_that_was_stopped_goes_on_bit_by_bit(tmp_path: Path, recorded: Path) -> None:

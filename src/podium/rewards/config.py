@@ -72,6 +72,7 @@ class Grade:
         timed_out: Whether grading ran over its time limit and was killed.
         abstained: Whether every reward function returned None, so that there is no score. ``score`` is NaN then.
         extra: What the reward logged of the completion as text, by name.
+        logged: The names of those parts that functions only logged: figures of which nothing is learned.
     """
 
     score: float
@@ -81,3 +82,4 @@ class Grade:
     timed_out: bool = False
     abstained: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
+    logged: frozenset[str] = frozenset()

@@ -38,7 +38,8 @@ def encode(result: Result) -> bytes:
     if result.problem:
         text = json.dumps([result.problem, result.traceback, result.limit])
     elif result.parts or result.extra or result.score is None:
-        text = json.dumps({"score": result.score, "parts": dict(result.parts), "extra": dict(result.extra)})
+        parts = {"parts": dict(result.parts), "extra": dict(result.extra), "logged": sorted(result.logged)}
+        text = json.dumps({"score": result.score, **parts})
     else:
         text = repr(result.score)  # which writes a finite float as JSON does, and faster
     return text.encode()
@@ -56,12 +57,14 @@ def decode(data: bytes) -> Result:
     match plain:
         case float(score) if is_finite(score):
             return Result(score)
-        case {"score": float() | None as score, "parts": dict(parts), "extra": dict(extra)} if (
+        case {"score": float() | None as score, "parts": dict(parts), "extra": dict(extra), "logged": list(logged)} if (
             (score is None or is_finite(score))
             and all(map(is_finite, parts.values()))
             and all(isinstance(text, str) for text in extra.values())
+            and all(isinstance(name, str) for name in cast("list[object]", logged))
         ):
-            return Result(score, cast("Mapping[str, float]", parts), cast("Mapping[str, str]", extra))
+            names = frozenset(cast("list[str]", logged))
+            return Result(score, cast("Mapping[str, float]", parts), cast("Mapping[str, str]", extra), names)
         case [str(problem), str(trace), str(limit)]:
             return Result(problem=problem or "failed", traceback=trace, limit=limit)
         case _:

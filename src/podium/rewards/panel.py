@@ -41,6 +41,7 @@ class Result:
         score: The score; None if there is a problem, or if all functions abstained.
         parts: The named parts.
         extra: What functions logged as text.
+        logged: The names of those parts that functions logged, and did not return.
         problem: What was wrong, as the end of a sentence that begins with "the reward".
         traceback: Where the reward raised.
         limit: The limit that the item ran over: "time", "memory" or "".
@@ -50,6 +51,7 @@ class Result:
     score: float | None = None
     parts: Mapping[str, float] = field(default_factory=lambda: _NO_PARTS)
     extra: Mapping[str, str] = field(default_factory=lambda: _NO_EXTRA)
+    logged: frozenset[str] = frozenset()
     problem: str = ""
     traceback: str = ""
     limit: str = ""
@@ -134,7 +136,7 @@ class Panel:
 
     def add_up(self, values: Sequence[object], log: Log) -> Result:
         """Return the weighted sum of what the functions returned for one completion, with their parts."""
-        total, parts, extra, is_scored = 0.0, dict(log.parts), dict(log.extra), False
+        total, parts, extra, is_scored = 0.0, dict[str, float](), dict(log.extra), False
         for form, weight, value in zip(self.forms, self.weights, values, strict=True):
             problem, score, own_parts, texts = _read_value(value)
             if problem:
@@ -147,9 +149,11 @@ class Panel:
                 parts |= {} if score is None else {form.name: score}
             if score is not None:
                 total, is_scored = total + weight * score, True
+        logged = frozenset(log.parts.keys() - parts.keys())
+        parts = {**log.parts, **parts}
         if not is_finite(total) or not all(map(is_finite, parts.values())):
             return Result(problem=f"has the score {total:g} with the parts {parts}"[:_PROBLEM])
-        return Result(total if is_scored else None, parts, extra)
+        return Result(total if is_scored else None, parts, extra, logged)
 
     def blame(self, form: Form, result: Result) -> Result:
         """Name the function in a problem, if there are several."""
@@ -345,9 +349,10 @@ def make_grade(result: Result, config: RewardConfig, label: str, item: str, reme
         remedy: What else to say of a failure.
     """
     if not result.problem and result.score is None:
-        return Grade(math.nan, result.parts, abstained=True, extra=result.extra)
+        return Grade(math.nan, result.parts, abstained=True, extra=result.extra, logged=result.logged)
     if not result.problem and result.score is not None:
-        return Grade(result.score, result.parts, config.is_correct(result.score), extra=result.extra)
+        correct = config.is_correct(result.score)
+        return Grade(result.score, result.parts, correct, extra=result.extra, logged=result.logged)
     problem = result.problem
     if over_memory := result.limit == "memory" and config.memory_gib is not None:
         problem = f"ran over {config.memory_gib:g} GiB of memory (reward.memory_gib)"

@@ -7,6 +7,7 @@ Legend: B rows (completions), K sampled tokens.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,10 @@ from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Pair, Prompt, split_answer
 from podium.trainer.token_texts import TokenTexts
 
-__all__ = ["CompletionsLog", "to_utf8", "write_completions", "write_examples"]
+__all__ = ["LOGGED", "CompletionsLog", "to_utf8", "write_completions", "write_examples"]
+
+LOGGED: Final = "podium_logged"
+"""Metadata of a file: the names of those parts of the reward, as JSON, that functions only logged."""
 
 _WRITTEN_TOKENS: Final = 1 << 16  # tokens of the rows of a chunk, prompts included
 _MISMATCH_STEP: Final = 1e-5  # nats
@@ -100,6 +104,7 @@ def write_completions(
     grades = [*(scored.grades or ()), *((left_out.grades if left_out else None) or ())]
     parts = sorted({name for grade in grades for name in grade.parts})
     extra = sorted({name for grade in grades for name in grade.extra})
+    logged = sorted({name for grade in grades for name in grade.logged})
     texts = TokenTexts(scored.tokenizer) if texts is None else texts
     sources = [(scored, learned), *([] if left_out is None else [(left_out, None)])]
     tables = (
@@ -111,7 +116,7 @@ def write_completions(
         return
     with (
         folder.replace(f"{step_name(scored.step)}.parquet") as target,
-        pq.ParquetWriter(target, first.schema, compression="zstd") as file,
+        pq.ParquetWriter(target, first.schema.with_metadata({LOGGED: json.dumps(logged)}), compression="zstd") as file,
     ):
         for table in chain((first,), tables):
             file.write_table(_fit(table, file.schema))

@@ -31,6 +31,9 @@ from podium.workers import RewardModel
 
 __all__ = ["ScoredBatch", "version_range"]
 
+_LOGGED: Final = "logged/"  # as fields.PART, of a number that the reward only logs, which no estimator sees
+_FIGURES: Final = (fields.PART, _LOGGED)
+
 _GRADED_TOKENS: Final = 1 << 19  # tokens of the rows whose texts are fetched at once: enough for all graders
 _NO_VERSION: Final = -1
 
@@ -88,7 +91,8 @@ class ScoredBatch:
         columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B}
         for name in sorted({name for grade in grades for name in grade.parts}):
             parts = [grade.parts.get(name, math.nan) for grade in grades]
-            columns[fields.PART + name] = torch.tensor(parts, dtype=torch.float32)
+            is_logged = any(name in grade.logged for grade in grades)
+            columns[(_LOGGED if is_logged else fields.PART) + name] = torch.tensor(parts, dtype=torch.float32)
         whole = replace(self, grades=grades, batch=self.batch.with_columns(columns))
         if not any(grade.abstained for grade in grades):
             return whole.with_data(data)
@@ -159,7 +163,7 @@ class ScoredBatch:
     @staticmethod
     def join(parts: Sequence[ScoredBatch]) -> ScoredBatch:
         """Join the graded parts of one step. A part of a reward that only some of them have is NaN in the others."""
-        named = sorted({name for part in parts for name in part.batch if name.startswith(fields.PART)})
+        named = sorted({name for part in parts for name in part.batch if name.startswith(_FIGURES)})
         nothing = {name: torch.full((1,), math.nan) for name in named}
         batches = [
             part.batch.with_columns(
@@ -266,11 +270,9 @@ class ScoredBatch:
             names.TRUNCATED: ends.count("length") / len(ends),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
             **{
-                names.REWARD_PART_PREFIX + name.removeprefix(fields.PART): float(
-                    self.batch.dense(name)[judged].nanmean()
-                )
+                names.REWARD_PART_PREFIX + name.partition("/")[2]: float(self.batch.dense(name)[judged].nanmean())
                 for name in self.batch
-                if name.startswith(fields.PART)
+                if name.startswith(_FIGURES)
             },
             **({} if self.left_out is None else {names.ABSTAINED: float(len(self.left_out.firsts))}),
             **self._agent_rewards(),

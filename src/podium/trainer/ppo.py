@@ -267,7 +267,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if not self.state.metric and self.state.last is not None:  # all scores were 0, and the next evaluation decides
             has_accuracy = has_accuracy or False
         scored = scored.with_verdicts(has_accuracy)
-        self.watch.check_staleness(scored)
+        self.watch.check_graded(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
         if self.run.declared.staleness == 0:  # the generators sample nothing while the policy learns
             self.rest(*self.run.roles.generators)

@@ -10,6 +10,7 @@ Legend: B rows (completions), N tokens over all rows, K sampled tokens.
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from podium.runs.files import step_name
 from podium.runs.paths import list_other_settings
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import check_run
+from podium.trainer.completion_files import LOGGED
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.prompts import Prompt, Prompts
 
@@ -157,13 +159,14 @@ class Replay:
                         f"{where} has no column {missing[0]!r}, which Podium records since replays exist: run it again"
                     )
                 table: dict[str, list[Any]] = file.read(columns=None if columns is None else [*columns]).to_pydict()
+                logged = json.loads((file.schema_arrow.metadata or {}).get(LOGGED.encode(), b"[]"))
         except FileNotFoundError:
             raise self._refuse(step) from None
         except (pa.ArrowException, OSError, ValueError, DataError) as error:
             raise ConfigError(f"{where} cannot be read: {error}; it cannot be replayed") from error
         if any(reward is not None and math.isnan(reward) for reward in table["reward"]):
             raise ConfigError(f"{where} has completions that were not graded, so that the step trained nothing")
-        return table
+        return {**table, LOGGED: [frozenset[str](logged)] * len(table["reward"])}
 
     def _refuse(self, step: int) -> ConfigError:
         steps = self._config.run.steps
@@ -180,9 +183,9 @@ def _read_grade(table: dict[str, list[Any]], row: int) -> Grade:
         for name, column in table.items()
         if name.startswith("reward_") and column[row] is not None
     }
-    logged = {
+    texts = {
         name.removeprefix("logged_"): column[row]
         for name, column in table.items()
         if name.startswith("logged_") and column[row] is not None
     }
-    return Grade(table["reward"][row], parts, table["correct"][row], extra=logged)
+    return Grade(table["reward"][row], parts, table["correct"][row], extra=texts, logged=table[LOGGED][row])

@@ -5,6 +5,7 @@ from typing import Final
 
 from podium.algorithms import advantage_declaration
 from podium.algorithms.declarations import loss_scales_advantage
+from podium.data import fields
 from podium.errors import PodiumError, RewardError
 from podium.runs.config import PPOConfig
 from podium.telemetry import Note, emit, metrics as names
@@ -34,6 +35,8 @@ class StepWatch:
         self._mismatch_noted = False
         self._flat_steps = 0
         self._noted_left_out = False
+        weighs_parts = advantage_declaration(config.algorithm.advantage).weighs_parts
+        self._tells_parts = weighs_parts and not config.algorithm.options.get("part_weights")
 
     def check_left_out(self, scored: ScoredBatch, reward: str, ranks: int) -> None:
         """Say once that the reward leaves completions out.
@@ -59,8 +62,13 @@ class StepWatch:
                 )
             )
 
-    def check_staleness(self, scored: ScoredBatch) -> None:
-        """Raise PodiumError if a token was sampled by older weights than the schedule allows."""
+    def check_graded(self, scored: ScoredBatch) -> None:
+        """Say once which parts of the reward an estimator learns that weighs all of them alike.
+
+        Raises:
+            PodiumError: A token was sampled by older weights than the schedule allows.
+        """
+        self._tell_parts(scored)
         bound, oldest = self._staleness, scored.oldest_version()
         if self._replays:  # the versions are those of another run
             return
@@ -70,6 +78,19 @@ class StepWatch:
                 f"{bound} updates behind that run.schedule = {self.config.run.schedule!r} allows: the generator did "
                 "not take newer weights"
             )
+
+    def _tell_parts(self, scored: ScoredBatch) -> None:
+        """Each number of a mapping is a part, and may be meant for the eye alone."""
+        parts = sorted(name.removeprefix(fields.PART) for name in scored.batch if name.startswith(fields.PART))
+        if not self._tells_parts or not parts:
+            return
+        self._tells_parts = False
+        emit(
+            Note(
+                f"algorithm.advantage = {self.config.algorithm.advantage!r} learns the parts {', '.join(parts)} of the "
+                "reward, each with the weight 1: algorithm.options.part_weights names those that count"
+            )
+        )
 
     def check_mismatch(self, metrics: Mapping[str, float], step: int) -> None:
         """Compare the generator's log-probabilities of the step's tokens with the trainer's. Done at each step, since

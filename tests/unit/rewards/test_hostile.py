@@ -164,13 +164,15 @@ def test_an_import_that_answers_for_the_dispatcher_runs_nothing(tmp_path: Path) 
         b"[" * 100_000,
         b"9" * 10_000,
         b'{"score": 1}',
-        b'{"score": 1, "parts": {}, "extra": {}}',
-        b'{"score": 1.0, "parts": {"part": NaN}, "extra": {}}',
-        b'{"score": 1.0, "parts": {"part": "1.0"}, "extra": {}}',
-        b'{"score": 1.0, "parts": {}, "extra": {"text": 1.0}}',
-        b'{"score": NaN, "parts": {}, "extra": {}}',
-        b'{"score": 1.0, "parts": [], "extra": {}}',
-        b'{"parts": {}, "extra": {}}',
+        b'{"score": 1, "parts": {}, "extra": {}, "logged": []}',
+        b'{"score": 1.0, "parts": {"part": NaN}, "extra": {}, "logged": []}',
+        b'{"score": 1.0, "parts": {"part": "1.0"}, "extra": {}, "logged": []}',
+        b'{"score": 1.0, "parts": {}, "extra": {"text": 1.0}, "logged": []}',
+        b'{"score": NaN, "parts": {}, "extra": {}, "logged": []}',
+        b'{"score": 1.0, "parts": {}, "extra": {}, "logged": [1]}',
+        b'{"score": 1.0, "parts": {}, "extra": {}, "logged": {}}',
+        b'{"score": 1.0, "parts": [], "extra": {}, "logged": []}',
+        b'{"parts": {}, "extra": {}, "logged": []}',
     ],
 )
 def test_data_that_is_no_result_is_a_problem_and_not_an_exception(data: bytes) -> None:
@@ -184,6 +186,7 @@ def test_a_result_survives_its_way() -> None:
         Result(0.5),
         Result(1.0, {"score": 1.0, "\ud800 odd": -0.25}),
         Result(None, {"part": 1.0}, {"said": "\ud800"}),
+        Result(1.0, {"part": 1.0, "seen": 2.0}, logged=frozenset({"seen"})),
         Result(problem="p\n", limit="time"),
     ):
         assert decode(encode(result)) == result

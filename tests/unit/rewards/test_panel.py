@@ -188,6 +188,8 @@ def test_what_trls_functions_log_becomes_parts_and_texts() -> None:
     assert grade == Grade(2.0, {"accuracy": 1.0, "right": 1.0}, True, extra={"extracted": "1"})
     several = [lambda completions, log_metric, n=n: (log_metric("n", n), [1.0])[1] for n in (1, 0)]
     assert result_of(several).parts["n"] == 0.5  # as in TRL, a metric is the mean of all that is logged
+    assert result_of(several).logged == {"n"}
+    assert result_of([lambda completion, log_metric: (log_metric("n", 1), {"score": 1.0, "n": 2.0})[1]]).logged == set()
 
 
 def test_a_note_says_once_which_functions_get_lists_of_one() -> None:

@@ -28,7 +28,8 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     if missing := sorted(weights.keys() - inputs.parts_B.keys()) or ([] if weights else ["any name"]):
         raise DataError(
             f"advantage 'gdpo' needs the parts of rewards, and there is no part of {missing[0]}; there are "
-            f"{sorted(inputs.parts_B)}: give several rewards (reward.name: [a, b]), or return a mapping with parts"
+            f"{sorted(inputs.parts_B)}, without what log_metric logs: give several rewards (reward.name: [a, b]), or "
+            "return a mapping with parts"
         )
     if inputs.token_rewards_N is not None and bool(inputs.token_rewards_N[inputs.mask_N].any()):
         raise DataError(
