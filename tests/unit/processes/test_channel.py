@@ -71,12 +71,12 @@ def test_a_stream_of_asyncio_has_the_same_frames(ends: tuple[socket.socket, sock
 def test_only_a_trusted_end_brings_descriptors(ends: tuple[socket.socket, socket.socket]) -> None:
     """A user's code could fill the table of open files of a process that took them."""
     read, write = os.pipe()
-    before = len(os.listdir("/proc/self/fd"))
+    before = {*os.listdir("/proc/self/fd")}
     near, far = Channel(ends[0]), Channel(ends[1])
     near.send(1, b"body", write)
     assert far.receive() == (1, b"body")
     assert not far.descriptors
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert {*os.listdir("/proc/self/fd")} <= before  # others may be closed meanwhile
     far = Channel(ends[1], trusted=True)
     near.send(2, b"body", write)
     assert far.receive() == (2, b"body")

@@ -77,10 +77,10 @@ def test_a_process_that_a_signal_has_stopped_goes_on() -> None:
 
 
 def test_a_command_that_does_not_exist_leaves_nothing_open() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = {*os.listdir("/proc/self/fd")}
     with pytest.raises(FileNotFoundError):
         Launched(["/no/such/command"])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert {*os.listdir("/proc/self/fd")} <= before  # others may be closed meanwhile
 
 
 def main(tag: str) -> None:
