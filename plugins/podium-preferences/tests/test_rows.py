@@ -129,6 +129,16 @@ def test_margins_are_read_by_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("better", "worse"), [("chosen_rank", "rejected_rank"), ("ranking_chosen", "ranking_rejected")]
+)
+def test_the_better_answer_has_the_lower_rank(better: str, worse: str, tmp_path: Path) -> None:
+    pair = {"prompt": SUM, "chosen": "7", "rejected": "8"}
+    assert len(load(tmp_path, [{**pair, better: 1, worse: 3}, {**pair, better: 2, worse: 2}])) == 2
+    with pytest.raises(DataError, match=rf"line 1: {better} = 3 is more than {worse} = 1, .* exchange the answers"):
+        load(tmp_path, [{**pair, better: 3, worse: 1}])
+
+
+@pytest.mark.parametrize(
     ("better", "worse"),
     [
         ("score_chosen", "score_rejected"),

@@ -40,6 +40,8 @@ _FIGURE: Final = re.compile(
     r"(^|.*[_-])(scores?|ratings?|rewards?|grades?|quality|utility|elo|points|likes|votes)([_-].*|$)"
 )
 """Names of columns with a figure that is the higher, the better an answer is."""
+_RANK: Final = re.compile(r"(^|.*_)rank(ing)?(_.*|$)")
+"""Names of columns with a figure that is the lower, the better an answer is."""
 _SPEAKER: Final = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _LABELS: Final = {"true": True, "false": False}
 _ROLES: Final = {"Human": "user", "Assistant": "assistant"}
@@ -235,7 +237,8 @@ def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) 
     parts = [_split(name) for name in (better, worse)]
     words = [next((word for word in mine if word not in other), "") for mine, other in (parts, parts[::-1])]
     for name, figure in row.items() if all(words) else ():
-        if not _FIGURE.fullmatch("_".join(_split(name))):
+        rises = _RANK.fullmatch("_".join(_split(name))) is None
+        if rises and not _FIGURE.fullmatch("_".join(_split(name))):
             continue
         other = name
         if isinstance(figure, Mapping):  # scores: {chosen: 9, rejected: 3}
@@ -248,11 +251,11 @@ def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) 
         else:
             continue
         figures = [read for value in values if (read := _read_figure(value)) is not None]
-        if len(figures) == 2 and figures[0] < figures[1]:
+        if len(figures) == 2 and (figures[0] < figures[1] if rises else figures[0] > figures[1]):
             raise DataError(
-                f"{place}: {name} = {figures[0]:g} is less than {other} = {figures[1]:g}, so that the pair would teach "
-                f"the worse answer: exchange the answers, take both columns out if they do not say which answer is "
-                "better, or leave such rows out with data.bad_rows drop"
+                f"{place}: {name} = {figures[0]:g} is {'less' if rises else 'more'} than {other} = {figures[1]:g}, so "
+                "that the pair would teach the worse answer: exchange the answers, take both columns out if they do "
+                "not say which answer is better, or leave such rows out with data.bad_rows drop"
             )
 
 
