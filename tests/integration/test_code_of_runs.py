@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -121,9 +122,15 @@ def test_a_strangers_run_is_not_resumed_with_its_code(
     assert not mark.exists()
 
 
-def install_engine(archive: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str) -> None:
+def install_engine(
+    archive: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    name: str,
+    value: str = "beside:play",
+) -> None:
     """Put the metadata of a package with an engine on the path."""
-    write_package(archive, "strangers", {name: "beside:play"}, "podium.engines")
+    write_package(archive, "strangers", {name: value}, "podium.engines")
     monkeypatch.syspath_prepend(archive)
     find_engines.cache_clear()
     request.addfinalizer(find_engines.cache_clear)
@@ -150,11 +157,14 @@ def test_no_door_loads_the_engine_of_a_strangers_run(
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("value", ["beside:play", "podium_beside:play"])
 def test_no_package_takes_the_name_of_an_engine_of_podiums_own(
-    archive: Path, mark: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    archive: Path, mark: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, value: str
 ) -> None:
-    install_engine(archive, monkeypatch, request, "native")
-    assert find_engines()["native"].module.startswith("podium.")
+    install_engine(archive, monkeypatch, request, "native", value)
+    if value != "beside:play":  # of two packages with one name, Python has the last one on the path last
+        monkeypatch.setattr(sys, "path", [*filter(str(archive).__ne__, sys.path), str(archive)])
+    assert find_engines()["native"].value == "podium_native:NativeEngine"
     assert not mark.exists()
 
 

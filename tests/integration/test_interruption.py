@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import podium.trainer.evaluate
+import podium_inference.evaluation
 from podium.cli import main
 from podium.cli.interruption import ended_by_sigterm
 from tests.integration.training import write_copy_task
@@ -54,7 +54,7 @@ def test_an_evaluation_that_a_signal_ends_says_what_was_evaluated(
 ) -> None:
     words = ["eval", str(finished_grpo / "runs" / "run"), "--backend", "inline", "--eval.items", "2"]
     sets = ["--data.eval", f"{{first: {write_copy_task(tmp_path)}, second: {write_copy_task(tmp_path)}}}"]
-    end_at(monkeypatch, podium.trainer.evaluate, "score_held_out", 1, number)
+    end_at(monkeypatch, podium_inference.evaluation, "score_held_out", 1, number)
     assert main([*words, *sets]) == status
     out, err = capsys.readouterr()
     assert "set       first\n" in out and "second" not in out, "the first set's results are not lost"
@@ -62,7 +62,7 @@ def test_an_evaluation_that_a_signal_ends_says_what_was_evaluated(
     if status == 143:
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == [signal.SIG_IGN] * 2
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_at(monkeypatch, podium.trainer.evaluate, "score_held_out", 0, number)
+    end_at(monkeypatch, podium_inference.evaluation, "score_held_out", 0, number)
     assert main([*words, *sets]) == status
     out, err = capsys.readouterr()
     assert not out and f"podium eval: {said}; no set was evaluated to its end, and nothing" in err
@@ -73,7 +73,7 @@ def test_samples_that_a_signal_ends_are_counted(
     finished_grpo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["sample", str(finished_grpo / "runs" / "run"), "--backend", "inline"]
-    end_at(monkeypatch, podium.trainer.evaluate, "encode_rows", 0, signal.SIGTERM)
+    end_at(monkeypatch, podium_inference.evaluation, "encode_rows", 0, signal.SIGTERM)
     assert main([*words, "--prompt", "1="]) == 143
     assert "podium sample: ended by SIGTERM; 0 prompts were completed\n" in capsys.readouterr().err
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.extras import explain_packages
+from podium.functions import is_installed
 from podium.migration import find_translation
 from podium.spelling import nearest_spellings
 
@@ -131,7 +132,8 @@ def find_engines() -> Mapping[str, EntryPoint]:
     """
     points = entry_points(group="podium.engines")
     own = ("podium.", "podium_")
-    entries = {entry.name: entry for entry in sorted(points, key=lambda entry: entry.module.startswith(own))}
+    ranked = sorted(points, key=lambda entry: (entry.module.startswith(own), is_installed(entry)))
+    entries = {entry.name: entry for entry in ranked}
     if not entries:
         raise ConfigError(
             "this installation of podium has no entry points in the group 'podium.engines', so its metadata is older "
