@@ -57,8 +57,11 @@ def test_a_run_and_its_files_are_moved(
     assert "model.path models/base, data.train copy.jsonl, reward.name rewards.py:score" in said
     assert main(["eval", f"{run}@1", "--backend", "inline"]) == 0
     assert f"\nmoved from {old} to {new}: data.chat_template, reward.name, data.eval\n" in capsys.readouterr().err
-    assert main(["sample", f"{run}@1", "--prompt", "12="]) == 0
-    assert f"moved from {old} to {new}: data.chat_template\n" in capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["sample", f"{run}@1", "--prompt", "12=", "--prompt", "34="]) == 0
+    answers, said = capsys.readouterr()
+    assert answers.count("\n") == 2, "one completion of each prompt"
+    assert f"moved from {old} to {new}: data.chat_template\n" in said
     assert main(["export", f"{run}@1", "--to", str(tmp_path / "out")]) == 0
     assert f"moved from {old} to {new}: model.path, data.chat_template\n" in capsys.readouterr().err
     adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
