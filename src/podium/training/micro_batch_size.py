@@ -67,7 +67,8 @@ def _count_numbers(model: nn.Module) -> int | None:
     model whose configuration does not have them all."""
     config: Any = getattr(plain_model(model), "config", None)
     config = config.get_text_config() if config is not None else None
-    sizes = [getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")]
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    sizes: list[Any] = [getattr(config, name, None) for name in names]
     if not all(isinstance(size, int) and size for size in sizes):
         return None
     hidden, layers, heads = sizes

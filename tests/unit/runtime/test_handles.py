@@ -81,7 +81,7 @@ def test_a_worker_has_no_group() -> None:
 
 
 def test_an_attribute_of_a_handle_cannot_be_set_and_a_number_is_no_pool(cluster: Cluster) -> None:
-    handle = cluster.start(Echo.bind(), name="fixed")
+    handle: Any = cluster.start(Echo.bind(), name="fixed")
     with pytest.raises(
         AttributeError, match=r"fixed\.level cannot be set: .*fixed\.group\.run\(setattr, 'level', value\)"
     ):
