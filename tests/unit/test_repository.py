@@ -60,6 +60,19 @@ def test_the_readme_is_two_screens_with_a_picture() -> None:
         assert (ROOT / path).read_text().lstrip().startswith(("<svg", "<?xml"))
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
+def test_the_packages_that_make_env_installs_are_in_the_commands_of_a_page(page: str) -> None:
+    """What a page shows then works: a command, the dry run, the fast engine, the curve."""
+    (names,) = re.findall(
+        r"^RUNTIME_PLUGINS := \$\(addprefix plugins/podium-,(.*)\)$", (ROOT / "Makefile").read_text(), re.M
+    )
+    text = (ROOT / page).read_text()
+    listed = {name for group in re.findall(r"plugins/podium-\{([\w,]+)\}", text) for name in group.split(",")}
+    listed |= {*re.findall(r"pip install .*?plugins/podium-(\w+)", text)}
+    optional = {"agents", "preferences"} if page.startswith("docs") else set[str]()  # their pages have the command
+    assert {*names.split()} - optional <= listed
+
+
 def test_the_picture_of_the_terminal_loads_nothing_from_elsewhere() -> None:
     for path in (ROOT / "docs" / "pictures").glob("*.svg"):
         links = re.findall(r"(?:src|href)=\"(?!#)[^\"]*\"|url\(['\"]?(?!#)[^)]*\)|@import", path.read_text())
