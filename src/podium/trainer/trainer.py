@@ -57,15 +57,8 @@ from podium.telemetry import (
 from podium.telemetry.held_out import ACCURACY, Metric
 from podium.telemetry.sinks.console import lost_output
 from podium.trainer.checkpointing import load_checkpoint, write_model
+from podium.trainer.checks import preflight
 from podium.trainer.checks.overlap import describe_overlaps
-from podium.trainer.checks.preflight import (
-    check_given,
-    check_settings,
-    check_signatures,
-    find_columns,
-    names_of_given,
-    with_stop_tokens,
-)
 from podium.trainer.checks.unused import find_unused_settings
 from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
@@ -122,10 +115,11 @@ class Trainer(ABC, Generic[C, E, R]):
         show: bool = True,
         report: bool = True,
     ) -> None:
-        given = names_of_given(reward, ", ".join(config.reward.names), workers, type(self))
+        preflight.check_config(type(self), config)
+        given = preflight.names_of_given(reward, ", ".join(config.reward.names), workers, type(self))
         if reward is not None and (names := list_rewards(config.reward, reward)):
-            names = tuple(name if isinstance(name, str) else describe_object(name) for name in names)
-            name = names if isinstance(reward, list | tuple) else names[0]
+            names = [name if isinstance(name, str) else describe_object(name) for name in names]
+            name = tuple(names) if isinstance(reward, list | tuple) else names[0]
             config = replace(config, reward=replace(config.reward, name=name))
         self.config = config if data is None else write_data(data, config)
         rows = "" if data is None else f"a {type(data).__name__}{OF_SCRIPT.rstrip(', ')}"
@@ -232,12 +226,12 @@ class Trainer(ABC, Generic[C, E, R]):
     def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[E] | None = None) -> Run[E]:
         """Open all parts of the run. See :func:`podium.trainer.run_setup.open_run` for the arguments."""
         self.config = resolve_resume(self.config)
-        check_settings(self.config, self.options.reward)  # before a function that it names is loaded
+        preflight.check_settings(self.config, self.options.reward)  # before a function that it names is loaded
         if self.config.run.resume:  # before config.yaml is written
             latest = StoredCheckpoints(RunFiles(self.config.run.resume, "checkpoints")).latest()
             with suppress(CheckpointError):  # the damage is told when it is loaded
                 given = TrainerState.read(latest).given if latest else {}
-                check_given(given, self.options.given, ", ".join(self.config.reward.names))
+                preflight.check_given(given, self.options.given, ", ".join(self.config.reward.names))
         run = open_run(self.recipe, self.config, self.options, self.read_data, stack, lasting, before)
         self.config = cast("C", run.config)
         return run
@@ -252,16 +246,16 @@ class Trainer(ABC, Generic[C, E, R]):
         shown = config.engine.replayed_run or config.data.shown_train or config.environment.name
         emit(Waiting(f"reading {shown}"))
         tokenizer = load_tokenizer(config.model.tokenizer_source)
-        sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
+        sampling = preflight.with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
         stream = self.load_data(tokenizer, sampling)
         sets = self.load_held_out(tokenizer, sampling) if config.eval.items else {}
         examples: list[Example] = list(getattr(stream.examples, "examples", ()))
         for sentence in (*find_unused_settings(config), *describe_overlaps(config, examples, sets)):
             emit(Note(sentence))
         examples += [row.example for rows in sets.values() if not isinstance(rows, EncodedExamples) for row in rows]
-        columns = find_columns(examples, config.reward)
+        columns = preflight.find_columns(examples, config.reward)
         if not (config.scores_answers or config.environment.name or config.engine.replayed_run):
-            check_signatures(config.reward, self.options.reward, columns)
+            preflight.check_signatures(config.reward, self.options.reward, columns)
         if "reward" in config.roles and "reward" not in (self.options.workers or {}):
             from podium.workers.reward_model import load_scorer_tokenizer  # imports models, which few runs need here
 

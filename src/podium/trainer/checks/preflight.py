@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from podium.algorithms import check_functions
 from podium.annotations import signature_of
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_answers",
     "check_columns",
+    "check_config",
     "check_environment",
     "check_examples",
     "check_given",
@@ -457,6 +458,24 @@ def with_stop_tokens(
         )
     check_vocabulary(model, tokenizer, stop_ids)
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
+
+
+def check_config(trainer: type, config: object) -> None:
+    """Check that a script gives a trainer the configuration of its recipe.
+
+    Raises:
+        ConfigError: It is of another class, which the message names with the remedy.
+    """
+    bases = [base for cls in trainer.__mro__ for base in getattr(cls, "__orig_bases__", ())]
+    sections = [get_args(base)[0] for base in bases if get_args(base)]
+    expected = next((section for section in sections if isinstance(section, type)), object)
+    if isinstance(config, expected):
+        return
+    name = expected.__name__
+    remedy = f"give it a {name}, as those of podium.trainer"
+    if isinstance(config, Mapping):
+        remedy = f"build it by podium.trainer.build_config({name}, values)"
+    raise ConfigError(f"{trainer.__name__} takes a {name}, and was given a {type(config).__name__}: {remedy}")
 
 
 def names_of_given(

@@ -16,8 +16,8 @@ from podium.models import ModelConfig, char_tokenizer, load_model, load_tokenize
 from podium.models.loading import longest_text
 from podium.rollout.tasks import Example
 from podium.runs.named_files import record
-from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.checks.preflight import check_given, check_lengths, names_of_given
+from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from podium.trainer.checks.preflight import check_config, check_given, check_lengths, names_of_given
 from podium.workers import Policy
 from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, metrics_rows, tiny
@@ -203,3 +203,28 @@ def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluat
     assert main(["eval", str(run)]) == 2
     assert "is code in the directory of the run itself" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "code was run").exists()
+
+
+class Own(PPOTrainer):
+    """A trainer of a user's own."""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "expected"),
+    [
+        (
+            PPOTrainer,
+            {},
+            r"PPOTrainer takes a PPOConfig, and was given a dict: .*build_config\(PPOConfig, ",
+        ),
+        (PPOTrainer, SFTConfig(), "PPOTrainer takes a PPOConfig, and was given a SFTConfig: give it a PPOConfig"),
+        (SFTTrainer, GRPOConfig(), "SFTTrainer takes a SFTConfig, and was given a GRPOConfig"),
+        (Own, SFTConfig(), "Own takes a PPOConfig"),
+        (Own, None, "Own takes a PPOConfig, and was given a NoneType"),
+    ],
+)
+def test_a_trainer_refuses_the_configuration_of_another_recipe(trainer: Any, config: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        trainer(config)
+    for own, right in ((PPOTrainer, GRPOConfig()), (Own, PPOConfig()), (SFTTrainer, SFTConfig())):
+        check_config(own, right)
