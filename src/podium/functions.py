@@ -176,8 +176,7 @@ def _load_file(path: Path, subject: str) -> ModuleType:
     name = f"podium_file_{path.stem}_{zlib.crc32(path.read_bytes(), zlib.crc32(str(path).encode())):08x}"
     if name in sys.modules:
         return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _add_to_path(path.parent)
     module_spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
     assert module_spec is not None and module_spec.loader is not None  # true for every path that ends in .py
     module = importlib.util.module_from_spec(module_spec)
@@ -188,6 +187,26 @@ def _load_file(path: Path, subject: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _add_to_path(folder: Path) -> None:
+    """Let modules beside a user's file be imported, here and in the processes that get this process's ``sys.path``.
+
+    A folder with a module that is called like one of Python's own, such as ``logging.py``, comes after Python's: no
+    process of Podium's could begin otherwise. All others come first, as a script's folder does.
+    """
+    if str(folder) in sys.path:
+        return
+    names = ((folder / f"{name}.py", folder / name / "__init__.py") for name in sys.stdlib_module_names)
+    index = 0
+    if any(file.exists() for files in names for file in files):
+        folders = {
+            sysconfig.get_path("stdlib"),
+            sysconfig.get_path("platstdlib"),
+            sysconfig.get_config_var("DESTSHARED"),
+        }
+        index = max((sys.path.index(entry) + 1 for entry in folders if entry in sys.path), default=0)
+    sys.path.insert(index, str(folder))
 
 
 class _SourceLoader(SourceFileLoader):

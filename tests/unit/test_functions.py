@@ -10,6 +10,7 @@ import pytest
 
 from podium.errors import ConfigError
 from podium.functions import check_function_name, load_function
+from tests.warm_python import run_python
 
 SOURCE = """
 from __future__ import annotations
@@ -170,3 +171,25 @@ def test_the_module_is_light() -> None:
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
     )
+
+
+GRADE = """
+import sys
+from podium.rewards import RewardConfig
+from podium.rewards.grader import Grader
+from podium.rewards.resolve import resolve_reward
+
+resolve_reward(f"{sys.argv[1]}:score")  # as a trainer does, which looks at its columns
+with Grader(RewardConfig(name=f"{sys.argv[1]}:score", processes=1)) as grader:
+    (grade,) = grader.grade(["one"], [{"prompt": "", "answer": None}])
+print(grade.score)
+"""
+
+
+@pytest.mark.parametrize("name", ["logging", "random", "types", "math"])
+def test_a_file_called_like_a_module_of_python_hides_it_from_no_process(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text("from helper import LENGTH\n\ndef score(completion):\n    return LENGTH\n")
+    (tmp_path / "helper.py").write_text("LENGTH = 3.0\n")
+    done = run_python("-c", GRADE, str(tmp_path / f"{name}.py"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3.0"]

@@ -84,8 +84,14 @@ def screen(written: str) -> list[str]:
 def drawn(out: io.StringIO, text: str) -> list[str]:
     """What stands there once the last line, which a thread draws a few times a second, holds ``text``."""
     flush()
-    wait_until(lambda: text in screen(out.getvalue())[-1])
-    return screen(out.getvalue())
+    lines: list[str] = []
+
+    def holds_text() -> bool:
+        lines[:] = screen(out.getvalue())
+        return text in lines[-1]
+
+    wait_until(holds_text)
+    return lines
 
 
 def test_a_file_gets_plain_lines_with_the_columns_that_matter() -> None:
