@@ -114,7 +114,7 @@ def test_memory_of_a_result_is_free_when_it_is_dropped(pair: Handle[Busy]) -> No
         assert wait_until(lambda: room_for(pair, 200))
 
 
-def room_for(pair: Handle[Busy], mib: int, read: Callable[[Any], int] | None = None) -> bool:
+def room_for(pair: Handle[Busy], mib: int, read: Callable[[Any, Any], int] | None = None) -> bool:
     """Whether there is room for a result, which is then written to and, if so asked, read by all ranks."""
     try:
         got = pair.group.run_on(0, make_zeros, mib)
