@@ -9,6 +9,7 @@ tests of the suite run. ``--all`` runs every test, and so does naming a test's f
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -98,6 +99,7 @@ class RaySelection:
 
 def main() -> None:
     """Run all tests with Ray. Write the proof if they pass and nothing has changed meanwhile."""
+    argparse.ArgumentParser(prog="python -m tests.ray_selection", description=main.__doc__).parse_args()
     if importlib.util.find_spec("ray") is None:
         sys.exit("Ray is not installed: make env")
     digests = compute_digests()

@@ -74,13 +74,13 @@ def _keep_kernels(stage: Stage, name: str, work: Callable[[], None], *, of: int)
     with profile(activities=activities) as profiled:
         stage.figure(f"{name}_wall_profiled", wall_s(work, stage.device) * 1e3, "ms")
     key = "self_device_time_total" if stage.on_gpu else "self_cpu_time_total"
-    averages = [one for one in profiled.key_averages() if not stage.on_gpu or one.device_type.name == "CUDA"]
-    averages.sort(key=lambda one: -getattr(one, key))
-    busy_us = sum(getattr(one, key) for one in averages)
+    kernels = [kernel for kernel in profiled.key_averages() if not stage.on_gpu or kernel.device_type.name == "CUDA"]
+    kernels.sort(key=lambda kernel: -getattr(kernel, key))
+    busy_us = sum(getattr(kernel, key) for kernel in kernels)
     stage.figure(f"{name}_busy", busy_us / 1e3, "ms of kernels")
-    stage.figure(f"{name}_kernels", sum(one.count for one in averages) / of, "kernels a token, or a row")
-    for place, one in enumerate(averages[:MOST_KERNELS], 1):
-        share = getattr(one, key) / max(busy_us, 1)
-        stage.fact(
-            f"{name} {place}", f"{share:.1%} {getattr(one, key) / 1e3:.1f} ms, {one.count} times: {one.key[:110]}"
-        )
+    stage.figure(f"{name}_kernels", sum(kernel.count for kernel in kernels) / of, "kernels a token, or a row")
+    for number, kernel in enumerate(kernels[:MOST_KERNELS], 1):
+        kernel_us = getattr(kernel, key)
+        share = kernel_us / max(busy_us, 1)
+        what = f"{share:.1%} {kernel_us / 1e3:.1f} ms, {kernel.count} times: {kernel.key[:110]}"
+        stage.fact(f"{name} {number}", what)

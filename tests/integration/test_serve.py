@@ -238,10 +238,10 @@ def test_completions_stream_their_texts_as_they_are_drawn(served: Served) -> Non
 
 
 def test_the_choices_of_a_seed_are_none_of_another_seed(served: Served) -> None:
-    asked: Any = {"model": "tiny", "prompt": "ab", "max_tokens": 12, "temperature": 1.0}
+    request: Any = {"model": "tiny", "prompt": "ab", "max_tokens": 12, "temperature": 1.0}
 
     def draw(seed: int, n: int) -> list[str]:
-        return [choice.text for choice in served.client.completions.create(**asked, seed=seed, n=n).choices]
+        return [choice.text for choice in served.client.completions.create(**request, seed=seed, n=n).choices]
 
     first, *others = draw(5, 4)
     assert draw(5, 4) == [first, *others]

@@ -32,13 +32,13 @@ def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTra
     _check_targets(model, lora.targets)
     weights = list(_list_weights(model, lora.targets))
     layers = [path for path, _ in model.named_modules()]
-    known = {path.removesuffix(".weight").rpartition(".")[2] for path in _list_weights(model, ())}
+    names_of_layers = {path.removesuffix(".weight").rpartition(".")[2] for path in _list_weights(model, ())}
     names = list(lora.targets) or "all-linear"
     if weights and not any(_has_name(path, name) for path in layers for name in lora.targets or layers):
         names = list[str]()  # peft refuses names of joined experts alone
     adapted = _wrap(model, lora, seed, names, () if names else weights)
     unread = adapted.peft_config["default"].target_modules if names else lora.targets
-    _check_known([name for name in lora.targets if name in unread], weights, known)
+    _check_known([name for name in lora.targets if name in unread], weights, names_of_layers)
     if left_out := _find_left_out(adapted, weights):
         adapted = _wrap(adapted.unload(), lora, seed, names, left_out)
         if lost := _find_left_out(adapted, weights):
@@ -79,13 +79,13 @@ def _list_weights(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[st
     from transformers.pytorch_utils import Conv1D
 
     output: Any = model.get_output_embeddings()
-    for place, layer in model.named_modules():
+    for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear | Conv1D) or (targets and isinstance(layer, nn.Embedding)):
-            if any(_has_name(place, name) for name in targets) if targets else layer is not output:
-                yield f"{place}.weight"
+            if any(_has_name(path, name) for name in targets) if targets else layer is not output:
+                yield f"{path}.weight"
         elif not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             for name, weight in layer.named_parameters(recurse=False):  # the matrices of joined experts [E, ..., ...]
-                joined = f"{place}.{name}"
+                joined = f"{path}.{name}"
                 if weight.ndim == 3 and (not targets or any(_has_name(joined, target) for target in targets)):
                     yield joined
 

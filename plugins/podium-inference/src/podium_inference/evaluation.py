@@ -68,7 +68,7 @@ def evaluate_model(
         check_answers((prompt.example for prompt in sets[name]), config.reward, reward)
     columns = find_columns((prompt.example for prompts in sets.values() for prompt in prompts), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    known = knows_accuracy(config, "", 0)
+    has_accuracy = knows_accuracy(config, "", 0)
     in_script = not cluster.capabilities.processes
     grader = Grader(
         config.reward,
@@ -96,7 +96,7 @@ def evaluate_model(
                 reward_model=roles.reward,
                 sessions=sessions,
                 set_name=name,
-                known=known or None,
+                known=has_accuracy or None,
             )
     return evaluations
 

@@ -21,7 +21,7 @@ def example(prompt: Any, answer: str | None = None) -> Example:
 
 
 def prompts(*examples: Example) -> list[Prompt]:
-    return [Prompt(None, one, None) for one in examples]  # type: ignore[arg-type] - the tokens are not read
+    return [Prompt(None, row, None) for row in examples]  # type: ignore[arg-type] - the tokens are not read
 
 
 def pairs(*examples: Example) -> EncodedPairs:

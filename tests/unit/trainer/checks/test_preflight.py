@@ -206,7 +206,7 @@ def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluat
 
 
 class Own(PPOTrainer):
-    """A trainer of a user's own."""
+    """A trainer of a user's trainer_class."""
 
 
 @pytest.mark.parametrize(
@@ -226,5 +226,5 @@ class Own(PPOTrainer):
 def test_a_trainer_refuses_the_configuration_of_another_recipe(trainer: Any, config: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         trainer(config)
-    for own, right in ((PPOTrainer, GRPOConfig()), (Own, PPOConfig()), (SFTTrainer, SFTConfig())):
-        check_config(own, right)
+    for trainer_class, right in ((PPOTrainer, GRPOConfig()), (Own, PPOConfig()), (SFTTrainer, SFTConfig())):
+        check_config(trainer_class, right)

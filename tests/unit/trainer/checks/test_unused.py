@@ -13,10 +13,10 @@ from podium.trainer.checks.unused import find_unused_settings
 
 def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
     environment, data = EnvironmentConfig(name="world:play"), DataConfig(max_prompt_tokens=7)
-    (said,) = find_unused_settings(GRPOConfig(environment=environment, data=data))
-    assert said.startswith("data.max_prompt_tokens = 7 has no effect with environment.name")
-    (said,) = find_unused_settings(SFTConfig(environment=environment, data=data))
-    assert said.startswith("environment.name has no effect where a loss judges the run")
+    (sentences,) = find_unused_settings(GRPOConfig(environment=environment, data=data))
+    assert sentences.startswith("data.max_prompt_tokens = 7 has no effect with environment.name")
+    (sentences,) = find_unused_settings(SFTConfig(environment=environment, data=data))
+    assert sentences.startswith("environment.name has no effect where a loss judges the run")
     sampled = SFTConfig(environment=environment, data=data, eval=EvalConfig(metric="reward"))
     assert find_unused_settings(sampled) == find_unused_settings(GRPOConfig(data=data)) == []
 
@@ -38,9 +38,9 @@ def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
     ],
 )
 def test_a_setting_that_nothing_reads_is_told(algorithm: dict[str, Any], expected: str) -> None:
-    said = find_unused_settings(GRPOConfig(algorithm=AlgorithmConfig(**algorithm)))
-    assert len(said) == bool(expected)
-    assert "".join(said).startswith(expected)
+    sentences = find_unused_settings(GRPOConfig(algorithm=AlgorithmConfig(**algorithm)))
+    assert len(sentences) == bool(expected)
+    assert "".join(sentences).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_a_setting_that_nothing_reads_is_told(algorithm: dict[str, Any], expecte
     ],
 )
 def test_a_setting_that_needs_another_one_is_told(section: str, values: dict[str, Any], expected: str) -> None:
-    said = find_unused_settings(build_config(GRPOConfig, {section: values}))
-    assert len(said) == bool(expected)
-    assert "".join(said).startswith(expected)
+    sentences = find_unused_settings(build_config(GRPOConfig, {section: values}))
+    assert len(sentences) == bool(expected)
+    assert "".join(sentences).startswith(expected)
 
 
 def test_defaults_of_a_recipe_are_no_settings_of_the_user() -> None:
@@ -94,9 +94,9 @@ def test_defaults_of_a_recipe_are_no_settings_of_the_user() -> None:
 @pytest.mark.parametrize(("steps", "told"), [(3, True), (4, False)])
 def test_a_run_that_never_trains_its_policy_says_so(steps: int, told: bool) -> None:
     values = {"run": {"steps": steps}, "algorithm": {"options": {"critic_warmup": 3}}}
-    said = find_unused_settings(build_config(PPOConfig, values))
-    assert bool(said) is told
-    assert "".join(said).startswith("the policy is not trained" if told else "")
+    sentences = find_unused_settings(build_config(PPOConfig, values))
+    assert bool(sentences) is told
+    assert "".join(sentences).startswith("the policy is not trained" if told else "")
 
 
 FILES = {"train": "rows.csv"}
@@ -119,6 +119,6 @@ FILES = {"train": "rows.csv"}
 def test_settings_of_data_and_evaluations_that_nothing_reads_are_told(
     recipe: type[GRPOConfig] | type[SFTConfig], values: dict[str, Any], expected: str
 ) -> None:
-    said = find_unused_settings(build_config(recipe, values))
-    assert len(said) == bool(expected)
-    assert "".join(said).startswith(expected)
+    sentences = find_unused_settings(build_config(recipe, values))
+    assert len(sentences) == bool(expected)
+    assert "".join(sentences).startswith(expected)
