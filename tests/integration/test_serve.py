@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from podium.connections.owner import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.errors import PodiumError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.rollout.engines import EngineConfig, make_engine
@@ -32,6 +31,7 @@ from podium_agents.service.session_recording import Sampled
 from podium_serve.gateway import Gateway
 from podium_serve.server import listen
 from podium_serve.texts import encode
+from podium_view.owner import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")

@@ -119,8 +119,8 @@ class Gateway:
                 self._socket.close()
 
     def _listen(self) -> None:
-        from podium.connections.listener import Listener
         from podium_serve.server import in_url, listen_at_first
+        from podium_view.listener import Listener
 
         public = in_url(_public_host(self._host))
         self._socket = Listener(listen_at_first(self._host, self._ports, key="environment.options"))

@@ -16,8 +16,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from podium.connections.listener import IDLE_S, Listener, Phase
 from podium.errors import PodiumError
+from podium_view.listener import IDLE_S, Listener, Phase
 
 __all__ = ["ListenerServer", "Server", "in_url", "listen", "listen_at_first", "make_server"]
 

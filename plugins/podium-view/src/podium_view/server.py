@@ -21,8 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-from podium.connections.listener import Listener, Phase
 from podium.errors import ConfigError, DataError
+from podium_view.listener import Listener, Phase
 from podium_view.page import page
 from podium_view.run import Run
 

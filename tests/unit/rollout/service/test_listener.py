@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from podium.connections.listener import Listener, Phase, Visitor
 from podium_agents.service.wire import texts_of
+from podium_view.listener import Listener, Phase, Visitor
 from podium_view.server import ViewServer
 from tests.integration.test_serve import NOBODY, OTHER_USERS
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted

@@ -26,8 +26,8 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Any, Final
 
-from podium.connections.owner import is_own
 from podium.processes import raise_descriptor_limit
+from podium_view.owner import is_own
 
 __all__ = ["IDLE_S", "LIMIT_S", "Listener", "Phase", "Visitor"]
 
