@@ -16,7 +16,7 @@ from podium.data import Batch
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError
 from podium.models import load_tokenizer
 from podium.runtime import Cluster, concat, endpoint, first, shard
-from podium.telemetry import Note, metrics, subscribe
+from podium.telemetry import Note, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from podium.workers import Generator, Policy
 from tests.integration.training import losses, metrics_rows, tiny, write_copy_task
@@ -306,3 +306,40 @@ def test_a_checkpoint_comes_by_time_and_changes_no_result(tmp_path: Path) -> Non
     steps = [sorted(path.name for path in (run / "checkpoints").glob("step-*")) for run in (saved, plain)]
     assert steps == [["step-000001", "step-000002", "step-000003"], ["step-000003"]]
     assert json.loads((saved / "summary.json").read_text())["finished"]
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for_by_the_resumed_run(tmp_path: Path) -> None:
+    """Its figure may be the best one, and end the run."""
+
+    def run(folder: Path, **options: Any) -> GRPOConfig:
+        sections: dict[str, Any] = {"eval": {"every": 2, "items": 4}, "save": {"keep_best": 1, "model": False}}
+        return tiny(GRPOConfig, folder, run={"steps": 5, **options}, **sections)
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    expected, notes = train(run(whole)), list[str]()
+    trainer = PPOTrainer(run(parts), cluster="inline", show=False)
+
+    def see(event: Any) -> None:
+        if isinstance(event, StepFinished) and event.step == 2:
+            trainer.run.stop.request()
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    unsubscribe = subscribe(see)
+    try:
+        assert not trainer.fit().finished
+    finally:
+        unsubscribe()
+    assert "step 2: the evaluation that is due is left to the run that resumes from here" in notes
+    stopped = parts / "runs" / "run"
+    assert [row["step"] for row in metrics_rows(stopped, "eval")] == [0]
+    train(run(parts, resume=str(stopped)))
+    measured = [[{**row, "time": 0} for row in metrics_rows(path, "eval")] for path in (stopped, expected)]
+    assert measured[0] == measured[1]
+    assert losses(stopped) == losses(expected)
+    latest = [path / "checkpoints" / "latest" / "trainer.json" for path in (stopped, expected)]
+    states = [json.loads(path.read_text()) for path in latest]
+    assert states[0]["best"] == states[1]["best"]
+    assert states[0]["waited"] == states[1]["waited"]

@@ -50,11 +50,13 @@ def _wrap(model: PreTrainedModel, lora: LoraConfig, seed: int, layers: Sequence[
     """Return the model with peft's adapters of the layers and weights of these names."""
     import peft
 
+    others = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and not _is_linear(layer)]
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast(int, lora.alpha),
         lora_dropout=lora.dropout,
         target_modules=cast("list[str]", layers),
+        exclude_modules=others if others and layers == "all-linear" else None,
         target_parameters=[*weights] or None,
         task_type="CAUSAL_LM",
     )
@@ -66,6 +68,19 @@ def _wrap(model: PreTrainedModel, lora: LoraConfig, seed: int, layers: Sequence[
             return peft.get_peft_model(model, settings)
         except ValueError as error:
             raise ConfigError(f"model.lora: {error}") from error
+
+
+def _is_linear(layer: nn.Linear) -> bool:
+    """Whether a layer answers as a linear one, which adapters add to. Llama 4 and PhiMoE choose their experts by a
+    subclass that answers with a tuple."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            answer: Any = layer(layer.weight.new_zeros(1, layer.in_features))
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            return False
+    return isinstance(answer, torch.Tensor) and answer.shape == (1, layer.out_features)
 
 
 def _has_name(place: str, name: str) -> bool:
@@ -81,7 +96,8 @@ def _list_weights(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[st
     output: Any = model.get_output_embeddings()
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear | Conv1D) or (targets and isinstance(layer, nn.Embedding)):
-            if any(_has_name(path, name) for name in targets) if targets else layer is not output:
+            is_own = layer is not output and (not isinstance(layer, nn.Linear) or _is_linear(layer))
+            if any(_has_name(path, name) for name in targets) if targets else is_own:
                 yield f"{path}.weight"
         elif not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             for name, weight in layer.named_parameters(recurse=False):  # the matrices of joined experts [E, ..., ...]
@@ -130,6 +146,8 @@ def _check_targets(model: PreTrainedModel, targets: Iterable[str]) -> None:
             if _has_name(name, target):
                 if not isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
                     reason = f"{name} is a {type(layer).__name__}, neither a linear layer nor an embedding"
+                elif isinstance(layer, nn.Linear) and not _is_linear(layer):
+                    reason = f"{name} is a {type(layer).__name__}, which does not answer as a linear layer does"
                 elif others := set(places[id(layer.weight)]) - {f"{name}.weight"}:
                     shared = ", ".join(sorted(other.removesuffix(".weight") for other in others))
                     reason = f"{name} shares its weight with {shared}, so that an adapter of one cannot be merged"

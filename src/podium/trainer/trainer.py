@@ -283,6 +283,7 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def _train(self, run: Run[E], stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
+        self._evaluated: int | None = None
         self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
         try:
             first = self.resume() + 1
@@ -386,6 +387,7 @@ class Trainer(ABC, Generic[C, E, R]):
             train=lambda step: ledger.move(step, "trained"),
             drop=lambda step, reason: ledger.move(step, "dropped", reason=reason),
             apart=self.keeps_apart,
+            evaluated=self._evaluated if run.data.held_out else None,
         )
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -409,6 +411,7 @@ class Trainer(ABC, Generic[C, E, R]):
         if run.checkpoint is not None:
             self.state = load_checkpoint(run.checkpoint, run.roles)
             self.restore(self.state)
+            self._evaluated = self.state.last.step if self.state.last else 0
             self.state = self.state.judged_by(*self.config.judged_by)
             emit(Note(f"resuming after step {self.state.step} from {run.checkpoint}"))
         elif self.config.run.resume:

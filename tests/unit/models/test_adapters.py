@@ -27,6 +27,8 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "granitemoe": {"num_local_experts": 4},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 32, "head_dim": 8},
+    "phimoe": {"num_local_experts": 4},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_moe": _EXPERTS,
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2], "head_dim": 8},
@@ -49,6 +51,8 @@ def list_adapted(model: Any) -> set[str]:
     [
         ("gpt_oss", {"experts.gate_up_proj", "experts.down_proj"}),
         ("granitemoe", {"experts.gate_up_proj", "experts.down_proj"}),
+        ("llama4_text", {"experts.gate_up_proj", "shared_expert.gate_proj"}),
+        ("phimoe", {"experts.gate_up_proj", "experts.down_proj"}),
         ("qwen2_moe", {"experts.gate_up_proj", "shared_expert.gate_proj", "shared_expert.down_proj"}),
         ("qwen3_moe", {"experts.gate_up_proj", "experts.down_proj"}),
         ("hunyuan_v1_moe", {"experts.gate_up_proj", "shared_mlp.gate_proj", "shared_mlp.up_proj"}),
@@ -106,6 +110,13 @@ def test_a_target_that_names_nothing_is_refused_beside_others(targets: tuple[str
     assert repr(wrong) in str(refused.value)
     with pytest.raises(ConfigError, match=r"model\.lora\.targets has"):
         model_size(config)  # in a dry run
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
+def test_a_router_that_is_a_linear_layer_by_name_alone_has_no_adapter(model_type: str) -> None:
+    assert not {name for name in list_adapted(load_model(make(model_type))) if name.endswith("router")}
+    with pytest.raises(ConfigError, match=r"router is a \w+Router, which does not answer as a linear layer"):
+        load_model(make(model_type, "router"))
 
 
 def test_peft_alone_leaves_out_what_podium_adds() -> None:

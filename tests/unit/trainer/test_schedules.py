@@ -43,7 +43,7 @@ class Recorder:
         self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
         self.config: Any = SimpleNamespace(
             run=SimpleNamespace(steps=last, schedule="mine.py:mine", max_staleness=2),
-            eval=SimpleNamespace(every=eval_every),
+            eval=SimpleNamespace(every=eval_every, items=4),
             save=SimpleNamespace(every=save_every, minutes=save_minutes),
         )
         self.taken = 0

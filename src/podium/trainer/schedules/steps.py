@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.schedules import ScheduleDeclaration
-from podium.telemetry import StageFinished, emit, metrics as names
+from podium.telemetry import Note, StageFinished, emit, metrics as names
 from podium.telemetry.formatting import clock_duration
 from podium.telemetry.progress import Counting
 
@@ -113,6 +113,7 @@ class StepCalls:
         train: Enters in the ledger that a step's prompts were trained.
         drop: Enters in the ledger that a step's prompts were dropped, and why.
         apart: Why the two halves cannot run at the same time; empty if they can.
+        evaluated: The last step that was evaluated before these steps; None for a run that begins here.
     """
 
     collect: Callable[[int], Rollout]
@@ -127,6 +128,7 @@ class StepCalls:
     train: Callable[[int], None]
     drop: Callable[[int, str], None]
     apart: str = ""
+    evaluated: int | None = None
 
 
 class Steps:
@@ -175,6 +177,13 @@ class Steps:
             ConfigError: The schedule did not learn the step that it was given.
         """
         evaluation, save = self._config.eval, self._config.save
+        skipped = _is_due(self.done, evaluation.every) and self._calls.evaluated not in (None, self.done)
+        if skipped and not self._ends:  # by a request to stop
+            with self._time_work("evaluation"), name_stage("evaluate", self.done):
+                self._ends = self._calls.evaluate(self.done)
+            with self._time_work("checkpoint"), name_stage("save", self.done):
+                self._calls.save(self.done)  # it may be the best one
+            self._ends = self._ends or self._calls.stop_requested()
         while not self._ends:
             self._given = step = self.done + 1
             with self._time_work("step"):
@@ -182,9 +191,12 @@ class Steps:
             if self._finished["learn"] != step:
                 raise self._refusal(f"it was given step {step} and did not learn it; call learn once a step")
             reached = is_saved = False
-            if (step == self.last or _is_due(step, evaluation.every)) and not self._calls.stop_requested():
+            is_stopped, evaluates = self._calls.stop_requested(), step == self.last or _is_due(step, evaluation.every)
+            if evaluates and not is_stopped:
                 with self._time_work("evaluation"), name_stage("evaluate", step):
                     reached = self._calls.evaluate(step)
+            elif evaluates and evaluation.items and step != self.last:
+                emit(Note(f"step {step}: the evaluation that is due is left to the run that resumes from here"))
             self._ends = step == self.last or reached
             overdue = save.minutes > 0 and time.monotonic() - self._saved_s >= 60 * save.minutes
             is_due = self._ends or overdue or _is_due(step, save.every)
