@@ -63,7 +63,7 @@ def test_what_the_run_says(place: str, tmp_path: Path) -> None:
     said = dry(tiny(GRPOConfig, tmp_path, reward={"name": tuple(f"{place}:{name}" for name in names)}))
     assert "reads 'gold' of row, which not every row of the data has" in said
     assert "no column data_source, so the reward verl gets None for it" in said
-    assert "the reward lists has TRL's signature" in said
+    assert "the reward lists takes lists of completions" in said
 
 
 def test_a_reward_beside_an_environment_is_refused_only_when_it_is_called(place: str, tmp_path: Path) -> None:

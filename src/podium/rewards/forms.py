@@ -4,6 +4,7 @@
     (completion, COLUMN, …)                                      the same with columns of the data by name
     (completions, prompts, COLUMN, …)                            TRL's, which is called with lists of one completion
     (data_source, solution_str, ground_truth, extra_info)        verl's
+    (data_sources, solution_strs, ground_truths, extra_infos)    verl's of a batch, called with lists of one completion
 
 Each parameter gets its value by its name. A function with a parameter whose value nobody knows is refused, because it
 would otherwise compare the completion with something else than the answer, and score 0 without an error.
@@ -50,6 +51,7 @@ _NO_COMPLETION: Final = frozenset(
 )
 _LISTS: Final = frozenset({"completions", "completions_ids", "prompts"})
 _TRUTHS: Final = frozenset({"reward_model", "ground_truth", "answer"})  # columns in which verl's rows have the answer
+_VERL_LISTS: Final = {f"{name}s": name for name in ("data_source", "solution_str", "ground_truth", "extra_info")}
 _LOGS: Final = ("log_extra", "log_metric")
 _RESERVED: Final = frozenset({"prompt", "completion", "completion_ids"})  # columns that TRL passes under other names
 
@@ -285,7 +287,11 @@ class Form:
         listed = ", ".join(sorted(columns)) or "none"
         answer = next((column for column in ("answer", *sorted(columns - {"prompt"})) if column in columns), "answer")
         what = f"is neither the completion, the row nor a column of the data (which are {listed})"
-        if name in ("self", "cls"):
+        if "return_dict" in self.parameters or "DataProto" in str(self.signature):
+            what = (
+                "is verl's batch, as a reward manager gets it: give the function that the manager calls for one answer"
+            )
+        elif name in ("self", "cls"):
             what = "is the object of a method: give the method of an object, as in `Judge().score`. Or"
         elif name in _ROWS and len(self.parameters) == 1:
             what = "is the row, and no parameter is known to be the completion"
@@ -327,7 +333,7 @@ class _RowForm(Form):
             completion = _COMPLETION
         elif completions:
             completion = completions[0]
-        elif is_first and (len(names) == 1 or (exact or second) not in (None, first)):
+        elif is_first and ((len(names) == 1 and first not in _ROWS) or (exact or second) not in (None, first)):
             completion = first
         else:
             raise ConfigError(self._refuse(first, columns))
@@ -411,21 +417,28 @@ class _ListForm(Form):
         return {self.rest: names - self.parameters.keys()} if self.rest else {}
 
     def read(self, value: Any) -> Any:
-        if (
-            not hasattr(value, "__len__")
-            or not hasattr(value, "__getitem__")
-            or isinstance(value, str | bytes | bytearray | Mapping)
-        ):
-            raise CallError(f"returned {value!r:.60} for a list of one completion: expected a list of one number")
-        if len(value) != 1:
-            raise CallError(f"returned {len(value)} scores for a list of one completion: expected one")
-        return value[0]
+        return _read_list(value)
 
 
 class _VerlForm(Form):
-    """verl's form: texts, whatever the prompt is."""
+    """verl's form: texts, whatever the prompt is. The parameters of a batch have names in the plural."""
+
+    def __init__(self, reward: Callable[..., Any], name: str, steps: int = 0) -> None:
+        super().__init__(reward, name, steps)
+        self.takes_lists = "solution_strs" in self.parameters
+
+    def read(self, value: Any) -> Any:
+        return _read_list(value) if self.takes_lists else value
 
     def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
+        name = parameter.name
+        if self.takes_lists and (name in _VERL_LISTS or name in columns):
+            one = self._find_one(parameter.replace(name=_VERL_LISTS.get(name, name)), columns)
+            return one and (lambda item, log: [one(item, log)])
+        return self._find_one(parameter, columns)
+
+    def _find_one(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
+        """The value for one completion."""
         name = parameter.name
         if name == "solution_str":
             return lambda item, log: item.completion
@@ -481,7 +494,7 @@ def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
             f"the reward {name}{_describe_place(reward)} has the signature {signature}, which does not say what it "
             "takes: write its parameters out, or put functools.wraps on the wrapper"
         )
-    if "solution_str" in named:
+    if {"solution_str", "solution_strs"} & {*named}:
         return _VerlForm(reward, name, steps)
     is_by_ids = bool(named) and named[0] in EXTRAS and not {"completion", "row"} & {*named}
     return (_ListForm if _LISTS & {*named} or is_by_ids else _RowForm)(reward, name, steps)
@@ -501,6 +514,19 @@ def _make_object(cls: type, name: str) -> Callable[..., Any]:
             "that can be called, or a function"
         )
     return made
+
+
+def _read_list(value: Any) -> Any:
+    """The one score in the list that a function returned for a list of one completion."""
+    if (
+        not hasattr(value, "__len__")
+        or not hasattr(value, "__getitem__")
+        or isinstance(value, str | bytes | bytearray | Mapping)
+    ):
+        raise CallError(f"returned {value!r:.60} for a list of one completion: expected a list of one number")
+    if len(value) != 1:
+        raise CallError(f"returned {len(value)} scores for a list of one completion: expected one")
+    return value[0]
 
 
 def _texts(item: Item) -> dict[str, list[Any]]:

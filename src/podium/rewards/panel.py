@@ -111,10 +111,15 @@ class Panel:
                 self.notes.append(f"{error}. It is called, and then ends the run, where the environment gives no score")
         if lists := [form.name for form in self.forms if form.takes_lists]:
             self.notes.append(
-                f"the reward {', '.join(lists)} has TRL's signature. Podium calls it with lists of one completion, so "
-                "it cannot compare completions"
+                f"the reward {', '.join(lists)} takes lists of completions. Podium calls it with lists of one, so it "
+                "cannot compare completions"
             )
-        lone = [form.name for form in self.forms if {"data_source", "solution_str"} <= form.parameters.keys()]
+        lone = [
+            form.name
+            for form in self.forms
+            for plural in ("", "s")
+            if {f"data_source{plural}", f"solution_str{plural}"} <= form.parameters.keys()
+        ]
         if lone and columns is not None and "data_source" not in columns:
             self.notes.append(f"the data have no column data_source, so the reward {lone[0]} gets None for it")
 

@@ -256,8 +256,8 @@ def start_roles(
     check_placement(config, cluster.backend_name, cluster.capabilities)
     with ExitStack() as stack:
         started, generators = stack.enter_context(_start_workers(cluster, config, bound, traces, replicas=True))
-        notes = [handle.note() for handle in started.values() if hasattr(handle, "note")]
-        for note in dict.fromkeys(filter(None, notes)):
+        notes = [line for handle in started.values() if hasattr(handle, "note") for line in handle.note().splitlines()]
+        for note in dict.fromkeys(notes):
             emit(Note(note))
         weight_sync: WeightSync | None = None
         if generators:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
 from podium.data.sampled_text import count_sampled
-from podium.devices import choose_device, random_state, set_random_state
+from podium.devices import choose_device, random_state, set_random_state, total_memory_bytes
 from podium.errors import CheckpointError
 from podium.models.adapter_base import BASE, base_checksum, check_scale
 from podium.models.config import ModelConfig
 from podium.models.layout import ModelLayout, model_layout
+from podium.models.loading import plain_model
 from podium.models.manifest import check_manifest, explain, write_manifest
 from podium.models.model_files import RESUME, ModelCopy, model_texts, read_layout, read_model
 from podium.models.other_parts import find_other_parts, freeze_other_parts
@@ -127,9 +128,17 @@ class Learner(Worker):
 
     @endpoint(collect=first())
     def note(self) -> str:
-        """Return why rows share a forward pass in another way than ``parallel.batching`` prefers, and which parts
-        of the model cannot be saved again; "" for neither."""
-        return "; ".join(filter(None, (self.engine.note, self.others.lost)))
+        """Return what the run says of this worker, one sentence a line: why rows share a forward pass in another way
+        than ``parallel.batching`` prefers, which parts of the model cannot be saved again, settings without an effect,
+        and the size of micro-batches that Podium has chosen for an accelerator."""
+        name = type(plain_model(self.engine.model)).__name__
+        unused = sized = ""
+        if self.config.dropout and not _is_noisy(self.engine.model):
+            unused = f"model.dropout = true has no effect: the configuration of {name} has no rate of dropout above 0"
+        if self.parallel.micro_batch_tokens is None and self.engine.optim and total_memory_bytes(self.device):
+            size = self.engine.micro_batch_tokens
+            sized = f"parallel.micro_batch_tokens = {size} for the {self.ctx.role or name}, by the memory of its device"
+        return "\n".join(filter(None, (self.engine.note, self.others.lost, unused, sized)))
 
     @endpoint(collect=nothing())
     def rest(self, weights: bool = True) -> None:
@@ -368,6 +377,16 @@ class Learner(Worker):
 def _is_of_model(name: str) -> bool:
     """Whether a tensor of the state is in the files of the model, as a value head is not."""
     return name.startswith(_MODEL) and not is_of_value_head(name)
+
+
+def _is_noisy(model: nn.Module) -> bool:
+    """Whether dropout or router noise acts in a model that trains, beside the dropout of adapters."""
+    return any(
+        isinstance(rate, int | float) and rate > 0 and (name == "p" or "drop" in name or "jitter" in name)
+        for path, module in model.named_modules()
+        if "lora_dropout" not in path
+        for name, rate in vars(module).items()
+    )
 
 
 def _is_finite(parameter: Tensor) -> bool:

@@ -116,6 +116,9 @@ def verl_defaults(data_source=None, solution_str="", ground_truth="", extra_info
     return float(solution_str == ground_truth)
 def verl_order(solution_str, extra_info, ground_truth, data_source): return float(solution_str == ground_truth)
 def verl_rest(solution_str, ground_truth, **kwargs): return float(solution_str == ground_truth and not kwargs)
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, **options):
+    return [float(s == g and e == {}) for s, g, e in zip(solution_strs, ground_truths, extra_infos)]
+def verl_batch_column(solution_strs, answer): return [float(s == a) for s, a in zip(solution_strs, answer)]
 def trl(completions, answer, **kwargs): return [float(c == a) for c, a in zip(completions, answer)]
 def trl_default(prompts, completions, answer=None): return [float(c == a) for c, a in zip(completions, answer)]
 async def waits(completion, answer): return float(completion == answer)
@@ -127,7 +130,7 @@ RIGHT |= {
     name: globals()[name]
     for name in (
         *("positional", "annotated", "annotated_late", "verl", "verl_defaults", "verl_order", "verl_rest"),
-        *("trl", "trl_default", "waits", "trl_waits"),
+        *("trl", "trl_default", "waits", "trl_waits", "verl_batch", "verl_batch_column"),
     )
 }
 
@@ -136,6 +139,10 @@ RIGHT |= {
 def test_a_right_answer_scores_one(name: str) -> None:
     result = score_of(RIGHT[name])
     assert result.score == 1.0, result.problem
+
+
+def of_batch(data: DataProto) -> Any:  # type: ignore[name-defined] # noqa: F821 # verl's
+    raise NotImplementedError
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -150,6 +157,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "default of no tuple": (lambda completion, golds=(): 0.0, "'golds' is neither"),
     "default of no mapping": (lambda completions, facts={}: [0.0], "'facts' is neither"),
     "row alone": (lambda row: 0.0, "'row' is the row, and no parameter is known to be the completion"),
+    "row alone by another name": (
+        lambda example: 0.0,
+        "'example' is the row, and no parameter is known to be the compl",
+    ),
     "mapping of functions": ({"right": with_gold}, "is of type dict: expected a function, or a list of functions"),
     "number": (3, "the reward 3 is of type int"),
     "answer first": (lambda answer, target: 0.0, "'answer' is a column of the data"),
@@ -164,7 +175,12 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda prompt, completions, prompt_ids, completion_ids, answer: 0.0,
         "whose lists are prompts, completions",
     ),
-    "verl by batches": (lambda data_sources, solution_strs, ground_truths, extra_infos: [0.0], "'data_sources' is nei"),
+    "verl by batches, with a foreign name": (lambda solution_strs, golds: [0.0], "'golds' is neither"),
+    "verl's reward manager": (
+        lambda data, return_dict=False: 0.0,
+        "is verl's batch, as a reward manager gets it: give",
+    ),
+    "verl's reward function": (of_batch, "is verl's batch, as a reward manager gets it: give the function"),
     "TRL's environments": (lambda completions, environments: [0.0], "environments, which only TRL"),
     "verl with a router": (lambda solution_str, ground_truth, reward_router_address: 0.0, "'reward_router_address'"),
     "method of no object": (Plain.by_column, "'self' is the object of a method: give the method of an object"),
@@ -253,6 +269,10 @@ def test_verls_other_arguments_and_what_it_returns() -> None:
     assert Panel([compute_score], columns=["answer"]).notes == [
         "the data have no column data_source, so the reward compute_score gets None for it"
     ]
+    batch = lambda data_sources, solution_strs: [{"score": 0.5, "acc": 1}]  # noqa: E731
+    assert score_of(batch, row).parts == {"acc": 1.0}
+    assert [note.partition(" ")[0] for note in Panel([batch], columns=["answer"]).notes] == ["the", "the"]
+    assert "returned 0.5 for a list of one completion" in score_of(lambda solution_strs, answer: 0.5).problem
     with pytest.raises(ConfigError, match="verl's signature, and the rows have no ground truth"):
         Panel([compute_score], columns=["prompt"])
     assert "no reward_model.ground_truth" in score_of(compute_score, {"prompt": "", "answer": None}).problem
@@ -324,7 +344,9 @@ def test_a_wrapper_with_its_own_parameters_is_called_by_these() -> None:
 def test_what_a_function_reads_that_the_data_do_not_have_is_noted(reward: Any, note: str) -> None:
     """Such a function would score 0 for ever, without an error."""
     (line,) = [
-        line for line in Panel([reward], columns=frozenset(ROW)).notes if "TRL" not in line and "data_sou" not in line
+        line
+        for line in Panel([reward], columns=frozenset(ROW)).notes
+        if "takes lists" not in line and "data_sou" not in line
     ]
     assert note in line
     assert "tests/unit/rewards/test_forms.py, line" in line
@@ -334,7 +356,9 @@ def test_what_a_function_reads_that_the_data_do_not_have_is_noted(reward: Any, n
 def test_what_reads_the_data_is_not_noted(name: str) -> None:
     notes = Panel([RIGHT[name]], columns=frozenset(ROW)).notes
     expected = {"length": 1, "row with a default that is a column": 1}
-    assert len([note for note in notes if "TRL's" not in note and "data_source" not in note]) == expected.get(name, 0)
+    assert len([note for note in notes if "takes lists" not in note and "data_source" not in note]) == expected.get(
+        name, 0
+    )
 
 
 def test_what_a_function_changes_is_seen_by_no_other_function_and_completion() -> None:

@@ -207,4 +207,6 @@ def test_a_note_says_once_which_functions_get_lists_of_one() -> None:
     finally:
         unsubscribe()
     (note,) = notes
-    assert note.startswith("the reward polite has TRL's signature. Podium calls it with lists of one completion")
+    assert note.startswith(
+        "the reward polite takes lists of completions. Podium calls it with lists of one, so it cannot compare"
+    )

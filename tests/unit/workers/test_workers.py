@@ -336,6 +336,37 @@ def test_a_loss_by_its_name_alone_trains_with_the_settings_of_its_paper() -> Non
     assert alone["policy/clip_fraction"] > former["policy/clip_fraction"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "unused"),
+    [
+        ({}, True),
+        ({"attention_dropout": 0.1}, False),
+        ({"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1}, False),
+        (
+            {
+                **{"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1},
+                **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+            },
+            True,
+        ),
+    ],
+)
+def test_a_note_tells_of_a_dropout_that_the_model_has_no_rates_for(shape: dict[str, Any], unused: bool) -> None:
+    plain = replace(ADAPTED if not shape else TINY, config=shape if "model_type" in shape else {**TINY.config, **shape})
+    assert "model.dropout" not in Policy(plain, OPTIM).note()
+    note = Policy(replace(plain, dropout=True), OPTIM).note()
+    assert note.startswith("model.dropout = true has no effect") is unused
+
+
+def test_a_note_tells_of_the_micro_batches_that_an_accelerator_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("podium.training.micro_batch_size", "podium.workers.learner"):
+        monkeypatch.setattr(f"{module}.total_memory_bytes", lambda _: 2**34)
+    told = "parallel.micro_batch_tokens = 16384 for the Qwen3ForCausalLM, by the memory of its device"
+    assert Policy(TINY, OPTIM).note() == told
+    assert Policy(TINY, OPTIM, ParallelConfig(micro_batch_tokens=512)).note() == ""
+    assert Policy(TINY).note() == ""
+
+
 def test_a_reference_of_another_model_has_its_own_weights() -> None:
     reference = colocated(Reference.__new__(Reference), policy=Policy(ADAPTED))
     reference.__init__(replace(TINY, seed=8))
