@@ -2,7 +2,7 @@
 
 The first page lists all public names. A page of names has a line for each public name of some modules, which
 mkdocstrings replaces by its docstring. The page of keys has every configuration key. The page of packages has every
-package in plugins/. The tables of defaults on the pages "coming from" are those of podium.migration.
+package in plugins/. The tables of defaults on the pages "coming from" are those of podium_migration.
 """
 
 import importlib
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from podium.config import build_config
-from podium.migration import Equivalent, Table, read_tables
 from podium.runs.config import PPOConfig
 from podium.runs.recipes import find_recipe, list_recipes
 from podium.trainer import keys_of
+from podium_migration.tables import Equivalent, Table, read_tables
 
 HERE = Path(__file__).parent
 

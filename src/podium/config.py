@@ -31,10 +31,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
+from podium.answers import describe_word, explain_no_answers, load_answers, show_value
 from podium.errors import ConfigError
 from podium.exceptions import read_text
-from podium.migration import find_translation
-from podium.migration.answers import describe_answer, find_answer, show_override, show_value
 from podium.plain_values import TOO_MUCH, check_plain
 from podium.secrecy import find_masked, mask, mask_command, variable_of
 from podium.spelling import nearest_spellings
@@ -236,7 +235,7 @@ def _read_overrides(cls: type, arguments: Sequence[str]) -> tuple[list[tuple[str
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            mistakes.append(f"{argument!r} is no setting: {show_override(argument, list(_paths(cls, '')))}")
+            mistakes.append(f"{argument!r} is no setting: {describe_word(argument, list(_paths(cls, '')))}")
             continue
         dotted, equals, text = argument[2:].partition("=")
         dotted = dotted.replace("-", "_")
@@ -437,7 +436,7 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str, without: 
 
 def _hint_value(path: str, value: object, field: FieldInfo) -> str:
     """The end of a message about a wrong value: what another project's is here, or the choice that was mistyped."""
-    if translation := find_translation(path, value):
+    if translation := load_answers().find_translation(path, value):
         meant = "there is none" if translation.missing else f"did you mean {show_value(translation.value)}?"
         return f"; {meant}{': ' if translation.missing else ' '}{translation.remark}".rstrip()
     arms = _arms(field.annotation)
@@ -454,17 +453,16 @@ def _unknown(root: type, prefix: str, names: Sequence[str], key: object, value: 
     """The lines for an unknown key, each with its path. A section of another project has one for each setting in it."""
     path = ".".join([prefix, *names, str(key)]).strip(".")
     inside = list(_leaves(value, path)) if isinstance(value, Mapping) else []
-    keys = None if prefix else {*_paths(root, "")}
-    foreign = any(find_answer(leaf, keys) for leaf, _ in inside)
+    keys, describe = None if prefix else {*_paths(root, "")}, load_answers().describe_setting
+    foreign = any(describe(leaf, setting, keys) for leaf, setting in inside)
     for leaf, setting in inside if foreign else [(path, value)]:
         shown = f" (value {mask(setting, leaf)!r})" if isinstance(key, str) else ""
-        answer = find_answer(leaf, keys)
         if leaf == path and "." in str(key) and path in _paths(root, prefix):
             hint = (
                 ": write it within its section, as " + ": {".join(path.split(".")) + ": VALUE" + "}" * path.count(".")
             )
         else:
-            hint = describe_answer(answer, setting) if answer else _suggest(root, prefix, names, str(key), value)
+            hint = describe(leaf, setting, keys) or _suggest(root, prefix, names, str(key), value)
         yield f"unknown key {leaf}{shown}{hint}", leaf
 
 
@@ -483,7 +481,7 @@ def _suggest(root: type, prefix: str, names: Sequence[str], name: str, value: ob
         return f": did you mean {f'{inside}.{near[0]}'.strip('.')}?"
     same = [path for path in _paths(root, prefix) if path.endswith(f".{name}")]
     hint = f": keys of this name are {', '.join(same)};" if same else ":"
-    return f"{hint} {inside or 'the configuration'} has {', '.join(siblings)}"
+    return f"{hint} {inside or 'the configuration'} has {', '.join(siblings)}{'' if prefix else explain_no_answers()}"
 
 
 def _takes(section: type, name: str, value: object) -> bool:

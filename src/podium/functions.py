@@ -19,10 +19,10 @@ from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, Final
 
+from podium.answers import load_answers
 from podium.errors import ConfigError, PodiumError
 from podium.exceptions import read_text
 from podium.extras import explain_packages
-from podium.migration import find_translation
 from podium.spelling import nearest_spellings
 
 __all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "find_installed", "is_installed"]
@@ -59,7 +59,7 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN, grou
         return
     forms = ", ".join([*known, *sorted(installed - known.keys()), "module:function"])
     message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function"
-    if translation := find_translation(key, spec):
+    if translation := load_answers().find_translation(key, spec):
         meant = "" if translation.missing else f"did you mean {translation.value}? "
         message = f"{message}; {meant}{translation.remark}".rstrip()
     elif near := nearest_spellings(spec, [*known, *installed]):

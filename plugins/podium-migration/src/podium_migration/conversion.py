@@ -9,9 +9,9 @@ import yaml
 
 from podium.config import keys_of, load_config
 from podium.errors import ConfigError
-from podium.migration import Equivalent, Table, read_tables
 from podium.runs.recipes import find_recipe, list_recipes
 from podium_migration.sources import Settings
+from podium_migration.tables import Equivalent, Table, read_tables
 
 __all__ = ["Conversion", "is_installed"]
 

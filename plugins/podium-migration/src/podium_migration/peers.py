@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from podium.config import keys_of
-from podium.migration import Equivalent, read_tables
 from podium.runs.recipes import find_recipe
 from podium_migration.sources import read_leaves
+from podium_migration.tables import Equivalent, read_tables
 
 __all__ = ["PEERS", "UNKNOWN", "find_package", "find_problems", "read_settings"]
 

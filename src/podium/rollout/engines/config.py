@@ -10,11 +10,11 @@ from typing import Any, Final, Literal, TypeVar
 
 from pydantic import Field
 
+from podium.answers import load_answers
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import is_installed
-from podium.migration import find_translation
 from podium.spelling import nearest_spellings
 
 __all__ = ["EngineConfig", "find_engines"]
@@ -52,7 +52,7 @@ class EngineConfig:
         if self.name not in (AUTO, REPLAY) and self.name not in find_engines():
             near = nearest_spellings(self.name, [AUTO, *find_engines()])
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            if translation := find_translation("engine.name", self.name):
+            if translation := load_answers().find_translation("engine.name", self.name):
                 hint = f"; {translation.remark}" if translation.missing else f"; did you mean {translation.value!r}?"
             raise ConfigError(
                 f"engine.name = {self.name!r}: expected {AUTO} or an installed engine: "

@@ -12,24 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Equivalent", "Table", "Translation", "find_equivalent", "find_translation", "read_tables", "read_values"]
+from podium.answers import Translation
 
-
-@dataclass(frozen=True)
-class Translation:
-    """What a value of another project is in Podium.
-
-    Attributes:
-        value: Podium's value. It means nothing where ``missing`` is true.
-        remark: A sentence on what differs.
-        key: The key that takes the value, where it is not that of the setting.
-        missing: Whether Podium has no such value.
-    """
-
-    value: Any = None
-    remark: str = ""
-    key: str = ""
-    missing: bool = False
+__all__ = ["Equivalent", "Table", "find_equivalent", "find_translation", "read_tables", "read_values"]
 
 
 @dataclass(frozen=True)

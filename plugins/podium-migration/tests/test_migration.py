@@ -16,11 +16,11 @@ from podium.algorithms.declarations import ADVANTAGES, LOSSES
 from podium.cli import main
 from podium.config import build_config, keys_of, load_config
 from podium.errors import ConfigError
-from podium.migration import Equivalent, Table, find_equivalent, find_translation, read_tables, read_values
 from podium.rewards.resolve import resolve_reward
 from podium.rollout.engines.config import EngineConfig, NativeOptions
 from podium.runs.recipes import find_recipe, list_recipes
 from podium.trainer import GRPOConfig, InferenceConfig, SFTConfig
+from podium_migration.tables import Equivalent, Table, find_equivalent, find_translation, read_tables, read_values
 
 TRL = (
     "learning_rate num_generations max_completion_length max_prompt_length beta epsilon epsilon_high delta loss_type "
@@ -217,7 +217,7 @@ def test_the_answer_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> N
         "unknown key num_generations (value 8): did you mean sampling.n?\n"
     )
     assert capsys.readouterr().err == said
-    page = Path(__file__).parents[2] / "docs" / "coming-from-trl.md"
+    page = Path(__file__).parents[3] / "docs" / "coming-from-trl.md"
     assert f"```\npodium train grpo --learning_rate 1e-6 --num_generations 8\n{said}```" in page.read_text()
 
 
@@ -351,21 +351,21 @@ def test_options_of_a_component_are_its_own() -> None:
 
 
 def test_the_page_shows_what_hydra_words_get(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
     words = ["actor_rollout_ref.rollout.n=8", "+trainer.test_freq=-1", "trainer.balance_batch=True"]
     assert main(["train", "grpo", *words]) == 2
     assert f"```\npodium train grpo {' '.join(words)}\n{capsys.readouterr().err}```" in page
 
 
 def test_the_page_of_openrlhf_shows_what_its_options_get(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "coming-from-openrlhf.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "coming-from-openrlhf.md").read_text()
     words = ["--actor.adam.lr", "1e-6", "--rollout.n_samples_per_prompt", "8", "--train.enable_ema", "true"]
     assert main(["train", "grpo", *words]) == 2
     assert f"```\npodium train grpo {' '.join(words)}\n{capsys.readouterr().err}```" in page
 
 
 def test_the_overlong_penalty_of_the_page_is_that_of_dapo() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "coming-from-verl.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "coming-from-verl.md").read_text()
     names: dict[str, Any] = {}
     exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "overlong.py" in code), names)
     scores = [names["score"]("= 4", 4, [0] * length)["score"] for length in (1536, 1792, 2048)]

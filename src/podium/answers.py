@@ -1,0 +1,91 @@
+"""Answers to settings of other projects, by which people look for those of Podium.
+
+An installed package has them: an entry point of the group ``podium.answers``, which is a subclass of :class:`Answers`.
+They are asked for once a key, a value or a word of the command line is unknown.
+"""
+
+import shlex
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from podium.extras import explain_packages
+from podium.spelling import nearest_spellings
+
+__all__ = ["Answers", "Translation", "describe_word", "explain_no_answers", "load_answers", "show_value"]
+
+_GROUP: Final = "podium.answers"
+_FORM: Final = "write --section.key value, as in --optim.lr 1e-4"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a value of another project is in Podium.
+
+    Attributes:
+        value: Podium's value. It means nothing where ``missing`` is true.
+        remark: A sentence on what differs.
+        key: The key that takes the value, where it is not that of the setting.
+        missing: Whether Podium has no such value.
+    """
+
+    value: Any = None
+    remark: str = ""
+    key: str = ""
+    missing: bool = False
+
+
+class Answers:
+    """The answers of a package. This class has none."""
+
+    def find_translation(self, key: str, value: object) -> Translation | None:
+        """Return what another project's ``value`` is as a value of ``key``; None if no project has it."""
+        return None
+
+    def describe_setting(self, path: str, value: object, keys: Collection[str] | None) -> str:
+        """Return the end of a message about the unknown key ``path``; "" if no project has it.
+
+        ``keys`` are those of the configuration. None means a section that is built by itself, in Python.
+        """
+        return ""
+
+    def describe_word(self, argument: str, keys: Collection[str]) -> str:
+        """Return how Hydra's name=value, +name=value or ~name of another project is typed here; "" if none has it."""
+        return ""
+
+
+@cache
+def load_answers() -> Answers:
+    """Return the answers of the installed package that has some, or none."""
+    entry = min(entry_points(group=_GROUP), key=lambda entry: entry.value, default=None)
+    return Answers() if entry is None else entry.load()()
+
+
+def explain_no_answers() -> str:
+    """Return the end of a message about a key without an answer: how answers are installed, if they are not."""
+    if type(load_answers()) is not Answers:
+        return ""
+    return f"; if it is a setting of TRL, verl, OpenRLHF or prime-rl: {explain_packages(_GROUP, 'projects')}"
+
+
+def describe_word(argument: str, keys: Collection[str]) -> str:
+    """Return how a word of the command line is typed here, which is no ``--key``."""
+    name, equals, value = argument.lstrip("+~").partition("=")
+    if name in keys:
+        typed = f"write --{name} {shlex.quote(value) if equals else 'VALUE'}"
+        return "leave it out" if argument.startswith("~") else typed
+    if answer := load_answers().describe_word(argument, keys):
+        return answer
+    section, _, last = name.rpartition(".")
+    near = nearest_spellings(last, (key.removeprefix(f"{section}.") for key in keys))
+    return f"write --{section}.{near[0]} {shlex.quote(value)}" if section and near else _FORM
+
+
+def show_value(value: object) -> str:
+    """Return a value as it is typed on the command line."""
+    import yaml  # help is printed without it
+
+    text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True)
+    return shlex.quote(text.removesuffix("\n").removesuffix("...").strip())
