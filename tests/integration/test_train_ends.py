@@ -343,3 +343,44 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for_by_the_resumed_run(tm
     states = [json.loads(path.read_text()) for path in latest]
     assert states[0]["best"] == states[1]["best"]
     assert states[0]["waited"] == states[1]["waited"]
+
+
+def test_a_resume_is_compared_with_what_its_checkpoint_was_trained_by(tmp_path: Path) -> None:
+    """Not with a resume in between that wrote none. One that is refused leaves all metrics as they are."""
+
+    def run(steps: int, **sections: Any) -> GRPOConfig:
+        return tiny(
+            GRPOConfig, tmp_path, **{"run": {"steps": steps}, "save": {"every": 2}, "eval": {"items": 0}, **sections}
+        )
+
+    class Fails(Policy):
+        @endpoint(dispatch=shard(args=("batch",)), collect=first())
+        def update(self, batch: Batch) -> dict[str, float]:
+            if self.engine.step_count >= 3:
+                raise RuntimeError("no more")
+            return super().update(batch)
+
+    def resume(**sections: Any) -> list[str]:
+        notes: list[str] = []
+        unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+        try:
+            train(run(4, **{**sections, "run": {"resume": str(folder), "steps": 4}}), workers={"policy": Fails})
+        except EndpointError as error:
+            assert "no more" in str(error)  # the notes of a run that fails are read too
+        finally:
+            unsubscribe()
+        return [note.partition(": ")[2] for note in notes if note.startswith("settings that differ")]
+
+    folder = tmp_path / "runs" / "run"
+    with pytest.raises(EndpointError, match="no more"):
+        train(run(4), workers={"policy": Fails})
+    rows = (folder / "metrics.jsonl").read_text()
+    assert [row["step"] for row in metrics_rows(folder)] == [1, 2, 3]
+    with pytest.raises(PodiumError):
+        resume(reward={"name": f"{folder}/none.py:score"})
+    with pytest.raises(PodiumError):
+        resume(model={"config": {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 2}})
+    assert (folder / "metrics.jsonl").read_text() == rows
+    changed = {"optim": {"lr": 0.5}}
+    assert resume(**changed) == resume(**changed) == ["optim.lr = 0.5 (was 0.01)"]
+    assert [row["step"] for row in metrics_rows(folder)] == [1, 2, 3]

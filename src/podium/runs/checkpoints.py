@@ -62,6 +62,7 @@ class TrainerState:
         stage_s, stage_tokens: Totals by stage, for the speeds in the summary.
         ledger: Length of the ledger's file in bytes; 0 in checkpoints that were written before runs had a ledger.
         given: Names of the functions and classes that a script gave the run beside its configuration.
+        configs: As :meth:`.RunDirectory.count_configs`; None in checkpoints that were written before it was counted.
         pass_rates: The running pass rates of examples, as :meth:`.PassRates.state` returns them.
     """
 
@@ -79,6 +80,7 @@ class TrainerState:
     stage_tokens: Mapping[str, Amount] = field(default_factory=dict[str, float])
     ledger: Count = 0
     given: Mapping[str, str] = field(default_factory=dict[str, str])
+    configs: Count | None = None
     pass_rates: Mapping[str, Mapping[str, Amount]] = field(default_factory=dict[str, Mapping[str, float]])
 
     @property

@@ -94,15 +94,15 @@ def list_other_settings(
     ]
 
 
-def find_other_settings(config: PPOConfig | SFTConfig, path: Path) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of ``config`` that the run at ``path`` has otherwise: the value in ``config`` and that of the
-    run, by key. None stands for a key that one of them does not have.
+def find_other_settings(config: PPOConfig | SFTConfig, path: Path, name: str = CONFIG) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of ``config`` that the file ``name`` of the run at ``path`` has otherwise: the value in
+    ``config`` and that of the run, by key. None stands for a key that one of them does not have.
 
     Raises:
         ConfigError: The run's configuration has other keys or values than this version takes.
     """
-    file = path / CONFIG
-    stored = read_values(type(config), file, content=RunFiles(path).read_small(CONFIG))
+    file = path / name
+    stored = read_values(type(config), file, content=RunFiles(path).read_small(name))
     values = config_to_dict(build_config(type(config), stored, source=str(file)))
     expected = dict(flatten(mask(align_values(config_to_dict(config), values, path))))
     recorded = dict(flatten(values))

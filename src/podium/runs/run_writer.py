@@ -208,6 +208,10 @@ class RunDirectory:
             self.files.rename(CONFIG, free_name(self.config_path, ".").name)
         self.files.write(text, CONFIG)
 
+    def count_configs(self) -> int:
+        """Return how many configurations the run had before its present one: config.1.yaml is the first of them."""
+        return sum(re.fullmatch(r"config\.\d+\.yaml", name) is not None for name in self.files.names())
+
     def evaluations_of(self, name: str) -> RunFiles:
         """Return the directory of the completions of an evaluation set. It is called ``set=NAME``, so that readers get
         a column ``set``."""
@@ -257,12 +261,12 @@ class RunDirectory:
             podium.setLevel(level)
 
     def sinks(self, config: PPOConfig | SFTConfig, console: Console | None) -> Iterator[Sink]:
-        """Make the sinks of a run: its files, ``console`` if there is one, and the trackers of ``config``.
+        """Make the sinks of a run, except that of :meth:`open_metrics`: its trace, ``console`` if there is one, and the
+        trackers of ``config``.
 
         Raises:
             ConfigError: A tracker is not installed, or cannot work here.
         """
-        yield JsonlSink(self.metrics_path, self.files.append(METRICS))
         yield TraceSink(self.trace_path, file=self.files.create(self.trace_path.name))
         if console is not None:
             yield ConsoleSink(console=console, log=self.log)
@@ -284,15 +288,22 @@ class RunDirectory:
             self.files.write(uuid4().hex, _TRACKER_ID)
         return self.files.read_small(_TRACKER_ID).decode("ascii", "replace").strip()
 
-    def rewind(self, step: int | None) -> None:
-        """Remove what is later than ``step``, the step of the checkpoint from which a run resumes. None removes
-        everything.
+    def open_metrics(self, after: int | None) -> JsonlSink:
+        """Return the sink of metrics.jsonl, which goes on after the step ``after``; None for a run that begins.
 
-        Otherwise rows of metrics.jsonl and files of completions of later steps would be there twice.
+        What is later is removed only here, once nothing refuses the resume any more.
+        """
+        if after is not None:
+            self.rewind(after or None)
+        return JsonlSink(self.metrics_path, self.files.append(METRICS))
+
+    def check_rewind(self, step: int | None) -> None:
+        """Check that :meth:`rewind` removes no results.
 
         Raises:
             ConfigError: The run ended after a later step than ``step``, so its results would be lost. Or its summary
                 cannot be read.
+            DataError: metrics.jsonl is damaged.
         """
         record = RunRecord(self.path)
         if record.end is None and self.files.kind(SUMMARY):
@@ -304,12 +315,21 @@ class RunDirectory:
                 f"completions of later steps. Choose another run.name, or first move {self.summary_path} away if they "
                 "may be deleted"
             )
+        rows = record.parse_rows() if self.files.kind(METRICS) else ()
+        if damage := next((row for row in rows if isinstance(row, DataError)), None):
+            raise damage
+
+    def rewind(self, step: int | None) -> None:
+        """Remove what is later than ``step``, the step of the checkpoint from which a run resumes. None removes
+        everything.
+
+        Otherwise rows of metrics.jsonl and files of completions of later steps would be there twice. It raises what
+        :meth:`check_rewind` does.
+        """
+        self.check_rewind(step)
         step = -1 if step is None else step
         if self.files.kind(METRICS):
-            rows = list(record.parse_rows())
-            if damage := next((row for row in rows if isinstance(row, DataError)), None):
-                raise damage
-            kept = itertools.takewhile(lambda row: row["step"] <= step, record.rows)
+            kept = itertools.takewhile(lambda row: row["step"] <= step, RunRecord(self.path).rows)
             self.files.write("".join(json.dumps(row) + "\n" for row in kept), METRICS)
         elif step > 0:
             logging.getLogger(__name__).warning(

@@ -168,7 +168,7 @@ def open_run(
         if config.run.epochs is None:
             _refuse_later_checkpoint(config, checkpoint, directory)
         step = None if checkpoint is None else step_of(checkpoint.name)
-        directory.rewind(step)  # before a sink opens the files that this shortens
+        directory.check_rewind(step)
     stack.enter_context(directory.controller_log())
     console = terminal() if options.show else None
     for sink in directory.sinks(config, console):

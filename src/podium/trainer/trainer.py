@@ -287,6 +287,8 @@ class Trainer(ABC, Generic[C, E, R]):
         self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
         try:
             first = self.resume() + 1
+            after = first - 1 if self.config.run.resume else None
+            stack.enter_context(run.directory.open_metrics(after))
             self._taking, self._passed_over = Lock(), dict[int, str]()
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
             stack.callback(self.ledger.close)
@@ -439,6 +441,7 @@ class Trainer(ABC, Generic[C, E, R]):
             stage_s=dict(self.clock.totals_s),
             stage_tokens=dict(self.clock.totals_tokens),
             given=self.options.given,
+            configs=self.run.directory.count_configs(),
         )
 
     def take(self, step: int, count: int) -> list[E]:

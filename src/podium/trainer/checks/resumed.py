@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.algorithms.entropy import EntropyController
-from podium.errors import ConfigError
+from podium.errors import CheckpointError, ConfigError
+from podium.runs.checkpoints import TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import find_other_settings
+from podium.runs.run_files import RunFiles
+from podium.runs.run_reader import CONFIG
 from podium.telemetry.formatting import visible
 
 __all__ = ["describe_changes"]
@@ -31,11 +34,16 @@ def describe_changes(config: PPOConfig | SFTConfig, run: Path, checkpoint: Path 
 
     The first sentence lists them. The others name those that have no effect, because ``checkpoint`` has what they would
     set, and those after which held-out figures do not compare with earlier ones. ``config.yaml`` is the one before the
-    resume.
+    resume, or that of a resume which wrote no checkpoint.
     """
+    name = CONFIG
+    with suppress(CheckpointError):
+        number = TrainerState.read(checkpoint).configs if checkpoint else None
+        if number is not None and RunFiles(run).kind(earlier := f"config.{number + 1}.yaml"):
+            name = earlier
     changes: dict[str, tuple[Any, Any]] = {}
     with suppress(ConfigError):  # of settings that only another version of Podium takes
-        changes = find_other_settings(config, run)
+        changes = find_other_settings(config, run, name)
     if not changes:
         return
     listed = (f"{key} = {_show(new)} (was {_show(old)})" for key, (new, old) in sorted(changes.items()))
