@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from podium.errors import DataError
+from podium.rollout.tasks.bad_rows import name_place
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.encode import EncodedExamples, EncodedPairs, TokenRows, encode_pairs
 from podium.rollout.tasks.examples import Example, Preference, map_columns
@@ -283,7 +284,8 @@ def _listed(value: Any, place: str, column: str) -> Any:
         value = [value]
     if isinstance(value, str) and (turns := _read_transcript(value)):
         return turns
-    return read_messages(value, place, column)
+    with name_place(place):
+        return read_messages(value, column)
 
 
 def _read_transcript(text: str) -> list[dict[str, Any]]:

@@ -1,13 +1,14 @@
 """Rows of the data that cannot be used."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Literal
 
 from podium.errors import ConfigError, DataError
 from podium.telemetry import Note, emit
 
-__all__ = ["SHOWN", "BadRows", "RowError"]
+__all__ = ["SHOWN", "BadRows", "RowError", "name_place"]
 
 RowError = ConfigError | DataError
 """Why a row cannot be used: it is malformed, or a setting does not fit it."""
@@ -15,6 +16,15 @@ RowError = ConfigError | DataError
 _LOOK_AHEAD: Final = 1000  # rows: so many are looked at before the first bad one is refused
 SHOWN: Final = 3
 """Number of bad rows of which the reasons are told."""
+
+
+@contextmanager
+def name_place(place: str) -> Iterator[None]:
+    """Put the place of a row before the text of errors of the block."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{place}: {error}") from error.__cause__
 
 
 class BadRows:
@@ -67,9 +77,5 @@ class BadRows:
 
     def tell(self, count: int, rows: int) -> None:
         """Tell that ``count`` of all ``rows`` are left out, and why the first of them are."""
-        emit(Note(_describe(count, f"{rows:,} {self._noun}", self._errors)))
-
-
-def _describe(count: int, rows: str, errors: Sequence[RowError]) -> str:
-    reasons = " ".join(f"({number}) {error}" for number, error in enumerate(errors, start=1))
-    return f"{count:,} of {rows} cannot be used and are left out, the first of them: {reasons}"
+        reasons = " ".join(f"({number}) {error}" for number, error in enumerate(self._errors, start=1))
+        emit(Note(f"{count:,} of {rows:,} {self._noun} cannot be used and are left out, the first of them: {reasons}"))

@@ -16,38 +16,36 @@ from podium.errors import ConfigError, DataError
 from podium.exceptions import read_text
 from podium.rollout.tasks.bad_rows import RowError
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example
-from podium.rollout.tasks.fields import FieldCheck, check_arguments, order_results, to_tool_calls
-from podium.rollout.tasks.forms import list_tools
-from podium.rollout.tasks.messages import Messages, message_text, strip_end, template_messages
-from podium.rollout.tasks.spans import (
+from podium.rollout.tasks.fields import FieldCheck, ToolCheck, check_arguments, order_results, to_tool_calls
+from podium.rollout.tasks.forms import Example, list_tools
+from podium.rollout.tasks.messages import (
+    INSTRUCTING,
+    Messages,
     SystemPrompt,
+    message_text,
     number_of,
-    read_marks,
-    text_differs_at,
+    strip_end,
+    template_messages,
 )
+from podium.rollout.tasks.spans import TurnFinder, read_marks, text_differs_at
 from podium.rollout.tasks.templates import (
     GENERATION,
     Looping,
+    Texts,
     chat_template,
     list_variables,
     run_in_time,
     template_options,
 )
 from podium.rollout.tasks.text_encoder import Kept, TextEncoder
-from podium.rollout.tasks.tools import ToolCheck
-from podium.rollout.tasks.turns import Texts, TurnFinder
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["INSTRUCTING", "ChatEncoder"]
+__all__ = ["ChatEncoder"]
 
 T = TypeVar("T")
-
-INSTRUCTING: Final = ("system", "developer")
-"""The roles of messages before which no ``data.system_prompt`` comes."""
 
 _CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
 _RARE: Final = "\ue000\u0f3a\U0001f9ff"  # characters that a tokenizer encodes if it can encode any
@@ -67,9 +65,7 @@ class ChatEncoder:
         self._has_written = False
         self._kept: dict[int, Kept] = {}
         self._fields = FieldCheck()
-        self._tools_check = ToolCheck(
-            lambda messages, tools: self._render(messages, [*tools], opened=True), self._tool_template or ""
-        )
+        self._tools_check = ToolCheck(self._tool_template or "")
         self._encoder = TextEncoder(tokenizer)
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
@@ -238,11 +234,9 @@ class ChatEncoder:
         """
         self.text(messages, tools, opened=True)
         try:
-            texts = Texts(self._render, self.messages(messages), tools)
-            if tools:
-                self._tools_check.check(texts.messages, tools)
-            start += len(texts.messages) - len(messages)
-            self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True), start)
+            texts = Texts(self._render, self.messages(messages), tools, opened=True)
+            self._tools_check.check(texts)
+            self._fields.check(texts, start + len(texts.messages) - len(messages))
         except DataError as error:
             raise ConfigError(str(error)) from None
 
@@ -426,14 +420,13 @@ class ChatEncoder:
             return prompt
         if self._template is not None:
             messages = self._check_signs(read_marks(self.messages(prompt))[0])
-            texts = Texts(self._render, messages, self._tools(example))
+            texts = Texts(self._render, messages, self._tools(example), opened=True)
             self._check_variables(example, texts)
-            if texts.tools:
-                self._tools_check.check(texts.messages, texts.tools)
+            self._tools_check.check(texts)
             if not is_checked:
-                self._fields.check(texts.messages, partial(texts, opened=True), partial(texts.write, opened=True))
-            check_arguments(messages, texts(len(messages), opened=True))
-            return texts(len(messages), opened=True)
+                self._fields.check(texts)
+            check_arguments(messages, texts.whole)
+            return texts.whole
         if not isinstance(prompt, str):
             raise ConfigError(
                 "the prompt is a conversation, and there is no chat template to write it with: set data.chat_template "
@@ -463,7 +456,7 @@ class ChatEncoder:
                 extra = self._apply_template(
                     texts.messages, texts.tools, add_generation_prompt=True, tokenize=False, **{name: value}
                 )
-                if extra == texts(len(texts.messages), opened=True):
+                if extra == texts.whole:
                     continue
             raise DataError(
                 f"column {name!r} holds {str(value)[:40]!r}, and the chat template has a variable of this name, which "
@@ -513,7 +506,7 @@ class ChatEncoder:
         messages = self._check_signs(messages)
         first = 0 if example.whole else len(before)
         texts = Texts(self._render, messages, tools)
-        stripped = self._fields.check(messages, texts, texts.write)
+        stripped = self._fields.check(texts)
         self._finder.turns[1] += sum(index >= first for index in stripped)
         marked = GENERATION.search((self._tool_template if tools else self._template) or "") is not None
         check_arguments(messages, texts.whole)

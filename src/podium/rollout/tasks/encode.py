@@ -6,11 +6,11 @@ examples ─▶ text, by the chat template if there is one ─▶ token ids, in 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast, overload
 
 import torch
@@ -21,16 +21,17 @@ from podium.rollout.tasks.bad_rows import SHOWN, BadRows, RowError
 from podium.rollout.tasks.cache import read_or_compute
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example, answer_text
+from podium.rollout.tasks.examples import answer_text
+from podium.rollout.tasks.forms import Example
 from podium.rollout.tasks.media import find_media, find_sign
 from podium.rollout.tasks.messages import Messages, message_text
 from podium.rollout.tasks.notes import (
     last_text,
-    pack_counts,
-    tell_texts,
-    tell_turns,
-    tell_unlearned,
-    tell_unwritten,
+    note_texts,
+    note_turns,
+    note_unlearned,
+    note_unwritten,
+    tell,
     whole_text,
 )
 from podium.rollout.tasks.spans import find_mark, split_turns
@@ -201,23 +202,10 @@ def encode_prompts(
         DataError: A prompt is empty, or every prompt is too long or unknown to the tokenizer.
     """
     encoder = ChatEncoder(tokenizer, config)
-
-    def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
-        rows, prompts = _Rows(), _Prompts(encoder, examples, bad, answers=False)
-        for chunk in prompts.chunks():
-            for _, _, tokens in chunk:
-                rows.add(tokens)
-        return {**rows.tensors(), **prompts.tensors(), "unwritten": pack_counts(encoder.unwritten)}
-
-    count = len(examples) if encoder.is_lasting else 0
-    bad = BadRows(config.bad_rows)
-    stored = read_or_compute(
-        partial(encode, examples, bad), "prompts", tokenizer, encoder.settings, map(_content, examples), count
-    )
-    _tell_bad(bad, encode, examples, stored)
+    stored = _read_or_encode(encoder, tokenizer, examples, BadRows(config.bad_rows), map(_content, examples))
     _check_unknown(encoder, examples, stored)
-    tell_unwritten(stored["unwritten"])
-    tell_texts(examples, encoder, answers=False)
+    unwritten = json.loads(bytes(stored["unwritten"].tolist()))
+    tell(note_unwritten(*unwritten), note_texts(examples, encoder, answers=False))
     dropped, cut = stored["counts"].tolist()
     rows = TokenRows(stored["values"], stored["offsets"])
     return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if encoder.is_lasting else "")
@@ -244,54 +232,29 @@ def encode_pairs(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop: set eos_token"
         )
     if config.split_turns:
-        examples = _split(examples)
+        rows = [row for example in examples for row in split_turns(example)]
+        emit(Note(f"data.split_turns makes {len(rows):,} rows of {len(examples):,}, one for each turn that is learned"))
+        examples = rows
     if empty := sum(not _says_something(example) for example in examples):
-        effect = (
-            "" if noun == "answers" else ": the model learns to say nothing after these prompts"
-        )  # they are compared
-        emit(Note(f"{empty} of {len(examples)} answers are empty{effect}"))
-
-    def encode(examples: Sequence[Example], bad: BadRows) -> dict[str, Tensor]:
-        rows, learned, prompts = _Rows(), array("b"), _Prompts(encoder, examples, bad, answers=True)
-        encoder.turns[:] = [0] * 5
-        for chunk in prompts.chunks():
-            pairs = encoder.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end)
-            for (index, _, _), pair in zip(chunk, pairs, strict=True):
-                if isinstance(pair, tuple):
-                    rows.add(pair[0])
-                    learned.extend(pair[1])
-                else:
-                    prompts.take_out(index, pair)
-        made = {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
-        return {**made, "turns": torch.tensor(encoder.turns), "unwritten": pack_counts(encoder.unwritten)}
-
+        effect = ": the model learns to say nothing after these prompts"
+        emit(Note(f"{empty} of {len(examples)} answers are empty{effect if noun != 'answers' else ''}"))
     content = (
         (_content(e), e.row.get("answer", e.answer), e.turns, e.whole, find_mark(e.row, e.fields)) for e in examples
     )
-    bad, count = BadRows(config.bad_rows, noun), len(examples) if encoder.is_lasting else 0
-    stored = read_or_compute(partial(encode, examples, bad), "pairs", tokenizer, encoder.settings, content, count)
-    _tell_bad(bad, encode, examples, stored)
+    stored = _read_or_encode(encoder, tokenizer, examples, BadRows(config.bad_rows, noun), content, end)
     _check_unknown(encoder, examples, stored, answers=False)
     _check_unknown(encoder, examples, stored, answers=True)
     dropped, cut = stored["counts"].tolist()
     if dropped or cut:
         of = f" {noun}" if noun != "rows" else ""
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}{of}"))
-    tell_turns(*stored["turns"].tolist())
-    tell_unwritten(stored["unwritten"])
-    tell_unlearned(examples)
-    tell_texts(examples, encoder, answers=True)
+    unwritten = json.loads(bytes(stored["unwritten"].tolist()))
+    tell(note_turns(*stored["turns"].tolist()), note_unwritten(*unwritten))
+    tell(note_unlearned(examples), note_texts(examples, encoder, answers=True))
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
     kept = [examples[index] for index in stored["kept"].tolist()]
     return EncodedPairs(rows, mask, kept, rows.digest if encoder.is_lasting else "")
-
-
-def _split(examples: Sequence[Example]) -> list[Example]:
-    """Return examples of one turn each, and tell how many."""
-    rows = [row for example in examples for row in split_turns(example)]
-    emit(Note(f"data.split_turns makes {len(rows):,} rows of {len(examples):,}, one for each turn that is learned"))
-    return rows
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int | None:
@@ -304,19 +267,26 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int |
     return None if end is None else end[1]
 
 
-def _tell_bad(
-    bad: BadRows,
-    encode: Callable[[Sequence[Example], BadRows], object],
+def _read_or_encode(
+    encoder: ChatEncoder,
+    tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
-    stored: Mapping[str, Tensor],
-) -> None:
-    """Tell of the rows that are left out, and of those that were when the ids were kept on the disk."""
-    if not len(stored["bad"]):
-        return
-    if not bad:
-        with suppress(ConfigError, DataError):  # of which one was counted
-            encode([examples[index] for index in stored["bad"][:SHOWN].tolist()], bad)
-    bad.tell(len(stored["bad"]), len(examples))
+    bad: BadRows,
+    contents: Iterable[object],
+    end: int | None = None,
+) -> dict[str, Tensor]:
+    """Return what :class:`_Encoding` makes of examples, or what is kept of it on the disk, and tell of the rows that
+    are left out. ``contents`` are what it depends on of each example."""
+    count = len(examples) if encoder.is_lasting else 0
+    kind, make = "prompts" if end is None else "pairs", _Encoding(encoder, examples, bad, end).run
+    stored = read_or_compute(make, kind, tokenizer, encoder.settings, contents, count)
+    if len(stored["bad"]):
+        if not bad:  # it comes from the disk
+            shown = [examples[index] for index in stored["bad"][:SHOWN].tolist()]
+            with suppress(ConfigError, DataError):  # of which one was counted
+                _Encoding(encoder, shown, bad, end).run()
+        bad.tell(len(stored["bad"]), len(examples))
+    return stored
 
 
 def _check_unknown(
@@ -335,14 +305,6 @@ def _check_unknown(
     places = found["kept"][rows[:_EXAMINED]].tolist()
     texts = [last_text(examples[index].prompt) if not answers else examples[index].answer or "" for index in places]
     encoder.check_unknown("answers" if answers else "prompts", texts, len(rows), len(found["kept"]))
-
-
-def _check_prompt(example: Example) -> None:
-    if example.is_text:
-        raise DataError(
-            f"column {example.columns[1]!r} is a text without a prompt, which only supervised fine-tuning can use; "
-            "set data.prompt_column to a column to generate from, or eval.items to 0"
-        )
 
 
 def _check_answer(example: Example) -> None:
@@ -407,50 +369,55 @@ def _content(example: Example) -> tuple[Any, ...]:
     return example.prompt, example.row.get("tools"), example.is_text, find_media(example.row, example.fields)
 
 
-class _Rows:
-    """Collects rows of ids in one array."""
-
-    def __init__(self) -> None:
-        self._values = array("i")
-        self._offsets = array("q", [0])
-
-    def add(self, tokens: Sequence[int]) -> None:
-        self._values.extend(tokens)
-        self._offsets.append(len(self._values))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"values": _tensor(self._values, torch.int32), "offsets": _tensor(self._offsets, torch.int64)}
-
-
-def _tensor(values: array[int], dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
-
-
-class _Prompts:
-    """The prompts of ``examples`` that are short enough or could be cut.
+class _Encoding:
+    """Encodes those of ``examples`` that are short enough or could be cut.
 
     Args:
-        encoder: Writes the prompts.
+        encoder: Writes prompts and answers.
         examples: The examples.
         bad: Counts the examples that cannot be used.
-        answers: Whether the answers are learned, and have to fit, too.
+        end: The id that ends an answer, where answers are learned and have to fit, too.
     """
 
-    def __init__(self, encoder: ChatEncoder, examples: Sequence[Example], bad: BadRows, *, answers: bool) -> None:
-        self._encoder = encoder
-        self._examples = examples
-        self._answers = answers
-        self._kept = array("q")
+    def __init__(self, encoder: ChatEncoder, examples: Sequence[Example], bad: BadRows, end: int | None) -> None:
+        self._encoder, self._examples, self._bad, self._end = encoder, examples, bad, end
+        self._kept: list[int] = []
         self._taken_out: set[int] = set()
-        self._bad = bad
         self._dropped = self._cut = 0
 
-    def chunks(self) -> Iterator[list[tuple[int, str | Messages, list[int]]]]:
-        """Yield, in chunks, the index of an example, its prompt, which may have been cut, and the prompt's token ids.
+    def run(self) -> dict[str, Tensor]:
+        """Return the ids of all rows, their mask where answers are learned, and what became of the examples.
 
         Raises:
             ConfigError, DataError: As :func:`encode_prompts`.
         """
+        encoder, end = self._encoder, self._end
+        values, learned, offsets = array("i"), array("b"), array("q", [0])
+        if end is not None:
+            encoder.turns[:] = [0] * 5
+        for chunk in self._chunks():
+            answered = [(self._examples[index], prompt, ids) for index, prompt, ids in chunk]
+            rows = ((ids, ()) for _, _, ids in chunk) if end is None else encoder.answered(answered, end)
+            for (index, _, _), row in zip(chunk, rows, strict=True):
+                if isinstance(row, tuple):
+                    values.extend(row[0])
+                    learned.extend(row[1])
+                    offsets.append(len(values))
+                else:
+                    self._take_out(index, row)
+        made = {
+            "values": _tensor(values, torch.int32),
+            "offsets": _tensor(offsets, torch.int64),
+            "kept": torch.tensor([index for index in self._kept if index not in self._taken_out], dtype=torch.int64),
+            "counts": torch.tensor([self._dropped, self._cut]),
+            "bad": torch.tensor(sorted(self._taken_out), dtype=torch.int64),
+            "unwritten": torch.tensor([*json.dumps(encoder.unwritten).encode()], dtype=torch.uint8),
+        }
+        answers = {} if end is None else {"learned": _tensor(learned, torch.int8), "turns": torch.tensor(encoder.turns)}
+        return made | answers
+
+    def _chunks(self) -> Iterator[list[tuple[int, str | Messages, list[int]]]]:
+        """Yield, in chunks, the index of an example, its prompt, which may have been cut, and the prompt's ids."""
         encoder, examples, most = self._encoder, self._examples, self._encoder.config.max_prompt_tokens
         shortest: float = float("inf")
         for start in range(0, len(examples), _CHUNK):
@@ -459,7 +426,7 @@ class _Prompts:
             chunk: list[tuple[int, str | Messages, list[int]]] = []
             for index, tokens in zip(places, self._encode([examples[number] for number in places]), strict=True):
                 if isinstance(tokens, Exception):
-                    self.take_out(index, tokens)
+                    self._take_out(index, tokens)
                     continue
                 prompt: str | Messages = examples[index].prompt
                 shortest = min(shortest, len(tokens) if tokens is not None else shortest)
@@ -484,11 +451,19 @@ class _Prompts:
 
     def _encode(self, examples: Sequence[Example]) -> Iterator[list[int] | RowError | None]:
         """Yield the ids of each prompt, None for one that is vast, or why the example cannot be used."""
-        for example, tokens in zip(examples, self._encoder.prompts(examples, answers=self._answers), strict=True):
+        answers = self._end is not None
+        for example, tokens in zip(examples, self._encoder.prompts(examples, answers=answers), strict=True):
             try:
                 with example.name_in_errors():
-                    (_check_answer if self._answers else _check_prompt)(example)
-                    check_media(example, self._encoder.words, answer=self._answers)
+                    if answers:
+                        _check_answer(example)
+                    elif example.is_text:
+                        raise DataError(
+                            f"column {example.columns[1]!r} is a text without a prompt, which only supervised "
+                            "fine-tuning can use; set data.prompt_column to a column to generate from, or eval.items "
+                            "to 0"
+                        )
+                    check_media(example, self._encoder.words, answer=answers)
                     if tokens == []:
                         raise DataError(f"the prompt {str(example.prompt)[:60]!r} has no tokens; take the row out")
             except (ConfigError, DataError) as error:
@@ -496,12 +471,11 @@ class _Prompts:
             else:
                 yield tokens
 
-    def take_out(self, index: int, error: RowError) -> None:
+    def _take_out(self, index: int, error: RowError) -> None:
         """Leave out an example, which ``error`` names."""
         self._taken_out.add(index)
         self._bad.add(error)
 
-    def tensors(self) -> dict[str, Tensor]:
-        kept = array("q", (index for index in self._kept if index not in self._taken_out))
-        bad, counts = torch.tensor(sorted(self._taken_out), dtype=torch.int64), torch.tensor([self._dropped, self._cut])
-        return {"kept": _tensor(kept, torch.int64), "counts": counts, "bad": bad}
+
+def _tensor(values: array[int], dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)

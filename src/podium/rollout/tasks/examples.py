@@ -8,6 +8,8 @@ The side of an example depends on the text of its prompt alone: on no seed, no o
 therefore disjoint in every run and with every seed, and equal prompts are on one side.
 """
 
+from __future__ import annotations
+
 import hashlib
 import heapq
 import json
@@ -21,14 +23,14 @@ from typing import Any, Final, Literal, NoReturn, TypeGuard
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
-from podium.rollout.tasks.bad_rows import BadRows
+from podium.rollout.tasks.bad_rows import BadRows, name_place
 from podium.rollout.tasks.config import DataConfig, name_sources, show_sources
-from podium.rollout.tasks.example import Example, Preference
-from podium.rollout.tasks.form_notes import Untaken, tell_forms
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
     NESTED_ANSWERS,
     NESTED_PROMPTS,
+    Example,
+    Preference,
     check_meaning,
     explain_preference,
     fill_template,
@@ -44,13 +46,16 @@ from podium.rollout.tasks.forms import (
     reads_as_text,
 )
 from podium.rollout.tasks.messages import (
+    INSTRUCTING,
     Messages,
     check_messages,
+    half_pair,
     is_conversation,
     message_text,
     parse_json,
     template_messages,
 )
+from podium.rollout.tasks.notes import Untaken, note_forms, tell
 from podium.rollout.tasks.rows import (
     PlacedRow,
     columns_hint,
@@ -197,7 +202,7 @@ def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | N
     if not (shared and held_out):  # the training side has told of the same rows
         if bad:
             bad.tell(len(bad), len(everything) + len(bad))
-        tell_forms(spec, everything, config, untaken)
+        tell(note_forms(spec, everything, config, untaken))
     if not shared:
         return _choice(everything, limit) if held_out else everything
     if not everything:
@@ -270,30 +275,36 @@ def _list_untaken(row: Mapping[str, Any], example: Example, config: DataConfig) 
 
 def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
     """Return the example of a row. Raises DataError for one that is malformed."""
-    prompt_column, answer_column = columns = _columns(row, config)
-    check_meaning(row, place, columns)
-    prompt = _read(place, row, "prompt", prompt_column)
-    if prompt_column in CONVERSATIONS and not isinstance(prompt, str):
-        check_messages(place, prompt_column, prompt)
-    answer = _read(place, row, "answer", answer_column)
-    if prompt_column is None:
-        if not isinstance(answer, str):
-            raise DataError(
-                f"{place}: column {answer_column!r} holds {str(answer)[:60]!r} ({type(answer).__name__}); expected "
-                "text, since data.prompt_column = null"
-            )
-        example = _example(answer, None, row, whole=True)
-    else:
-        prompt = _with_system(place, prompt, row, columns)
-        _check_columns(place, columns, prompt, answer)
-        if (tools := read_tools(row)) is not None:
-            row = {**row, "tools": tools}
-        example = _pair(place, columns, prompt, answer, row)
-    _check_characters(place, example)
+    with name_place(place):
+        prompt_column, answer_column = columns = _columns(row, config)
+        check_meaning(row, columns)
+        prompt = _read(row, "prompt", prompt_column)
+        if prompt_column in CONVERSATIONS and not isinstance(prompt, str):
+            check_messages(prompt_column, prompt)
+        answer = _read(row, "answer", answer_column)
+        if prompt_column is None:
+            if not isinstance(answer, str):
+                raise DataError(
+                    f"column {answer_column!r} holds {str(answer)[:60]!r} ({type(answer).__name__}); expected text, "
+                    "since data.prompt_column = null"
+                )
+            example = _example(answer, None, row, whole=True)
+        else:
+            prompt = _with_system(prompt, row, columns)
+            if not isinstance(prompt, str):
+                check_messages(prompt_column, prompt)
+            tools = read_tools(row)
+            example = _pair(columns, prompt, answer, row if tools is None else {**row, "tools": tools})
+        messages = [*(example.prompt if isinstance(example.prompt, list) else ()), *example.turns]
+        for text in (example.prompt, example.answer, *map(message_text, messages)):
+            if isinstance(text, str) and (at := half_pair(text)) is not None:
+                raise DataError(
+                    f"character {at + 1} of {text[:40]!r} is half of a surrogate pair, which is no text; repair the row"
+                )
     return replace(example, place=place, columns=columns)
 
 
-def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any:
+def _read(row: dict[str, Any], part: str, column: str | None) -> Any:
     """Return the prompt or the answer of ``row``: text, messages, or whatever else the column holds."""
     if column is None:
         return None
@@ -305,30 +316,31 @@ def _read(place: str, row: dict[str, Any], part: str, column: str | None) -> Any
         if is_template(column, row):
             name = next((field for field in list_fields(column) if not has_column(row, field)), "")
             hint = columns_hint(name, list_names(row))
-            raise DataError(f"{place}: data.{part}_column = {column!r} needs {name!r}; {hint}") from None
+            raise DataError(f"data.{part}_column = {column!r} needs {name!r}; {hint}") from None
         if pair := preference_pair(row):
-            raise DataError(f"{place}: no column {column!r} for the {part}; {explain_preference(*pair)}") from None
+            raise DataError(f"no column {column!r} for the {part}; {explain_preference(*pair)}") from None
         none = " (null if there is no answer)" if part == "answer" else ""
         hint = columns_hint(column, list_names(row))
         for name in CONVERSATIONS if part == "answer" else ():
             if is_conversation(turns := _conversation(row, name)):
                 hint = f"{name!r} ends with a message of the role {turns[-1]['role']!r}, and {hint}"
-        raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}") from None
+        raise DataError(f"no column {column!r} for the {part}; {hint}; set data.{part}_column{none}") from None
     except (ValueError, TypeError) as error:
         raise DataError(
-            f"{place}: data.{part}_column = {column!r} cannot be filled: {error}; a column is {{question}}, a part of "
-            "one {metadata.expression}, a brace {{ or }}"
+            f"data.{part}_column = {column!r} cannot be filled: {error}; a column is {{question}}, a part of one "
+            "{metadata.expression}, a brace {{ or }}"
         ) from None
-    read = read_messages(_value(value), place, column)
+    missing = isinstance(value, float) and math.isnan(value)  # which pandas writes where there is no value
+    read = read_messages(None if missing else value, column)
     if isinstance(read, str) and (_WRITTEN_OUT.match(read) or is_conversation([parse_json(read, "{")])):
         raise DataError(
-            f"{place}: column {column!r} holds a conversation as text, {read[:60]!r}; expected a list of messages, "
-            "which JSON Lines and Parquet can hold, and CSV as JSON in a column called messages"
+            f"column {column!r} holds a conversation as text, {read[:60]!r}; expected a list of messages, which JSON "
+            "Lines and Parquet can hold, and CSV as JSON in a column called messages"
         )
     return read
 
 
-def _with_system(place: str, prompt: Any, row: Mapping[str, Any], columns: Sequence[str | None]) -> Any:
+def _with_system(prompt: Any, row: Mapping[str, Any], columns: Sequence[str | None]) -> Any:
     """Return the prompt after the row's own system message, where the row has one in a column of its own.
 
     Raises:
@@ -340,41 +352,44 @@ def _with_system(place: str, prompt: Any, row: Mapping[str, Any], columns: Seque
     if not systems or not is_conversation(messages):
         return prompt
     name, text = next(iter(systems.items()))
-    texts = {**systems, str(columns[0]): message_text(messages[0])} if _instructs(messages[0]) else systems
+    is_instructed = messages[0]["role"] in INSTRUCTING
+    texts = {**systems, str(columns[0]): message_text(messages[0])} if is_instructed else systems
     if other := next((column for column in texts if texts[column].strip() != text.strip()), None):
         raise DataError(
-            f"{place}: column {name!r} holds the system message {text[:40]!r}, and column {other!r} another, "
+            f"column {name!r} holds the system message {text[:40]!r}, and column {other!r} another, "
             f"{texts[other][:40]!r}: take one of them out"
         )
-    return prompt if _instructs(messages[0]) else [{"role": "system", "content": text}, *messages]
+    return prompt if is_instructed else [{"role": "system", "content": text}, *messages]
 
 
-def _instructs(message: Mapping[str, Any]) -> bool:
-    return message["role"] in ("system", "developer")
-
-
-def _pair(place: str, columns: tuple[str | None, str | None], prompt: Any, answer: Any, row: dict[str, Any]) -> Example:
+def _pair(columns: tuple[str | None, str | None], prompt: Any, answer: Any, row: dict[str, Any]) -> Example:
     """Return the example of a prompt with its answer, of which each may be a conversation."""
+    if columns[0] not in CONVERSATIONS and answer is not None and _ends_with_answer(prompt):
+        raise DataError(
+            f"column {columns[0]!r} ends with the assistant's turn, and column {columns[1]!r} has an answer too, so "
+            "that the model would speak twice: take the last message out of the prompt, or set data.answer_column to "
+            "null, which makes that message the answer"
+        )
     if is_conversation(answer):
-        check_messages(place, columns[1], answer)
+        check_messages(columns[1], answer)
         if answer[-1]["role"] != "assistant":
             raise DataError(
-                f"{place}: column {columns[1]!r} ends with a message of the role {answer[-1]['role']!r}; expected "
-                "the assistant's"
+                f"column {columns[1]!r} ends with a message of the role {answer[-1]['role']!r}; expected the "
+                "assistant's"
             )
-        prompt, turns = _without_prompt(place, columns, prompt, answer)
+        prompt, turns = _without_prompt(columns, prompt, answer)
         return _example(prompt, turns, row, turns=turns)
     if _ends_with_answer(prompt):
         *before, last = prompt
         if not before:
-            raise DataError(f"{place}: column {columns[0]!r} holds no message before the assistant's answer")
+            raise DataError(f"column {columns[0]!r} holds no message before the assistant's answer")
         answer = message_text(last) if answer is None else answer
         return _example(before, answer, row, turns=[last], whole=True)
     return _example(prompt, answer, row)
 
 
 def _without_prompt(
-    place: str, columns: tuple[str | None, str | None], prompt: str | Messages, answer: Messages
+    columns: tuple[str | None, str | None], prompt: str | Messages, answer: Messages
 ) -> tuple[str | Messages, Messages]:
     """Return the prompt and the turns that follow it. The answer may begin with the prompt, which is then cut off."""
     first = next(index for index, message in enumerate(answer) if message["role"] == "assistant")
@@ -385,51 +400,11 @@ def _without_prompt(
     turns = answer[len(head) :]
     if not repeats or turns[0]["role"] != "assistant":
         raise DataError(
-            f"{place}: column {columns[1]!r} begins with a message of the role {answer[0]['role']!r} that is not the "
-            f"prompt in column {columns[0]!r}; expected the assistant's answer. A column that holds the whole "
-            "conversation is named by data.prompt_column"
+            f"column {columns[1]!r} begins with a message of the role {answer[0]['role']!r} that is not the prompt in "
+            f"column {columns[0]!r}; expected the assistant's answer. A column that holds the whole conversation is "
+            "named by data.prompt_column"
         )
     return (prompt if isinstance(prompt, str) and len(head) == 1 else head), turns
-
-
-def _check_columns(place: str, columns: tuple[str | None, str | None], prompt: object, answer: object) -> None:
-    """Raise DataError for a prompt that is neither text nor messages, or is answered twice.
-
-    Args:
-        columns: The columns of ``prompt`` and ``answer``, which errors name.
-    """
-    if not isinstance(prompt, str):
-        check_messages(place, columns[0], prompt)
-    if columns[0] not in CONVERSATIONS and answer is not None and _ends_with_answer(prompt):
-        raise DataError(
-            f"{place}: column {columns[0]!r} ends with the assistant's turn, and column {columns[1]!r} has an answer "
-            "too, so that the model would speak twice: take the last message out of the prompt, or set "
-            "data.answer_column to null, which makes that message the answer"
-        )
-
-
-def _check_characters(place: str, example: Example) -> None:
-    messages = [*(example.prompt if isinstance(example.prompt, list) else ()), *example.turns]
-    for text in (example.prompt, example.answer, *map(message_text, messages)):
-        if isinstance(text, str) and (at := half_pair(text)) is not None:
-            raise DataError(
-                f"{place}: character {at + 1} of {text[:40]!r} is half of a surrogate pair, which is no text; "
-                "repair the row"
-            )
-
-
-def _value(entry: Any) -> Any:
-    """Return ``entry``, or None for NaN, which pandas writes where there is no value."""
-    return None if isinstance(entry, float) and math.isnan(entry) else entry
-
-
-def half_pair(text: str) -> int | None:
-    """Return the place of the first character that is half of a surrogate pair, and so no text; None if none is."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
 
 
 def _columns(row: Mapping[str, Any], config: DataConfig) -> tuple[str | None, str | None]:
@@ -462,7 +437,7 @@ def _columns(row: Mapping[str, Any], config: DataConfig) -> tuple[str | None, st
 
 def _conversation(row: Mapping[str, Any], column: str) -> Any:
     try:
-        return read_messages(read_column(row, column), "", column)
+        return read_messages(read_column(row, column), column)
     except (LookupError, DataError):  # of which the reading of the column tells
         return None
 

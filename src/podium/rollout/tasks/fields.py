@@ -9,30 +9,24 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count, takewhile
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks.examples import Messages, message_text
-from podium.rollout.tasks.spans import SystemPrompt, number_of
+from podium.rollout.tasks.messages import Messages, SystemPrompt, message_text, number_of
 
-__all__ = [
-    "FieldCheck",
-    "check_arguments",
-    "holds_speech",
-    "is_speech",
-    "list_speech",
-    "list_texts",
-    "order_results",
-    "to_tool_calls",
-]
+if TYPE_CHECKING:
+    from podium.rollout.tasks.templates import Texts
 
-Written = Callable[[int], str]
-"""What the template writes of so many first messages of a conversation."""
-Render = Callable[[Messages], str]
-"""What the template writes of any messages."""
+__all__ = ["FieldCheck", "ToolCheck", "check_arguments", "holds_speech", "is_speech", "list_speech", "list_texts"]
+__all__ += ["order_results", "shape_of", "to_tool_calls", "with_fields"]
+
+Path: TypeAlias = tuple[str | int, ...]
+"""The names and places that lead to a text in a list of tools."""
+OMITTED: Final = "podium: tools are left out"
+"""A comment in a chat template whose model knows its tools without reading them."""
 
 _SPEECH: Final = re.compile(
     r"(.+_)?(reasoning|thinking|thought|rationale|chain_of_thought|cot|scratchpad|refusal|function_call|tool_call)s?"
@@ -51,6 +45,9 @@ _LOWER: Final = 2  # words of a sentence that begin in lower case; those of name
 _IDEOGRAPHS: Final = 8  # letters of a script that puts no spaces between words
 _TRIES: Final = 4  # messages with a field of meta data that are written with it and without it
 _SHAPES: Final = 500  # sequences of roles of which a conversation of probes is written
+_KINDS: Final = 500  # of tools and sequences of roles, which are tried once
+_CHOICES: Final = ("enum", "const")
+_TEXTS: Final = ("name", "description", *_CHOICES)
 _UNSPACED: Final = re.compile(rf"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]{{{_IDEOGRAPHS},}}")
 _WORD: Final = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*[.,;:!?]?")
 
@@ -120,7 +117,7 @@ class FieldCheck:
         self._written: dict[tuple[str, str], int] = {}
         self._shapes: set[tuple[Any, ...]] = set()
 
-    def check(self, messages: Messages, written: Written, render: Render, start: int = 0) -> set[int]:
+    def check(self, texts: Texts, start: int = 0) -> set[int]:
         """Check that the template writes what the messages from ``start`` on say. Returns the places of the messages of
         which it leaves out a field because later messages follow, as many templates do with the reasoning of earlier
         turns.
@@ -129,47 +126,45 @@ class FieldCheck:
             DataError: The template does not write a message, a call of a tool, or a field that holds what was said.
         """
         stripped: set[int] = set()
-        for index, message in enumerate(messages[start:], start=start):
+        for index, message in enumerate(texts.messages[start:], start=start):
             for name, value in message.items():
                 if name in ("role", "content") or not value or (name == "tool_calls" and isinstance(value, list)):
                     continue
                 if not holds_speech(name, value):
-                    self._look(messages, index, name, written, render)
-                elif _is_stripped(messages, index, name, written, render):
+                    self._look(texts, index, name)
+                elif _is_stripped(texts, index, name):
                     stripped.add(index)
-        self._check_texts(messages, written, render, start)
-        _check_calls(messages, written, render, start)
+        self._check_texts(texts, start)
+        _check_calls(texts, start)
         return stripped
 
-    def _look(self, messages: Messages, index: int, name: str, written: Written, render: Render) -> None:
+    def _look(self, texts: Texts, index: int, name: str) -> None:
         """Count a field of meta data that the template does not write."""
-        key = messages[index]["role"], name
+        key = texts.messages[index]["role"], name
         tries = self._written.get(key, 0)
         if 0 <= tries < _TRIES:
-            has_effect = written(len(messages)) != _try_render(render, _replace(messages, index, name))
+            has_effect = texts.whole != texts.try_write(_without(texts.messages, index, name))
             tries = self._written[key] = -1 if has_effect else tries + 1
         if tries > 0:
             self.unwritten[name] += 1
 
-    def _check_texts(self, messages: Messages, written: Written, render: Render, start: int) -> None:
+    def _check_texts(self, texts: Texts, start: int) -> None:
         """Check that the text of each message is written. Of each sequence of roles, one conversation of probes is
         written, because a short text may stand in the conversation by chance."""
-        shape = tuple(f"{m['role']}{bool(m.get('content'))}{bool(m.get('tool_calls'))}" for m in messages)
-        text = written(len(messages))
+        messages, text = texts.messages, texts.whole
+        shape = shape_of(messages)
         doubtful = [at for at, m in enumerate(messages) if (content := message_text(m).strip()) and content not in text]
         if shape not in self._shapes and len(self._shapes) < _SHAPES:
             probes = [f"podium{at}m" if message_text(m) else "" for at, m in enumerate(messages)]
             pairs = zip(messages, probes, strict=True)
-            probed = _try_render(render, [{**m, "content": p} if p else m for m, p in pairs])
-            missing = [at for at, probe in enumerate(probes) if probe and probe not in (probed or "")]
+            probed = texts.try_write([{**m, "content": p} if p else m for m, p in pairs]) or ""
+            missing = [at for at, probe in enumerate(probes) if probe and probe not in probed]
             doubtful = sorted({*doubtful, *missing})
         for index in doubtful:
             message = messages[index]
             if index < start or not message_text(message).strip():
                 continue
-            other = [*messages]
-            other[index] = {**message, "content": "podium"}
-            if text == _try_render(render, other):
+            if text == texts.try_write(with_fields(messages, index, content="podium")):
                 if isinstance(message, SystemPrompt):
                     raise ConfigError(
                         f"data.system_prompt = {message['content'][:40]!r} is not written by the chat template: set "
@@ -186,44 +181,45 @@ class FieldCheck:
             self._shapes.add(shape)
 
 
+def shape_of(messages: Messages) -> tuple[str, ...]:
+    """Return what messages of one shape have in common: the roles, and whether there is a text and a call."""
+    return tuple(f"{m['role']}{bool(m.get('content'))}{bool(m.get('tool_calls'))}" for m in messages)
+
+
+def with_fields(messages: Messages, index: int, **fields: Any) -> Messages:
+    """Return messages of which one has other fields."""
+    return [*messages[:index], {**messages[index], **fields}, *messages[index + 1 :]]
+
+
+def _without(messages: Messages, index: int, name: str) -> Messages:
+    message = {key: entry for key, entry in messages[index].items() if key != name}
+    return [*messages[:index], message, *messages[index + 1 :]]
+
+
 def _is_in(said: str, text: str) -> bool:
     """Whether a text holds what was said, but for white space, or as JSON."""
     forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
     return any("".join(form.split()) in "".join(text.split()) for form in forms)
 
 
-def _replace(messages: Messages, index: int, name: str) -> Messages:
-    """Return messages of which one lacks a field."""
-    without = [*messages]
-    without[index] = {key: entry for key, entry in messages[index].items() if key != name}
-    return without
-
-
-def _try_render(render: Render, messages: Messages) -> str | None:
-    """Return what the template writes; None if it refuses these messages, which it then reads."""
-    try:
-        return render(messages)
-    except ConfigError:
-        return None
-
-
-def _is_stripped(messages: Messages, index: int, name: str, written: Written, render: Render) -> bool:
+def _is_stripped(texts: Texts, index: int, name: str) -> bool:
     """Return whether the template writes a field only while no later messages follow.
 
     Raises:
         DataError: It writes the field in neither case.
     """
-    message, last = messages[index], index == len(messages) - 1
-    value, whole = message[name], written(len(messages))
+    messages, whole = texts.messages, texts.whole
+    value = messages[index][name]
     text = value.strip() if isinstance(value, str) else ""
     uses = sum(str(entry).count(text) for other in messages for entry in other.values()) if len(text) > _FEW else 0
     if uses and whole.count(text) >= uses:
         return False
-    if uses == 1 and text not in whole and text in written(index + 1):
+    if uses == 1 and text not in whole and text in texts(index + 1):
         return True
-    if whole != _try_render(render, _replace(messages, index, name)):
+    without = _without(messages, index, name)
+    if whole != texts.try_write(without):
         return False
-    if not last and written(index + 1) != _try_render(render, _replace(messages, index, name)[: index + 1]):
+    if index < len(messages) - 1 and texts(index + 1) != texts.try_write(without[: index + 1]):
         return True
     raise _refuse(messages, index, name, value)
 
@@ -237,7 +233,7 @@ def _refuse(messages: Messages, index: int, name: str, value: Any) -> DataError:
     )
 
 
-def _check_calls(messages: Messages, written: Written, render: Render, start: int) -> None:
+def _check_calls(texts: Texts, start: int) -> None:
     """Check that name and arguments of each call of a tool are written.
 
     One conversation is written with probes in the place of all of them. A call whose probe is missing is left out to
@@ -246,6 +242,7 @@ def _check_calls(messages: Messages, written: Written, render: Render, start: in
     Raises:
         DataError: A call, or its arguments, are not written.
     """
+    messages = texts.messages
     if not any(message.get("tool_calls") for message in messages[start:]):
         return
     numbers = count()
@@ -253,22 +250,30 @@ def _check_calls(messages: Messages, written: Written, render: Render, start: in
 
     def probe(index: int, number: int, call: Any) -> Any:
         function = _function(call)
-        texts = [f"podium{next(numbers)}{part}" for part in ("n", "a")]
-        probes.append((index, number, texts[0]))
-        entries: dict[str, Any] = {"name": texts[0]}
-        if function.get("arguments"):
-            probes.append((index, number, texts[1]))
-            entries["arguments"] = {"podium": texts[1]}
-        return _with_function(call, {**function, **entries})
+        name, argument = (f"podium{next(numbers)}{part}" for part in ("n", "a"))
+        probes.append((index, number, name))
+        if not function.get("arguments"):
+            return _with_function(call, {**function, "name": name})
+        probes.append((index, number, argument))
+        return _with_function(call, {**function, "name": name, "arguments": {"podium": argument}})
 
     probed = [
         {**m, "tool_calls": [probe(index, number, call) for number, call in enumerate(_calls(m))]} if _calls(m) else m
         for index, m in enumerate(messages)
     ]
-    text = _try_render(render, probed) or ""
+    text = texts.try_write(probed) or ""
     missing = ((index, number) for index, number, sign in probes if index >= start and sign not in text)
     for index, number in dict.fromkeys(missing):
-        _check_call(messages, index, number, written(len(messages)), render)
+        calls = _calls(messages[index])
+        before, call, after = calls[:number], calls[number], calls[number + 1 :]
+        arguments = _function(call).get("arguments")
+        bare = _with_function(call, {**_function(call), "arguments": {}})
+        for name, value, other in (
+            ("tool_calls", calls, [*before, *after]),
+            ("tool_calls.function.arguments", arguments, [*before, bare, *after]),
+        ):
+            if value and texts.whole == texts.try_write(with_fields(messages, index, tool_calls=other)):
+                raise _refuse(messages, index, name, value)
 
 
 def check_arguments(messages: Messages, text: str) -> None:
@@ -286,21 +291,6 @@ def check_arguments(messages: Messages, text: str) -> None:
                     f"{arguments[:40]!r}, which are no JSON object, and which the chat template writes as a text in "
                     "quotes: repair the row"
                 )
-
-
-def _check_call(messages: Messages, index: int, number: int, text: str, render: Render) -> None:
-    calls = _calls(messages[index])
-    function = _function(calls[number])
-    without = [*calls[:number], *calls[number + 1 :]]
-    bare = _with_function(calls[number], {**function, "arguments": {}})
-    for name, value, other in (
-        ("tool_calls", calls, without),
-        ("tool_calls.function.arguments", function.get("arguments"), [*calls[:number], bare, *calls[number + 1 :]]),
-    ):
-        changed = [*messages]
-        changed[index] = {**messages[index], "tool_calls": other}
-        if value and text == _try_render(render, changed):
-            raise _refuse(messages, index, name, value)
 
 
 def _calls(message: Mapping[str, Any]) -> list[Any]:
@@ -353,3 +343,108 @@ def order_results(messages: Messages) -> Messages:
                 results.sort(key=lambda result: ids.index(result.get("tool_call_id")))
         ordered += results
     return ordered
+
+
+class ToolCheck:
+    """Checks tools against one chat template: names, descriptions, parameters, and the values to choose from.
+
+    The template is tried: one conversation is written with a probe in the place of each text. A text whose probe is
+    missing is replaced alone, to see whether that changes anything.
+
+    Args:
+        template: The text of the template. One with the words of ``OMITTED`` leaves tools out on purpose.
+    """
+
+    def __init__(self, template: str) -> None:
+        self._omits = OMITTED in template
+        self._written: set[str] = set()
+
+    def check(self, texts: Texts) -> None:
+        """Check that the template writes what the tools say, up to the last question or in the whole conversation.
+
+        Raises:
+            ConfigError: It writes no tools.
+            DataError: It leaves out a part of a tool.
+        """
+        messages, tools = texts.messages, texts.tools
+        if self._omits or not tools:
+            return
+        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        question = messages[: users[-1] + 1] if users else messages
+        kind = json.dumps([tools, [message["role"] for message in question]], sort_keys=True, default=str)
+        if kind in self._written:
+            return
+        paths = [*_list_paths(tools)]
+        probes = {path: f"podium{number}t" for number, path in enumerate(paths)}
+        probed = _fill(tools, probes)
+        for conversation in (question, messages):
+            text = texts.try_write(conversation, probed)
+            missing = [path for path in paths if probes[path] not in (text or "")]
+            if text is not None and len(missing) < len(paths):
+                break
+        written = texts.try_write(conversation, tools)
+        leaves = [path for path in missing if written == texts.try_write(conversation, _fill(tools, {path: "podium"}))]
+        if leaves and len(leaves) == len(paths):
+            raise ConfigError(
+                "there are tools, and the chat template does not write them: set data.chat_template to one that does; "
+                f"if the model knows them without, write the comment {{#- {OMITTED} -#}} into it"
+            )
+        if leaves:
+            raise _refuse_tool(tools, leaves[0])
+        if len(self._written) >= _KINDS:
+            self._written.clear()
+        self._written.add(kind)
+
+
+def _list_paths(value: Any, path: Path = (), *, named: bool = False) -> Iterator[Path]:
+    """The places of texts that say something to the model. Of a parameter it is its name: the path ends in "".
+
+    Args:
+        value: What stands at ``path``.
+        path: Where the search is.
+        named: Whether the keys of ``value`` are names of parameters.
+    """
+    if isinstance(value, Mapping):
+        for name, entry in cast("Mapping[str, Any]", value).items():
+            place = (*path, name)
+            if named:
+                yield (*place, "")
+            if isinstance(entry, str):
+                if entry.strip() and not named and (name in _TEXTS or holds_speech(name, entry)):
+                    yield place
+            else:
+                yield from _list_paths(entry, place, named=not named and name == "properties")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(cast("Sequence[Any]", value)):
+            if isinstance(entry, str):
+                if path[-1] in _CHOICES and entry.strip():
+                    yield (*path, index)
+            else:
+                yield from _list_paths(entry, (*path, index))
+
+
+def _fill(value: Any, texts: Mapping[Path, str], path: Path = ()) -> Any:
+    """``value`` with other texts at some paths."""
+    if path in texts:
+        return texts[path]
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value).items()
+        names = {texts.get((*path, name, ""), name): (name, entry) for name, entry in entries}
+        return {new: _fill(entry, texts, (*path, name)) for new, (name, entry) in names.items()}
+    if isinstance(value, list | tuple):
+        return [_fill(entry, texts, (*path, at)) for at, entry in enumerate(cast("Sequence[Any]", value))]
+    return value
+
+
+def _refuse_tool(tools: Sequence[Any], path: Path) -> DataError:
+    number, *names = (name for name in path if name != "")
+    value: Any = tools
+    for name in path if path[-1] != "" else path[:-2]:
+        value = value[name]
+    text = value if path[-1] != "" else path[-2]
+    where = ".".join(map(str, names if path[-1] != "" else names[:-1]))
+    return DataError(
+        f"tool {int(number) + 1} has {where} = {str(text)[:60]!r}, which the chat template does not write, so that the "
+        "model would not see it: set data.chat_template to one that writes it, put its text into a description that is "
+        "written, or take it out"
+    )

@@ -5,36 +5,25 @@ reward_model.ground_truth                      ─▶  the field of a column tha
 ["7"]                                          ─▶  "7"
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from podium.errors import DataError
-from podium.rollout.tasks.messages import parse_json
+from podium.rollout.tasks.bad_rows import name_place
+from podium.rollout.tasks.messages import Messages, parse_json
 
-__all__ = [
-    "CONVERSATIONS",
-    "NESTED_ANSWERS",
-    "NESTED_PROMPTS",
-    "check_meaning",
-    "columns_of_pair",
-    "explain_preference",
-    "fill_template",
-    "has_column",
-    "is_template",
-    "list_fields",
-    "list_names",
-    "list_systems",
-    "list_tools",
-    "preference_pair",
-    "read_column",
-    "read_messages",
-    "read_tools",
-    "reads_as_text",
-]
+__all__ = ["CONVERSATIONS", "NESTED_ANSWERS", "NESTED_PROMPTS", "Example", "Preference", "check_meaning"]
+__all__ += ["columns_of_pair", "explain_preference", "fill_template", "has_column", "is_template", "list_fields"]
+__all__ += ["list_names", "list_systems", "list_tools", "preference_pair", "read_column", "read_messages", "read_tools"]
+__all__ += ["reads_as_text"]
 
 CONVERSATIONS: Final = ("messages", "conversations", "conversation")
 """The columns that hold a whole conversation where the data have no prompt."""
@@ -59,6 +48,63 @@ _NEW_LINE: Final = re.compile(
     r"\\n(?!(u|abla|eq?|eg|ot|otin|i|ewline|mid|leq?|geq?|onumber|orm|ewcommand|earrow|warrow|atural|less|gtr)\b)"
 )
 _CHOSEN: Final = (("chosen", "rejected"), ("preferred", "non_preferred"), ("preferred", "dispreferred"))
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """What the data say of the answer of an example.
+
+    Attributes:
+        rejected: The example with the worse answer to the same prompt; None where answers have labels.
+        desirable: The label.
+        margin: By how much the answer is better than the rejected one; None where the data do not say.
+    """
+
+    rejected: Example | None = None
+    desirable: bool = True
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One prompt, its answer and its row of the data.
+
+    Attributes:
+        prompt: Text, or chat messages.
+        answer: The answer as text. None means that there is none.
+        row: All columns of the data, plus "prompt" and "answer". A reward gets this row.
+        turns: The answer as messages, if the data have it in that form. The last message is the assistant's.
+        whole: Whether prompt and turns are one conversation, of which supervised fine-tuning learns every turn of the
+            assistant.
+        place: Where the row comes from, as in "train.jsonl, line 3". Empty for a row that comes from no data.
+        columns: The columns of prompt and answer, or the templates that write them; None for one that is not there.
+        preference: What the data say of the answer, where preferences are learned.
+        source: The name of the source in ``data.train``, where there are several.
+    """
+
+    prompt: str | Messages
+    answer: str | None
+    row: Mapping[str, Any]
+    turns: Sequence[Mapping[str, Any]] = ()
+    whole: bool = False
+    place: str = ""
+    columns: tuple[str | None, str | None] = (None, None)
+    preference: Preference | None = None
+    source: str = ""
+
+    @property
+    def fields(self) -> list[str]:
+        """The columns, and fields of columns, that prompt and answer are made of."""
+        return [field for column in self.columns for field in list_fields(column)]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt is a text of which supervised fine-tuning learns every token."""
+        return self.whole and not self.turns
+
+    def name_in_errors(self) -> AbstractContextManager[None]:
+        """Put the place of the row, or its prompt where it has no place, before the text of errors of the block."""
+        return name_place(self.place or f"the row of the prompt {str(self.prompt)[:60]!r}")
 
 
 def has_column(row: Mapping[str, Any], name: str) -> bool:
@@ -169,7 +215,7 @@ def _only(value: Any) -> Any:
     return value
 
 
-def read_messages(value: Any, place: str, column: str | None) -> Any:
+def read_messages(value: Any, column: str | None) -> Any:
     """Return a conversation with the roles and fields of the OpenAI API; any other value as it is.
 
     A column that is called after conversations may hold one as JSON text.
@@ -183,13 +229,12 @@ def read_messages(value: Any, place: str, column: str | None) -> Any:
     if not isinstance(value, list) or not value:
         return value
     entries = cast("list[Any]", value)
-    if all(
-        isinstance(entry, str) for entry in entries
-    ):  # each message as JSON text, as columns of mixed types are kept
-        parsed = [parse_json(entry, "{") for entry in entries]
-        entries = parsed if all(isinstance(entry, Mapping) and _speaker(entry) for entry in parsed) else entries
-    if column in CONVERSATIONS and len(entries) > 1 and all(isinstance(entry, str) for entry in entries):
-        return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(entries)]
+    if all(isinstance(entry, str) for entry in entries):
+        parsed = [parse_json(entry, "{") for entry in entries]  # as columns of mixed types are kept
+        if all(isinstance(entry, Mapping) and _speaker(entry) for entry in parsed):
+            entries = parsed
+        elif column in CONVERSATIONS and len(entries) > 1:
+            return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(entries)]
     if all(isinstance(entry, Mapping) and {"input", "output"} <= entry.keys() for entry in entries):
         return [
             {"role": role, "content": entry[field]}
@@ -198,20 +243,17 @@ def read_messages(value: Any, place: str, column: str | None) -> Any:
         ]
     if not all(isinstance(entry, Mapping) and isinstance(_speaker(entry), str) for entry in entries):
         return entries
-    return [_message(entry, number, place, column) for number, entry in enumerate(entries, start=1)]
+    return [_message(entry, f"message {number} of column {column!r}") for number, entry in enumerate(entries, start=1)]
 
 
 def _speaker(entry: Mapping[str, Any]) -> Any:
     return entry.get("role") or entry.get("from")
 
 
-def _message(entry: Mapping[str, Any], number: int, place: str, column: str | None) -> Mapping[str, Any]:
+def _message(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     speaker = str(_speaker(entry))
     if not entry.get("role") and speaker.lower() not in _SPEAKERS:
-        raise DataError(
-            f"{place}: message {number} of column {column!r} is from {speaker!r}; expected human, gpt, system, tool, "
-            "function_call or observation"
-        )
+        raise DataError(f"{where} is from {speaker!r}; expected human, gpt, system, tool, function_call or observation")
     role = _ROLES.get(speaker.lower(), speaker.lower() if speaker.lower() in _SPEAKERS else speaker)
     if entry.get("role") == role and "value" not in entry:
         return entry
@@ -219,15 +261,15 @@ def _message(entry: Mapping[str, Any], number: int, place: str, column: str | No
     content = entry["content"] if entry.get("content") is not None else entry.get("value")
     if entry.get("value") not in (None, content):
         raise DataError(
-            f"{place}: message {number} of column {column!r} has a content, {str(content)[:40]!r}, and another value, "
-            f"{str(entry['value'])[:40]!r}; keep the one that is meant"
+            f"{where} has a content, {str(content)[:40]!r}, and another value, {str(entry['value'])[:40]!r}; keep the "
+            "one that is meant"
         )
     if speaker.lower() == "function_call":
-        return {"role": role, "content": "", "tool_calls": _read_calls(content, number, place, column), **message}
+        return {"role": role, "content": "", "tool_calls": _read_calls(content, where), **message}
     return {"role": role, "content": content, **message}
 
 
-def _read_calls(text: Any, number: int, place: str, column: str | None) -> list[dict[str, Any]]:
+def _read_calls(text: Any, where: str) -> list[dict[str, Any]]:
     """Return tool calls from an object with "name" and "arguments", or a list of such, or the JSON text of either."""
     try:
         calls = json.loads(text) if isinstance(text, str) else text
@@ -238,8 +280,8 @@ def _read_calls(text: Any, number: int, place: str, column: str | None) -> list[
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise DataError(
-            f"{place}: message {number} of column {column!r} is a call of a function, {str(text)[:60]!r}; expected "
-            'JSON such as {"name": "add", "arguments": {"a": 1}}'
+            f"{where} is a call of a function, {str(text)[:60]!r}; expected JSON such as "
+            '{"name": "add", "arguments": {"a": 1}}'
         ) from None
 
 
@@ -322,7 +364,7 @@ def columns_of_pair(name: str | None, row: Mapping[str, Any]) -> tuple[str, str]
     return None
 
 
-def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | None]) -> None:
+def check_meaning(row: Mapping[str, Any], columns: Sequence[str | None]) -> None:
     """Refuse a row with a column that changes what prompt and answer mean, and that Podium does not read.
 
     Args:
@@ -333,7 +375,7 @@ def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | No
     """
     if "completion" in columns and str(row.get("label")).lower() in ("false", "0", "0.0"):
         raise DataError(
-            f"{place}: column 'label' is {str(row['label']).lower()}, which marks the completion as a bad one (KTO), "
+            f"column 'label' is {str(row['label']).lower()}, which marks the completion as a bad one (KTO), "
             "and it would be learned or rewarded as a good one; take such rows out, or the column where it means "
             "something else"
         )
@@ -343,13 +385,13 @@ def check_meaning(row: Mapping[str, Any], place: str, columns: Sequence[str | No
     turns = all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in history)
     if history and (pairs or turns) and "history" not in columns:
         raise DataError(
-            f"{place}: column 'history' holds {len(history)} earlier turns, which would be left out of the prompt; "
+            f"column 'history' holds {len(history)} earlier turns, which would be left out of the prompt; "
             'write them as messages, [{"role": "user", "content": "…"}, …]'
         )
     options = parse_json(row.get("chat_template_kwargs"), "{")
     options = cast("Mapping[str, Any]", options) if isinstance(options, Mapping) else {str(options): options or None}
     if names := [name for name, value in options.items() if value is not None]:
         raise DataError(
-            f"{place}: column 'chat_template_kwargs' sets {', '.join(names)[:60]} for this row alone, which Podium "
-            "does not read; set data.chat_template_kwargs for all rows, and take the column out"
+            f"column 'chat_template_kwargs' sets {', '.join(names)[:60]} for this row alone, which Podium does not "
+            "read; set data.chat_template_kwargs for all rows, and take the column out"
         )

@@ -8,15 +8,15 @@ from typing import Any, Final, TypeGuard, cast
 
 from podium.errors import DataError
 
-__all__ = ["Messages", "check_messages", "is_conversation", "message_text", "parse_json", "read_calls"]
-__all__ += ["strip_end", "template_messages"]
+__all__ = ["INSTRUCTING", "Messages", "SystemPrompt", "check_messages", "half_pair", "is_conversation"]
+__all__ += ["message_text", "number_of", "parse_json", "read_calls", "strip_end", "template_messages"]
 
 Messages = list[dict[str, Any]]
 """A conversation: each entry has "role", and "content", "tool_calls" or both."""
 
-_TEXT_OR_MESSAGES: Final = 'text, or a list of messages such as [{"role": "user", "content": "…"}]'
+INSTRUCTING: Final = ("system", "developer")
+"""The roles of messages before which no ``data.system_prompt`` comes."""
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
-_CALL: Final = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
 
 
 def is_conversation(prompt: object) -> TypeGuard[Messages]:
@@ -31,20 +31,35 @@ def is_conversation(prompt: object) -> TypeGuard[Messages]:
     )
 
 
-def check_messages(place: str, column: str | None, messages: object) -> None:
+class SystemPrompt(dict[str, Any]):
+    """The message of ``data.system_prompt``, which no row has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(role="system", content=text)
+
+
+def number_of(messages: Messages, index: int) -> int:
+    """Return the number of ``messages[index]`` among those of its row, from 1."""
+    return index + 1 - isinstance(messages[0], SystemPrompt)
+
+
+def check_messages(column: str | None, messages: object) -> None:
     """Raise DataError unless ``messages`` are a conversation that a chat template can write as text."""
     if not is_conversation(messages):
         raise DataError(
-            f"{place}: column {column!r} holds {str(messages)[:60]!r} ({type(messages).__name__}); expected "
-            f"{_TEXT_OR_MESSAGES}"
+            f"column {column!r} holds {str(messages)[:60]!r} ({type(messages).__name__}); expected text, or a list of "
+            'messages such as [{"role": "user", "content": "…"}]'
         )
     for number, message in enumerate(cast(Messages, messages), start=1):
-        where = f"{place}: message {number} of column {column!r}"
-        _check_calls(where, message.get("tool_calls"))
-        content = message.get("content")
-        if isinstance(content, str) or (
-            content is None and (message.get("tool_calls") or message.get("function_call"))
-        ):
+        where = f"message {number} of column {column!r}"
+        content, calls = message.get("content"), message.get("tool_calls")
+        read: Any = read_calls(calls) if calls else []
+        if not isinstance(read, list) or not all(isinstance(call, Mapping) for call in read):
+            raise DataError(
+                f"{where} has tool_calls = {str(calls)[:60]!r}; expected a list of calls such as "
+                '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
+            )
+        if isinstance(content, str) or (content is None and (calls or message.get("function_call"))):
             continue
         parts = content if isinstance(content, list) else []
         kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts]
@@ -57,20 +72,22 @@ def check_messages(place: str, column: str | None, messages: object) -> None:
             continue
         if other := next((kind for kind in kinds if isinstance(kind, str) and kind not in _TEXT_PARTS), None):
             raise DataError(
-                f"{where} has a part of the type {other!r}, which a model that "
-                "is trained on text alone would not see; expected text, or parts of the type text"
+                f"{where} has a part of the type {other!r}, which a model that is trained on text alone would not "
+                "see; expected text, or parts of the type text"
             )
         raise DataError(
-            f"{where} has the content {str(content)[:60]!r} ({type(content).__name__}); "
-            "expected text, parts of the type text, or tool_calls without content"
+            f"{where} has the content {str(content)[:60]!r} ({type(content).__name__}); expected text, parts of the "
+            "type text, or tool_calls without content"
         )
 
 
-def _check_calls(where: str, calls: Any) -> None:
-    """Raise DataError unless calls of tools are a list of objects, or become one."""
-    read: Any = read_calls(calls) if calls else []
-    if not isinstance(read, list) or not all(isinstance(call, Mapping) for call in read):
-        raise DataError(f"{where} has tool_calls = {str(calls)[:60]!r}; expected a list of calls such as {_CALL}")
+def half_pair(text: str) -> int | None:
+    """Return the place of the first character that is half of a surrogate pair, and so no text; None if none is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def message_text(message: Mapping[str, Any]) -> str:

@@ -1,24 +1,25 @@
-"""Notes on data that are trained in another way than their author may expect."""
+"""Notes on data that are read or trained in another way than their author may expect."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
-
-from podium.rollout.tasks.chat_encoder import ChatEncoder
-from podium.rollout.tasks.example import Example
 from podium.rollout.tasks.fields import is_speech
-from podium.rollout.tasks.forms import CONVERSATIONS
+from podium.rollout.tasks.forms import CONVERSATIONS, NESTED_ANSWERS, Example, list_systems, list_tools
+from podium.rollout.tasks.media import find_links
 from podium.rollout.tasks.messages import Messages, message_text
 from podium.telemetry import Note, emit
 
-__all__ = ["last_text", "pack_counts", "tell_texts", "tell_turns", "tell_unlearned", "tell_unwritten", "whole_text"]
+if TYPE_CHECKING:
+    from podium.rollout.tasks.chat_encoder import ChatEncoder
+    from podium.rollout.tasks.config import DataConfig
+
+__all__ = ["Untaken", "last_text", "note_forms", "note_texts", "note_turns", "note_unlearned", "note_unwritten"]
+__all__ += ["tell", "whole_text"]
 
 _OPENING: Final = re.compile(
     r"(\[/INST\]|<\|assistant\|>|<\|im_start\|>assistant|<start_of_turn>model|<\|end_header_id\|>|"
@@ -26,101 +27,167 @@ _OPENING: Final = re.compile(
 )
 """The end of a prompt that some template has opened for an answer."""
 
+Untaken = tuple[str, str]
+"""A part of an example, "prompt" or "answer", and a field without a value of its template; "" for a column that has the
+name of the part and is not the part."""
 
-def tell_turns(turns: int, rewritten: int, endless: int, partial: int, opened: int) -> None:
-    """Tell of turns that are not learned as their rows have them."""
-    if rewritten:
-        emit(
-            Note(
-                f"the chat template changes the text of {rewritten} of {turns} turns of the assistant; many templates "
-                "leave out the reasoning of earlier turns. The model learns the text that the template writes. "
-                "data.split_turns makes a row of each turn, and the model then learns the whole turn"
+_CONTEXTS: Final = (
+    *("input", "context", "passage", "document", "background", "instructions", "developer", "prefix"),
+    *("suffix", "prefill", "assistant_prefix"),
+)
+"""Columns that belong to a question or to an answer."""
+_LONGEST_NUMBER: Final = 12  # characters of a number that somebody wrote
+
+
+def tell(*notes: Iterable[str]) -> None:
+    """Emit notes."""
+    for note in chain(*notes):
+        emit(Note(note))
+
+
+def note_forms(
+    spec: str, examples: Sequence[Example], config: DataConfig, untaken: Mapping[Untaken, int]
+) -> Iterator[str]:
+    """Yield notes on what is read from columns that no setting names, and on what a person may take for read.
+
+    Args:
+        spec: The data.
+        untaken: How many rows have each of what is not taken.
+    """
+    return (f"{spec}: {note}" for note in chain(_list_read(examples, config), _list_unread(examples, config, untaken)))
+
+
+def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]:
+    systems = Counter(
+        name
+        for e in examples
+        if isinstance(e.prompt, list) and "system" in e.prompt[0]["role"]
+        for name, text in [*list_systems(e.row).items()][:1]
+        if e.prompt[0].get("content") == text
+    )
+    yield from (f"column {name!r} is the system message of {count} rows" for name, count in systems.items())
+    if config.answer_column == "answer":
+        answers = Counter(e.columns[1] for e in examples if e.columns[1] in NESTED_ANSWERS)
+        yield from (f"the answers of {count} rows are those in {name}" for name, count in answers.items())
+    if opened := sum(e.columns == ("prompt", None) and bool(e.turns) for e in examples):
+        yield (
+            f"the prompts of {opened} rows end with the assistant's turn, which is the answer, and not the beginning "
+            "of an answer that is generated"
+        )
+    if numbers := [e for e in examples if isinstance(value := e.row.get("answer"), float) and _is_odd(value)]:
+        yield (
+            f"the answers of {len(numbers)} rows are numbers such as {numbers[0].answer}, which is also their text: "
+            "write them as texts, or as whole numbers, where they are compared with or learned as others"
+        )
+    if texts := sum(example.is_text for example in examples):
+        yield f"{texts} rows are texts without prompts, of which every token is learned"
+
+
+def _is_odd(number: float) -> bool:
+    """Whether a number is hardly written as Python does: 7.0, as pandas makes of 7, or a fraction of float32."""
+    return number.is_integer() or len(str(number)) > _LONGEST_NUMBER
+
+
+def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mapping[Untaken, int]) -> Iterator[str]:
+    links = Counter(link for e in examples if (link := find_links(e.row)) is not None)
+    for name, count in links.items():
+        yield f"{count} rows have an address in {name!r}, and the model does not see what is there"
+    for name, count in Counter(name for e in examples for name in _CONTEXTS if _is_left_out(name, e)).items():
+        yield (
+            f"column {name!r} of {count} rows is neither in the prompt nor in the answer: data.prompt_column and "
+            "data.answer_column may be templates with it, such as '{context}\\n{question}'"
+        )
+    for (part, field), count in untaken.items():
+        column = getattr(config, f"{part}_column")
+        if not field:
+            yield (
+                f"a reward that reads {part!r} of {count} rows gets what data.{part}_column = {column!r} names, and "
+                f"not the column {part!r}: rename that column for a reward that reads it"
             )
+        else:
+            yield f"{count} rows have no value in {field!r}, in the place of which data.{part}_column puts nothing"
+    untold = [e for e in examples if isinstance(e.prompt, str) and not e.is_text and e.row.get("tools")]
+    if untold := [example.row["tools"] for example in untold if list_tools(example.row["tools"]) is None]:
+        yield (
+            f"column 'tools' of {len(untold)} rows is not written, since it holds no JSON schemas of tools: "
+            f"{str(untold[0])[:40]!r}"
+        )
+
+
+def _is_left_out(name: str, example: Example) -> bool:
+    """Whether a column that belongs to a question or an answer holds a text that is a part of neither."""
+    text, prompt = example.row.get(name), example.prompt
+    if not isinstance(text, str) or not text.strip() or example.is_text or name in (*example.columns, *example.fields):
+        return False
+    shown = prompt if isinstance(prompt, str) else "\n".join(map(message_text, prompt))
+    return text.strip() not in f"{shown}\n{example.answer}"
+
+
+def note_turns(turns: int, rewritten: int, endless: int, partial: int, opened: int) -> Iterator[str]:
+    """Yield notes on turns that are not learned as their rows have them."""
+    if rewritten:
+        yield (
+            f"the chat template changes the text of {rewritten} of {turns} turns of the assistant; many templates "
+            "leave out the reasoning of earlier turns. The model learns the text that the template writes. "
+            "data.split_turns makes a row of each turn, and the model then learns the whole turn"
         )
     if opened:
-        emit(
-            Note(
-                f"the chat template begins {opened} of {turns} turns of the assistant in another way than an answer "
-                "that the model generates; many templates do so if later messages follow. data.split_turns makes a row "
-                "of each turn, which begins like a generated answer"
-            )
+        yield (
+            f"the chat template begins {opened} of {turns} turns of the assistant in another way than an answer that "
+            "the model generates; many templates do so if later messages follow. data.split_turns makes a row of each "
+            "turn, which begins like a generated answer"
         )
     if partial:
-        emit(
-            Note(
-                f"the chat template marks {partial} of {turns} turns of the assistant by {{% generation %}} only in "
-                "part, or not at all: the model does not learn the rest"
-            )
+        yield (
+            f"the chat template marks {partial} of {turns} turns of the assistant by {{% generation %}} only in part, "
+            "or not at all: the model does not learn the rest"
         )
     if endless:
-        emit(
-            Note(
-                f"the chat template ends {endless} of {turns} turns of the assistant without a special token, so the "
-                "model does not learn to stop there"
-            )
+        yield (
+            f"the chat template ends {endless} of {turns} turns of the assistant without a special token, so the model "
+            "does not learn to stop there"
         )
 
 
-def pack_counts(counts: Sequence[Mapping[str, int]]) -> Tensor:
-    """Return counts as bytes, which are kept with token ids."""
-    return torch.tensor([*json.dumps(counts).encode()], dtype=torch.uint8)
-
-
-def tell_unwritten(packed: Tensor) -> None:
-    """Tell of fields of messages that the template does not write, and of messages that it writes otherwise."""
-    fields, messages = ({**counts} for counts in json.loads(bytes(packed.tolist())))
+def note_unwritten(fields: Mapping[str, int], messages: Mapping[str, int]) -> Iterator[str]:
+    """Yield notes on fields of messages that the template does not write, and on messages that it writes otherwise."""
     if fields:
         named = ", ".join(f"{name!r} of {count:,} messages" for name, count in sorted(fields.items()))
-        emit(Note(f"the chat template does not write {named}: these fields are taken for meta data"))
+        yield f"the chat template does not write {named}: these fields are taken for meta data"
     if messages:
         named = ", ".join(f"{count:,} of the role {role!r}" for role, count in sorted(messages.items()))
-        emit(
-            Note(
-                f"the chat template writes messages with other characters than the rows have, {named}: the model reads "
-                "what the template writes, which may be a part; set data.chat_template to one that writes them whole"
-            )
+        yield (
+            f"the chat template writes messages with other characters than the rows have, {named}: the model reads "
+            "what the template writes, which may be a part; set data.chat_template to one that writes them whole"
         )
 
 
-def tell_texts(examples: Sequence[Example], encoder: ChatEncoder, *, answers: bool) -> None:
-    """Tell of prompts that are empty or written already, of answers that all begin with their prompts, and of what the
-    chat template writes before answers that are messages."""
+def note_texts(examples: Sequence[Example], encoder: ChatEncoder, *, answers: bool) -> Iterator[str]:
+    """Yield notes on prompts that are empty or written already, on answers that all begin with their prompts, and on
+    what the chat template writes before answers that are messages."""
     if empty := sum(not whole_text(example.prompt).strip() for example in examples):
-        emit(Note(f"{empty} of {len(examples)} prompts are empty"))
-    if encoder.template is None:
-        openings = []
-    else:
-        openings = [match[0] for e in examples if not e.is_text and (match := _OPENING.search(last_text(e.prompt)))]
-    if openings:
-        emit(
-            Note(
-                f"{len(openings)} of {len(examples)} prompts end with {openings[0].strip()!r}, as if a template had "
-                "opened the answer, and the chat template writes them as messages: data.chat_template = none takes "
-                "prompts as they are"
-            )
+        yield f"{empty} of {len(examples)} prompts are empty"
+    messages = [e for e in examples if not e.is_text] if encoder.template is not None else []
+    if openings := [match[0] for example in messages if (match := _OPENING.search(last_text(example.prompt)))]:
+        yield (
+            f"{len(openings)} of {len(examples)} prompts end with {openings[0].strip()!r}, as if a template had opened "
+            "the answer, and the chat template writes them as messages: data.chat_template = none takes prompts as "
+            "they are"
         )
-    lone = sum(not e.turns and not e.is_text for e in examples) if answers and encoder.template is not None else 0
+    lone = sum(not example.turns for example in messages) if answers else 0
     if lone and encoder.lead:
-        emit(
-            Note(
-                f"the chat template writes {encoder.lead!r} before an answer that is a message, and {lone} of "
-                f"{len(examples)} answers are texts, which are learned without it: write prompt and completion as "
-                "messages to learn what the template writes"
-            )
+        yield (
+            f"the chat template writes {encoder.lead!r} before an answer that is a message, and {lone} of "
+            f"{len(examples)} answers are texts, which are learned without it: write prompt and completion as messages "
+            "to learn what the template writes"
         )
     pairs = ((last_text(example.prompt).strip(), example) for example in examples)
     if answers and all(text and (e.answer or "").lstrip().startswith(text) and not e.is_text for text, e in pairs):
-        emit(Note("every answer begins with its prompt, which the model reads and then learns to repeat"))
+        yield "every answer begins with its prompt, which the model reads and then learns to repeat"
 
 
-def tell_unlearned(examples: Sequence[Example]) -> None:
-    """Tell of columns that hold what was said or thought, and that are part of neither prompt nor answer."""
-    columns = Counter(
-        name
-        for example in examples
-        for name, value in example.row.items()
-        if value and is_speech(name) and name not in example.fields and name not in example.columns
-    )
+def note_unlearned(examples: Sequence[Example]) -> Iterator[str]:
+    """Yield notes on columns that hold what was said or thought, and that are part of neither prompt nor answer."""
     unread = Counter(
         name
         for example in examples
@@ -130,13 +197,17 @@ def tell_unlearned(examples: Sequence[Example]) -> None:
         and (example.answer or name) not in str(example.row[name])
     )
     for name, count in unread.items():
-        emit(Note(f"column {name!r} of {count:,} rows is not learned: data.prompt_column = {name} learns it"))
+        yield f"column {name!r} of {count:,} rows is not learned: data.prompt_column = {name} learns it"
+    columns = Counter(
+        name
+        for example in examples
+        for name, value in example.row.items()
+        if value and is_speech(name) and name not in example.fields and name not in example.columns
+    )
     for name, count in columns.items():
-        emit(
-            Note(
-                f"column {name!r} of {count:,} rows is not learned: data.answer_column can be a template that puts it "
-                f"into the answer, as in '<think>{{{name}}}</think>{{answer}}'"
-            )
+        yield (
+            f"column {name!r} of {count:,} rows is not learned: data.answer_column can be a template that puts it into "
+            f"the answer, as in '<think>{{{name}}}</think>{{answer}}'"
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from podium.errors import DataError
 from podium.exceptions import describe_error
-from podium.rollout.tasks.chat_encoder import INSTRUCTING
+from podium.rollout.tasks.messages import INSTRUCTING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,32 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final, Literal, cast
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks.examples import Example, Messages, message_text
+from podium.rollout.tasks.fields import list_speech, shape_of
+from podium.rollout.tasks.forms import Example
+from podium.rollout.tasks.messages import Messages, message_text, number_of
+from podium.rollout.tasks.templates import Texts
 
-__all__ = [
-    "MARKING",
-    "Span",
-    "SystemPrompt",
-    "check_learned",
-    "check_others",
-    "find_mark",
-    "find_turn",
-    "mask_tokens",
-    "number_of",
-    "opens_otherwise",
-    "read_marks",
-    "read_spans",
-    "refuse_message",
-    "split_turns",
-    "text_differs_at",
-]
+__all__ = ["Span", "TurnFinder", "check_learned", "find_mark", "mask_tokens", "read_marks", "split_turns"]
+__all__ += ["text_differs_at"]
 
-MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
+_MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
 _PROBE: Final = "\ue000podium\ue000"  # begins and ends with a letter of private use, which no template writes
 _MARKS: Final = frozenset({"weight", "train", "trainable", "training", "loss_mask", "loss"})
 """Fields of a message by which the field's data say whether the turn is learned."""
@@ -43,6 +32,7 @@ _LIKE_MARKS: Final = re.compile(
 """Names that seem to say whether something is learned."""
 _UNLIKE_MARKS: Final = re.compile(r"(is_)?(masked|ignore|ignored|skip|skipped|exclude|excluded)")
 """Names that seem to say that something is not learned."""
+_SHAPES: Final = 500  # sequences of roles of which a conversation of probes is written
 
 
 @dataclass(frozen=True)
@@ -64,18 +54,6 @@ class Span:
     ended: bool
     learned: bool = True
     opening: str = ""
-
-
-class SystemPrompt(dict[str, Any]):
-    """The message of ``data.system_prompt``, which no row has."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(role="system", content=text)
-
-
-def number_of(messages: Messages, index: int) -> int:
-    """Return the number of ``messages[index]`` among those of its row, from 1."""
-    return index + 1 - isinstance(messages[0], SystemPrompt)
 
 
 def find_mark(fields: Mapping[str, Any], read: Collection[str] = ()) -> str | None:
@@ -184,23 +162,140 @@ def split_turns(example: Example) -> list[Example]:
     ]
 
 
-def find_turn(
-    text: str,
-    messages: Messages,
-    index: int,
-    written: Callable[[int, bool], str],
-    render: Callable[[Messages], str],
-    ends: Sequence[str],
-    special: Collection[str],
-) -> Span:
-    """Find the assistant's turn ``messages[index]`` in the ``text`` of all messages.
+@dataclass
+class TurnFinder:
+    """Finds what is learned of conversations.
+
+    Attributes:
+        ends: The tokens with which the template ends a turn, in their order.
+        special: The texts of the tokenizer's special tokens.
+        find_marks: Returns where the template marks the assistant's text, in characters.
+        turns: Turns that were found; of these, those that the template writes otherwise than the row has them, those
+            whose end is not learned, those that the template marks only in part, and those that stand after another
+            opening than a generated answer.
+    """
+
+    ends: Sequence[str]
+    special: Sequence[str]
+    find_marks: Callable[[Texts], list[tuple[int, int]]]
+    turns: list[int] = field(default_factory=lambda: [0, 0, 0, 0, 0])
+    _proved: set[tuple[Any, ...]] = field(default_factory=set[tuple[Any, ...]])
+
+    def find(self, texts: Texts, first: int, learned: Sequence[bool], *, marked: bool) -> list[Span]:
+        """Return the spans of the turns, up to the last one that is learned.
+
+        Args:
+            texts: Writes the conversation.
+            first: The message from which on turns are learned.
+            learned: Whether each message may be learned.
+            marked: Whether the template marks the assistant's text.
+
+        Raises:
+            ConfigError: The end of a turn cannot be told, or nothing is marked.
+            DataError: What others said would be learned, or a turn would not be.
+        """
+        if marked and not all(learned[first:]):
+            raise ConfigError(
+                "a turn is marked as not to be learned, and the chat template marks the assistant's text itself: "
+                "set data.chat_template to one without {% generation %}"
+            )
+        self._prove(texts, first, marked=marked)
+        spans = self._find_marked(texts, first) if marked else self._find_written(texts, first)
+        if marked:
+            self._check_marked(texts, spans, first)
+            self.turns[2] += sum(not span.ended for span in spans[: None if self.ends else -1])
+            return spans
+        spans = [replace(span, learned=learned[span.index]) for span in spans]
+        self.turns[0] += len(spans)
+        self.turns[1] += check_learned(texts.whole, texts.messages, spans)
+        self.turns[4] += sum(span.learned and bool(span.opening) for span in spans)
+        while spans and not spans[-1].learned:
+            spans.pop()
+        if not spans:
+            raise DataError("no turn of the conversation is learned: every turn is marked as not to be learned")
+        self.turns[2] += sum(span.learned and not span.ended for span in spans[:-1])
+        return spans
+
+    def _find_written(self, texts: Texts, first: int) -> list[Span]:
+        """A turn is what the template adds for it to what opens it, up to its end."""
+        joined = "".join(self.ends)
+        signs = [sign for sign in dict.fromkeys((joined, *self.ends[:1])) if sign]
+        return [
+            _find_turn(texts, index, signs, self.special)
+            for index in range(first, len(texts.messages))
+            if texts.messages[index]["role"] == "assistant"
+        ]
+
+    def _find_marked(self, texts: Texts, first: int) -> list[Span]:
+        """A turn is what the template marks, with the token that ends it, and without what opens the last one."""
+        text, opened = texts.whole, texts(len(texts.messages) - 1, opened=True)
+        if not text.startswith(opened):
+            raise _opens_otherwise(opened[text_differs_at(text, opened) :], "or data.chat_template to another file")
+        start = len(texts(first, opened=True)) if first else 0
+        spans = _read_spans(text, self.find_marks(texts), start, self.ends, self.special)
+        last = len(opened)
+        spans = [replace(s, start=last) if s.start < last < s.stop else s for s in spans]
+        if not spans:
+            raise ConfigError(
+                f"the chat template marks nothing of {str(texts.messages)[:60]} as the assistant's text: {_MARKING}"
+            )
+        return spans
+
+    def _check_marked(self, texts: Texts, spans: Sequence[Span], first: int) -> None:
+        """Check that no marks cover what others said, and count the turns that they cover only in part."""
+        messages, text = texts.messages, texts.whole
+        places = [0, *(at for span in spans for at in (span.start, span.stop)), len(text)]
+        parts = [text[start:stop] for start, stop in pairwise(places)]
+        turns = {at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"}
+        _check_others(text, parts[::2], messages, turns)
+        learned = "\0".join(parts[1::2])
+        self.turns[0] += len(turns)
+        self.turns[3] += sum(any(t in text and t not in learned for t in list_speech(messages[at])) for at in turns)
+
+    def _prove(self, texts: Texts, first: int, *, marked: bool) -> None:
+        """Check a conversation of the same roles in which each message says what no other does: in the conversation
+        itself, two messages may say the same.
+
+        Raises:
+            DataError: What others said would be learned, or a turn would not be.
+        """
+        messages = texts.messages
+        shape = (first, marked, *shape_of(messages))
+        if shape in self._proved or len(self._proved) >= _SHAPES:
+            return
+        self._proved.add(shape)
+        probes = [
+            f"podium{at}m" if message_text(message) or message["role"] != "assistant" else ""
+            for at, message in enumerate(messages)
+        ]
+        pairs = zip(messages, probes, strict=True)
+        probed = texts.with_messages([{**m, "content": probe} if probe else m for m, probe in pairs])
+        try:
+            spans = self._find_marked(probed, first) if marked else self._find_written(probed, first)
+        except (ConfigError, DataError):  # the template writes some texts otherwise than others
+            return
+        parts = {span: probed.whole[span.start : span.stop].lower() for span in spans}
+        if not all(probe in probed.whole.lower() for probe in probes):  # it leaves a message out
+            return
+        learned, part_of = "\0".join(parts.values()), {span.index: part for span, part in parts.items()}
+        for index, probe in enumerate(probes):
+            is_turn = index >= first and messages[index]["role"] == "assistant"
+            if probe and not is_turn and probe in learned:
+                self._proved.discard(shape)
+                raise _refuse_message(messages, index, "the model would learn to say it, and the assistant did not")
+            if probe and is_turn and not marked and probe not in part_of.get(index, ""):
+                self._proved.discard(shape)
+                raise _refuse_message(messages, index, "a part of it would not be learned")
+
+
+def _find_turn(texts: Texts, index: int, ends: Sequence[str], special: Collection[str]) -> Span:
+    """Find the assistant's turn of the message ``index`` in the text of all messages.
 
     A turn begins after what the template writes to open it. It ends with the template's sign: with that of the text
     itself where the template ends the last turn otherwise, and with the next role's token where it writes no sign.
 
     Args:
-        written: Writes so many first messages, and opens an answer if the second argument is true.
-        render: Writes other messages.
+        texts: Writes the conversation.
         ends: The signs that end the last turn of a conversation, the longest first.
         special: The texts of the tokenizer's special tokens.
 
@@ -208,29 +303,26 @@ def find_turn(
         ConfigError: The template writes the turn otherwise than it is generated, or its end cannot be told.
         DataError: The conversation begins with the turn.
     """
+    text, messages = texts.whole, texts.messages
     if index == 0:
         raise DataError(f"a conversation begins with the assistant's turn {str(messages)[:60]!r}; repair the row")
-    opened = written(index, True)
+    opened = texts(index, opened=True)
     start = len(opened) if text.startswith(opened) else text_differs_at(text, opened)
     # An earlier turn may stand without a part of what opens an answer, such as <think>. The last may not.
-    if start < len(opened) and not (index < len(messages) - 1 and text.startswith(written(index, False))):
-        raise opens_otherwise(opened[start:], f"or {MARKING}")
+    if start < len(opened) and not (index < len(messages) - 1 and text.startswith(texts(index))):
+        raise _opens_otherwise(opened[start:], f"or {_MARKING}")
+    probe = {"role": messages[index]["role"], "content": _PROBE}
+    probed = [*messages[:index], probe, *messages[index + 1 :]]
     if start < len(opened):  # the turn itself may begin as that part does
-        start = min(start, text_differs_at(render(_with_probe(messages, index)), opened))
-    closed = written(index + 1, False)
-    bounds = _find_end(text, closed, start, ends, special)
+        start = min(start, text_differs_at(texts.write(probed), opened))
+    bounds = _find_end(text, texts(index + 1), start, ends, special)
     if bounds is None:
-        bounds = _find_common_end(text, render(_with_probe(messages, index)), start, [*ends, *special])
+        bounds = _find_common_end(text, texts.write(probed), start, [*ends, *special])
     if bounds is None:
         raise ConfigError(
-            f"the chat template changes the turn {str(messages[index])[:60]} when later messages follow it: {MARKING}"
+            f"the chat template changes the turn {str(messages[index])[:60]} when later messages follow it: {_MARKING}"
         )
     return Span(index, start, bounds[0], ended=bounds[1], opening=opened[start:])
-
-
-def _with_probe(messages: Messages, index: int) -> Messages:
-    """Return messages of which one says nothing but a text that stands nowhere else."""
-    return [*messages[:index], {"role": messages[index]["role"], "content": _PROBE}, *messages[index + 1 :]]
 
 
 def _find_end(
@@ -250,8 +342,12 @@ def _find_end(
             return len(turn), True  # a call of a tool may end with a token of its own
         following = next((token for token in special if text.startswith(token, len(closed))), "")
         return len(closed) + len(following), bool(following)
-    stop = _other_end(text, closed, start, special)
-    return (stop, True) if stop else None
+    differs = text_differs_at(text, closed)
+    for token in special:
+        for at in range(max(start, differs - len(token) + 1), differs + 1):
+            if text.startswith(token, at) and _is_special(closed[at:], special):
+                return at + len(token), True
+    return None
 
 
 def _find_common_end(text: str, probed: str, start: int, tokens: Sequence[str]) -> tuple[int, bool] | None:
@@ -263,16 +359,6 @@ def _find_common_end(text: str, probed: str, start: int, tokens: Sequence[str]) 
     return (at + len(token), True) if token else None
 
 
-def _other_end(text: str, closed: str, start: int, special: Collection[str]) -> int:
-    """Return where a turn ends that ends with other special tokens in ``text`` than in ``closed``; 0 if it does not."""
-    differs = text_differs_at(text, closed)
-    for token in special:
-        for at in range(max(start, differs - len(token) + 1), differs + 1):
-            if text.startswith(token, at) and _is_special(closed[at:], special):
-                return at + len(token)
-    return 0
-
-
 def _is_special(text: str, special: Collection[str]) -> bool:
     """Whether a text consists of special tokens and white space alone, and has a special token."""
     rest = text
@@ -281,7 +367,7 @@ def _is_special(text: str, special: Collection[str]) -> bool:
     return not rest.strip() and bool(text.strip())
 
 
-def read_spans(
+def _read_spans(
     text: str, marks: Sequence[tuple[int, int]], known: int, ends: Sequence[str], special: Collection[str]
 ) -> list[Span]:
     """Return the spans that a template marks in ``text``, each with the token that ends its turn.
@@ -324,19 +410,19 @@ def check_learned(text: str, messages: Messages, spans: Sequence[Span]) -> int:
     learned = [span for span in spans if span.learned]
     for span in learned:
         if span.start < done or span.stop <= span.start:
-            raise refuse_message(messages, span.index, "its text cannot be told from another turn's")
+            raise _refuse_message(messages, span.index, "its text cannot be told from another turn's")
         outside.append(text[done : span.start])
         done = span.stop
         content = message_text(messages[span.index]).strip()
         if content and content not in text[span.start : span.stop]:
             if content in text:
-                raise refuse_message(messages, span.index, "a part of it would not be learned")
+                raise _refuse_message(messages, span.index, "a part of it would not be learned")
             rewritten += "".join(content.split()) not in "".join(text[span.start : span.stop].split())
-    check_others(text, [*outside, text[done:]], messages, {span.index for span in learned})
+    _check_others(text, [*outside, text[done:]], messages, {span.index for span in learned})
     return rewritten
 
 
-def check_others(text: str, outside: Sequence[str], messages: Messages, turns: Collection[int]) -> None:
+def _check_others(text: str, outside: Sequence[str], messages: Messages, turns: Collection[int]) -> None:
     """Check that the texts of all messages but the learned ``turns`` stand in those parts of the text that are not
     learned.
 
@@ -355,15 +441,15 @@ def check_others(text: str, outside: Sequence[str], messages: Messages, turns: C
             continue
         at = rest.find(content, rest_at)
         if at < 0:
-            raise refuse_message(messages, index, "the model would learn to say it, and the assistant did not")
+            raise _refuse_message(messages, index, "the model would learn to say it, and the assistant did not")
         rest_at = at + len(content)
 
 
-def refuse_message(messages: Messages, index: int, reason: str) -> DataError:
+def _refuse_message(messages: Messages, index: int, reason: str) -> DataError:
     """The error for a message that the template writes so that the learned text would be wrong."""
     return DataError(
         f"the chat template writes message {number_of(messages, index)} of the role {messages[index]['role']!r}, "
-        f"{message_text(messages[index])[:40]!r}, so that {reason}: {MARKING}"
+        f"{message_text(messages[index])[:40]!r}, so that {reason}: {_MARKING}"
     )
 
 
@@ -391,7 +477,7 @@ def mask_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> li
     return mask
 
 
-def opens_otherwise(opening: str, remedy: str) -> ConfigError:
+def _opens_otherwise(opening: str, remedy: str) -> ConfigError:
     """The error for a template that opens an answer with a text that a conversation's answer lacks."""
     return ConfigError(
         f"the chat template opens an answer with {opening[:40]!r}, and writes a conversation's answer without it, so "

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -17,11 +17,12 @@ from jinja2 import meta
 
 from podium.errors import ConfigError
 from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.messages import Messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GENERATION", "Looping", "chat_template", "list_variables", "run_in_time", "template_options"]
+__all__ = ["GENERATION", "Looping", "Texts", "chat_template", "list_variables", "run_in_time", "template_options"]
 
 T = TypeVar("T")
 
@@ -33,6 +34,51 @@ _PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which t
 
 class Looping(ConfigError):
     """A template does not end."""
+
+
+class Texts:
+    """What the template writes of the first messages of a conversation, each text once.
+
+    Args:
+        render: Writes messages and tools.
+        messages: The conversation.
+        tools: Its tools.
+        opened: Whether an answer is opened after the messages, unless a call says otherwise.
+    """
+
+    def __init__(
+        self, render: Callable[..., str], messages: Messages, tools: list[Any] | None, *, opened: bool = False
+    ) -> None:
+        self._render, self._opened = render, opened
+        self.messages, self.tools = messages, tools
+        self._made: dict[tuple[int, bool], str] = {}
+
+    def __call__(self, count: int, *, opened: bool | None = None) -> str:
+        """The text of the first ``count`` messages."""
+        key = count, self._opened if opened is None else opened
+        if key not in self._made:
+            self._made[key] = self._render(self.messages[:count], self.tools, opened=key[1])
+        return self._made[key]
+
+    def write(self, messages: Messages) -> str:
+        """The text of other messages."""
+        return self._render(messages, self.tools, opened=self._opened)
+
+    def try_write(self, messages: Messages, tools: Sequence[Any] | None = None) -> str | None:
+        """The text of other messages, or of other tools; None if the template refuses what it then reads."""
+        try:
+            return self._render(messages, tools or self.tools, opened=self._opened)
+        except ConfigError:
+            return None
+
+    def with_messages(self, messages: Messages) -> Texts:
+        """The texts of other messages, with the same tools."""
+        return Texts(self._render, messages, self.tools, opened=self._opened)
+
+    @property
+    def whole(self) -> str:
+        """The text of all messages."""
+        return self(len(self.messages))
 
 
 def run_in_time(work: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError, DataError
 from podium.exceptions import describe_error
-from podium.rollout.tasks.examples import half_pair
+from podium.rollout.tasks.messages import half_pair
 from podium.rollout.tasks.spans import Span, mask_tokens
 
 if TYPE_CHECKING:
