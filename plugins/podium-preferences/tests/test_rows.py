@@ -164,6 +164,19 @@ def test_figures_that_contradict_a_pair_refuse_its_row(better: str, worse: str, 
     assert len(load(tmp_path, [lengths])) == 1, "these are no figures of how good an answer is"
 
 
+def test_pairs_of_equal_scores_are_counted(tmp_path: Path) -> None:
+    pair = {"prompt": SUM, "chosen": "7", "rejected": "8"}
+    rows = [
+        {**pair, "score_chosen": 5, "score_rejected": "5.0", "scores": None},
+        {**pair, "score_chosen": 5, "score_rejected": 5, "scores": {"chosen": 2, "rejected": 1}},
+        pair,
+        {**pair, "scores": {"chosen": 0, "rejected": 0}},
+    ]
+    notes = notes_of(lambda: load(tmp_path, rows))
+    assert [note[:31] for note in notes if "equal scores" in note] == ["2 of 4 pairs have answers of eq"]
+    assert not [note for note in notes_of(lambda: load(tmp_path, rows[1:3])) if "equal scores" in note]
+
+
 def test_a_negative_margin_refuses_its_row(tmp_path: Path) -> None:
     pair = {"prompt": SUM, "chosen": "7", "rejected": "8"}
     with pytest.raises(DataError, match="line 2: column 'margin' holds -1, so that the worse answer would be"):

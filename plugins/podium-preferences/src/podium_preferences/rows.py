@@ -168,7 +168,7 @@ def read_pair(place: str, row: dict[str, Any], config: DataConfig) -> Example:
     if column not in (None, "prompt") and not is_template(column, row) and not has_column(row, column):
         hint = columns_hint(column, list_names(row))
         raise DataError(f"{place}: no column {column!r} for the prompt; {hint}; set data.prompt_column")
-    _check_figures(place, row, better, worse)
+    tied = _check_figures(place, row, better, worse)
     row = {**row, **{name: _listed(row[name], place, name) for name in (better, worse)}}
     if config.prompt_column == "prompt" and not any(
         has_column(row, name) and row.get(name) is not None for name in ("prompt", *CONVERSATIONS, *NESTED_PROMPTS)
@@ -180,7 +180,7 @@ def read_pair(place: str, row: dict[str, Any], config: DataConfig) -> Example:
             f"{place}: the conversations in {better!r} and {worse!r} differ before the answer: the prompt of one is "
             f"{str(chosen.prompt)[:60]!r}, and of the other {str(rejected.prompt)[:60]!r}; repair the row"
         )
-    return replace(chosen, preference=Preference(rejected, margin=_read_margin(place, row)))
+    return replace(chosen, preference=Preference(rejected, margin=_read_margin(place, row), tied=tied))
 
 
 def read_labeled(place: str, row: dict[str, Any], config: DataConfig) -> Example:
@@ -232,9 +232,10 @@ def _find_pair(place: str, row: Mapping[str, Any], config: DataConfig) -> tuple[
     )
 
 
-def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) -> None:
+def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) -> bool:
     """Check that no two columns with figures of the answers, such as score_chosen and score_rejected, say that the
-    worse answer is better. Raises DataError."""
+    worse answer is better. Returns whether all of them say that both are equally good. Raises DataError."""
+    ties: list[bool] = []
     parts = [_split(name) for name in (better, worse)]
     words = [next((word for word in mine if word not in other), "") for mine, other in (parts, parts[::-1])]
     for name, figure in row.items() if all(words) else ():
@@ -252,12 +253,15 @@ def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) 
         else:
             continue
         figures = [read for value in values if (read := _read_figure(value)) is not None]
+        if len(figures) == 2:
+            ties.append(figures[0] == figures[1])
         if len(figures) == 2 and (figures[0] < figures[1] if rises else figures[0] > figures[1]):
             raise DataError(
                 f"{place}: {name} = {figures[0]:g} is {'less' if rises else 'more'} than {other} = {figures[1]:g}, so "
                 "that the pair would teach the worse answer: exchange the answers, take both columns out if they do "
                 "not say which answer is better, or leave such rows out with data.bad_rows drop"
             )
+    return bool(ties) and all(ties)
 
 
 def _split(name: str) -> list[str]:
@@ -376,6 +380,13 @@ def encode_preferences(
         raise DataError(
             f"{single:,} of {len(rows):,} rows are answers with labels, and the others are pairs: give either, in data "
             "of their own"
+        )
+    if tied := sum(row.preference is not None and row.preference.tied for row in rows):
+        emit(
+            Note(
+                f"{tied:,} of {len(rows):,} pairs have answers of equal scores or ranks: their columns alone say which "
+                "answer is the better one; take such rows out if they are ties"
+            )
         )
     _tell_labels(rows)
     with_margin = sum(row.preference is not None and row.preference.margin is not None for row in rows)

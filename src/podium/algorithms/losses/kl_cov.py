@@ -47,6 +47,7 @@ def kl_cov(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     KL-Cov: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
     arXiv:2505.22617, section 4.2. ``r = exp(logprobs - old_logprobs)``. The paper penalizes KL(old ‖ new) and does not
     say how it is estimated; this function follows the authors' code, which takes ``|log r|``. Nothing is clipped.
+    ``|log r|`` has no gradient where r is 1, so the penalty counts from the second update of a step on.
     """
     chosen_N, difference_N = inputs.figures["chosen"], log_ratio(inputs)
     penalty_N = config.read_options(KlCovOptions).kl_cov_coef * chosen_N * difference_N.abs()

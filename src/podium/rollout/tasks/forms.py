@@ -58,11 +58,13 @@ class Preference:
         rejected: The example with the worse answer to the same prompt; None where answers have labels.
         desirable: The label.
         margin: By how much the answer is better than the rejected one; None where the data do not say.
+        tied: Whether the data give both answers of a pair the same score or rank.
     """
 
     rejected: Example | None = None
     desirable: bool = True
     margin: float | None = None
+    tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ def find_unused_settings(config: InferenceConfig) -> list[str]:
         unused.append("data.split_turns = true has no effect: only supervised fine-tuning learns turns of the data")
     if isinstance(config, PPOConfig):
         unused += [*_list_by_function(config.algorithm), *_list_of_algorithm(config), *_list_of_run(config)]
+        unused += _list_without_signal(config)
     if not config.environment.name:
         return unused
     return unused + [
@@ -58,6 +59,13 @@ def _list_of_training(config: PPOConfig | SFTConfig) -> Iterator[str]:
         for key, value in {"eval.every": config.eval.every, "save.keep_best": config.save.keep_best}.items():
             if value:
                 yield f"{key} = {value} has no effect with eval.items = 0, which leaves all evaluations out"
+        data = config.data
+        is_shared = data.holdout > 0 and not any(data.eval_sets.values()) and not config.environment.name
+        if is_shared and data.train_sources and all(map(means_files, data.train_sources)):
+            yield (
+                f"data.holdout = {data.holdout:g} keeps examples for podium eval, although the run evaluates none "
+                "(eval.items = 0): set data.holdout to 0 to train on all of them"
+            )
 
 
 def _list_of_data(config: InferenceConfig) -> Iterator[str]:
@@ -132,6 +140,18 @@ def _list_of_algorithm(config: PPOConfig) -> Iterator[str]:
             f"algorithm.options.weight_cap = {options['weight_cap']!r} has no effect with algorithm.correction = "
             "'auto' and run.schedule = 'sync', which need no correction: set algorithm.correction to truncate"
         )
+
+
+def _list_without_signal(config: PPOConfig) -> Iterator[str]:
+    """Yield a sentence for what leaves nothing to learn."""
+    algorithm = config.algorithm
+    if "kl_cov" in algorithm.losses and algorithm.updates == 1 and algorithm.ratio_to == "old":
+        yield (
+            "algorithm.options.kl_cov_coef has no effect where a step is one update: its penalty is |log r|, which has "
+            "no gradient where the ratio r is 1; raise algorithm.epochs.count or algorithm.minibatches"
+        )
+    if config.reward.weights and not any(config.reward.weights) and algorithm.advantage != "gdpo":
+        yield "reward.weights are all 0, so that every completion scores 0 and nothing is learned of the rewards"
 
 
 def _list_of_run(config: PPOConfig) -> Iterator[str]:
