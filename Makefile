@@ -128,7 +128,7 @@ test-newest:  ## tests of models, training and engines with the newest libraries
 
 test-wheel: $(STAMP)  ## build the wheel and use it in a fresh environment without extras and compiler: two minutes
 	@rm -rf dist
-	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist . ./plugins/podium-inference ./plugins/podium-migration ./plugins/podium-native ./plugins/podium-view
+	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist . ./plugins/podium-completion ./plugins/podium-inference ./plugins/podium-migration ./plugins/podium-native ./plugins/podium-view
 	@rm -rf .venvs/$@
 	@$(WHEEL_PYTHON) -m venv .venvs/$@
 	@.venvs/$@/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)

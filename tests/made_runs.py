@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -252,6 +253,27 @@ def _write_trouble(folder: Path) -> None:
         "2026-11-23 07:34:34,983 INFO podium: it begins\n2026-11-23 07:34:35,983 WARNING podium: it is \x1b[31mred\n"
         'Traceback (most recent call last):\n  File "x.py", line 3, in f\n    g()\nValueError: no <b>number</b>\n'
     )
+
+
+def make_run(
+    path: Path, *, steps: int = 3, seed: int = 0, lr: float = 1e-5, offset: float = 0.0, **summary: Any
+) -> Path:
+    """The files of a run with ``steps`` rows."""
+    path.mkdir(parents=True)
+    (path / ".lock").touch()
+    config = {"run": {"name": path.name, "seed": seed, "steps": 3}, "optim": {"lr": lr}, "data": {"train": "a.jsonl"}}
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [
+        {"kind": "step", "step": step, "time": 10.0 * step, "loss": 0.0, "reward/mean": offset + 0.1 * step}
+        for step in range(1, steps + 1)
+    ]
+    rows += [{"kind": "eval", "step": steps, "time": 99.0, "accuracy": 0.25, "items": 4, "reward_mean": 0.5}] * bool(
+        steps
+    )
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if summary:
+        (path / "summary.json").write_text(json.dumps({"steps": steps, "wall_s": 72.0, **summary}))
+    return path
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def test_the_core_names_no_plugin() -> None:
     words = {
         "agents",
         "changes",
+        "completion",
         "curves",
         "dryrun",
         "inference",

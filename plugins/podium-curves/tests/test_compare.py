@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from podium.cli import main
-from tests.unit.cli.test_runs import make_run
+from tests.made_runs import make_run
 
 
 def test_runs_are_compared_and_seeds_are_a_band(

@@ -26,9 +26,7 @@ __all__ = ["COMMANDS", "describe_commands", "find_commands", "load_command", "ma
 
 COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft, or a recipe of a package"),
-    "runs": ("runs", "list runs; show or remove them"),
     "backends": ("backends", "list the installed backends, and what each can do"),
-    "completion": ("completion", "print a script for completion in bash, zsh or fish"),
 }
 
 

@@ -91,7 +91,7 @@ def test_mistakes_and_help_wait_for_no_heavy_import(words: str, said: str, neede
     [
         (
             ["trian"],
-            "there is no command 'trian'; did you mean 'train'?; the commands are train, runs, backends,",
+            "there is no command 'trian'; did you mean 'train'?; the commands are train, backends, ",
         ),
         (["EVAL"], "; did you mean 'eval'?"),
         (["fly"], "there is no command 'fly'; the commands are train, "),

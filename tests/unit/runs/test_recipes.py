@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from podium.cli import main
-from podium.cli.completion import run_completion
 from podium.config import section
 from podium.errors import ConfigError
 from podium.runs import recipes
 from podium.runs.config import GRPOConfig
 from podium.runs.recipes import Recipe, find_recipe, list_recipes, recipe_of
+from podium_completion import run_completion
 
 
 @section()

@@ -9,32 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from podium.cli import main
 from podium.runs.run_files import RunFiles
 from podium.runs.stored_models import find_model
-
-
-def make_run(
-    path: Path, *, steps: int = 3, seed: int = 0, lr: float = 1e-5, offset: float = 0.0, **summary: Any
-) -> Path:
-    """The files of a run with ``steps`` rows."""
-    path.mkdir(parents=True)
-    (path / ".lock").touch()
-    config = {"run": {"name": path.name, "seed": seed, "steps": 3}, "optim": {"lr": lr}, "data": {"train": "a.jsonl"}}
-    (path / "config.yaml").write_text(yaml.safe_dump(config))
-    rows = [
-        {"kind": "step", "step": step, "time": 10.0 * step, "loss": 0.0, "reward/mean": offset + 0.1 * step}
-        for step in range(1, steps + 1)
-    ]
-    rows += [{"kind": "eval", "step": steps, "time": 99.0, "accuracy": 0.25, "items": 4, "reward_mean": 0.5}] * bool(
-        steps
-    )
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if summary:
-        (path / "summary.json").write_text(json.dumps({"steps": steps, "wall_s": 72.0, **summary}))
-    return path
+from tests.made_runs import make_run
 
 
 def test_runs_are_listed_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,18 +111,14 @@ def test_a_command_of_no_package_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("podium.cli.entry_points", lambda group: [])
+    own = EntryPoint("runs", "podium_view.runs:run_runs", "podium.commands")
+    monkeypatch.setattr("podium.cli.entry_points", lambda group: [own])
     assert main(["runs", "compare", "a", "b"]) == 2
     assert "pip install ./plugins/podium-NAME" in capsys.readouterr().err
-    entry = EntryPoint("runs count", f"{__name__}:count_words", "podium.commands")
-    monkeypatch.setattr("podium.cli.entry_points", lambda group: [entry])
-    assert main(["runs", "count", "a", "b"]) == 7
+    entry = EntryPoint("runs count", "builtins:len", "podium.commands")
+    monkeypatch.setattr("podium.cli.entry_points", lambda group: [own, entry])
+    assert main(["runs", "count", "a", "b", "c"]) == 3, "what the function returns for its words"
     assert main(["runs", "cuont", "a"]) == 2
     assert "did you mean 'count'?; its commands are clean, count" in capsys.readouterr().err
     make_run(tmp_path / "count")
     assert main(["runs", "count"]) == 0, "a run of this name is shown"
-
-
-def count_words(words: list[str]) -> int:
-    assert words == ["a", "b"]
-    return 7
