@@ -98,7 +98,7 @@ def check_training(folder: Path) -> None:
 def check_extras(folder: Path) -> None:
     """What is not installed is named with its remedy before anything starts."""
     cases: list[tuple[str, dict[str, str], list[str]]] = [
-        ("pip install 'reasoning-gym>", {"data.train": "reasoning_gym:basic_arithmetic"}, []),
+        ("entry point group podium.tasks", {"data.train": "reasoning_gym:basic_arithmetic"}, []),
         ("entry point group podium.rewards", {"reward.name": "math"}, []),
         ("pip install ./plugins/podium-NAME", {}, ["--backend", "ray"]),
         ("entry point group podium.backends", {}, ["--backend", "another"]),

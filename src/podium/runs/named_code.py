@@ -39,7 +39,8 @@ from podium.errors import ConfigError, DataError
 from podium.functions import OF_SCRIPT, find_installed, is_installed
 from podium.rewards.resolve import GROUP, NAMED_REWARDS
 from podium.rollout.engines.config import AUTO, OWN_OPTIONS, REPLAY, find_engines
-from podium.rollout.tasks.gym import PREFIX
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.rows import find_generator, is_generated
 from podium.runs.files import LOCK
 from podium.runs.named_files import PLACES, find_again, find_current_values
 from podium.runs.run_files import RunFiles
@@ -140,9 +141,16 @@ def _list_values(config: Any) -> Iterator[tuple[Keys, Any]]:
     if config.environment.name:
         yield ("environment", "name"), config.environment.name
         yield from _list_options(("environment", "options"), config.environment.own_options)
-    sources = (*config.data.train_sources, *config.data.eval_sets.values())
-    if not all(source.startswith(PREFIX) for source in filter(None, sources)):
-        options = {name: value for name, value in config.data.options.items() if name not in _DATA_OPTIONS}
+    yield from _list_data(config.data)
+
+
+def _list_data(data: DataConfig) -> Iterator[tuple[Keys, Any]]:
+    sources = [source for source in (*data.train_sources, *data.eval_sets.values()) if source]
+    for source in sources:
+        if (entry := find_generator(source)) is not None and not is_installed(entry):
+            yield ("data", "train" if source in data.train_sources else "eval"), source
+    if not all(map(is_generated, sources)):
+        options = {name: value for name, value in data.options.items() if name not in _DATA_OPTIONS}
         yield from _list_options(("data", "options"), options)
 
 

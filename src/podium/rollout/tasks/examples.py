@@ -2,7 +2,7 @@
 
     files ─┐
     hub ───┼─▶ (place, row) ─▶ Example ─▶ training side or held-out side ─▶ at most `limit`
-    gym ───┘
+    tasks ─┘
 
 The side of an example depends on the text of its prompt alone: on no seed, no order and no other row. The sides are
 therefore disjoint in every run and with every seed, and equal prompts are on one side.
@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeGuard
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks import gym
 from podium.rollout.tasks.bad_rows import BadRows, name_place
 from podium.rollout.tasks.config import DataConfig, name_sources, show_sources
 from podium.rollout.tasks.forms import (
@@ -61,6 +60,8 @@ from podium.rollout.tasks.rows import (
     columns_hint,
     dataset_rows,
     find_files,
+    generate_rows,
+    is_generated,
     means_files,
     read_rows,
     split_names,
@@ -133,7 +134,7 @@ def _load_source(
 ) -> list[Example]:
     """Load the examples of one side of one source. ``shares`` says whether the training side is from this source,
     too."""
-    if not source.startswith(gym.PREFIX):
+    if not is_generated(source):
         return _read_examples(source, config, held_out, limit, read)
     shared = shares and bool({"", source} & {*config.eval_sets.values()})  # both sides are picked from one task
     side = (config.holdout if held_out else 1 - config.holdout) if shared else 1.0
@@ -142,7 +143,7 @@ def _load_source(
 
 def _refuse_empty(source: str, config: DataConfig, held_out: bool) -> NoReturn:
     """Raise DataError: ``source`` has no examples for one side."""
-    if not held_out and not config.eval and config.holdout > 0 and not source.startswith(gym.PREFIX):
+    if not held_out and not config.eval and config.holdout > 0 and not is_generated(source):
         raise DataError(
             f"{source} holds no examples to train on with data.holdout = {config.holdout:g}: all of them are held out; "
             "set data.eval to held-out data, or lower data.holdout"
@@ -165,7 +166,7 @@ def check_data(config: DataConfig) -> None:
     if not config.train:
         raise ConfigError(f"data.train is not set: {_SPECS}")
     for spec in (*config.train_sources, *config.eval_sets.values()):
-        if spec and not spec.startswith(gym.PREFIX) and means_files(spec):
+        if spec and not is_generated(spec) and means_files(spec):
             find_files(spec)
 
 
@@ -177,7 +178,7 @@ def _generate_examples(
     since = 0
     if config.prompt_column == "prompt":
         config = replace(config, prompt_column="question")
-    for location, row in gym.generate_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
+    for location, row in generate_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
         example = map_columns(location, row, config)
         prompt = _text(example.prompt)
         since += 1

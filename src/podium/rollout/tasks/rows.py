@@ -11,20 +11,24 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Final, cast
 
-from podium.errors import DataError
+from podium.errors import ConfigError, DataError
 from podium.exceptions import read_text
+from podium.extras import explain_packages
+from podium.functions import find_installed, load_installed
 from podium.hub import explain_offline, look_for_hub
 from podium.telemetry import Note, emit
 
-__all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "means_files", "read_rows", "split_names"]
-__all__ += ["tell_splits"]
+__all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "find_generator", "generate_rows", "is_generated"]
+__all__ += ["means_files", "read_rows", "split_names", "tell_splits"]
 
 PlacedRow = tuple[str, dict[str, Any] | DataError]
 """The place of a row, as in "train.jsonl, line 3", and its columns, or why it has none."""
 
+_TASKS: Final = "podium.tasks"  # the group of entry points that generate rows
 _Binary = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
 _PACKED: Final = (".gz", ".bz2", ".xz", ".zst")
 _TEXTS: Final = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -32,6 +36,39 @@ _SUFFIXES: Final = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _P
 _OPEN: Final = ("tools", "tool_calls")  # fields whose entries have fields of their own
 _ROWS: Final = 1000  # of a dataset that are in memory at a time
 _LONGEST_FIELD: Final = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is less than a long document
+
+
+def is_generated(spec: str) -> bool:
+    """Whether ``spec`` names a task that a package generates, as in ``reasoning_gym:chain_sum``."""
+    return spec.startswith("reasoning_gym:") or find_generator(spec) is not None
+
+
+def find_generator(spec: str) -> EntryPoint | None:
+    """Return the entry point that generates the task ``spec``; None if no installed package has it.
+
+    Raises:
+        ConfigError: Several packages have one of this name.
+    """
+    name, sign, _ = spec.partition(":")
+    return find_installed(_TASKS, name, "data.train") if sign else None
+
+
+def generate_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the columns of problems, as many as are taken. The same seed gives the same problems.
+
+    The function of an entry point of the group ``podium.tasks``, whose name stands before the colon of ``spec``, makes
+    them of these arguments.
+
+    Raises:
+        ConfigError: No installed package generates such tasks, or this one with these options.
+    """
+    if (entry := find_generator(spec)) is None:
+        name = spec.partition(":")[0]
+        raise ConfigError(
+            f"{spec} needs a package that generates the tasks of {name}, and none is installed: "
+            f"{explain_packages(_TASKS, name)}"
+        )
+    return load_installed(entry, "data.train")(spec, options, seed)
 
 
 def means_files(spec: str) -> bool:

@@ -22,6 +22,8 @@ import pytest
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import DataConfig, Example, check_data, load_examples
+from podium.runs.config import GRPOConfig
+from podium.runs.named_code import list_code
 from podium.telemetry import Event, Note, subscribe
 
 GSM8K = Path(__file__).resolve().parents[5] / "shared" / "data" / "gsm8k"
@@ -541,3 +543,29 @@ def test_maps_of_parquet_are_mappings_and_those_with_two_values_of_one_name_are_
         else:
             with pytest.raises(DataError, match=r"a\.parquet, row 2: column 'messages' cannot be read: one object has"):
                 load(path)
+
+
+def test_a_package_generates_tasks_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "squares_of_test.py").write_text(
+        "from itertools import count\n"
+        "def generate(spec, options, seed):\n"
+        "    for n in count(seed):\n"
+        "        yield f'{spec}, number {n}', {'question': f'{n} squared', 'answer': n * n + options.get('more', 0)}\n"
+    )
+    metadata = tmp_path / "squares-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: squares\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[podium.tasks]\nsquares = squares_of_test:generate\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = DataConfig(train="squares:small", options={"more": 1}, train_items=5, holdout=0.0)
+    examples = load_examples(config.train, config, seed=3)
+    assert [(e.prompt, e.answer) for e in examples] == [(f"{n} squared", str(n * n + 1)) for n in range(3, 8)]
+    assert examples[0].place == "squares:small, number 3"
+    assert (("data", "train"), "squares:small") in list_code(GRPOConfig(data=config)), "it is not where packages are"
+    monkeypatch.setattr("podium.rollout.tasks.rows.find_installed", lambda *_: None)
+    for spec, message in (
+        ("reasoning_gym:gcd", "reasoning_gym:gcd needs a package .*group podium.tasks.*plugins/podium-rewards"),
+        ("squares:small", "neither a file nor a dataset"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            load_examples(spec, replace(config, train=spec))

@@ -1,4 +1,4 @@
-"""Tasks that reasoning-gym generates."""
+"""Tasks that reasoning-gym generates: the sources ``reasoning_gym:TASK`` of ``data.train``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from podium.errors import ConfigError
 from podium.extras import install_command
 from podium.telemetry import Note, emit
 
-__all__ = ["PREFIX", "generate_rows"]
+__all__ = ["generate_rows"]
 
-PREFIX: Final = "reasoning_gym:"
+_PREFIX: Final = "reasoning_gym:"
 _RESERVED: Final = ("seed", "size")
 _BLOCK: Final = 1000  # problems of a dataset object; some tasks prepare all of them when the object is made
 _PATIENCE_S: Final = 10.0  # seconds of generating before a note says what takes so long
@@ -53,11 +53,11 @@ def _check(spec: str, options: Mapping[str, Any]) -> None:
             f"{spec} needs reasoning-gym, which cannot be imported ({error}): {install_command('tasks')} "
             "(pycosat, which it needs, is built by a C compiler)"
         ) from error
-    task = spec.removeprefix(PREFIX)
+    task = spec.removeprefix(_PREFIX)
     registry: dict[str, Any] = reasoning_gym.factory.DATASETS
     if task not in registry:
         near = difflib.get_close_matches(task, registry, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(PREFIX + name for name in near)}?" if near else f"it has {len(registry)}"
+        hint = f"did you mean {' or '.join(_PREFIX + name for name in near)}?" if near else f"it has {len(registry)}"
         raise ConfigError(f"{spec}: reasoning-gym {reasoning_gym.__version__} has no task {task!r}; {hint}")
     names = [field.name for field in dataclasses.fields(registry[task][1]) if field.name not in _RESERVED]
     for name in options:
@@ -111,7 +111,7 @@ class _Series:
     def _draw(self) -> Iterator[dict[str, Any]]:
         import reasoning_gym
 
-        task = self._spec.removeprefix(PREFIX)
+        task = self._spec.removeprefix(_PREFIX)
         block = 0
         while True:
             try:
