@@ -24,7 +24,7 @@ import os
 import podium
 import pytest
 from podium_testing import BackendContract, Target, processes, scripts
-from podium.runtime.calls import ProcessCalls
+from podium.runtime.calls.process_calls import ProcessCalls
 from tests.contract.broken_backend import FAULTS, HANGS, PATIENCE_S, STAYS
 
 LOADED = ("podium_testing.workers", "torch")

@@ -354,11 +354,11 @@ def test_the_stack_of_a_process_that_a_signal_stopped(faulty: Handle[Faulty]) ->
     def stop_and_wait(seconds: float) -> None:
         slow = faulty.sleep_or_gather.within(timeout_s=seconds).submit(1)
         time.sleep(seconds / 2)
-        os.kill(faulty.group.processes.pids[1], signal.SIGSTOP)
+        os.kill(faulty.group.pids[1], signal.SIGSTOP)
         try:
             slow.result()
         finally:
-            os.kill(faulty.group.processes.pids[1], signal.SIGCONT)
+            os.kill(faulty.group.pids[1], signal.SIGCONT)
 
     says = r"signal has stopped process \d+: .*, at\n +Faulty\.sleep_or_gather \(fault_"
     pass_deadline(faulty, stop_and_wait, says)

@@ -131,22 +131,17 @@ class Surroundings(NamedTuple):
             os.chdir(self.cwd)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         keep_freed_memory()
-        _draw_apart()
+        random.seed()  # by the system, as in a new process: a fork has its parent's numbers to come
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            numpy_random.seed()
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.default_generator.seed()
         with without_collector():
             for module in self.preload:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(module)
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(self.threads)
-
-
-def _draw_apart() -> None:
-    """Seed what draws random numbers by the system, as in a new process: a fork has its parent's numbers to come."""
-    random.seed()
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()
 
 
 def keep_freed_memory() -> None:

@@ -20,7 +20,7 @@ from podium.errors import DataError
 __all__ = ["Batch", "Column"]
 
 Column = Tensor | TensorRef | Jagged | list[Any]
-Given = Column | np.ndarray[Any, Any]
+ColumnSource = Column | np.ndarray[Any, Any]
 """What a batch can be made of: its kinds of columns, and arrays, which become tensors."""
 
 K = TypeVar("K")
@@ -46,7 +46,7 @@ class Batch(Rows):
 
     __slots__ = ("_columns", "_rows", "meta")
 
-    def __init__(self, columns: Mapping[str, Given], meta: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, columns: Mapping[str, ColumnSource], meta: Mapping[str, Any] | None = None) -> None:
         self._columns = {name: _column(name, column) for name, column in columns.items()}
         self.meta: dict[str, Any] = dict(meta or {})
         lengths = {name: len(column) for name, column in self._columns.items()}
@@ -152,7 +152,7 @@ class Batch(Rows):
         ragged = TakenRows(rows)
         return self._map(lambda column: _take(column, rows, ragged), len(rows))
 
-    def with_columns(self, columns: Mapping[str, Given] | None = None, /, **named: Given) -> Batch:
+    def with_columns(self, columns: Mapping[str, ColumnSource] | None = None, /, **named: ColumnSource) -> Batch:
         """Return this batch with columns added or replaced."""
         return Batch({**self._columns, **(columns or {}), **named}, self.meta)
 

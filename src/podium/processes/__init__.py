@@ -31,55 +31,43 @@ Rewards and tools are kept from secrets that they do not name. Environments and 
 and trackers.
 """
 
-from podium.processes.channel import HEADER, Channel, Frame, FrameError, Requests, make_frame, read_frame
-from podium.processes.fork_server import ForkServer, serve_forks
-from podium.processes.handover import close_memory, hide_secrets, open_own
+from podium.processes.channel import (
+    HEADER as HEADER,
+    Channel as Channel,
+    Frame as Frame,
+    FrameError as FrameError,
+    Requests as Requests,
+    make_frame as make_frame,
+    read_frame as read_frame,
+)
+from podium.processes.fork_server import ForkServer as ForkServer, serve_forks as serve_forks
+from podium.processes.handover import close_memory as close_memory, hide_secrets as hide_secrets, open_own as open_own
 from podium.processes.launcher import (
-    Launched,
-    command,
-    end_launched,
-    import_path,
-    open_log,
-    temporary_directory,
-    working_directory,
+    Launched as Launched,
+    command as command,
+    end_launched as end_launched,
+    import_path as import_path,
+    open_log as open_log,
+    temporary_directory as temporary_directory,
+    working_directory as working_directory,
 )
 from podium.processes.limits import (
-    LARGEST_KEPT,
-    LONGEST_BODY,
-    START_LIMIT_S,
-    explain_limit,
-    limit_memory,
-    raise_descriptor_limit,
+    LARGEST_KEPT as LARGEST_KEPT,
+    LONGEST_BODY as LONGEST_BODY,
+    START_LIMIT_S as START_LIMIT_S,
+    explain_limit as explain_limit,
+    limit_memory as limit_memory,
+    raise_descriptor_limit as raise_descriptor_limit,
 )
-from podium.processes.supervisor import Supervisor, supervise
+from podium.processes.supervisor import Supervisor as Supervisor, supervise as supervise
 from podium.processes.table import (
-    become_subreaper,
-    children_of,
-    descendants_of,
-    describe_exit,
-    end_of,
-    is_ending,
-    is_stopped,
-    kill,
-    kill_marked,
+    become_subreaper as become_subreaper,
+    children_of as children_of,
+    descendants_of as descendants_of,
+    describe_exit as describe_exit,
+    end_of as end_of,
+    is_ending as is_ending,
+    is_stopped as is_stopped,
+    kill as kill,
+    kill_marked as kill_marked,
 )
-
-__all__ = ["HEADER", "LARGEST_KEPT", "LONGEST_BODY", "START_LIMIT_S", "Channel", "ForkServer", "Frame", "FrameError"]
-__all__ += ["Launched", "Requests", "Supervisor"]
-__all__ += ["become_subreaper", "children_of", "command", "descendants_of", "describe_exit", "end_launched", "end_of"]
-__all__ += ["explain_limit"]
-__all__ += [
-    "close_memory",
-    "hide_secrets",
-    "import_path",
-    "is_ending",
-    "is_stopped",
-    "kill",
-    "kill_marked",
-    "limit_memory",
-    "make_frame",
-    "open_log",
-    "open_own",
-]
-__all__ += ["raise_descriptor_limit", "read_frame", "serve_forks", "supervise", "temporary_directory"]
-__all__ += ["working_directory"]

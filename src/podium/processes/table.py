@@ -7,18 +7,8 @@ import signal
 from pathlib import Path
 from typing import Final
 
-__all__ = [
-    "become_subreaper",
-    "children_of",
-    "descendants_of",
-    "describe_exit",
-    "end_of",
-    "is_ending",
-    "is_stopped",
-    "kill",
-    "kill_marked",
-    "kill_with_parent",
-]
+__all__ = ["become_subreaper", "children_of", "descendants_of", "describe_exit", "end_of", "is_ending", "is_stopped"]
+__all__ += ["kill", "kill_marked", "kill_with_parent"]
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -67,28 +57,29 @@ def descendants_of(pid: int) -> list[int]:
 
 def is_ending(pid: int) -> bool:
     """Return whether a process of this machine has ended or is about to: the kernel closes its files by and by."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return state in "ZX" or bool(int(fields[5]) & _PF_EXITING)
-    except (OSError, ValueError):
-        return True
+    state, *fields = _read_stat(pid) or ["X"]
+    return state in "ZX" or bool(int(fields[5]) & _PF_EXITING)
 
 
 def end_of(pid: int) -> int | None:
     """Return the wait status with which a process of this machine ends: the kernel knows it from the signal on, and
     tells the parent when the process's memory is freed. None if nothing is known, or no longer."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_EXIT_CODE])
-    except (OSError, ValueError, IndexError):
-        return None
+    fields = _read_stat(pid)
+    return int(fields[_EXIT_CODE]) if len(fields) > _EXIT_CODE else None
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process of this machine does not run because a signal such as SIGSTOP has stopped it."""
+    return _read_stat(pid)[:1] in (["T"], ["t"])
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Return the fields of the kernel's table about a process that come after its name, the first of which is its
+    state; none if the process has ended, or this system has no such table."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):  # it has ended, or this system has no such table
-        return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def kill_marked(entry: str) -> None:

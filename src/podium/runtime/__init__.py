@@ -1,7 +1,7 @@
 """The control layer: workers, endpoints, pools, groups and calls over any backend."""
 
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.calls import Call, wait
+from podium.runtime.calls.call import Call, wait
 from podium.runtime.cluster import Cluster
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
 from podium.runtime.colocation import Colocated, colocate

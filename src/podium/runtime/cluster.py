@@ -10,14 +10,16 @@ import re
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
-from podium.runtime.calls import ProcessCalls, ProgressWatch, Watch, refuse_in_a_fork
+from podium.runtime.calls.call import Watch, refuse_in_a_fork
+from podium.runtime.calls.process_calls import ProcessCalls
+from podium.runtime.calls.progress import ProgressWatch
 from podium.runtime.colocation import Colocated, is_colocated
 from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoints import Returns, endpoints_of
@@ -242,7 +244,9 @@ class Cluster:
             ConfigError: ``worker`` is not a bound Podium worker, a mesh does not fit, or the backend cannot do this.
         """
         self._refuse_unless_open("start", detached)
-        _check_seconds(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+        for argument, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
+            if not isinstance(seconds, Real) or not float(seconds) > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(f"start({argument}={seconds!r}): expected a number of seconds above 0")
         start_timeout_s = min(start_timeout_s, threading.TIMEOUT_MAX)
         until = time.monotonic() + start_timeout_s
         if returns not in ("value", "ref"):
@@ -260,7 +264,9 @@ class Cluster:
             shared = None if into is None else _processes_of(into, pool, how, self._backend)
             slots = self._check_pool(pool, how) if shared is None else shared.pool
             meshes = _with_default(meshes, len(slots))
-            _check_profile(profile, bounds, len(slots))
+            if profile is not None:
+                methods = [(role, method) for role, bound in bounds.items() for method in endpoints_of(bound.cls)]
+                profile.check([*(method for _, method in methods), *map(".".join, methods)], len(slots))
             roles = {
                 role: Role(bound, meshes, timeout_s, returns, int(seed), profile) for role, bound in bounds.items()
             }
@@ -327,7 +333,7 @@ class Cluster:
         """
         self._refuse_unless_open("attach", detached=True)
         processes, record = ProcessSet.attach(self._backend, self._watch, name)
-        if (alive := len(processes.pids)) < processes.size:
+        if (alive := len(processes.calls.handles)) < processes.size:
             processes.close()
             raise ConfigError(
                 f"group {name!r} has lost {processes.size - alive} of its {processes.size} ranks; end it with "
@@ -522,9 +528,13 @@ def _check_env(env: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(f"start(env={_kind(env)}): expected a dict of names of variables and their texts")
     for name, value in env.items():
         texts = isinstance(name, str) and isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not texts or not name or "=" in name or "\0" in name + value or not _encodes(name + value):
+        entry = b""
+        if texts and name and "=" not in name and "\0" not in name + value:
+            with suppress(UnicodeEncodeError):  # half of a surrogate pair, which no operating system takes
+                entry = os.fsencode(name + value)
+        if not entry:
             raise ConfigError(f"start(env={{{name!r}: {value!r}}}): expected the name of a variable and its text")
-        if len(os.fsencode(name + value)) > LONGEST_VARIABLE:
+        if len(entry) > LONGEST_VARIABLE:
             raise ConfigError(
                 f"start(env={{{name!r}: ...}}): {len(value)} characters are too long for Linux, which gives a "
                 "program at most 128 KiB of each variable; pass the text to the constructor, or a file's name"
@@ -532,29 +542,8 @@ def _check_env(env: Mapping[str, str]) -> dict[str, str]:
     return dict(env)
 
 
-def _encodes(text: str) -> bool:
-    """Whether an operating system takes ``text``, which half of a surrogate pair is not."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:120]
-
-
-def _check_profile(profile: Profile | None, bounds: Mapping[str, Bound[Any]], ranks: int) -> None:
-    if profile is not None:
-        methods = [(name, method) for name, bound in bounds.items() for method in endpoints_of(bound.cls)]
-        profile.check([*(method for _, method in methods), *map(".".join, methods)], ranks)
-
-
-def _check_seconds(**given: object) -> None:
-    for name, seconds in given.items():
-        if not isinstance(seconds, Real) or not float(seconds) > 0:
-            raise ConfigError(f"start({name}={seconds!r}): expected a number of seconds above 0")
 
 
 def _processes_of(into: Any, pool: ResourcePool | None, how: StartOptions, backend: Backend) -> ProcessSet:

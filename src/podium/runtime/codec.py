@@ -46,6 +46,7 @@ FEW_RUNS = 8
 """So many runs of a reference travel as a list of numbers, which pickles faster than an array."""
 
 _PLAIN = (int, float, str, bool, bytes, type(None))
+_RAISED = (Exception, SystemExit, GeneratorExit)  # by pickle, which runs code of any class, but for Ctrl-C
 
 
 class _Here(threading.local):
@@ -135,11 +136,7 @@ def encode(
     buffers: list[pickle.PickleBuffer] = []
     try:
         return _dump(value, buffers, blocks), buffers
-    except (
-        Exception,
-        SystemExit,
-        GeneratorExit,
-    ) as error:  # pickle runs code of any class, which may raise anything
+    except _RAISED as error:
         raise SerializationError(f"{where} does not pickle: {_blame(value)}{describe_error(error)}") from error
 
 
@@ -169,11 +166,7 @@ def decode(
         return pickle.loads(data, buffers=buffers)
     except (RefLostError, StoreFullError, DataError):
         raise
-    except (
-        Exception,
-        SystemExit,
-        GeneratorExit,
-    ) as error:  # unpickling runs code of any class, too
+    except _RAISED as error:
         raise SerializationError(f"{where} does not unpickle: {describe_error(error)}") from error
     finally:
         if blocks or _here.opened:
@@ -228,7 +221,7 @@ def copy_value(
         loader = cast(Any, _Loader(stream, buffers=[bytearray(buffer.raw()) for buffer in buffers]))
         loader.kept = kept
         return loader.load()
-    except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - the call itself fails with it, and says where
+    except _RAISED:  # the call itself fails with it, and says where
         return value
 
 
@@ -239,7 +232,7 @@ def _blame(value: object, depth: int = 6) -> str:
     for key, entry in _parts(value):
         try:
             _dump(entry, [], [])
-        except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - the search is for the entry that raises, whatever it raises
+        except _RAISED:
             return f"{key!r} ({type(entry).__name__}): {_blame(entry, depth - 1)}"
     return ""
 

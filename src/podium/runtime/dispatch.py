@@ -14,20 +14,8 @@ from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 from podium.errors import ConfigError, DataError
 from podium.runtime.rows import count_rows, open_rows, row_groups, slice_rows, take_rows, token_lengths
 
-__all__ = [
-    "Among",
-    "Arguments",
-    "Checked",
-    "Dispatch",
-    "Mesh",
-    "PerRank",
-    "Ranks",
-    "RowPlan",
-    "Shipped",
-    "Split",
-    "World",
-]
-__all__ += ["broadcast", "check_count", "join_meshes", "only", "per_rank", "scatter", "shard"]
+__all__ = ["Among", "Arguments", "Checked", "Dispatch", "Mesh", "PerRank", "Ranks", "RowPlan", "Shipped", "Split"]
+__all__ += ["World", "broadcast", "check_count", "join_meshes", "only", "per_rank", "scatter", "shard"]
 
 T = TypeVar("T")
 _HEAVIEST: Final = 1.05  # times the mean of all parts
@@ -56,9 +44,9 @@ class Mesh:
     ) -> None:
         if not isinstance(axes or {}, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"Mesh({axes!r}): expected axes and their sizes, as in Mesh(dp=4)")
-        given = {**(axes or {}), **sizes}
         self.axes: dict[str, int] = {
-            name: check_count(size, f"mesh axis {name!r} has size {size!r}") for name, size in given.items()
+            name: check_count(size, f"mesh axis {name!r} has size {size!r}")
+            for name, size in {**(axes or {}), **sizes}.items()
         }
         if not self.axes:
             raise ConfigError("a mesh needs at least one axis, as in Mesh(dp=4)")

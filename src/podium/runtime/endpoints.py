@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 
 from podium.annotations import signature_of
 from podium.errors import ConfigError
-from podium.runtime.calls import Call
+from podium.runtime.calls.call import Call
 from podium.runtime.codec import Reading
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
 from podium.runtime.dispatch import Arguments, Checked, Dispatch, broadcast, check_count, shard

@@ -24,18 +24,9 @@ from typing import (
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.functions import nearest
-from podium.runtime.calls import (
-    WAITS_FOR_ITSELF,
-    Call,
-    CallArgument,
-    Here,
-    Outbox,
-    Wanted,
-    fill_in,
-    find_calls,
-    reachable,
-    travelled,
-)
+from podium.runtime.calls.call import Call, CallArgument, Here, fill_in, find_calls
+from podium.runtime.calls.process_calls import WAITS_FOR_ITSELF
+from podium.runtime.calls.relay import Outbox, Wanted, reachable, travelled
 from podium.runtime.codec import copy_value
 from podium.runtime.collect import Collect, check_ranks, concat, first, gather, reduce
 from podium.runtime.dispatch import Among, Dispatch, Mesh, PerRank, Ranks, Shipped, World, broadcast
@@ -122,7 +113,7 @@ class WorkerGroup(Generic[W]):
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids in rank order; 0 where a rank has no process of its own."""
-        return self.processes.pids
+        return tuple(handle.pid for handle in self.processes.calls.handles)
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -457,9 +448,7 @@ class Replicas(Sequence[H], Generic[H]):
     def alive(self) -> list[int]:
         """Numbers of the replicas that have lost no rank and are not broken."""
         calls = [handle.group.processes.calls for handle in self]
-        return [
-            number for number, process_calls in enumerate(calls) if not process_calls.lost and not process_calls.broken
-        ]
+        return [number for number, of_one in enumerate(calls) if not (of_one.lost or of_one.broken)]
 
     def restart(self, number: int) -> None:
         """Restart one replica. Raises what WorkerGroup.restart raises."""

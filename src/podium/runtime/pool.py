@@ -105,14 +105,14 @@ class ResourcePool:
         return [self[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
-def whole_numbers(given: object, what: str) -> int | list[int]:
-    """``given`` as an int or a list of them, whichever kind of whole numbers it has. Raises ConfigError for others."""
+def whole_numbers(numbers: object, what: str) -> int | list[int]:
+    """``numbers`` as an int or a list of them, of whichever kind of whole numbers. Raises ConfigError for others."""
     try:
-        if hasattr(given, "__index__") and not getattr(given, "shape", ()):
-            return operator.index(cast(int, given))
-        return [operator.index(number) for number in cast("Sequence[int]", given)]
+        if hasattr(numbers, "__index__") and not getattr(numbers, "shape", ()):
+            return operator.index(cast(int, numbers))
+        return [operator.index(number) for number in cast("Sequence[int]", numbers)]
     except TypeError:
-        raise ConfigError(f"{what}({given!r}): expected whole numbers, as in {what}(4) or {what}([4, 2])") from None
+        raise ConfigError(f"{what}({numbers!r}): expected whole numbers, as in {what}(4) or {what}([4, 2])") from None
 
 
 class Inventory:

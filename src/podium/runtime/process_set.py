@@ -14,7 +14,8 @@ from typing import Any, cast
 from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
-from podium.runtime.calls import ProcessCalls, Watch, limit_of, refuse_in_a_fork
+from podium.runtime.calls.call import Watch, refuse_in_a_fork
+from podium.runtime.calls.process_calls import ProcessCalls, limit_of
 from podium.runtime.dispatch import Mesh, World, join_meshes
 from podium.runtime.endpoints import Returns
 from podium.runtime.messages import Place, ProcessSpec
@@ -120,11 +121,6 @@ class ProcessSet:
         processes.worlds.update({role: World(len(pool), how.meshes) for role, how in record.roles.items()})
         return processes, record
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Each rank's process id, or 0 where it shares the controller's process."""
-        return tuple(handle.pid for handle in self.calls.handles)
-
     def construct(self, name: str, role: Role, timeout_s: float, until: float) -> None:
         """Make a worker in every process, within ``timeout_s``, which end at ``until``.
 
@@ -227,8 +223,7 @@ class ProcessSet:
     def forget(self, name: str) -> None:
         """Have every process that made a worker close it, behind what the process runs now, since its start failed."""
         self.workers.pop(name, None)
-        for rank in range(self.size):
-            self.calls.tell(rank, "close_worker", {"name": name})
+        self.calls.tell("close_worker", {"name": name})
 
     def close_worker(self, name: str) -> None:
         """Close one of several colocated workers: behind its own calls, and beside those of its siblings. A process

@@ -33,7 +33,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from podium.errors import SerializationError, StoreFullError
 from podium.exceptions import describe_error, format_error, is_readable, name_class, read_text
-from podium.runtime.calls import Call, Collectives, Here, Outbox, Wanted, end_fork, is_inside_collective
+from podium.runtime.calls.call import Call, Here, end_fork
+from podium.runtime.calls.relay import Outbox, Wanted
+from podium.runtime.calls.siblings import Collectives
+from podium.runtime.calls.stacks import is_inside_collective
 from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.endpoints import Returns, endpoints_of
 from podium.runtime.exceptions import pack_exception, unpack_exception
@@ -432,14 +435,19 @@ class WorkerProcess:
 
     def do_status(self) -> str:
         """What runs here, for how long, and where in the code, for the message of a deadline."""
-        frames, requests = self._look_at_requests()
-        return "; ".join(map(partial(_status, frames), requests)) or "idle: the request is queued or lost"
+        now = time.monotonic_ns()
+        states = [
+            f"runs {request.label} since {(now - request.since_ns) / 1e9:.1f} s, at\n{indent(stack.rstrip(), ' ' * 6)}"
+            for request, stack in self._read_stacks().items()
+        ]
+        return "; ".join(states) or "idle: the request is queued or lost"
 
-    def _look_at_requests(self) -> tuple[Mapping[int, FrameType], list[_Running]]:
-        """Return the frames of all threads, and the requests that run beside this one."""
+    def _read_stacks(self) -> dict[_Running, str]:
+        """Return the requests that run beside this one, and the stack of each."""
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - nothing else shows another thread's stack
         requests = [request for request in list(self._running.values()) if request.label != "take_call"]
-        return frames, [request for request in requests if request.thread != threading.get_ident()]
+        thread = threading.get_ident()
+        return {request: "".join(_stack(frames, request)) for request in requests if request.thread != thread}
 
     def do_counts(self) -> Sequence[Count]:
         """How far the work is that is counted here."""
@@ -480,8 +488,7 @@ class WorkerProcess:
         for group, name in [*names.items()]:
             with suppress(RuntimeError):  # a group that has not been used yet may have no count
                 begun[name] = group._get_sequence_number_for_group()
-        frames, requests = self._look_at_requests()
-        stacks = ("".join(_stack(frames, request)) for request in requests)
+        stacks = self._read_stacks().values()
         return Collectives(begun, next((stack for stack in stacks if is_inside_collective(stack)), ""))
 
     def do_limit_collectives(self, timeout_s: float) -> None:
@@ -573,11 +580,6 @@ def _own_part(error: BaseException) -> TracebackType | None:
             start = step.tb_next
         step = step.tb_next
     return start
-
-
-def _status(frames: Mapping[int, FrameType], running: _Running) -> str:
-    stack = indent("".join(_stack(frames, running)).rstrip(), " " * 6)
-    return f"runs {running.label} since {(time.monotonic_ns() - running.since_ns) / 1e9:.1f} s, at\n{stack}"
 
 
 def _stack(frames: Mapping[int, FrameType], running: _Running) -> list[str]:

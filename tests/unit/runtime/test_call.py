@@ -13,7 +13,7 @@ from podium.backends.inline import InlineBackend
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError
 from podium.runtime import Call
 from podium.runtime.backend import Backend
-from podium.runtime.calls import Watch
+from podium.runtime.calls.call import Watch
 from tests.waits import LONG_S, wait_until
 
 

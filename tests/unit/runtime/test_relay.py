@@ -60,16 +60,16 @@ def test_a_result_that_the_worker_cannot_read_is_an_error_of_its_call() -> None:
     relay = Relay(None, lambda *request: asked.put(request), lambda payload: payload)
     with podium.connect("inline") as cluster:
         counter = cluster.start(Counter.bind(1), distributed=False)
-        relay.poll(3)
-        rank, method, _, heard = asked.get(timeout=LONG_S)
-        assert (rank, method) == (3, "take_call")
-        heard(Reply("ok", Wanted(7, counter.group.key, "counter.add", "add", values={"amount": 1}, timeout_s=LONG_S)))
+        relay.poll([3])
+        ranks, method, _, hear = asked.get(timeout=LONG_S)
+        assert (ranks, method) == ([3], "take_call")
+        hear(3, Reply("ok", Wanted(7, counter.group.key, "counter.add", "add", values={"amount": 1}, timeout_s=LONG_S)))
         requests = [asked.get(timeout=LONG_S) for _ in range(2)]
         ((_, _, values, delivered),) = [request for request in requests if request[1] == "deliver"]
         assert values == {"number": 7, "value": [2]}
-        delivered(Reply("error", Failure("SerializationError", "the class is unknown here", "", None, False)))
-        rank, method, values, _ = asked.get(timeout=LONG_S)
-        assert (rank, method, values["number"]) == (3, "deliver", 7)
+        delivered(3, Reply("error", Failure("SerializationError", "the class is unknown here", "", None, False)))
+        ranks, method, values, _ = asked.get(timeout=LONG_S)
+        assert (ranks, method, values["number"]) == ([3], "deliver", 7)
         assert isinstance(values["error"], SerializationError)
         assert "the class is unknown here" in str(values["error"])
 
@@ -86,9 +86,9 @@ def test_a_call_that_is_submitted_while_its_worker_dies_is_cancelled() -> None:
     reachable["one group"] = group
     asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
     relay = Relay(None, lambda *request: asked.put(request), lambda payload: payload)
-    relay.poll(3)
-    _, _, _, heard = asked.get(timeout=LONG_S)
-    heard(Reply("ok", Wanted(7, "one group", "counter.add", "add", timeout_s=LONG_S)))
+    relay.poll([3])
+    _, _, _, hear = asked.get(timeout=LONG_S)
+    hear(3, Reply("ok", Wanted(7, "one group", "counter.add", "add", timeout_s=LONG_S)))
     asked.get(timeout=LONG_S)  # the next poll, or the end of this call
     with pytest.raises(CallCancelled):
         calls[0].result(timeout_s=0)

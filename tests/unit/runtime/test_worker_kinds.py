@@ -19,7 +19,7 @@ import podium
 from podium import Cluster, TensorRef, Worker, endpoint, only, shard
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime import Mesh
-from podium.runtime.calls import Outbox
+from podium.runtime.calls.relay import Outbox
 from podium.runtime.group import FarGroup, WorkerHandle
 
 

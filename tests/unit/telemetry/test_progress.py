@@ -6,7 +6,7 @@ import io
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from podium import Cluster, telemetry
 from podium.errors import DeadlineExceeded
 from podium.runtime import Worker, endpoint
 from podium.runtime.calls import progress
+from podium.runtime.calls.in_flight import HearReply
 from podium.runtime.calls.progress import ProgressWatch, RankCounts
-from podium.runtime.messages import Capabilities, Reply, Request
+from podium.runtime.messages import Capabilities, Reply
 from podium.telemetry import PhaseStarted, Progressing, Stalled, StepFinished, emit, metrics, subscribe
 from podium.telemetry.bus import AS_EVENT
 from podium.telemetry.events import Count
@@ -143,34 +144,26 @@ def test_nobody_is_asked_while_nobody_listens(monkeypatch: pytest.MonkeyPatch) -
         watch.close()
 
 
-class _Silent:
-    """A process that keeps its answers back."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Request, Callable[[Reply], None]]] = []
-
-    def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
-        self.asked.append((request, done))
-
-
 class _Backend:
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
-
-    def pack(self, value: Any, readers: int) -> Any:
-        return value
 
     def unpack(self, payload: Any) -> Any:
         return payload
 
 
 def test_a_process_that_does_not_answer_is_not_asked_again() -> None:
-    ranks, process = RankCounts(_Backend()), _Silent()  # type: ignore[arg-type] - as much of a backend as is used
+    ranks = RankCounts(_Backend())  # type: ignore[arg-type] - as much of a backend as is used
+    heard: list[HearReply] = []
+
+    def ask(asked: Sequence[int], method: str, values: Mapping[str, Any], hear: HearReply) -> None:
+        heard.extend(hear for _ in asked)
+
     for _ in range(3):
-        assert ranks.read("role", [process], {0}, lambda ended, timeout_s: None) == []  # type: ignore[list-item] - it can be asked
-    ((_, answer),) = process.asked
-    answer(Reply("ok", [Count("rows", 1, 2, 3.0)], 0, 0))
-    ranks.read("role", [process], {0}, lambda ended, timeout_s: process.asked[-1][1](Reply("ok", [], 0, 0)))  # type: ignore[list-item] - it can be asked
-    assert len(process.asked) == 2
+        assert ranks.read("role", ask, {0}, lambda ended, timeout_s: None) == []
+    (answer,) = heard
+    answer(0, Reply("ok", [Count("rows", 1, 2, 3.0)], 0, 0))
+    ranks.read("role", ask, {0}, lambda ended, timeout_s: heard[-1](0, Reply("ok", [], 0, 0)))
+    assert len(heard) == 2
 
 
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.exhaustive), "never returns"])

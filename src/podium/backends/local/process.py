@@ -309,7 +309,7 @@ class Outbox:
                 raise ConfigError(INTERRUPTED)
             self._inside = True
             try:
-                if self._send_at_once(message, leases):
+                if not self._late and len(leases) <= MOST_FDS and self._is_taken(message, leases):
                     return
                 self._late.extend(split_message(message, leases))
             finally:
@@ -317,13 +317,11 @@ class Outbox:
         if not self.flush():
             self._flush_later(self._connection.fileno())
 
-    def _send_at_once(self, message: bytes, leases: Sequence[Lease]) -> bool:
-        """Return whether the socket has taken the message, or nobody takes it any more."""
-        if self._late or len(leases) > MOST_FDS:
-            return False
+    def _is_taken(self, message: bytes, leases: Sequence[Lease]) -> bool:
+        """Return whether the socket has taken the message now, or nobody takes it any more."""
         try:
             if leases:
-                self._send_now(message, leases)
+                send_message(self._connection, message, leases, wait=False)
             else:
                 self._connection.send(message, SEND_NOW)
         except BlockingIOError:
@@ -340,10 +338,9 @@ class Outbox:
             self._inside = True
             try:
                 while self._late:
-                    self._send_now(*self._late[0])
+                    if not self._is_taken(*self._late[0]):
+                        return False
                     self._late.popleft()
-            except BlockingIOError:
-                return False
             finally:
                 self._inside = False
         return True
@@ -354,11 +351,3 @@ class Outbox:
             self._closed = True
             self._connection.close()
             self._late.clear()
-
-    def _send_now(self, message: bytes, leases: Sequence[Lease]) -> None:
-        try:
-            send_message(self._connection, message, leases, wait=False)
-        except BlockingIOError:
-            raise
-        except OSError:
-            self._on_end()

@@ -323,7 +323,7 @@ class Lease:
         """
         mapping = self.pool.private(self.segment, what)
         memory = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
-        weakref.finalize(memory, _give_back, self, mapping, memory.ctypes.data).atexit = False
+        weakref.finalize(memory, _end_array, self, mapping, memory.ctypes.data).atexit = False
         return memory
 
     def lend(self, nbytes: int, what: str) -> Bytes:
@@ -332,7 +332,7 @@ class Lease:
 
     def _array(self, mapping: mmap.mmap, nbytes: int) -> Bytes:
         memory = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
-        weakref.finalize(memory, _let_go, self).atexit = False
+        weakref.finalize(memory, _end_array, self).atexit = False
         return memory
 
 
@@ -368,7 +368,7 @@ class WrittenPages:
 
     def __init__(self) -> None:
         self._fd = -1
-        self._found = (ctypes.c_uint64 * 3)()  # room for one range of pages
+        self._range = (ctypes.c_uint64 * 3)()  # room for one range of pages
         with contextlib.suppress(OSError):
             self._fd = open_own("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -386,7 +386,7 @@ class WrittenPages:
         if self._fd < 0:
             return True
         end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        wanted_pages, result_address = _IS_PRESENT | _IS_SWAPPED, ctypes.addressof(self._found)
+        wanted_pages, result_address = _IS_PRESENT | _IS_SWAPPED, ctypes.addressof(self._range)
         # One page in memory or swapped out that is not the file's is enough.
         request = bytearray(
             _SCAN.pack(
@@ -401,13 +401,11 @@ class WrittenPages:
             return True
 
 
-def _give_back(lease: Lease, mapping: mmap.mmap, address: int) -> None:
-    """The last array over a private mapping has ended, and with it the lease."""
-    lease.pool.give_back(lease.segment, mapping, address)
-
-
-def _let_go(lease: Lease) -> None:
-    """Drops the last thing that kept a lease: the finalizer's own argument."""
+def _end_array(lease: Lease, mapping: mmap.mmap | None = None, address: int = 0) -> None:
+    """The last array over a segment has ended, and its lease with the finalizer's arguments. A private mapping, which
+    begins at ``address``, is given back before."""
+    if mapping is not None:
+        lease.pool.give_back(lease.segment, mapping, address)
 
 
 def _memfd(nbytes: int) -> int:

@@ -34,24 +34,3 @@ broken until it restarts. While the others still compute, it is open whether the
 waits to be sent. Where all ranks raise alike (a bad argument, say), nobody waits and nothing breaks, however far apart
 in time they raise. No clock decides what an error means.
 """
-
-from podium.runtime.calls.call import (
-    Call,
-    CallArgument,
-    Here,
-    Watch,
-    end_fork,
-    fill_in,
-    find_calls,
-    refuse_in_a_fork,
-    wait,
-)
-from podium.runtime.calls.process_calls import WAITS_FOR_ITSELF, ProcessCalls, limit_of
-from podium.runtime.calls.progress import ProgressWatch
-from podium.runtime.calls.relay import Outbox, Wanted, reachable, travelled
-from podium.runtime.calls.siblings import Collectives
-from podium.runtime.calls.stacks import is_inside_collective
-
-__all__ = ["WAITS_FOR_ITSELF", "Call", "Collectives", "Here", "Outbox", "ProcessCalls", "ProgressWatch", "Wanted"]
-__all__ += ["end_fork", "fill_in", "find_calls", "is_inside_collective", "limit_of", "reachable", "refuse_in_a_fork"]
-__all__ += ["CallArgument", "Watch", "travelled", "wait"]

@@ -24,7 +24,8 @@ from podium.runtime.dispatch import PerRank
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call", "CallArgument", "Here", "Watch", "end_fork", "fill_in", "find_calls", "refuse_in_a_fork", "wait"]
+__all__ = ["Call", "CallArgument", "Here", "Watch", "end_fork", "fill_in", "find_calls", "refuse_in_a_fork"]
+__all__ += ["run_later", "wait"]
 
 T = TypeVar("T")
 
@@ -394,3 +395,10 @@ class Watch:
                 except Exception as error:  # noqa: BLE001 - the checks go on whatever one of them raises
                     what = "checking the deadlines of calls failed; the checks go on"
                     logging.getLogger("podium").error("%s: %s", what, format_error(error))
+
+
+def run_later(delay_s: float, action: Callable[..., object], *args: Any) -> None:
+    """Run ``action(*args)`` after ``delay_s`` in a thread of its own."""
+    timer = threading.Timer(delay_s, action, args)
+    timer.daemon = True
+    timer.start()

@@ -3,18 +3,23 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from podium.errors import CallCancelled, PodiumError, SerializationError, StoreFullError
-from podium.exceptions import read_text
+from podium.errors import PodiumError
 from podium.runtime.calls.call import Call
 from podium.runtime.collect import Collect
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Reply
 
-__all__ = ["STALL_S", "InFlight", "return_number", "take_number"]
+__all__ = ["STALL_S", "Ask", "HearReply", "InFlight", "return_number", "take_number"]
+
+HearReply = Callable[[int, Reply], object]
+"""A function that is called with the rank of a worker process and its reply."""
+
+Ask = Callable[[Sequence[int], str, Mapping[str, Any], HearReply], None]
+"""Sends one request to the worker processes of ranks themselves: its method, its arguments, and what hears replies."""
 
 STALL_S = 60.0
 _new_numbers = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)  # two controllers may call one process
@@ -58,16 +63,3 @@ class InFlight:
     next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
     reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
     counted: object = ()  # how far its ranks were when that warning was due
-
-    def fail_to_send(self, error: BaseException, tell: Callable[[], None]) -> None:
-        """Fail the call, whose sending ``error`` has ended, and ``tell`` the ranks.
-
-        Raises:
-            BaseException: ``error`` is no fault of the call, such as Ctrl-C or what a handler of a signal raised.
-        """
-        label, is_fault = self.call.label, isinstance(error, SerializationError | StoreFullError)
-        interrupted = CallCancelled(f"{label} was interrupted while it was sent")
-        self.call.fail(type(error)(f"{label}: {read_text(error)}") if is_fault else interrupted)
-        tell()
-        if not is_fault:
-            raise error

@@ -18,11 +18,13 @@ from podium.errors import (
     EndpointError,
     PodiumError,
     SerializationError,
+    StoreFullError,
     WorkerDied,
 )
+from podium.exceptions import read_text
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.calls.call import Call, Here, Watch, refuse_in_a_fork
-from podium.runtime.calls.in_flight import STALL_S, InFlight, return_number, take_number
+from podium.runtime.calls.call import Call, Here, Watch, refuse_in_a_fork, run_later
+from podium.runtime.calls.in_flight import STALL_S, HearReply, InFlight, return_number, take_number
 from podium.runtime.calls.progress import RankCounts
 from podium.runtime.calls.relay import Relay, travelled
 from podium.runtime.calls.siblings import find_waiting_siblings
@@ -87,7 +89,7 @@ class ProcessCalls:
         method: str,
         timeout_s: float,
         shared: Mapping[str, Any],
-        own: Sequence[Mapping[str, Any]] | None = None,
+        by_rank: Sequence[Mapping[str, Any]] | None = None,
         *,
         ranks: Sequence[int] | None = None,
         concurrent: bool = False,
@@ -98,7 +100,7 @@ class ProcessCalls:
         call: Call[list[Any]] = Call(label, timeout_s, self._backend)
         call.deadline = call.deadline if until is None else until
         ranks = range(len(self.handles)) if ranks is None else ranks
-        self.send(call, "", method, Split(ranks, shared, own, ranks), gather(), concurrent)
+        self.send(call, "", method, Split(ranks, shared, by_rank, ranks), gather(), concurrent)
         return call.result()
 
     def send(
@@ -118,11 +120,7 @@ class ProcessCalls:
             self._wait_for_settlement(call, method, concurrent)
         if self._process not in (Here.pid, 0) or not self.usable:
             self._refuse(call.label)
-        try:
-            shared = self._backend.pack(split.shared, len(split.ranks))
-            packed_own = None if split.own is None else self._pack_own(split.own)
-        except SerializationError as error:
-            raise SerializationError(f"{call.label}: {error}") from error.__cause__
+        packed = self._pack(call.label, split)
         flight = InFlight(call, target, method, split, collect, collect.ranks(split), set(split.ranks))
         self._in_flight[flight.call_id] = flight  # from here on a death fails it; one while it was packed shows now
         if not self.usable:
@@ -132,31 +130,38 @@ class ProcessCalls:
         try:
             if concurrent and not self._backend.capabilities.concurrent:
                 # It runs here and now, and what another thread runs here may wait for it: completions for new weights.
-                self._send_to_all(flight, shared, packed_own, concurrent)
+                self._send_to_all(flight, packed, concurrent)
             else:
                 with self._sending:  # every rank sees the calls of two callers in one order, as collectives need it
                     outer, self._sender = self._sender, threading.get_ident()
                     try:
-                        self._send_to_all(flight, shared, packed_own, concurrent)
+                        self._send_to_all(flight, packed, concurrent)
                     finally:
                         self._sender = outer
-        except BaseException as error:  # noqa: BLE001 - no room for it, or Ctrl-C, which is raised: some may have begun
-            flight.fail_to_send(error, partial(self._tell_cancelled, flight))
+        except BaseException as error:  # no room for it, or Ctrl-C, which is raised: some may have begun
+            is_fault = isinstance(error, SerializationError | StoreFullError)
+            interrupted = CallCancelled(f"{call.label} was interrupted while it was sent")
+            call.fail(type(error)(f"{call.label}: {read_text(error)}") if is_fault else interrupted)
+            self._tell_cancelled(flight)
+            if not is_fault:
+                raise
         if self.lost:
             for rank, death in list(self.lost.items()):  # it died just now, and may have missed this call
                 self._lose(flight, rank, death)
 
-    def _send_to_all(self, flight: InFlight, shared: Packed, own: Sequence[Packed] | None, concurrent: bool) -> None:
+    def _send_to_all(self, flight: InFlight, packed: tuple[Packed, Sequence[Packed] | None], concurrent: bool) -> None:
         handles, wanted, on_reply = self.handles, flight.wanted, self._on_reply
         if not handles:  # another thread has closed the group, and with it failed the call
             return
         timeout_s = flight.call.timeout_s
         if timeout_s != self.collectives_s != 0 and not concurrent and (flight.target or flight.method == "run"):
-            self._limit_collectives(handles, timeout_s)
+            self.collectives_s = timeout_s
+            self.tell("limit_collectives", {"timeout_s": limit_of(timeout_s)})
+        shared, by_rank = packed
         head = flight.number, flight.target, flight.method, shared
-        if own is not None:
-            for rank, mine in zip(flight.split.ranks, own, strict=True):
-                request = Request(*head, mine, rank in wanted, concurrent)
+        if by_rank is not None:
+            for rank, part in zip(flight.split.ranks, by_rank, strict=True):
+                request = Request(*head, part, rank in wanted, concurrent)
                 handles[rank].invoke(request, partial(on_reply, flight, rank))
             return
         common: dict[bool, Request] = {}
@@ -166,28 +171,20 @@ class ProcessCalls:
                 common[wants] = Request(*head, None, wants, concurrent)
             handles[rank].invoke(common[wants], partial(on_reply, flight, rank))
 
-    def _limit_collectives(self, handles: Sequence[ProcessHandle], timeout_s: float) -> None:
-        """Have the collectives of the next call end with it."""
-        self.collectives_s = timeout_s
-        left = {rank for rank in range(len(handles)) if rank not in self.lost}
-        number, values = take_number(), self._backend.pack({"timeout_s": limit_of(timeout_s)}, len(left))
-        request = Request(number, "", "limit_collectives", values, None, False)
-
-        def note_reply(rank: int, reply: Reply) -> None:
-            left.discard(rank)
-            if not left:
-                return_number(number)
-
-        for rank in sorted(left):
-            handles[rank].invoke(request, partial(note_reply, rank))
-
-    def _pack_own(self, own: Sequence[Mapping[str, Any]]) -> list[Packed]:
-        packed: dict[int, Packed] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
-        readers = [id(part) for part in own]
-        for part in own:
-            if id(part) not in packed:
-                packed[id(part)] = self._backend.pack(part, readers.count(id(part)))
-        return [packed[reader] for reader in readers]
+    def _pack(self, label: str, split: Split) -> tuple[Packed, Sequence[Packed] | None]:
+        """The arguments that all ranks of ``split`` get, and those of each rank."""
+        try:
+            shared = self._backend.pack(split.shared, len(split.ranks))
+            if split.own is None:
+                return shared, None
+            packed: dict[int, Packed] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
+            parts = [id(part) for part in split.own]
+            for part in split.own:
+                if id(part) not in packed:
+                    packed[id(part)] = self._backend.pack(part, parts.count(id(part)))
+            return shared, [packed[part] for part in parts]
+        except SerializationError as error:
+            raise SerializationError(f"{label}: {error}") from error.__cause__
 
     @property
     def usable(self) -> bool:
@@ -196,7 +193,7 @@ class ProcessCalls:
 
     def check_alive(self, label: str) -> None:
         """Ask all ranks, so that an end of which nobody has heard yet is known. Raises as :meth:`send`."""
-        self._ask_all([rank for rank in range(len(self.handles)) if rank not in self.lost], "status", STATUS_S)
+        self._ask_all(range(len(self.handles)), "status", STATUS_S)
         if not self.usable:
             self._refuse(label)
 
@@ -218,16 +215,10 @@ class ProcessCalls:
     def _on_reply(self, flight: InFlight, rank: int, reply: Reply) -> None:
         if reply.status == "ok":
             flight.replies[rank] = reply
-        flight.open.discard(rank)
-        if reply.status == "error":
-            try:
-                failure = self._backend.unpack(reply.payload)
-            except PodiumError as error:  # no descriptor left to read it with, say
-                flight.call.fail(error)
-            else:
-                self._on_failure(flight, rank, failure)
-        elif reply.status == "cancelled":
-            flight.call.fail(CallCancelled(f"{flight.call.label} was cancelled on rank {rank}"))
+            flight.open.discard(rank)
+        else:
+            flight.open.discard(rank)
+            self._on_failure(flight, rank, reply)
         if not flight.open:
             self._all_answered(flight)
         if telemetry.active():
@@ -262,7 +253,15 @@ class ProcessCalls:
     def _read(self, label: str, collect: Collect[Any, Any], split: Split, replies: Sequence[Reply]) -> Any:
         return collect.collect(label, [self._backend.unpack(reply.payload) for reply in replies], split)
 
-    def _on_failure(self, flight: InFlight, rank: int, failure: Failure) -> None:
+    def _on_failure(self, flight: InFlight, rank: int, reply: Reply) -> None:
+        if reply.status == "cancelled":
+            flight.call.fail(CallCancelled(f"{flight.call.label} was cancelled on rank {rank}"))
+            return
+        try:
+            failure: Failure = self._backend.unpack(reply.payload)
+        except PodiumError as error:  # no descriptor left to read it with, say
+            flight.call.fail(error)
+            return
         error = EndpointError(
             f"{flight.call.label} raised {failure.type_name} on rank {rank} of {len(self.nodes)} "
             f"({self._node(rank)}): {failure.message}\n\nTraceback of rank {rank}:\n{failure.traceback.rstrip()}",
@@ -275,12 +274,12 @@ class ProcessCalls:
         if flight.open and self.collectives_s and not flight.watched:
             flight.watched = True
             self._unsettled.add(flight)
-            _later(0.0, self._free_siblings, flight, rank, failure)
+            run_later(0.0, self._free_siblings, flight, rank, failure)
         if not (failure.secondary and flight.open):
             flight.call.fail(error)
         elif flight.held is None:
             flight.held = error
-            _later(SETTLE_S, self._report_secondary, flight, error)
+            run_later(SETTLE_S, self._report_secondary, flight, error)
 
     def on_death(self, rank: int, death: Death) -> None:
         """The process of ``rank`` has ended: fail every call that waits for it."""
@@ -337,14 +336,7 @@ class ProcessCalls:
     def _report_secondary(self, flight: InFlight, error: PodiumError) -> None:
         """Fail a call with the error of a broken collective once all ranks are known to live. The death of one of them
         would be the cause, and may be noticed later than the errors that it causes."""
-        ranks, answers = [rank for rank in range(len(self.handles)) if rank not in self.lost], dict[int, Reply]()
-        for rank in ranks:
-            self._ask(rank, "status", {}, partial(answers.__setitem__, rank))
-
-        def is_known() -> bool:
-            return flight.call.done() or all(rank in answers or rank in self.lost for rank in ranks)
-
-        self._wait_until(is_known, flight.call.deadline - time.monotonic())
+        self._ask_all(range(len(self.handles)), "status", flight.call.deadline - time.monotonic(), flight.call.done)
         flight.call.fail(error)
 
     def _free_siblings(self, flight: InFlight, rank: int, failure: Failure) -> None:
@@ -389,12 +381,12 @@ class ProcessCalls:
     def _break(self, flight: InFlight, rank: int, why: str) -> None:
         """Destroy the process groups of ``rank``. If it had any, the group is broken, for the reason ``why``."""
 
-        def broke(reply: Reply) -> None:
+        def broke(rank: int, reply: Reply) -> None:
             if not self._ended and reply.status == "ok" and self._backend.unpack(reply.payload) and not self.broken:
                 self.broken = why
             self._settle(flight)
 
-        self._ask(rank, "break_collectives", {}, broke)
+        self._ask([rank], "break_collectives", {}, broke)
 
     def _settle(self, flight: InFlight) -> None:
         if flight in self._unsettled:
@@ -408,8 +400,7 @@ class ProcessCalls:
         their workers once these may hold a handle."""
         if travelled.is_set() and not self.relays and self.handles and self._backend.capabilities.processes:
             self.relays = True
-            for rank in range(len(self.handles)):
-                self._relay.poll(rank)
+            self._relay.poll(range(len(self.handles)))
         for flight in list(self._in_flight.values()):
             call = flight.call
             if call.done():
@@ -417,10 +408,10 @@ class ProcessCalls:
             waited = now - flight.submitted_ns / 1e9
             if now >= call.deadline and not flight.expired:
                 flight.expired = True
-                _later(0.0, self._expire, flight)
+                run_later(0.0, self._expire, flight)
             elif waited > max(call.timeout_s / 2, REPORT_S) and not flight.reported and not flight.expired:
                 flight.reported = True
-                _later(0.0, self._report, flight, waited)
+                run_later(0.0, self._report, flight, waited)
             elif waited > flight.next_stall:
                 counted = self._counts.of(flight.open)
                 flight.next_stall = waited + STALL_S if counted != flight.counted else 2 * flight.next_stall
@@ -438,7 +429,7 @@ class ProcessCalls:
         until_ns = time.monotonic_ns() - after_s * 1e9
         flights = [flight for flight in list(self._in_flight.values()) if flight.submitted_ns <= until_ns]
         ranks = {rank for flight in flights if not flight.call.done() for rank in flight.open}
-        return self._counts.read(self.name, self.handles, ranks - self.lost.keys(), self._wait_until)
+        return self._counts.read(self.name, self._ask, ranks - self.lost.keys(), self._wait_until)
 
     def _report(self, flight: InFlight, waited_s: float) -> None:
         """Say where a call is that has used half of its time."""
@@ -501,7 +492,7 @@ class ProcessCalls:
         silent, dropped = set(flight.open), set[int]()
         if len(flight.split.ranks) > 1:
             self._unsettled.add(flight)
-            _later(STATUS_S, _settle_late, ref(self), ref(flight))  # which keeps no arguments of the call
+            run_later(STATUS_S, _settle_late, ref(self), ref(flight))  # which keeps no arguments of the call
 
         def note_reply(rank: int, reply: Reply) -> None:
             if rank in flight.open and reply.status == "ok" and self._backend.unpack(reply.payload):
@@ -510,8 +501,7 @@ class ProcessCalls:
             if not silent:
                 self._after_drop(flight, dropped)
 
-        for rank in list(silent):
-            self._ask(rank, "cancel", {"cancelled": flight.number}, partial(note_reply, rank))
+        self._ask(list(silent), "cancel", {"cancelled": flight.number}, note_reply)
 
     def _after_drop(self, flight: InFlight, dropped_by: set[int]) -> None:
         """Every rank has said whether it dropped the call: break the group if some did and others did not."""
@@ -522,28 +512,45 @@ class ProcessCalls:
         why = f"ranks {dropped} dropped {flight.call.label}, which ranks {ran} ran, so its process group was destroyed"
         self._break(flight, dropped[0], why)
 
-    def tell(self, rank: int, method: str, values: Mapping[str, Any]) -> None:
-        """Send a request to the worker process itself, in order with others, and do not wait for its end."""
-        self._ask(rank, method, values, lambda reply: None, concurrent=False)
+    def tell(self, method: str, values: Mapping[str, Any]) -> None:
+        """Send a request to all worker processes themselves, in order with others, and do not wait for its end."""
+        self._ask(range(len(self.handles)), method, values, lambda rank, reply: None, concurrent=False)
 
     def _ask(
-        self, rank: int, method: str, values: Mapping[str, Any], done: Callable[[Reply], None], concurrent: bool = True
+        self, ranks: Sequence[int], method: str, values: Mapping[str, Any], hear: HearReply, concurrent: bool = True
     ) -> None:
-        """Send a request to the worker process itself."""
-        if rank < len(self.handles) and rank not in self.lost:
-            packed = self._backend.pack(values, 1)
-            self.handles[rank].invoke(Request(take_number(), "", method, packed, None, True, concurrent), done)
+        """Send one request to the worker processes of ``ranks`` themselves. ``hear`` is called with each reply."""
+        handles = self.handles
+        left = {rank for rank in ranks if rank < len(handles) and rank not in self.lost}
+        if not left:
+            return
+        number, packed = take_number(), self._backend.pack(values, len(left))
+        request = Request(number, "", method, packed, None, True, concurrent)
+
+        def note_reply(rank: int, reply: Reply) -> None:
+            left.discard(rank)
+            if not left:
+                return_number(number)
+            hear(rank, reply)
+
+        for rank in sorted(left):
+            handles[rank].invoke(request, partial(note_reply, rank))
 
     def _ask_all(
-        self, ranks: Sequence[int], method: str, timeout_s: float, *, concurrent: bool = True
+        self,
+        ranks: Sequence[int],
+        method: str,
+        timeout_s: float,
+        is_over: Callable[[], bool] = lambda: False,
+        *,
+        concurrent: bool = True,
     ) -> dict[int, Reply]:
-        """The replies of ``ranks`` that are there when all have replied or ended, or after ``timeout_s``."""
+        """The replies of ``ranks`` when all have replied or ended, when ``is_over()``, or after ``timeout_s``."""
         answers: dict[int, Reply] = {}
-        for rank in ranks:
-            self._ask(rank, method, {}, partial(answers.__setitem__, rank), concurrent)
+        self._ask(ranks, method, {}, answers.__setitem__, concurrent)
 
         def is_ended() -> bool:
-            return all(rank in answers or rank in self.lost for rank in ranks)
+            return is_over() or all(rank in answers or rank in self.lost for rank in ranks)
 
         self._wait_until(is_ended, timeout_s)
         return answers
@@ -590,9 +597,3 @@ class ProcessCalls:
 def _settle_late(calls: "ref[ProcessCalls]", flight: "ref[InFlight]") -> None:
     if (owner := calls()) is not None and (live_flight := flight()) is not None:
         owner._settle(live_flight)  # pyright: ignore[reportPrivateUsage]
-
-
-def _later(delay_s: float, action: Callable[..., object], *args: Any) -> None:
-    timer = threading.Timer(delay_s, action, args)
-    timer.daemon = True
-    timer.start()

@@ -15,13 +15,12 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from podium import telemetry
 from podium.exceptions import format_error
-from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.calls.in_flight import return_number, take_number
-from podium.runtime.messages import Reply, Request
+from podium.runtime.backend import Backend
+from podium.runtime.calls.in_flight import Ask
+from podium.runtime.messages import Reply
 from podium.telemetry.events import Count
 from podium.telemetry.progress import read_counts
 
@@ -42,27 +41,24 @@ class RankCounts:
     def read(
         self,
         name: str,
-        handles: Sequence[ProcessHandle],
+        ask: Ask,
         ranks: Collection[int],
-        wait_until: Callable[[Callable[[], bool], float], None],
+        wait_until: Callable[[Callable[[], bool], float], object],
     ) -> list[Count]:
-        """Ask ``ranks``, and return what those count that answer soon. A rank that has yet to answer is not asked."""
+        """Have ``ask`` ask ``ranks``, and return what those count that answer soon. A rank that has yet to answer is
+        not asked."""
         latest: dict[int, Sequence[Count]] = {}
         asked = {*ranks} - self._open
 
-        def note_reply(rank: int, number: int, reply: Reply) -> None:
-            return_number(number)
+        def note_reply(rank: int, reply: Reply) -> None:
             if reply.status == "ok":
                 latest[rank] = [
                     replace(count, role=count.role or name, rank=rank) for count in self._backend.unpack(reply.payload)
                 ]
             self._open.discard(rank)
 
-        for rank in sorted(asked):
-            self._open.add(rank)
-            number = take_number()
-            request = Request(number, "", "counts", self._backend.pack({}, 1), None, True, True)
-            handles[rank].invoke(request, partial(note_reply, rank, number))
+        self._open |= asked
+        ask(sorted(asked), "counts", {}, note_reply)
         wait_until(lambda: self._open.isdisjoint(asked), LOOK_S)
         self._latest = latest.copy()
         return [count for rank in sorted(self._latest) for count in self._latest[rank]]

@@ -10,6 +10,8 @@ a process are submitted in order. Each is handed out once and never repeated. Th
 arguments stay with the caller, and the script passes on references.
 """
 
+from __future__ import annotations
+
 import logging
 import sys
 import threading
@@ -22,6 +24,7 @@ from weakref import WeakValueDictionary
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
 from podium.exceptions import describe_error
 from podium.runtime.calls.call import Call, Here, Watch
+from podium.runtime.calls.in_flight import Ask
 from podium.runtime.codec import decode, encode
 from podium.runtime.exceptions import pack_exception
 from podium.runtime.messages import Failure, Reply
@@ -76,7 +79,7 @@ class Outbox:
         keep: Replaces the tensors of a value by references to copies, which this process keeps.
     """
 
-    here: "Outbox | None" = None  # that of this process; None in a script
+    here: Outbox | None = None  # that of this process; None in a script
 
     def __init__(self, keep: Callable[[str, Any], Any]) -> None:
         self._keep = keep
@@ -155,23 +158,23 @@ class Relay:
 
     Args:
         caller: What ``Reachable.submit_for`` knows the processes by.
-        ask: Sends a request to the process of a rank: its method, its arguments, and what hears the reply.
+        ask: Sends a request to the processes.
         unpack: Reads the payload of a reply.
     """
 
     def __init__(
         self,
         caller: object,
-        ask: Callable[[int, str, Mapping[str, Any], Callable[[Reply], None]], None],
+        ask: Ask,
         unpack: Callable[[Any], Any],
     ) -> None:
         self._caller, self._ask, self._unpack = caller, ask, unpack
         self._calls: dict[tuple[int, int], Call[Any]] = {}
         self._gone: set[int | None] = set()  # the ranks whose calls nobody waits for; None stands for all
 
-    def poll(self, rank: int) -> None:
-        """Ask the process of ``rank`` for the next call."""
-        self._ask(rank, "take_call", {}, partial(_in_thread, self._take, rank))
+    def poll(self, ranks: Sequence[int]) -> None:
+        """Ask the processes of ``ranks`` for their next calls."""
+        self._ask(ranks, "take_call", {}, partial(_in_thread, self._take))
 
     def drop(self, rank: int | None = None) -> None:
         """Cancel the calls that nobody waits for any more, and those that are yet to be submitted: of the process of
@@ -184,16 +187,14 @@ class Relay:
 
     def _take(self, rank: int, reply: Reply) -> None:
         try:
-            wanted = self._unpack(reply.payload)
-            if isinstance(wanted, Failure):
-                raise SerializationError(wanted.message)
+            wanted = self._read(reply)
         except PodiumError as error:  # the class of an argument is not known here, say
-            self._ask(rank, "deliver", {"number": None, "error": error}, _unheard)
+            self._ask([rank], "deliver", {"number": None, "error": error}, _note_unheard)
         else:
             if wanted is None:  # the process shuts down
                 return
             self._make(rank, wanted)
-        self.poll(rank)
+        self.poll([rank])
 
     def _make(self, rank: int, wanted: Wanted) -> None:
         key = rank, wanted.number
@@ -207,7 +208,7 @@ class Relay:
                 raise ConfigError(f"{wanted.label}: the script has closed this group")
             call = group.submit_for(self._caller, wanted)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
-            self._give_back(key, partial(_raise, error))
+            self._fail(key, error)
             return
         self._calls[key] = call
         if not self._gone.isdisjoint((rank, None)):  # it ended while this call was submitted
@@ -218,34 +219,34 @@ class Relay:
         rank, number = key
         self._calls.pop(key, None)
         try:
-            self._ask(rank, "deliver", {"number": number, "value": result()}, partial(self._deliver, key))
+            self._ask([rank], "deliver", {"number": number, "value": result()}, partial(self._hear_delivery, number))
         except Exception as error:  # noqa: BLE001 - the worker raises it
-            translated = error if isinstance(error, PodiumError) else _translate_error(error)
-            answer = {"number": number, "error": translated, "cause": pack_exception(error.__cause__)}
-            self._ask(rank, "deliver", answer, _unheard)
+            self._fail(key, error)
 
-    def _deliver(self, key: tuple[int, int], reply: Reply) -> None:
+    def _hear_delivery(self, number: int, rank: int, reply: Reply) -> None:
         if reply.status == "error":  # the worker cannot read the result
-            _in_thread(self._give_back, key, partial(self._refuse, reply))
+            _in_thread(self._give_back, (rank, number), partial(self._read, reply))
 
-    def _refuse(self, reply: Reply) -> None:
-        failure: Failure = self._unpack(reply.payload)
-        raise SerializationError(failure.message)
+    def _fail(self, key: tuple[int, int], error: Exception) -> None:
+        rank, number = key
+        answer = {"number": number, "error": error, "cause": pack_exception(error.__cause__)}
+        if not isinstance(error, PodiumError):
+            answer["error"] = EndpointError(describe_error(error), method="", rank=-1)
+        self._ask([rank], "deliver", answer, _note_unheard)
 
-
-def _translate_error(error: Exception) -> PodiumError:
-    return EndpointError(describe_error(error), method="", rank=-1)
-
-
-def _raise(error: Exception) -> None:
-    raise error
+    def _read(self, reply: Reply) -> Any:
+        """The value of a reply. Raises PodiumError where there is none."""
+        value = self._unpack(reply.payload)
+        if isinstance(value, Failure):
+            raise SerializationError(value.message)
+        return value
 
 
 def _itself(block: Any, info: Any) -> Any:
     return block
 
 
-def _unheard(reply: Reply) -> None:
+def _note_unheard(rank: int, reply: Reply) -> None:
     if reply.status == "error":
         logging.getLogger("podium").warning("a result did not reach the worker that called")
 

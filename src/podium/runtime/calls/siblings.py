@@ -9,7 +9,6 @@ a restart. Where no rank waits, the group stays whole: the same error on two ran
 nothing.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -57,9 +56,8 @@ def find_waiting_siblings(
         which another rank could wait for it.
     """
     before: dict[int, Collectives] = {}
-    for look in itertools.count():
-        if is_over():
-            return []
+    pause_s = FIRST_LOOK_S
+    while not is_over():
         states = ask()
         if failed in states and states[failed] is None:
             return []
@@ -73,5 +71,6 @@ def find_waiting_siblings(
         if waiting:
             return sorted(waiting)
         before = siblings
-        wait_until(is_over, min(FIRST_LOOK_S * 2 ** min(look, 10), LAST_LOOK_S))
-    raise AssertionError("the loop ends by a return")
+        wait_until(is_over, pause_s)
+        pause_s = min(2 * pause_s, LAST_LOOK_S)
+    return []
