@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["explain_packages", "install_command", "library_command", "repair_command"]
+__all__ = ["explain_packages", "find_package", "install_command", "library_command", "repair_command"]
 
 
 def install_command(extra: str, only: str = "", *, package: str = "podium") -> str:
@@ -62,15 +62,19 @@ def explain_packages(group: str, name: str = "") -> str:
         f"packages add others through the entry point group {group}, and Podium's packages, podium-NAME, are installed "
         "in its clone by: pip install ./plugins/podium-NAME"
     )
-    projects = _read_packages()
-    entries = {path: project.get("entry-points", {}).get(group, {}) for path, project in projects.items()}
-    directory = next((path for path, names in entries.items() if name in names), None)
+    projects, directory = _read_packages(), find_package(group, name)
     if directory is None:
         return text
     # Packages of the clone that it needs come from the clone, too: on an index, their names may be somebody else's.
     needed = projects[directory].get("dependencies", [])
     paths = [str(path) for path in projects if path == directory or path.name in needed]
     return f"{text}; the missing one by: {shlex.join(['pip', 'install', *paths])}"
+
+
+def find_package(group: str, name: str) -> Path | None:
+    """Return the directory in the clone of the package that has an entry point; None where there is none."""
+    entries = {path: project.get("entry-points", {}).get(group, {}) for path, project in _read_packages().items()}
+    return next((path for path, names in entries.items() if name in names), None)
 
 
 def _read_packages() -> dict[Path, dict[str, Any]]:

@@ -22,7 +22,7 @@ from typing import Any, Final
 from podium.answers import load_answers
 from podium.errors import ConfigError, PodiumError
 from podium.exceptions import read_text
-from podium.extras import explain_packages
+from podium.extras import explain_packages, find_package
 from podium.spelling import nearest_spellings
 
 __all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "find_installed", "is_installed"]
@@ -63,7 +63,7 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN, grou
         meant = "" if translation.missing else f"did you mean {translation.value}? "
         message = f"{message}; {meant}{translation.remark}".rstrip()
     elif near := nearest_spellings(spec, [*known, *installed]):
-        message += f"; did you mean {near[0]!r}?"
+        message += f" (did you mean {near[0]!r}?)"
     if spec.isidentifier():
         message += f"; your own function is path/file.py:{spec} or module:{spec}"
     raise ConfigError(f"{message}; {explain_packages(group, spec)}" if group else message)
@@ -256,10 +256,12 @@ def describe_object(value: Any) -> str:
     return f"{kind}{OF_SCRIPT}{named.__module__ or '__main__'}.{named.__qualname__}"
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of an error message that suggests the nearest of ``names``; "" if none is near."""
+def nearest(name: str, names: Iterable[str], group: str = "") -> str:
+    """Words behind an error on a name that suggest the nearest of ``names``; "" if none is near, or a package that is
+    not installed has the name itself, as an entry point of ``group``."""
     matches = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    is_absent = group and name not in matches and find_package(group, name)
+    return f" (did you mean {matches[0]!r}?)" if matches and not is_absent else ""
 
 
 def _list_defined_names(module: ModuleType, wanted: str) -> str:

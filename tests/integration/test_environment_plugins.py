@@ -122,7 +122,7 @@ def test_a_name_that_is_not_installed_is_answered_with_those_that_are(capsys: py
     assert main(["train", "grpo", "--environment.name", "countin"]) == 2
     words = " ".join(capsys.readouterr().err.split())
     assert "environment.name = 'countin': no environment of this name is installed; installed are absent" in words
-    assert "did you mean 'counting'?; an environment of your own is path/file.py:countin or module:countin" in words
+    assert "did you mean 'counting'?); an environment of your own is path/file.py:countin or module:countin" in words
     assert "packages add others through the entry point group podium.environments" in words
     assert {"counting", *MODULES} <= find_environments().keys()
 

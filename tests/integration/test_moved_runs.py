@@ -60,7 +60,9 @@ def test_a_run_and_its_files_are_moved(
     capsys.readouterr()
     assert main(["sample", f"{run}@1", "--prompt", "12=", "--prompt", "34="]) == 0
     answers, said = capsys.readouterr()
-    assert answers.count("\n") == 2, "one completion of each prompt"
+    heads = ["--- prompt 1, completion 1", "--- prompt 2, completion 1"]
+    assert answers.splitlines()[::2] == heads
+    assert answers.count("\n") == 4, "one completion of each prompt"
     assert f"moved from {old} to {new}: data.chat_template\n" in said
     assert main(["export", f"{run}@1", "--to", str(tmp_path / "out")]) == 0
     assert f"moved from {old} to {new}: model.path, data.chat_template\n" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_a_finished_run_is_evaluated_and_sampled(
     words = {"eval": [], "sample": ["--prompt", "12=", "--sampling.n", "2"]}[command]
     assert main([command, str(finished_sft / "runs" / "run"), *words, *place.words]) == 0
     out = capsys.readouterr().out
-    assert "(4 items; 95% interval" in out if command == "eval" else len(out.splitlines()) == 2
+    assert "(4 items; 95% interval" in out if command == "eval" else len(out.splitlines()) == 4
 
 
 class Run:

@@ -126,7 +126,9 @@ def test_train_eval_and_sample_from_the_command_line(tmp_path: Path, capsys: pyt
     assert "of 4; 95% interval" in out
     assert out.count("expected") == 3
     assert main(["sample", run, "--prompt", "12=", "--sampling.n", "2"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == ["--- prompt 1, completion 1", "--- prompt 1, completion 2"]
+    assert len(lines) == 4
     assert main(["eval", run, "--data.train", "absent.jsonl"]) == 2
     assert "no file absent.jsonl" in capsys.readouterr().err
 

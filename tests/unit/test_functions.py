@@ -111,7 +111,7 @@ def test_a_wrong_form_is_refused_before_anything_is_imported(spec: str, message:
     [
         ("functions_under_tset:plain", "no module 'functions_under_tset'.*did you mean 'functions_under_test'"),
         ("functions_under_tset:plain", r"name a file by its path: functions_under_tset\.py:plain"),
-        ("functions_under_test:plian", "functions_under_test has no 'plian'; did you mean 'plain'"),
+        ("functions_under_test:plian", r"functions_under_test has no 'plian' \(did you mean 'plain'"),
         ("functions_under_test:zzz", "has no 'zzz'; it defines Rule, plain"),
         ("empty_under_test:zzz", "has no 'zzz'; it defines no function"),
         ("functions_under_test:LIMIT", "'LIMIT' in functions_under_test is not a function but of type int"),

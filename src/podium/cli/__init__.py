@@ -154,8 +154,10 @@ def _explain_commands(word: str, installed: Mapping[str, EntryPoint]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"podium {podium.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND [...]")
-    for name, text in describe_commands().items():
-        commands.add_parser(name, help=text.replace("%", "%%"))
+    texts = describe_commands()
+    for text in dict.fromkeys(texts.values()):  # commands of one package have one text
+        same = ", ".join(name for name in texts if texts[name] == text)
+        commands.add_parser(same, help=text.replace("%", "%%"))
     if not word.startswith("-"):
         from podium.runs.recipes import list_recipes
 
@@ -163,8 +165,8 @@ def _explain_commands(word: str, installed: Mapping[str, EntryPoint]) -> int:
         if word in list_recipes():
             parser.error(f"{word!r} is a recipe: write podium train {word}")
         parser.error(
-            f"there is no command {word!r}{nearest(word.lower(), names)}; the commands are {', '.join(names)}; "
-            f"{explain_packages('podium.commands', word)}"
+            f"there is no command {word!r}{nearest(word.lower(), names, 'podium.commands')}; the commands are "
+            f"{', '.join(names)}; {explain_packages('podium.commands', word)}"
         )
     parser.parse_args([word])  # prints help or the version and exits, or refuses the option and exits with 2
     return 2

@@ -224,7 +224,8 @@ def _recipe(word: str) -> str:
             raise ArgumentTypeError(f"{name} is a setting of the recipe {recipe}: podium train {recipe} {words}")
     meanings = ", ".join(f"{recipe} {find_recipe(recipe).help}" for recipe in recipes)
     raise ArgumentTypeError(
-        f"there is no recipe {word!r}{nearest(name, recipes)}; {meanings}; {explain_packages('podium.recipes', name)}"
+        f"there is no recipe {word!r}{nearest(name, recipes, 'podium.recipes')}; {meanings}; "
+        f"{explain_packages('podium.recipes', name)}"
     )
 
 

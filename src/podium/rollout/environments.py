@@ -127,9 +127,9 @@ def _entry_of(name: str) -> EntryPoint:
     if name not in environments:
         listed = f"installed are {', '.join(sorted(environments))}" if environments else "none is installed"
         raise ConfigError(
-            f"{_KEY} = {name!r}: no environment of this name is installed; {listed}{nearest(name, environments)}; "
-            f"an environment of your own is path/file.py:{name} or module:{name} (docs/environments.md); "
-            f"{explain_packages(_GROUP, name)}"
+            f"{_KEY} = {name!r}: no environment of this name is installed; {listed}"
+            f"{nearest(name, environments, _GROUP)}; an environment of your own is path/file.py:{name} or "
+            f"module:{name} (docs/environments.md); {explain_packages(_GROUP, name)}"
         )
     return environments[name]
 

@@ -113,7 +113,7 @@ def find_recipe(name: str) -> Recipe:
     entry = find_installed(_GROUP, name, "recipe")
     if entry is None:
         raise ConfigError(
-            f"there is no recipe {name!r}{nearest(name.lower(), list_recipes())}; the recipes are "
+            f"there is no recipe {name!r}{nearest(name.lower(), list_recipes(), _GROUP)}; the recipes are "
             f"{', '.join(list_recipes())}; {explain_packages(_GROUP, name)}"
         )
     package = entry.dist.name if entry.dist else "unknown"

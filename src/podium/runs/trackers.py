@@ -30,7 +30,7 @@ def load_tracker(name: str) -> type[Tracker]:
         names = sorted(entry_points(group=_GROUP).names)
         listed = f"installed are {', '.join(names)}" if names else "none is installed"
         raise ConfigError(
-            f"{_KEY} names {name!r}, and no tracker of this name is installed; {listed}{nearest(name, names)}; "
+            f"{_KEY} names {name!r}, and no tracker of this name is installed; {listed}{nearest(name, names, _GROUP)}; "
             f"{explain_packages(_GROUP, name)}"
         )
     tracker = load_installed(entry, _KEY)

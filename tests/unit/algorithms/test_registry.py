@@ -247,7 +247,7 @@ def test_columns_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
 
 def test_a_users_functions_are_found_before_anything_starts(module: str) -> None:
     check_functions(AlgorithmConfig(advantage=f"{module}:plain"))
-    with pytest.raises(ConfigError, match=r"algorithm\.loss = .* has no 'plian'; did you mean 'plain'"):
+    with pytest.raises(ConfigError, match=r"algorithm\.loss = .* has no 'plian' \(did you mean 'plain'"):
         check_functions(AlgorithmConfig(loss=f"{module}:plian"))
 
 

@@ -91,16 +91,16 @@ def test_mistakes_and_help_wait_for_no_heavy_import(words: str, said: str, neede
     [
         (
             ["trian"],
-            "there is no command 'trian'; did you mean 'train'?; the commands are train, backends, ",
+            "there is no command 'trian' (did you mean 'train'?); the commands are train, backends, ",
         ),
-        (["EVAL"], "; did you mean 'eval'?"),
+        (["EVAL"], "(did you mean 'eval'?)"),
         (["fly"], "there is no command 'fly'; the commands are train, "),
         (["grpo", "--optim.lr", "1"], "'grpo' is a recipe: write podium train grpo"),
         (
             ["train", "grop"],
-            "there is no recipe 'grop'; did you mean 'grpo'?; grpo learns from rewards",
+            "there is no recipe 'grop' (did you mean 'grpo'?); grpo learns from rewards",
         ),
-        (["train", "GRPO"], "there is no recipe 'GRPO'; did you mean 'grpo'?"),
+        (["train", "GRPO"], "there is no recipe 'GRPO' (did you mean 'grpo'?)"),
         (
             ["train", "fsdp"],
             "there is no recipe 'fsdp'; grpo learns from rewards, ppo learns from rewards",
@@ -119,6 +119,26 @@ def test_a_word_that_is_no_command_is_answered_by_the_nearest_or_by_what_there_i
         main(arguments)
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_commands_of_one_package_have_one_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.count("\n    eval, export, sample\n") == 1
+
+
+def test_a_recipe_of_a_package_that_is_absent_is_answered_by_the_package_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("podium.runs.recipes.entry_points", lambda group: [])
+    with pytest.raises(SystemExit):
+        main(["train", "dpo"])
+    said = capsys.readouterr().err
+    assert "there is no recipe 'dpo';" in said
+    assert "plugins/podium-preferences" in said
+    with pytest.raises(SystemExit):
+        main(["train", "ppi"])
+    assert "there is no recipe 'ppi' (did you mean 'ppo'?)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["eval", "--help"], ["sample", "--help"], ["--version"]])

@@ -171,7 +171,10 @@ def run_sample(arguments: Sequence[str]) -> int:
             sample = stack.enter_context(open_sampler(config, stack.enter_context(connect(backend))))
         stack.callback(subscribe(write_note))
         for number, prompt in enumerate(prompts):
-            for completion in sample(prompt, number):
+            completions = list(sample(prompt, number))
+            for place, completion in enumerate(completions, 1):
+                if len(completions) > 1 or len(options.prompt or ()) > 1:
+                    sys.stdout.write(f"--- prompt {number + 1}, completion {place}\n")
                 sys.stdout.write((visible(completion) if sys.stdout.isatty() else completion) + "\n")
             sys.stdout.flush()
             answered += 1

@@ -48,7 +48,7 @@ def find_suite(spec: str, program: str | None, arguments: Sequence[str]) -> Prep
         names = sorted({entry.name for entry in entry_points(group=_GROUP)})
         listing = f"; installed are {', '.join(names)}" if names else ""
         raise ConfigError(
-            f"--suite {spec}: there is no suite {name!r}{nearest(name, names)}{listing}; "
+            f"--suite {spec}: there is no suite {name!r}{nearest(name, names, _GROUP)}{listing}; "
             f"{explain_packages(_GROUP, name)}"
         )
     return load_installed(entry, "--suite")(task, program, arguments)
