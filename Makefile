@@ -34,7 +34,7 @@ NEWEST_TESTS := tests/unit/training tests/unit/models tests/unit/workers tests/u
 	tests/integration/test_train_grpo.py tests/integration/test_train_sft.py
 
 PLUGINS := $(wildcard plugins/podium-*)
-RUNTIME_PLUGINS := $(addprefix plugins/podium-,agents curves dryrun inference migration native preferences view)
+RUNTIME_PLUGINS := $(addprefix plugins/podium-,agents algorithms curves dryrun inference migration native preferences view)
 PEERS := ray trl verl monarch areal vllm
 CLIENTS := openai-agents langgraph litellm inspect
 

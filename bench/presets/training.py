@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.peer import PeerError, peer_command, python_of, start_peer
-from podium.algorithms.declarations import loss_needs_teacher
+from podium.algorithms import LOSSES
 from podium.cli import main
 from podium.cli.presets import list_presets, read_preset
 from podium.runs.config import GRPOConfig, PPOConfig
@@ -252,7 +252,7 @@ def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _needs_teacher(arm: Arm) -> bool:
     loss = read_preset(arm.preset).settings.get("algorithm.loss") if arm.preset else None
-    return isinstance(loss, str) and loss_needs_teacher(loss)
+    return isinstance(loss, str) and LOSSES.declaration(loss).needs_teacher
 
 
 def _processor_s() -> float:

@@ -36,7 +36,7 @@ PAGES = (
     Page("podium.md", "podium", ("podium",)),
     Page("trainer.md", "Training", ("podium.trainer",)),
     Page("workers.md", "Models in workers", ("podium.workers", "podium.models", "podium.training")),
-    Page("algorithms.md", "Algorithms", ("podium.algorithms",)),
+    Page("algorithms.md", "Algorithms", ("podium.algorithms", "podium_algorithms")),
     Page("rewards.md", "Rewards", ("podium.rewards",)),
     Page("rollout.md", "Rollout", ("podium.rollout.sampling", "podium.rollout.tasks", "podium.rollout.engines")),
     Page("data.md", "Data", ("podium.data",)),

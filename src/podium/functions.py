@@ -59,7 +59,8 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN, grou
         return
     forms = ", ".join([*known, *sorted(installed - known.keys()), "module:function"])
     message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function"
-    if translation := load_answers().find_translation(key, spec):
+    translation = load_answers().find_translation(key, spec)
+    if translation and translation.value != spec:  # a name of Podium's own, of a package that is not installed
         meant = "" if translation.missing else f"did you mean {translation.value}? "
         message = f"{message}; {meant}{translation.remark}".rstrip()
     elif near := nearest_spellings(spec, [*known, *installed]):

@@ -103,7 +103,13 @@ def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
 def test_an_advantage_estimator(name: str, tmp_path: Path) -> None:
     cls = PPOConfig if name.startswith("gae") else GRPOConfig
     sections = NEEDED_SETTINGS.get(name, {})
-    check_same(tmp_path, cls, "algorithm.advantage", (name, copy_of(ADVANTAGES[name], tmp_path)), **sections)
+    check_same(
+        tmp_path,
+        cls,
+        "algorithm.advantage",
+        (name, copy_of(ADVANTAGES.declaration(name).function, tmp_path)),
+        **sections,
+    )
 
 
 @pytest.mark.parametrize("name", mark_others(LOSSES, {"clip_cov", "cross_entropy"}.__contains__))
@@ -115,7 +121,9 @@ def test_a_loss(name: str, tmp_path: Path) -> None:
         (tmp_path / "teacher").mkdir()
         teacher = train(tiny(SFTConfig, tmp_path / "teacher", run={"steps": 1}, eval={"items": 0}))
         sections["algorithm"] = {"options": {"teacher": str(teacher / "model")}}
-    check_same(tmp_path, GRPOConfig, "algorithm.loss", (name, copy_of(LOSSES[name], tmp_path)), **sections)
+    check_same(
+        tmp_path, GRPOConfig, "algorithm.loss", (name, copy_of(LOSSES.declaration(name).function, tmp_path)), **sections
+    )
 
 
 def test_a_reward(tmp_path: Path) -> None:

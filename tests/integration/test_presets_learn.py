@@ -13,7 +13,7 @@ import pytest
 from bench.presets.page import find_missed
 from bench.presets.training import SEEDS, Course, list_arms
 from podium.algorithms import AdvantageInputs, AdvantageOutputs, AlgorithmConfig
-from podium.algorithms.advantages.grpo import grpo
+from podium.algorithms.advantages import grpo
 
 pytestmark = pytest.mark.exhaustive
 ARMS = list_arms()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.algorithms import LOSSES, AlgorithmConfig, loss_declaration
+from podium.algorithms import LOSSES, AlgorithmConfig
 from podium.data import Batch
 from podium.models import load_model
 from podium.telemetry import metrics
@@ -30,7 +30,7 @@ from tests.unit.algorithms.test_loss_formulas import CASES
 STEPS, KL = 3, 0.1
 EVERYDAY = {"ppo_clip", "gspo"}
 KEPT = ("tokens", "loss_mask", "rollout_logprobs", "rewards", "group")
-LOSSES_HERE = [name for name in LOSSES if not loss_declaration(name).needs_teacher]  # see test_distillation.py
+LOSSES_HERE = [name for name in LOSSES if not LOSSES.declaration(name).needs_teacher]  # see test_distillation.py
 Oracle = Callable[[list[LossRow]], loss_oracles.Losses]
 
 

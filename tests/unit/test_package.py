@@ -73,7 +73,7 @@ def test_everything_that_is_installed_for_development_is_pinned(project: dict[st
 def test_only_targets_for_developers_install_development_tools(target: str, tools: bool) -> None:
     words = ["make", "--dry-run", "--always-make", target, "PYTHON=python3"]
     commands = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "-e . -e plugins/podium-agents -e plugins/podium-curves" in commands
+    assert "-e . -e plugins/podium-agents -e plugins/podium-algorithms -e plugins/podium-curves" in commands
     assert ("-e '.[dev]'" in commands) == tools
     example = (ROOT / "examples" / "quickstart.py").read_text()
     assert "reasoning_gym" not in example, "it needs a C compiler"
@@ -84,6 +84,7 @@ def test_the_core_names_no_plugin() -> None:
     assert len(packages) >= 8
     words = {
         "agents",
+        "algorithms",
         "changes",
         "completion",
         "curves",

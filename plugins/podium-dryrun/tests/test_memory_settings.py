@@ -73,8 +73,8 @@ WITHOUT_MEMORY = {
 }
 OPTIONS_ELSEWHERE = {"teacher", "teacher_top_k", "critic_trunk", "router_replay", "router_balance"}
 OPTIONS_WITHOUT_MEMORY = {
-    *("pass_k", "pass_reward", "reference_refresh", "reference_mix", "critic_warmup", "value_coef", "part_weights"),
-    "teacher_divergence",
+    *("reference_refresh", "reference_mix", "critic_warmup", "value_coef", "teacher_divergence"),
+    *("dual_clip", "weight_cap"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.algorithms.advantages.compute import compute_advantages as compute_advantages
+    from podium.algorithms.advantages import compute_advantages as compute_advantages
     from podium.algorithms.aggregation import loss_weights as loss_weights
     from podium.algorithms.config import Aggregation as Aggregation, AlgorithmConfig as AlgorithmConfig
     from podium.algorithms.declarations import (
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         CORRECTIONS as CORRECTIONS,
         LOSSES as LOSSES,
         Declaration as Declaration,
-        advantage_declaration as advantage_declaration,
-        loss_declaration as loss_declaration,
+        NamedFunctions as NamedFunctions,
     )
+    from podium.algorithms.function_checks import check_functions as check_functions
     from podium.algorithms.kl import (
         KLController as KLController,
         bounded_exp as bounded_exp,
@@ -43,17 +43,10 @@ if TYPE_CHECKING:
         LossInputs as LossInputs,
         TokenLoss as TokenLoss,
     )
-    from podium.algorithms.registry import (
-        check_functions as check_functions,
-        resolve_advantage as resolve_advantage,
-        resolve_correction as resolve_correction,
-        resolve_loss as resolve_loss,
-    )
     from podium.algorithms.token_rows import (
         discounted_sums as discounted_sums,
         group_statistics as group_statistics,
         whiten as whiten,
     )
-    from podium.algorithms.turns import Turns as Turns, find_turns as find_turns
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -17,18 +17,10 @@ from podium.algorithms.declarations import (
     ReferenceOptions,
     RouterOptions,
     TeacherOptions,
-    advantage_declaration,
-    correction_declaration,
-    correction_ratio_to,
-    loss_declaration,
-    loss_imitates,
-    loss_needs_teacher,
-    loss_ratio_to,
 )
 from podium.algorithms.entropy import EntropyController
 from podium.config import build_config, section
 from podium.errors import ConfigError
-from podium.functions import check_function_name
 
 __all__ = ["Aggregation", "AlgorithmConfig", "KLEstimator", "KLPlace", "Setting"]
 
@@ -77,12 +69,11 @@ class AlgorithmConfig:
     """
 
     advantage: str = "grpo"
-    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax,
-    opo, otb, gpg, gdpo, maxrl, pass_at_k, grpo_passk, gae, grpo_turns, gae_turns, module:function, or
-    path/file.py:function."""
+    """This function turns rewards into advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae, one
+    of an installed package, such as opo, remax or grpo_turns, module:function, or path/file.py:function."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """gae, otb, remax and reinforce_pp discount rewards by this factor for each token, gae_turns and grpo_turns for
-    each turn."""
+    """gae and reinforce_pp discount rewards by this factor for each token, as otb and remax of packages do; gae_turns
+    and grpo_turns for each turn."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """gae uses this lambda: 0 relies on the critic's values, 1 on the rewards."""
     normalize_advantage: bool | None = None
@@ -99,10 +90,10 @@ class AlgorithmConfig:
     kl_target: float | None = Field(default=None, gt=0, le=1e6)
     """kl_coef adapts so that the KL divergence stays at this many nats a token. It needs kl_in = reward."""
     loss: str | Mapping[str, Annotated[float, Field(ge=0, le=1e6)]] = "ppo_clip"
-    """This function is the policy's loss: ppo_clip, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov, dro,
-    reinforce, teacher_kl, cross_entropy, module:function, or path/file.py:function. A mapping of names to weights, such
-    as {ppo_clip: 1, teacher_kl: 0.5}, is their sum, in which cross_entropy learns the data's answers to the step's
-    prompts."""
+    """This function is the policy's loss: ppo_clip, gspo, cispo, reinforce, teacher_kl, cross_entropy, one of an
+    installed package, such as dppo_tv, gmpo or sapo, module:function, or path/file.py:function. A mapping of names to
+    weights, such as {ppo_clip: 1, teacher_kl: 0.5}, is their sum, in which cross_entropy learns the data's answers to
+    the step's prompts."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """These options belong to the advantage, the loss or the correction, which declares them."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
@@ -127,8 +118,8 @@ class AlgorithmConfig:
     lets it follow the entropy, which then stays near the target."""
     correction: str | tuple[str, ...] = "auto"
     """These weights or masks of tokens correct for differences between generator and trainer: truncate,
-    sequence_truncate, icepop, sequence_mask, two_sided, geometric, trust_region, opsm, m2po, kpop, high_entropy,
-    bypass, module:function, path/file.py:function, or a list of these. auto means truncate where run.schedule lets
+    bypass, one of an installed package, such as icepop, sequence_mask or geometric, module:function,
+    path/file.py:function, or a list of these. auto means truncate where run.schedule lets
     older weights generate completions, and none otherwise."""
     max_mismatch: float | None = Field(default=0.5, gt=0, le=1e9)
     """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
@@ -141,7 +132,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         _ = self.passes, EntropyController.of(self.entropy_coef)  # raises an error if an entry is unknown
-        check_function_name(self.advantage, key="algorithm.advantage", known=ADVANTAGES)
+        ADVANTAGES.check_name(self.advantage)
         if not self.sampled_losses:
             raise ConfigError(
                 f"algorithm.loss = {self.loss!r}: expected the name of a loss, or some names with weights, one of "
@@ -150,11 +141,11 @@ class AlgorithmConfig:
         if not any(self.losses.values()):
             raise ConfigError(f"algorithm.loss = {self.loss!r}: all weights are 0, so that nothing is learned")
         for name in self.losses:
-            check_function_name(name, key="algorithm.loss", known=LOSSES)
+            LOSSES.check_name(name)
         if isinstance(self.correction, tuple) and not {"auto", "none"}.isdisjoint(self.correction):
             raise ConfigError(f"algorithm.correction = {list(self.correction)}: expected auto or none alone, or names")
         for name in self.corrections:
-            check_function_name(name, key="algorithm.correction", known={"auto": "", "none": "", **CORRECTIONS})
+            CORRECTIONS.check_name(name)
         if self.kl_in == "none" and self.kl_coef > 0:
             raise ConfigError(
                 f"algorithm.kl_coef = {self.kl_coef} with algorithm.kl_in = 'none': expected kl_coef 0, or kl_in set "
@@ -181,8 +172,10 @@ class AlgorithmConfig:
     def ratio_to(self) -> Literal["old", "rollout"]:
         """The policy that the ratio of the loss is to: see :class:`Declaration`. Functions of the user's own are
         loaded."""
-        by_correction = "rollout" in map(correction_ratio_to, self.corrections)
-        return "rollout" if by_correction or {*map(loss_ratio_to, self.sampled_losses)} == {"rollout"} else "old"
+        if any(CORRECTIONS.declaration(name).ratio_to == "rollout" for name in self.corrections):
+            return "rollout"
+        losses = map(LOSSES.declaration, self.sampled_losses)
+        return "rollout" if all(loss.ratio_to == "rollout" for loss in losses) else "old"
 
     @property
     def losses(self) -> Mapping[str, float]:
@@ -207,7 +200,7 @@ class AlgorithmConfig:
     @property
     def needs_teacher(self) -> bool:
         """Whether a teacher takes part. A loss of the user's own is loaded."""
-        return any(map(loss_needs_teacher, self.losses))
+        return any(LOSSES.declaration(name).needs_teacher for name in self.losses)
 
     @property
     def teacher(self) -> TeacherOptions:
@@ -217,7 +210,7 @@ class AlgorithmConfig:
     @property
     def reinforces(self) -> bool:
         """Whether rewards or a teacher train the policy, and not examples alone. A loss of the user's own is loaded."""
-        return not all(map(loss_imitates, self.sampled_losses))
+        return not all(LOSSES.declaration(name).imitates for name in self.sampled_losses)
 
     @property
     def updates(self) -> int:
@@ -278,7 +271,7 @@ class AlgorithmConfig:
     @property
     def has_value_head(self) -> bool:
         """Whether the critic is a head on the policy's model. An advantage of the user's own is loaded."""
-        return self.critic.critic_trunk != "separate" and advantage_declaration(self.advantage).needs_values
+        return self.critic.critic_trunk != "separate" and ADVANTAGES.declaration(self.advantage).needs_values
 
     @property
     def passes(self) -> EpochChoice:
@@ -327,10 +320,10 @@ class AlgorithmConfig:
         >>> AlgorithmConfig(loss="gspo", clip_low=0.1).explain()["clip_low"]
         Setting(value=0.1, origin='yours')
         """
-        estimator, settings = advantage_declaration(self.advantage), dict(_RECIPE)
+        estimator, settings = ADVANTAGES.declaration(self.advantage), dict(_RECIPE)
         if estimator.needs_values:
             settings["clip_high"] = Setting(0.2, _PPO)
-        losses = [(f"loss {name}", loss_declaration(name)) for name in self.losses]
+        losses = [(f"loss {name}", LOSSES.declaration(name)) for name in self.losses]
         for name, declared in ((f"advantage {self.advantage}", estimator), *reversed(losses)):
             origin = " ".join(f"default of the {name}: {declared.source}".rstrip(": ").split())
             settings |= {key: Setting(value, origin) for key, value in declared.defaults.items()}
@@ -340,15 +333,15 @@ class AlgorithmConfig:
     def explain_options(self) -> dict[str, Setting]:
         """Return the options of estimator, loss and corrections, under ``options.NAME``, and where each comes from.
 
-        >>> AlgorithmConfig(loss="sapo", options={"tau_pos": 2.0}).explain_options()["options.tau_pos"]
-        Setting(value=2.0, origin='yours')
+        >>> AlgorithmConfig(loss="gspo", options={"dual_clip": 3.0}).explain_options()["options.dual_clip"]
+        Setting(value=3.0, origin='yours')
         """
-        estimator = advantage_declaration(self.advantage)
+        estimator = ADVANTAGES.declaration(self.advantage)
         named = [
             *([("critic", Declaration(options=CriticOptions))] if estimator.needs_values else []),
             (f"advantage {self.advantage}", estimator),
-            *((f"loss {name}", loss_declaration(name)) for name in self.losses),
-            *((f"correction {name}", correction_declaration(name)) for name in self.corrections),
+            *((f"loss {name}", LOSSES.declaration(name)) for name in self.losses),
+            *((f"correction {name}", CORRECTIONS.declaration(name)) for name in self.corrections),
             *([("teacher", Declaration(options=TeacherOptions))] if self.needs_teacher else []),
             *([("router", Declaration(options=RouterOptions))] if self.uses_routers else []),
             *([("centering", Declaration(options=CenteringOptions))] if self.score_centering else []),

@@ -1,54 +1,30 @@
-"""What advantage estimators and losses declare about themselves, and where Podium's own are.
+"""What advantage estimators, losses and corrections declare about themselves, and where they are found.
 
-This module imports no torch: tables have the declarations of Podium's own functions, and a user's are loaded when
-needed.
+This module imports no torch: tables have the declarations of Podium's own functions, those of packages are known by
+their entry points, and a user's functions are loaded when needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from podium.config import section
 from podium.errors import ConfigError
-from podium.functions import load_function
+from podium.functions import check_function_name, is_installed, load_function
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ADVANTAGES",
-    "ADVANTAGE_LOSSES",
-    "CLIPPING_LOSSES",
-    "COLUMNS",
-    "CORRECTIONS",
-    "DECLARED_DEFAULTS",
-    "LOSSES",
-    "RATIO_CORRECTIONS",
-    "WEIGHING_CORRECTIONS",
-    "CenteringOptions",
-    "CriticOptions",
-    "Declaration",
-    "PartOptions",
-    "PassOptions",
-    "ReferenceOptions",
-    "RouterOptions",
-    "TeacherOptions",
-    "advantage_declaration",
-    "correction_declaration",
-    "correction_ratio_to",
-    "correction_weighs",
-    "declaration_of",
-    "loss_declaration",
-    "loss_imitates",
-    "loss_needs_teacher",
-    "loss_ratio_to",
-    "loss_scales_advantage",
-]
+__all__ = ["ADVANTAGES", "COLUMNS", "CORRECTIONS", "DECLARED_DEFAULTS", "LOSSES", "CenteringOptions", "ClipOptions"]
+__all__ += ["CriticOptions", "Declaration", "NamedFunctions", "ReferenceOptions", "RouterOptions", "TeacherOptions"]
+__all__ += ["TruncateOptions", "declaration_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,6 +34,7 @@ COLUMNS: Final = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy",
 DECLARED_DEFAULTS: Final = ("clip_low", "clip_high", "aggregation", "normalize_advantage")
 """Keys of the section algorithm that may be null, for which a loss or an advantage estimator may declare defaults."""
 
+_READABLE: Final = ("clip_low", "clip_high", "gamma", "lam", "value_clip")
 _ATTRIBUTE: Final = "podium_declaration"
 
 
@@ -78,7 +55,7 @@ class Declaration:
         columns: The token columns of :data:`COLUMNS` that the estimator reads.
         data: The columns of the data that the estimator reads in ``inputs.data``.
         minibatch: The loss or the correction reads ``inputs.figures``, which this function computes from the tokens of
-            a whole minibatch.
+            a whole minibatch. A declaration for an entry point may name it by ``module:function``.
         ratio_to: The policy whose log-probabilities the loss reads as ``inputs.old_logprobs_N``: the policy before the
             update (old), or the generator (rollout). With rollout, no pass over the batch computes those of the old
             policy, and no importance weights apply, since the loss itself corrects for the difference.
@@ -90,12 +67,18 @@ class Declaration:
             are those of :class:`TeacherOptions`.
         scales_advantage: The advantage is a factor of the loss, so that loss and gradient are 0 where it is. An update
             whose advantages are all 0 then leads to the same bits without forward and backward passes.
+        reads: Those of the keys ``clip_low``, ``clip_high``, ``gamma``, ``lam`` and ``value_clip`` that the loss or the
+            estimator reads. The setting of another one has no effect, which a run says. None says nothing of them.
         weighs: The weights of the correction lead from the generator to the old policy. It is then refused beside a
             loss or a correction whose ratio is to the generator already, where they would count twice.
+        by_ratio: The weight that the correction gives to a token depends on the token's own ratio alone, so that score
+            centering knows it for tokens that were not sampled.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
         defaults: Values of the keys of :data:`DECLARED_DEFAULTS` with which the paper of the function runs it. They
             hold where the user sets no value; those of the loss before those of the estimator.
         source: The paper of the defaults, and where it has them. A dry run prints it beside their values.
+        function: Where the function is, ``module:function``, in a declaration that an entry point of a package names,
+            so that it is known without importing the function and torch.
     """
 
     options: type | None = None
@@ -104,24 +87,24 @@ class Declaration:
     needs_greedy: bool = False
     columns: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
-    minibatch: Callable[..., Mapping[str, Tensor]] | None = None
+    minibatch: Callable[..., Mapping[str, Tensor]] | str | None = None
     ratio_to: Literal["old", "rollout"] = "old"
     weighs_parts: bool = False
     judges_rewards: bool = False
     needs_teacher: bool = False
     scales_advantage: bool = False
+    reads: tuple[str, ...] | None = None
     weighs: bool = False
+    by_ratio: bool = False
     imitates: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""
+    function: str = ""
 
     def __post_init__(self) -> None:
-        if unknown := set(self.columns) - set(COLUMNS):
-            raise ConfigError(f"Declaration.columns has {sorted(unknown)}: expected some of {', '.join(COLUMNS)}")
-        if unknown := set(self.defaults) - set(DECLARED_DEFAULTS):
-            raise ConfigError(
-                f"Declaration.defaults has {sorted(unknown)}: expected some of {', '.join(DECLARED_DEFAULTS)}"
-            )
+        for name, known in (("columns", COLUMNS), ("defaults", DECLARED_DEFAULTS), ("reads", _READABLE)):
+            if unknown := {*(getattr(self, name) or ())} - {*known}:
+                raise ConfigError(f"Declaration.{name} has {sorted(unknown)}: expected some of {', '.join(known)}")
         if self.options is not None and not is_pydantic_dataclass(self.options):
             name = getattr(self.options, "__name__", repr(self.options))
             raise ConfigError(
@@ -134,17 +117,15 @@ class Declaration:
         setattr(function, _ATTRIBUTE, self)
         return function
 
+    def may_read(self, key: str) -> bool:
+        """Whether the function reads a key, or says nothing of what it reads."""
+        return self.reads is None or key in self.reads
 
-# What Podium's own functions declare, so that it is known without importing torch. Each estimator itself normalizes as
-# its declaration says, also where another function calls it.
-@section("algorithm.options")
-class PassOptions:
-    """When a prompt counts as solved."""
-
-    pass_k: int = Field(default=4, ge=1, le=10**6)
-    """A prompt counts as solved if one of this many completions passes."""
-    pass_reward: float = Field(default=1.0, ge=-1e9, le=1e9)
-    """A completion passes if its reward is at least this."""
+    def load_minibatch(self) -> Callable[..., Mapping[str, Tensor]] | None:
+        """Return the function ``minibatch``. Raises ConfigError as :func:`podium.functions.load_function` does."""
+        if not isinstance(self.minibatch, str):
+            return self.minibatch
+        return load_function(self.minibatch, key="Declaration.minibatch")
 
 
 @section("algorithm.options")
@@ -192,11 +173,20 @@ class CriticOptions:
 
 
 @section("algorithm.options")
-class PartOptions:
-    """What the parts of a reward count."""
+class ClipOptions:
+    """A second bound of the clipped surrogate."""
 
-    part_weights: Mapping[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field(default_factory=dict[str, float])
-    """The parts of the reward with these names count, with these weights. Without a name each part has the weight 1."""
+    dual_clip: float | None = Field(default=None, gt=1, le=1e9)
+    """The loss of a token with a negative advantage is at most this multiple of the advantage's size. 3 is usual; null
+    means no bound."""
+
+
+@section("algorithm.options")
+class TruncateOptions:
+    """The cap of importance weights."""
+
+    weight_cap: float = Field(default=2.0, gt=1, le=1e9)
+    """Importance weights are at most this."""
 
 
 @section("algorithm.options")
@@ -212,136 +202,74 @@ class TeacherOptions:
     """With teacher_top_k the divergence is KL(policy || teacher) (reverse) or KL(teacher || policy) (forward)."""
 
 
-_GRPO: Final = "Shao et al. 2024, arXiv:2402.03300, section 4.1.2"
-_REINFORCE_PP: Final = "Hu et al. 2025, arXiv:2501.03262"
-_GAE: Final = "as in the code of the authors of PPO"
-_OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
-    "grpo": Declaration(needs_groups=True, defaults={"normalize_advantage": True}, source=_GRPO),
-    "dr_grpo": Declaration(
-        needs_groups=True,
-        defaults={"normalize_advantage": False, "aggregation": "sequence-sum-constant"},
-        source="Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2",
-    ),
-    "rloo": Declaration(
-        needs_groups=True, defaults={"normalize_advantage": False}, source="Ahmadian et al. 2024, arXiv:2402.14740"
-    ),
-    "reinforce_pp": Declaration(defaults={"normalize_advantage": True}, source=_REINFORCE_PP),
-    "reinforce_pp_baseline": Declaration(
-        needs_groups=True, defaults={"normalize_advantage": True}, source=_REINFORCE_PP
-    ),
-    "remax": Declaration(
-        needs_greedy=True, defaults={"normalize_advantage": False}, source="Li et al. 2023, ReMax, arXiv:2310.10505"
-    ),
-    "opo": Declaration(
-        needs_groups=True, defaults={"normalize_advantage": False}, source="Hao et al. 2025, OPO, arXiv:2505.23585"
-    ),
-    "gpg": Declaration(
-        needs_groups=True, defaults={"normalize_advantage": False}, source="Chu et al. 2025, GPG, arXiv:2504.02546"
-    ),
-    "otb": Declaration(
-        needs_groups=True,
-        columns=("old_logprobs", "squared_probs"),
-        defaults={"normalize_advantage": False},
-        source="Li et al. 2026, OTB, arXiv:2602.07078",
-    ),
-    "gdpo": Declaration(
-        options=PartOptions,
-        needs_groups=True,
-        weighs_parts=True,
-        judges_rewards=True,
-        defaults={"normalize_advantage": True},
-        source="Liu et al. 2026, GDPO, arXiv:2601.05242",
-    ),
-    "maxrl": Declaration(
-        needs_groups=True,
-        judges_rewards=True,
-        defaults={"normalize_advantage": True},
-        source="Tajwar et al. 2026, MaxRL, arXiv:2602.02710",
-    ),
-    "pass_at_k": Declaration(
-        options=PassOptions,
-        needs_groups=True,
-        judges_rewards=True,
-        defaults={"normalize_advantage": True},
-        source="Chen et al. 2025, Pass@k Training, arXiv:2508.10751, equations 14 and 15",
-    ),
-    "grpo_passk": Declaration(
-        needs_groups=True, defaults={"normalize_advantage": False}, source="Tang et al. 2025, arXiv:2503.19595"
-    ),
-    "gae": Declaration(options=CriticOptions, needs_values=True, defaults={"normalize_advantage": True}, source=_GAE),
-    "grpo_turns": Declaration(needs_groups=True, defaults={"normalize_advantage": True}, source=_GRPO),
-    "gae_turns": Declaration(
-        options=CriticOptions, needs_values=True, defaults={"normalize_advantage": True}, source=_GAE
-    ),
-}
-_GENERATOR_LOSSES: Final = frozenset({"dppo_tv", "dppo_kl", "dro"})  # those whose ratio is to the generator
-_OWN_LOSSES: Final[Mapping[str, bool]] = {  # whether it imitates
-    "ppo_clip": False,
-    "gspo": False,
-    "gmpo": False,
-    "cispo": False,
-    "sapo": False,
-    "dppo_tv": False,
-    "dppo_kl": False,
-    "clip_cov": False,
-    "kl_cov": False,
-    "dro": False,
-    "reinforce": False,
-    "teacher_kl": False,
-    "cross_entropy": True,
-}
-_TEACHER_LOSSES: Final = frozenset({"teacher_kl"})
+@dataclass(frozen=True, eq=False)
+class NamedFunctions:
+    """The functions that a key of the configuration may name: Podium's own, those of installed packages, and a user's.
 
-ADVANTAGES: Final[Mapping[str, str]] = {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
-"""Podium's own advantage estimators by name, and where each is."""
+    An entry point of a package names the function, or a :class:`Declaration` that says where the function is.
 
-ADVANTAGE_LOSSES: Final = frozenset(_OWN_LOSSES) - {"kl_cov", "dro", "cross_entropy", "teacher_kl"}
-"""Podium's losses that declare ``scales_advantage``."""
+    Attributes:
+        key: The key.
+        group: The group of entry points.
+        own: What Podium's own declare.
+        words: What the key may be besides the name of a function.
+    """
 
-CLIPPING_LOSSES: Final = ("ppo_clip", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
-"""Podium's losses that read ``clip_low`` and ``clip_high``."""
+    key: str
+    group: str
+    own: Mapping[str, Declaration]
+    words: tuple[str, ...] = ()
 
-_OWN_CORRECTIONS: Final = (
-    *("truncate", "sequence_truncate", "icepop", "sequence_mask"),
-    *("two_sided", "geometric", "trust_region", "opsm", "m2po", "kpop", "high_entropy", "bypass"),
-)
-WEIGHING_CORRECTIONS: Final = frozenset(_OWN_CORRECTIONS[:4])
-"""Podium's corrections that declare ``weighs``; the others only leave tokens out."""
+    def __iter__(self) -> Iterator[str]:
+        """The names of Podium's own and of trusted packages."""
+        yield from self.own
+        yield from (name for name in find_packaged(self.group) if name not in self.own and name in self)
 
-RATIO_CORRECTIONS: Final = ("truncate", "icepop", "two_sided")
-"""Podium's corrections whose weight of a token depends on the token's own ratio alone."""
+    def __contains__(self, spec: object) -> bool:
+        """Whether ``spec`` is a name of Podium's own or of a trusted package, and no file or module of a user's."""
+        return spec in self.own or (
+            isinstance(spec, str) and (entry := find_packaged(self.group).get(spec)) is not None and is_installed(entry)
+        )
 
-CORRECTIONS: Final[Mapping[str, str]] = {
-    name: f"podium.algorithms.corrections.{name}:{name}" for name in _OWN_CORRECTIONS
-}
-"""Podium's own corrections by name, and where each is."""
+    def check_name(self, spec: str) -> None:
+        """Check the form of ``spec`` and import nothing. Raises ConfigError as
+        :func:`podium.functions.check_function_name` does."""
+        if spec not in find_packaged(self.group):
+            check_function_name(spec, key=self.key, known=dict.fromkeys((*self.words, *self.own), ""), group=self.group)
 
-LOSSES: Final[Mapping[str, str]] = {name: f"podium.algorithms.losses.{name}:{name}" for name in _OWN_LOSSES}
-"""Podium's own losses by name, and where each is."""
+    def load(self, spec: str) -> Callable[..., Any]:
+        """Return the function that ``spec`` names.
+
+        Raises ConfigError as :func:`podium.functions.load_function` does.
+        """
+        if spec in self.own:
+            return load_function(self.own[spec].function, key=self.key)
+        named = self._find(spec)
+        return load_function(named.function, key=self.key) if isinstance(named, Declaration) else named
+
+    def declaration(self, spec: str) -> Declaration:
+        """Return what the function declares; a declaration of nothing if it has none. Raises ConfigError as
+        :meth:`load` does."""
+        if spec in self.own:
+            return self.own[spec]
+        named = self._find(spec)
+        return named if isinstance(named, Declaration) else declaration_of(named)
+
+    def _find(self, spec: str) -> Callable[..., Any]:
+        """The function of a user's, or what the entry point of a package names."""
+        return load_function(spec, key=self.key) if ":" in spec else _load_packaged(self, spec)
 
 
-def advantage_declaration(spec: str) -> Declaration:
-    """Return what the estimator declares. Raises ConfigError as :func:`podium.functions.load_function` does."""
-    if spec in _OWN_ADVANTAGES:
-        return _OWN_ADVANTAGES[spec]
-    return declaration_of(load_function(spec, key="algorithm.advantage", known=ADVANTAGES))
+@cache
+def find_packaged(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group by name."""
+    return {entry.name: entry for entry in entry_points(group=group)}
 
 
-def correction_declaration(spec: str) -> Declaration:
-    """Return what the correction declares. Raises ConfigError as :func:`podium.functions.load_function` does."""
-    return declaration_of(load_function(spec, key="algorithm.correction", known=CORRECTIONS))
-
-
-def correction_ratio_to(spec: str) -> Literal["old", "rollout"]:
-    """The policy that the loss's ratio is to under the correction. Raises ConfigError as the function above does."""
-    if spec in CORRECTIONS:
-        return "rollout" if spec == "bypass" else "old"
-    return correction_declaration(spec).ratio_to
-
-
-def correction_weighs(spec: str) -> bool:
-    """Whether the correction declares ``weighs``. Raises ConfigError as :func:`correction_declaration` does."""
-    return spec in WEIGHING_CORRECTIONS if spec in CORRECTIONS else correction_declaration(spec).weighs
+@cache
+def _load_packaged(functions: NamedFunctions, name: str) -> Callable[..., Any]:
+    known = dict.fromkeys((*functions.words, *functions.own), "")
+    return load_function(name, key=functions.key, known=known, group=functions.group)
 
 
 def declaration_of(function: Callable[..., Any]) -> Declaration:
@@ -349,30 +277,121 @@ def declaration_of(function: Callable[..., Any]) -> Declaration:
     return getattr(function, _ATTRIBUTE, Declaration())
 
 
-def loss_declaration(spec: str) -> Declaration:
-    """Return what the loss declares. Raises ConfigError as :func:`podium.functions.load_function` does."""
-    return declaration_of(load_function(spec, key="algorithm.loss", known=LOSSES))
+_GRPO: Final = "Shao et al. 2024, arXiv:2402.03300, section 4.1.2"
+_REINFORCE_PP: Final = "Hu et al. 2025, arXiv:2501.03262"
 
+# Each estimator itself normalizes as its declaration says, also where another function calls it.
+ADVANTAGES: Final = NamedFunctions(
+    "algorithm.advantage",
+    "podium.advantages",
+    {
+        "grpo": Declaration(
+            needs_groups=True,
+            reads=(),
+            defaults={"normalize_advantage": True},
+            source=_GRPO,
+            function="podium.algorithms.advantages:grpo",
+        ),
+        "dr_grpo": Declaration(
+            needs_groups=True,
+            reads=(),
+            defaults={"normalize_advantage": False, "aggregation": "sequence-sum-constant"},
+            source="Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2",
+            function="podium.algorithms.advantages:dr_grpo",
+        ),
+        "rloo": Declaration(
+            needs_groups=True,
+            reads=(),
+            defaults={"normalize_advantage": False},
+            source="Ahmadian et al. 2024, arXiv:2402.14740",
+            function="podium.algorithms.advantages:rloo",
+        ),
+        "reinforce_pp": Declaration(
+            reads=("gamma",),
+            defaults={"normalize_advantage": True},
+            source=_REINFORCE_PP,
+            function="podium.algorithms.advantages:reinforce_pp",
+        ),
+        "reinforce_pp_baseline": Declaration(
+            needs_groups=True,
+            reads=(),
+            defaults={"normalize_advantage": True},
+            source=_REINFORCE_PP,
+            function="podium.algorithms.advantages:reinforce_pp_baseline",
+        ),
+        "gae": Declaration(
+            options=CriticOptions,
+            needs_values=True,
+            reads=("gamma", "lam", "value_clip"),
+            defaults={"normalize_advantage": True},
+            source="as in the code of the authors of PPO",
+            function="podium.algorithms.advantages:gae",
+        ),
+    },
+)
+"""Advantage estimators."""
 
-def loss_imitates(spec: str) -> bool:
-    """Whether the loss learns from examples. Raises ConfigError as :func:`loss_declaration` does."""
-    if spec in _OWN_LOSSES:
-        return _OWN_LOSSES[spec]
-    return loss_declaration(spec).imitates
+_CLIPS: Final = ("clip_low", "clip_high")
 
+LOSSES: Final = NamedFunctions(
+    "algorithm.loss",
+    "podium.losses",
+    {
+        "ppo_clip": Declaration(
+            scales_advantage=True,
+            options=ClipOptions,
+            reads=_CLIPS,
+            function="podium.algorithms.losses.surrogates:ppo_clip",
+        ),
+        "gspo": Declaration(
+            scales_advantage=True,
+            options=ClipOptions,
+            reads=_CLIPS,
+            defaults={"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence-mean"},
+            source="Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 5 and section 5.1",
+            function="podium.algorithms.losses.surrogates:gspo",
+        ),
+        "cispo": Declaration(
+            scales_advantage=True,
+            reads=_CLIPS,
+            defaults={"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
+            source="MiniMax 2025, M1, arXiv:2506.13585, equations 4 and 5; weights up to 5 as in TRL's form of "
+            "ScaleRL, arXiv:2510.13786",
+            function="podium.algorithms.losses.surrogates:cispo",
+        ),
+        "reinforce": Declaration(
+            scales_advantage=True,
+            reads=(),
+            source="Williams 1992, Simple Statistical Gradient-Following Algorithms",
+            function="podium.algorithms.losses.surrogates:reinforce",
+        ),
+        "teacher_kl": Declaration(
+            needs_teacher=True, reads=(), function="podium.algorithms.losses.teacher_kl:teacher_kl"
+        ),
+        "cross_entropy": Declaration(
+            imitates=True, reads=(), function="podium.algorithms.losses.surrogates:cross_entropy"
+        ),
+    },
+)
+"""Losses of policies."""
 
-def loss_ratio_to(spec: str) -> Literal["old", "rollout"]:
-    """The policy that the loss's ratio is to. Raises ConfigError as :func:`loss_declaration` does."""
-    if spec in _OWN_LOSSES:
-        return "rollout" if spec in _GENERATOR_LOSSES else "old"
-    return loss_declaration(spec).ratio_to
-
-
-def loss_needs_teacher(spec: str) -> bool:
-    """Whether the loss reads a teacher's log-probabilities. Raises ConfigError as :func:`loss_declaration` does."""
-    return spec in _TEACHER_LOSSES if spec in _OWN_LOSSES else loss_declaration(spec).needs_teacher
-
-
-def loss_scales_advantage(spec: str) -> bool:
-    """Whether the advantage is a factor of the loss. Raises ConfigError as :func:`loss_declaration` does."""
-    return spec in ADVANTAGE_LOSSES if spec in _OWN_LOSSES else loss_declaration(spec).scales_advantage
+CORRECTIONS: Final = NamedFunctions(
+    "algorithm.correction",
+    "podium.corrections",
+    {
+        "truncate": Declaration(
+            weighs=True,
+            by_ratio=True,
+            options=TruncateOptions,
+            source="Yao et al. 2025, On the Rollout-Training Mismatch; IMPALA, arXiv:1802.01561",
+            function="podium.algorithms.corrections:truncate",
+        ),
+        "bypass": Declaration(
+            ratio_to="rollout",
+            source="verl, docs/algo/rollout_corr.md, bypass mode",
+            function="podium.algorithms.corrections:bypass",
+        ),
+    },
+    words=("auto", "none"),
+)
+"""Corrections for tokens that another policy drew."""

@@ -49,7 +49,7 @@ class AdvantageInputs:
         token_rewards_N: float ``[N]``, rewards besides ``rewards_B``, a KL penalty for example. Those outside the mask
             are ignored.
         turn_N: int64 ``[N]``, the turn of its row that chose each token, counted in the order of time; values outside
-            the mask are ignored. None where each row is a single turn. :func:`find_turns` reads it.
+            the mask are ignored. None where each row is a single turn. An estimator of turns reads it.
         values_N: float ``[N]``, the critic's value before each token is seen. None without a critic.
         bootstrap_B: float ``[B]``, the critic's value after the last token, for rows that were cut off; 0 for rows
             that ended by themselves. None means 0 for all rows.

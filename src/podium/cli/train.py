@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podium.algorithms.declarations import ADVANTAGES, LOSSES
+from podium.algorithms import ADVANTAGES, LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.presets import Preset, list_presets, read_preset
 from podium.config import find_override, keys_of, load_config, read_values

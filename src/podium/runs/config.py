@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from pydantic import Field
 
-from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, Declaration, advantage_declaration
+from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, Declaration
 from podium.config import prefer, section
 from podium.errors import ConfigError
 from podium.models import ModelConfig
@@ -250,9 +250,7 @@ class PPOConfig(_TrainingConfig):
                 f"run.epochs = {self.run.epochs:g} with engine.name = 'replay', which trains steps that were recorded: "
                 "set run.steps in place of it"
             )
-        if (
-            self.algorithm.losses.keys() <= LOSSES.keys()
-        ):  # a user's own function is not loaded here, because each learner checks it
+        if all(name in LOSSES for name in self.algorithm.losses):  # each learner checks a function of the user's own
             check_dropout(self.model, self.algorithm)
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
@@ -282,7 +280,8 @@ class PPOConfig(_TrainingConfig):
         Raises ConfigError. A user's own advantage or loss is loaded, and its demands are checked, only with ``load``.
         Building a configuration runs no code, because the configuration may come from somebody else.
         """
-        if not load and (self.algorithm.advantage not in ADVANTAGES or self.algorithm.losses.keys() - LOSSES.keys()):
+        known = self.algorithm.advantage in ADVANTAGES and all(name in LOSSES for name in self.algorithm.losses)
+        if not known and not load:
             return
         super().check_roles()
         rows = self.rows // self.algorithm.minibatches
@@ -293,7 +292,7 @@ class PPOConfig(_TrainingConfig):
                     f"{self.placement.key_of(role)} = {ranks}: each rank needs at least one"
                 )
         self._check_critic()
-        estimator = advantage_declaration(self.algorithm.advantage)
+        estimator = ADVANTAGES.declaration(self.algorithm.advantage)
         self._check_rewards(estimator)
         if self.algorithm.needs_teacher and self.algorithm.teacher.teacher_top_k and self.sampling.filtered:
             raise ConfigError(
@@ -377,7 +376,7 @@ class PPOConfig(_TrainingConfig):
     @property
     def has_critic(self) -> bool:
         """Whether the advantage estimator reads a critic's values."""
-        return advantage_declaration(self.algorithm.advantage).needs_values
+        return ADVANTAGES.declaration(self.algorithm.advantage).needs_values
 
     def list_endpoints(self, role: str) -> dict[str, str]:
         if role == "policy" and self.algorithm.has_value_head:

@@ -32,8 +32,7 @@ from uuid import uuid4
 
 import yaml
 
-from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.declarations import ADVANTAGES, CORRECTIONS, LOSSES
+from podium.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, AlgorithmConfig
 from podium.config import build_config, config_to_dict
 from podium.errors import ConfigError, DataError
 from podium.functions import OF_SCRIPT, find_installed, is_installed
@@ -103,8 +102,8 @@ def list_code(config: Any, sections: Collection[str] | None = None) -> Iterator[
     """Yield each value that may name code and is not a name of Podium's own, with its keys.
 
     Of an engine, an environment, a loss and an advantage estimator that are not Podium's own, these are all options but
-    numbers, because nobody here knows what they mean. The name of an engine, a reward or a tracker of an installed
-    package is not listed.
+    numbers, because nobody here knows what they mean. The name of an engine, a reward, a tracker, a loss,
+    an estimator or a correction of an installed package is not listed.
 
     Args:
         config: A configuration of a run, or of a model that is used.

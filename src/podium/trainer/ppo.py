@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar, cast
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from podium.algorithms import Declaration, KLController, advantage_declaration
+from podium.algorithms import ADVANTAGES, Declaration, KLController
 from podium.algorithms.entropy import EntropyController
 from podium.data import Batch, fields
 from podium.errors import NoRowsError, PodiumError, RewardError
@@ -529,7 +529,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     @property
     def _declared(self) -> Declaration:
-        return advantage_declaration(self.config.algorithm.advantage)
+        return ADVANTAGES.declaration(self.config.algorithm.advantage)
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the number of tokens that each stage processed; "generate" and "rollout" count the sampled ones."""

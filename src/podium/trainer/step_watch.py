@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from podium.algorithms import advantage_declaration
-from podium.algorithms.declarations import loss_scales_advantage
+from podium.algorithms import ADVANTAGES, LOSSES
 from podium.data import fields
 from podium.errors import PodiumError, RewardError
 from podium.runs.config import PPOConfig
@@ -35,7 +34,7 @@ class StepWatch:
         self._mismatch_noted = False
         self._flat_steps = 0
         self._noted_left_out = False
-        weighs_parts = advantage_declaration(config.algorithm.advantage).weighs_parts
+        weighs_parts = ADVANTAGES.declaration(config.algorithm.advantage).weighs_parts
         self._tells_parts = weighs_parts and not config.algorithm.options.get("part_weights")
 
     def check_left_out(self, scored: ScoredBatch, reward: str, ranks: int) -> None:
@@ -119,11 +118,13 @@ class StepWatch:
 
     def check_signal(self, metrics: Mapping[str, float], step: int) -> None:
         """Emit a note if, for several steps in a row, all completions of each prompt had the same reward."""
-        estimator = advantage_declaration(self.config.algorithm.advantage)
+        estimator = ADVANTAGES.declaration(self.config.algorithm.advantage)
         flat = estimator.needs_groups and metrics.get(names.FLAT_GROUPS) == 1.0
         flat = flat or (metrics.get(names.REWARD_STD) == 0.0 and not estimator.needs_greedy)
         flat = flat or metrics.get(names.LEFT_OUT) == 1.0
-        flat = flat and all(map(loss_scales_advantage, self.config.algorithm.losses))  # others learn without rewards
+        flat = flat and all(  # others learn without rewards
+            LOSSES.declaration(name).scales_advantage for name in self.config.algorithm.losses
+        )
         self._flat_steps = self._flat_steps + 1 if flat else 0
         if self._flat_steps not in _FLAT_STEPS:
             return

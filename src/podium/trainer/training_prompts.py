@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from podium.algorithms import advantage_declaration
+from podium.algorithms import ADVANTAGES
 from podium.rollout.environments import load_sessions
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.trainer.checks.other_models import check_other_models
@@ -55,6 +55,6 @@ def check_training(
         ConfigError: The estimator, the teacher or the critic does not fit.
     """
     rows = cast("Prompts | Tasks", stream.examples)
-    check_columns(rows.examples, advantage_declaration(config.algorithm.advantage).data, config.algorithm.advantage)
+    check_columns(rows.examples, ADVANTAGES.declaration(config.algorithm.advantage).data, config.algorithm.advantage)
     longest = None if isinstance(rows, Tasks) else max(rows.token_ids.lengths) + max_new_tokens
     check_other_models(config, tokenizer, longest)

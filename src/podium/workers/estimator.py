@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import (
+    ADVANTAGES,
     AdvantageInputs,
     AlgorithmConfig,
-    advantage_declaration,
     check_functions,
     compute_advantages,
     flat_groups,
@@ -75,7 +75,7 @@ class Estimator(Worker):
             ConfigError: The advantage estimator cannot be found here.
             DataError: The estimator did not return finite ``[N]`` tensors that are 0 outside the mask.
         """
-        mask, declared = batch.jagged(fields.LOSS_MASK), advantage_declaration(self.algorithm.advantage)
+        mask, declared = batch.jagged(fields.LOSS_MASK), ADVANTAGES.declaration(self.algorithm.advantage)
         token_rewards_N = batch.jagged(fields.TOKEN_REWARDS).values if fields.TOKEN_REWARDS in batch else None
         if self.algorithm.kl_in == "reward":
             old_N, ref_N = batch.jagged(fields.OLD_LOGPROBS).values, batch.jagged(fields.REF_LOGPROBS).values

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from podium.algorithms import (
+    CORRECTIONS,
+    LOSSES,
     AlgorithmConfig,
     LossInputs,
     TokenLoss,
     check_functions,
     explained_variance,
-    loss_declaration,
     policy_loss,
 )
-from podium.algorithms.declarations import correction_declaration, loss_scales_advantage
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
 from podium.data.sampled_text import count_sampled, sum_rows
@@ -506,9 +506,9 @@ class Policy(Learner):
         A first pass without gradients gives the log-probabilities. Each rank gathers the tokens of all, computes the
         figures of the whole minibatch, and keeps those of its own tokens.
         """
-        declared = [(f"loss {name!r}", loss_declaration(name)) for name in algorithm.losses]
-        declared += [(f"correction {name!r}", correction_declaration(name)) for name in algorithm.corrections]
-        functions = [(who, entry.minibatch) for who, entry in declared if entry.minibatch is not None]
+        declared = [(f"loss {name!r}", LOSSES.declaration(name)) for name in algorithm.losses]
+        declared += [(f"correction {name!r}", CORRECTIONS.declaration(name)) for name in algorithm.corrections]
+        functions = [(who, figures) for who, entry in declared if (figures := entry.load_minibatch()) is not None]
         if not functions:
             return {}
         mask = batch.jagged(fields.LOSS_MASK)
@@ -556,7 +556,7 @@ def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
     if algorithm.entropy_coef or algorithm.needs_reference or algorithm.router_balance:
         return False
-    return all(map(loss_scales_advantage, algorithm.sampled_losses))
+    return all(LOSSES.declaration(name).scales_advantage for name in algorithm.sampled_losses)
 
 
 def _check_figures(figures: object, whole: LossInputs, batch: Batch, owner: str) -> Mapping[str, Tensor]:

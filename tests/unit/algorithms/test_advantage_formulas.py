@@ -291,4 +291,4 @@ def test_each_estimator_has_a_formula() -> None:
         "grpo_turns",
         "gae_turns",
     }  # test_advantages, test_turns
-    assert ADVANTAGES.keys() == MINE | elsewhere
+    assert {*ADVANTAGES} == MINE | elsewhere

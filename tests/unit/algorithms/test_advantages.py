@@ -13,10 +13,8 @@ from podium.algorithms import (
     ADVANTAGES,
     AdvantageInputs,
     AlgorithmConfig,
-    advantage_declaration,
     compute_advantages,
     group_statistics,
-    resolve_advantage,
 )
 from podium.errors import DataError
 from tests.unit.algorithms import oracles
@@ -64,18 +62,18 @@ def test_dr_grpo_is_grpo_without_the_deviation_unless_the_user_divides() -> None
         np.testing.assert_allclose(advantages_N, oracles.grpo(rows, std), atol=1e-9)
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("advantage", [*ADVANTAGES])
 def test_an_estimator_normalizes_as_it_declares_and_so_where_another_function_calls_it(advantage: str) -> None:
     inputs = advantage_inputs(0, by_token=advantage not in OUTCOMES)
     config = AlgorithmConfig(advantage=advantage)
     expected = compute_advantages(inputs, config).advantages_N
     assert torch.equal(compute_advantages(inputs, config.resolve()).advantages_N, expected)
-    declared = advantage_declaration(advantage).defaults["normalize_advantage"]
+    declared = ADVANTAGES.declaration(advantage).defaults["normalize_advantage"]
     explicit = replace(config, normalize_advantage=declared)
     assert torch.equal(compute_advantages(inputs, explicit).advantages_N, expected)
     if advantage != "dr_grpo":  # which is grpo in other hands
         wrapped = replace(config, advantage="statistics:mean")
-        assert torch.equal(resolve_advantage(advantage)(inputs, wrapped).advantages_N, expected)
+        assert torch.equal(ADVANTAGES.load(advantage)(inputs, wrapped).advantages_N, expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

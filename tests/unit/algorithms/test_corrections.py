@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from podium.algorithms import CORRECTIONS, AlgorithmConfig, LossInputs, check_functions, partial_metrics, policy_loss
-from podium.algorithms.declarations import (
-    WEIGHING_CORRECTIONS,
-    correction_declaration,
-    correction_ratio_to,
-    correction_weighs,
-)
-from podium.algorithms.losses.policy import correction_weights
+from podium.algorithms.corrections import correction_weights
 from podium.config import load_config
 from podium.errors import ConfigError, DataError
 from podium.runs.named_code import list_code
@@ -144,6 +138,9 @@ def random_rows(seed: int, rows: int = 9) -> list[Row]:
     return made
 
 
+WEIGHING = sorted(name for name in CORRECTIONS if CORRECTIONS.declaration(name).weighs)
+
+
 def to_inputs(rows: list[Row], config: AlgorithmConfig) -> LossInputs:
     names = {"logprobs": "logprobs", "old": "old_logprobs", "rollout": "rollout_logprobs", "advantages": "advantages"}
     columns = {
@@ -154,7 +151,7 @@ def to_inputs(rows: list[Row], config: AlgorithmConfig) -> LossInputs:
     inputs = LossInputs(offsets_B1=offsets, columns={**columns, "logprobs": columns["logprobs"].requires_grad_()})
     figures: dict[str, torch.Tensor] = {}
     for name in config.corrections:
-        if (minibatch := correction_declaration(name).minibatch) is not None:
+        if (minibatch := CORRECTIONS.declaration(name).load_minibatch()) is not None:
             with torch.no_grad():
                 figures |= minibatch(inputs, config)
     return replace(inputs, figures=figures)
@@ -170,10 +167,8 @@ def weigh(rows: list[Row], *names: str, **options: Any) -> torch.Tensor:
 
 
 def test_each_correction_has_a_formula_here() -> None:
-    assert CASES.keys() == CORRECTIONS.keys()
-    assert all(correction_declaration(name).source for name in CORRECTIONS)
-    declared = {name: correction_declaration(name).ratio_to for name in CORRECTIONS}
-    assert declared == {name: correction_ratio_to(name) for name in CORRECTIONS}
+    assert CASES.keys() == {*CORRECTIONS}
+    assert all(CORRECTIONS.declaration(name).source for name in CORRECTIONS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -191,7 +186,7 @@ def test_the_defaults_are_the_figures_of_the_paper(name: str) -> None:
     np.testing.assert_allclose(weigh(rows, name), np.concatenate(PAPERS[name](rows)), rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(CORRECTIONS.keys() - {"high_entropy"}))
+@pytest.mark.parametrize("name", sorted({*CORRECTIONS} - {"high_entropy"}))
 def test_where_generator_and_trainer_agree_nothing_changes(name: str) -> None:
     rows = [{**row, "rollout": row["old"], "logprobs": row["old"]} for row in random_rows(3)]
     assert weigh(rows, name).tolist() == [1.0] * sum(len(row["old"]) for row in rows)
@@ -243,29 +238,26 @@ def test_bypass_makes_the_ratio_one_to_the_generator() -> None:
     assert config.ratio_to == "rollout"
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHING_CORRECTIONS))
+@pytest.mark.parametrize("name", WEIGHING)
 def test_weights_that_would_count_twice_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"bypass, whose ratio is to the generator already.*weights of {name} would"):
         check_functions(AlgorithmConfig(correction=("bypass", name)))
-    own, bypass = CORRECTIONS[name], CORRECTIONS["bypass"]  # as functions of anybody's modules
+    own, bypass = (
+        CORRECTIONS.declaration(one).function for one in (name, "bypass")
+    )  # as functions of anybody's modules
     with pytest.raises(ConfigError, match=f"bypass, whose ratio is to the generator already.*weights of {own} would"):
         check_functions(AlgorithmConfig(correction=(bypass, own)))
     check_functions(AlgorithmConfig(correction=("bypass", "two_sided", "m2po")))
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHING_CORRECTIONS))
+@pytest.mark.parametrize("name", WEIGHING)
 def test_two_importance_weights_of_the_same_tokens_are_refused(name: str) -> None:
     other = "icepop" if name == "truncate" else "truncate"
-    for pair in ((name, other), (name, name), (CORRECTIONS[other], CORRECTIONS[name])):  # by their modules, too
+    by_modules = (CORRECTIONS.declaration(other).function, CORRECTIONS.declaration(name).function)
+    for pair in ((name, other), (name, name), by_modules):
         with pytest.raises(ConfigError, match=r"importance weights of the same tokens.*keep one of them"):
             check_functions(AlgorithmConfig(correction=pair))
     check_functions(AlgorithmConfig(correction=(name, "geometric", "opsm")))
-
-
-@pytest.mark.parametrize("name", sorted(CORRECTIONS))
-def test_what_podium_knows_of_a_correction_is_what_the_function_declares(name: str) -> None:
-    for read in (correction_weighs, correction_ratio_to):
-        assert read(name) == read(CORRECTIONS[name])
 
 
 @pytest.mark.parametrize(

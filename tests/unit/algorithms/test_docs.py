@@ -72,6 +72,6 @@ def check_per_source(source: str) -> list[float]:
 
 def test_the_document_knows_every_setting_estimator_and_loss() -> None:
     text = DOCUMENT.read_text()
-    assert [name for name in (*ADVANTAGES, *LOSSES) if f"| `{name}` |" not in text] == []
+    assert [name for name in (*ADVANTAGES, *LOSSES) if f"| `{name}` " not in text] == []
     explained_elsewhere = {"gamma", "lam", "epochs", "minibatches"}
     assert [name for name in vars(AlgorithmConfig()) if name not in text and name not in explained_elsewhere] == []

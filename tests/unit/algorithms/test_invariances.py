@@ -28,7 +28,7 @@ from podium.algorithms import (
     policy_loss,
 )
 from podium.algorithms.config import Aggregation
-from podium.algorithms.declarations import COLUMNS, advantage_declaration, correction_declaration, loss_declaration
+from podium.algorithms.declarations import COLUMNS
 from podium.errors import DataError
 from podium_preferences.config import PREFERENCE_LOSSES, PreferenceConfig, ScorerConfig
 from podium_preferences.objective import PreferenceInputs, differentiate
@@ -92,7 +92,7 @@ def change(
 def estimate(name: str, inputs: AdvantageInputs, *, normalize: bool | None = None, gamma: float = 0.9) -> Tensor:
     config = AlgorithmConfig(advantage=name, normalize_advantage=normalize, kl_in="loss", gamma=gamma)
     check_functions(config)
-    declared = advantage_declaration(name)
+    declared = ADVANTAGES.declaration(name)
     hidden = dict.fromkeys(f"{column}_N" for column in COLUMNS if column not in declared.columns)
     outputs = compute_advantages(replace(inputs, **hidden), config.resolve())
     columns = [column for column in (outputs.advantages_N, outputs.returns_N) if column is not None]
@@ -113,7 +113,7 @@ def inputs_for(name: str, seed: int, by_token: bool) -> AdvantageInputs:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_advantages_are_those_of_rows_in_any_order(name: str, seed: int, by_token: bool) -> None:
     inputs = inputs_for(name, seed, by_token)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(inputs.rewards_B)))
@@ -129,7 +129,7 @@ def test_advantages_are_those_of_rows_in_any_order(name: str, seed: int, by_toke
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_the_numbers_of_groups_do_not_count(name: str, seed: int, by_token: bool) -> None:
     inputs = inputs_for(name, seed, by_token)
     renamed = replace(inputs, group_B=1000 - 3 * inputs.group_B)
@@ -137,7 +137,7 @@ def test_the_numbers_of_groups_do_not_count(name: str, seed: int, by_token: bool
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_tokens_that_the_policy_did_not_choose_do_not_count(name: str, seed: int, by_token: bool) -> None:
     """Neither their number, as of prompts and padding, nor their values."""
     inputs, rng = inputs_for(name, seed, by_token), np.random.default_rng(seed)
@@ -160,7 +160,7 @@ def test_tokens_that_the_policy_did_not_choose_do_not_count(name: str, seed: int
 
 
 @pytest.mark.parametrize("normalize", [None, False, True])
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_batches_without_rows_or_chosen_tokens_give_nothing(name: str, normalize: bool | None) -> None:
     inputs = advantage_inputs(0, by_token=False)
     empty = change(inputs, lambda values_B: values_B[:0], lambda values_N: values_N[:0], inputs.offsets_B1[:1])
@@ -171,7 +171,7 @@ def test_batches_without_rows_or_chosen_tokens_give_nothing(name: str, normalize
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1.0, 123456.7])
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if advantage_declaration(name).needs_groups])
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if ADVANTAGES.declaration(name).needs_groups])
 def test_groups_of_equal_rewards_give_exact_zeros(name: str, reward: float) -> None:
     inputs = advantage_inputs(1, by_token=False)
     equal_B = torch.full_like(inputs.rewards_B, reward)
@@ -180,7 +180,7 @@ def test_groups_of_equal_rewards_give_exact_zeros(name: str, reward: float) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_narrow_columns_are_computed_in_float32_and_left_alone(name: str, dtype: torch.dtype) -> None:
     inputs = advantage_inputs(2, by_token=False)
     narrow = change(
@@ -214,7 +214,7 @@ AGGREGATIONS: list[Aggregation] = ["token-mean", "sequence-mean", "sequence-sum-
 
 def settings_of(kind: str, name: str) -> AlgorithmConfig:
     """Under bounds that take part, with all other terms of the loss."""
-    teacher = {"teacher": "model"} if kind == "loss" and loss_declaration(name).needs_teacher else {}
+    teacher = {"teacher": "model"} if kind == "loss" and LOSSES.declaration(name).needs_teacher else {}
     config = AlgorithmConfig(
         options=teacher,
         loss=name if kind == "loss" else "ppo_clip",
@@ -248,11 +248,12 @@ def loss_inputs(seed: int, config: AlgorithmConfig, rows: int = 12) -> LossInput
 
 
 def with_figures(inputs: LossInputs, config: AlgorithmConfig) -> LossInputs:
-    declared = [*map(loss_declaration, config.losses), *map(correction_declaration, config.corrections)]
+    declared = [*map(LOSSES.declaration, config.losses), *map(CORRECTIONS.declaration, config.corrections)]
     figures: dict[str, Tensor] = {}
     with torch.no_grad():
         for declaration in declared:
-            figures |= {} if declaration.minibatch is None else declaration.minibatch(inputs, config)
+            minibatch = declaration.load_minibatch()
+            figures |= {} if minibatch is None else minibatch(inputs, config)
     return replace(inputs, figures=figures)
 
 

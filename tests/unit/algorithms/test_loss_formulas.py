@@ -14,15 +14,6 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import LOSSES, AlgorithmConfig, LossInputs, TokenLoss, check_functions, policy_loss
-from podium.algorithms.declarations import (
-    ADVANTAGE_LOSSES,
-    CLIPPING_LOSSES,
-    loss_declaration,
-    loss_imitates,
-    loss_needs_teacher,
-    loss_ratio_to,
-    loss_scales_advantage,
-)
 from podium.errors import ConfigError, DataError
 from tests.unit.algorithms import loss_oracles, oracles
 from tests.unit.algorithms.oracles import LossRow
@@ -78,6 +69,9 @@ def random_rows(seed: int, rows: int = 8) -> list[LossRow]:
     return made
 
 
+SCALED = sorted(name for name in LOSSES if LOSSES.declaration(name).scales_advantage)
+
+
 def to_inputs(rows: list[LossRow], config: AlgorithmConfig, step: int = 0) -> LossInputs:
     """The flat layout, with the figures of the whole minibatch. The generator is the old policy."""
     columns = {
@@ -90,7 +84,7 @@ def to_inputs(rows: list[LossRow], config: AlgorithmConfig, step: int = 0) -> Lo
     offsets = torch.tensor([0, *np.cumsum([len(row.logprobs) for row in rows]).tolist()])
     inputs = LossInputs(offsets_B1=offsets, columns=columns, step=step)
     (name,) = config.losses
-    minibatch = loss_declaration(name).minibatch
+    minibatch = LOSSES.declaration(name).load_minibatch()
     with torch.no_grad():
         return inputs if minibatch is None else replace(inputs, figures=minibatch(inputs, config.resolve()))
 
@@ -112,7 +106,7 @@ def part_of(inputs: LossInputs, rows: slice) -> LossInputs:
 
 
 def test_each_loss_of_reinforcement_has_a_formula_here() -> None:
-    assert CASES.keys() == LOSSES.keys() - {"cross_entropy"}
+    assert CASES.keys() == {*LOSSES} - {"cross_entropy"}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -125,7 +119,9 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, seed: int) -> 
     expected, slopes = oracle(rows)
     np.testing.assert_allclose(losses_N, np.concatenate(expected), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(gradient_N, np.concatenate(slopes), rtol=1e-9, atol=1e-12)
-    share = {"kl_cov": "policy/cov_fraction"}.get(name, "policy/clip_fraction" if name in CLIPPING_LOSSES else "")
+    share = {"kl_cov": "policy/cov_fraction"}.get(
+        name, "policy/clip_fraction" if LOSSES.declaration(name).reads else ""
+    )
     assert not share or 0 < float(loss.metrics[share].mean()) < 1  # both sides of what the loss decides take part
 
 
@@ -160,24 +156,23 @@ def test_the_defaults_are_the_figures_of_the_paper(name: str) -> None:
     expected, slopes = DEFAULTS[name](rows)
     np.testing.assert_allclose(losses_N, np.concatenate(expected), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(gradient_N, np.concatenate(slopes), rtol=1e-9, atol=1e-12)
-    assert loss_declaration(name).source
+    assert LOSSES.declaration(name).source
     origins = {**config.explain(), **config.explain_options()}
     told = {key for key, setting in origins.items() if setting.origin.startswith(f"default of the loss {name}: ")}
-    declared = loss_declaration(name)
+    declared = LOSSES.declaration(name)
     assert told >= declared.defaults.keys()
     assert declared.options is None or any(key.startswith("options.") for key in told)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_a_copy_of_a_loss_in_a_file_declares_what_podium_knows_of_its_own(name: str, tmp_path: Path) -> None:
-    module, _, function = LOSSES[name].partition(":")
+    module, _, function = LOSSES.declaration(name).function.partition(":")
     (tmp_path / "mine.py").write_text(Path(str(importlib.import_module(module).__file__)).read_text())
     copy = f"{tmp_path}/mine.py:{function}"
-    for read in (loss_imitates, loss_needs_teacher, loss_ratio_to, loss_scales_advantage):
-        assert read(copy) == read(name)
+    assert LOSSES.declaration(copy) == LOSSES.declaration(name)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGE_LOSSES))
+@pytest.mark.parametrize("name", SCALED)
 def test_without_advantages_nothing_is_learned(name: str) -> None:
     config = AlgorithmConfig(loss=name, **CASES[name][0])
     rows = [replace(row, advantages=0.0 * row.advantages) for row in random_rows(3)]
@@ -186,7 +181,7 @@ def test_without_advantages_nothing_is_learned(name: str) -> None:
     assert not gradient_N.any()
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGE_LOSSES | {"dro", "kl_cov"}))
+@pytest.mark.parametrize("name", [*SCALED, "dro", "kl_cov"])
 def test_the_first_update_follows_the_policy_gradient(name: str) -> None:
     """Where the policy has not moved, no ratio is clipped, and the gradient of each token is minus its advantage."""
     config = AlgorithmConfig(loss=name, options={"cov_low": 1e8, "cov_high": 1e9} if name == "clip_cov" else {})
@@ -197,7 +192,7 @@ def test_the_first_update_follows_the_policy_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(LOSSES.keys() - {"cross_entropy", "cispo", "reinforce", "dro", "dppo_tv", "dppo_kl", "teacher_kl"})
+    "name", sorted({*LOSSES} - {"cross_entropy", "cispo", "reinforce", "dro", "dppo_tv", "dppo_kl", "teacher_kl"})
 )
 def test_only_ratios_count(name: str) -> None:
     """The same offset of new and old log-probabilities leaves ratios, and covariances, as they are."""

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, policy_loss, resolve_loss, value_loss
-from podium.algorithms.corrections.truncate import truncate
-from podium.algorithms.losses.ppo_clip import ppo_clip
+from podium.algorithms import LOSSES, AlgorithmConfig, LossInputs, TokenLoss, policy_loss, value_loss
+from podium.algorithms.corrections import truncate
+from podium.algorithms.losses.surrogates import ppo_clip
 from podium.errors import DataError
 from podium.telemetry import metrics as names
 from tests.unit.algorithms import oracles
@@ -235,7 +235,7 @@ def test_ppo_clip_works_token_by_token() -> None:
 def test_half_precision_is_widened_and_keeps_its_gradient() -> None:
     for name in ("ppo_clip", "gspo", "cross_entropy"):
         logp = normal(1).bfloat16().requires_grad_()
-        loss = resolve_loss(name)(policy_inputs(logprobs=logp), AlgorithmConfig())
+        loss = LOSSES.load(name)(policy_inputs(logprobs=logp), AlgorithmConfig())
         loss.loss_N.sum().backward()
         assert logp.grad is not None
         assert loss.loss_N.dtype in (torch.float32, torch.float64)

@@ -12,20 +12,17 @@ import torch
 
 from podium.algorithms import (
     ADVANTAGES,
+    CORRECTIONS,
     LOSSES,
     AdvantageInputs,
     AdvantageOutputs,
     AlgorithmConfig,
     Declaration,
     LossInputs,
-    advantage_declaration,
+    NamedFunctions,
     check_functions,
     compute_advantages,
-    loss_declaration,
-    resolve_advantage,
-    resolve_loss,
 )
-from podium.algorithms.declarations import loss_imitates, loss_ratio_to
 from podium.errors import ConfigError, DataError
 
 INPUTS = AdvantageInputs(
@@ -81,26 +78,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_names_of_our_own() -> None:
-    groups = ["reinforce_pp_baseline", "remax", "opo", "gpg", "otb", "gdpo", "maxrl", "pass_at_k", "grpo_passk"]
-    estimators = ["grpo", "dr_grpo", "rloo", "reinforce_pp", *groups, "gae", "grpo_turns", "gae_turns"]
-    assert list(ADVANTAGES) == estimators
-    policy = [
-        "ppo_clip",
-        "gspo",
-        "gmpo",
-        "cispo",
-        "sapo",
-        "dppo_tv",
-        "dppo_kl",
-        "clip_cov",
-        "kl_cov",
-        "dro",
-        "reinforce",
-        "teacher_kl",
-    ]
-    assert list(LOSSES) == [*policy, "cross_entropy"]
-    assert [resolve_advantage(name).__name__ for name in ADVANTAGES] == list(ADVANTAGES)
-    assert [resolve_loss(name).__name__ for name in LOSSES] == list(LOSSES)
+    assert [*ADVANTAGES.own] == ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+    assert [*LOSSES.own] == ["ppo_clip", "gspo", "cispo", "reinforce", "teacher_kl", "cross_entropy"]
+    assert [*CORRECTIONS.own] == ["truncate", "bypass"]
+    for functions in (ADVANTAGES, LOSSES, CORRECTIONS):
+        assert [functions.load(name).__name__ for name in functions] == [*functions]
 
 
 @pytest.mark.parametrize("form", ["{module}:plain", "{module}.py:plain", "{path}/{module}.py:plain"])
@@ -111,21 +93,23 @@ def test_a_users_function(form: str, module: str, tmp_path: Path) -> None:
 
 
 def test_what_estimators_and_losses_declare(module: str) -> None:
-    declared = {name: advantage_declaration(name) for name in ADVANTAGES}
+    declared = {name: ADVANTAGES.declaration(name) for name in ADVANTAGES}
     assert [name for name in ADVANTAGES if declared[name].needs_values] == ["gae", "gae_turns"]
     alone = {"reinforce_pp", "remax", "gae", "gae_turns"}
     assert {name for name in ADVANTAGES if not declared[name].needs_groups} == alone
-    assert advantage_declaration(f"{module}:with_critic") == Declaration(needs_values=True)
-    assert advantage_declaration(f"{module}:plain") == Declaration()
-    assert [name for name in LOSSES if loss_declaration(name).minibatch] == ["clip_cov", "kl_cov"]
-    assert [name for name in LOSSES if loss_declaration(name).ratio_to == "rollout"] == ["dppo_tv", "dppo_kl", "dro"]
+    assert ADVANTAGES.declaration(f"{module}:with_critic") == Declaration(needs_values=True)
+    assert ADVANTAGES.declaration(f"{module}:plain") == Declaration()
+    assert {name for name in LOSSES if LOSSES.declaration(name).minibatch} == {"clip_cov", "kl_cov"}
+    by_generator = {name for name in LOSSES if LOSSES.declaration(name).ratio_to == "rollout"}
+    assert by_generator == {"dppo_tv", "dppo_kl", "dro"}
 
 
-def test_podiums_own_functions_declare_where_they_are_defined_what_the_tables_say() -> None:
-    for name, place in ADVANTAGES.items():
-        assert advantage_declaration(place) == advantage_declaration(name)
-    assert {name: loss_declaration(name).imitates for name in LOSSES} == {name: loss_imitates(name) for name in LOSSES}
-    assert {name: loss_declaration(name).ratio_to for name in LOSSES} == {name: loss_ratio_to(name) for name in LOSSES}
+@pytest.mark.parametrize("functions", [ADVANTAGES, LOSSES, CORRECTIONS], ids=lambda functions: functions.key)
+def test_a_function_declares_where_it_is_defined_what_its_name_declares(functions: NamedFunctions) -> None:
+    for name in functions:
+        declared = functions.declaration(name)
+        assert functions.declaration(declared.function) is declared
+        assert functions.load(declared.function) is functions.load(name)
 
 
 def test_a_declaration_returns_the_function_itself() -> None:
@@ -135,7 +119,7 @@ def test_a_declaration_returns_the_function_itself() -> None:
     assert Declaration(needs_values=True)(estimator) is estimator
 
 
-def test_podiums_own_declarations_import_no_torch() -> None:
+def test_declarations_of_podium_and_its_packages_import_no_torch() -> None:
     script = """
 import sys
 import podium.functions, podium.errors
@@ -145,8 +129,9 @@ import types
 package = types.ModuleType("podium.algorithms")
 package.__path__ = [spec.submodule_search_locations[0] + "/algorithms"]
 sys.modules["podium.algorithms"] = package  # without what the package itself imports
-from podium.algorithms.declarations import advantage_declaration
-assert advantage_declaration("gae").needs_values and advantage_declaration("grpo").needs_groups
+from podium.algorithms.declarations import ADVANTAGES, CORRECTIONS, LOSSES
+declared = [functions.declaration(name) for functions in (ADVANTAGES, LOSSES, CORRECTIONS) for name in functions]
+assert len(declared) > 30 and ADVANTAGES.declaration("gae_turns").needs_values
 print("torch" in sys.modules)
 """
     assert (
@@ -157,7 +142,6 @@ print("torch" in sys.modules)
 OPTIONS = """
 from pydantic import Field
 from podium.algorithms import AdvantageOutputs, Declaration
-from podium.algorithms.declarations import loss_imitates, loss_ratio_to
 from podium.config import section
 
 @section("algorithm.options")
@@ -253,7 +237,7 @@ def test_a_users_functions_are_found_before_anything_starts(module: str) -> None
 
 def test_a_wrong_name_is_told_with_the_key_and_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.advantage = 'reinforce\+\+'.*did you mean reinforce_pp\?"):
-        resolve_advantage("reinforce++")
+        ADVANTAGES.load("reinforce++")
     with pytest.raises(ConfigError, match=r"algorithm\.loss = 'ppo_clp'.*did you mean 'ppo_clip'"):
         AlgorithmConfig(loss="ppo_clp")
     with pytest.raises(ConfigError, match=r"your own function is path/file\.py:vespo or module:vespo"):

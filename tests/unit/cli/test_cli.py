@@ -451,7 +451,7 @@ def test_keys_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture
     assert "--placement.generator_ranks null " in out
     assert "--run.trackers [] " in out
     assert "\nmodel.lora: Low-rank adapters by peft. " in out
-    assert "\n  --algorithm.gamma 1.0  (a number from 0 to 1)\n      gae, otb, remax and reinforce_pp discount" in out
+    assert "\n  --algorithm.gamma 1.0  (a number from 0 to 1)\n      gae and reinforce_pp discount" in out
     assert "``" not in out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from podium.algorithms.declarations import CLIPPING_LOSSES, LOSSES
+from podium.algorithms import LOSSES
 from podium.config import config_to_yaml
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
@@ -103,7 +103,7 @@ def _objective(config: PPOConfig | SFTConfig) -> Iterator[str]:
     if isinstance(config, PPOConfig):
         algorithm = config.resolved_algorithm
         settings = {**config.algorithm.explain(), **algorithm.explain_options()}
-        if {*algorithm.losses} <= set(LOSSES) - set(CLIPPING_LOSSES):
+        if not any(LOSSES.declaration(name).may_read("clip_low") for name in algorithm.losses):
             settings = {key: setting for key, setting in settings.items() if not key.startswith("clip_")}
         for number, (key, setting) in enumerate(settings.items()):
             value = "null" if setting.value is None else setting.value

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from podium.algorithms.centering import expected_scores
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.corrections.truncate import TruncateOptions
-from podium.algorithms.declarations import loss_ratio_to, loss_scales_advantage
+from podium.algorithms.corrections import correction_weights
+from podium.algorithms.declarations import LOSSES, TruncateOptions
 from podium.algorithms.entropy import EntropyController
 from podium.algorithms.kl import bounded_exp, kl_estimate
 from podium.algorithms.metrics import WEIGHT_MEAN, WEIGHT_SQUARE
 from podium.algorithms.records import LossInputs, TokenLoss
-from podium.algorithms.registry import resolve_correction, resolve_loss
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError
 from podium.telemetry.metrics import (
@@ -32,7 +31,7 @@ from podium.telemetry.metrics import (
     SKIPPED_STEPS,
 )
 
-__all__ = ["correction_weights", "policy_loss"]
+__all__ = ["policy_loss"]
 
 # Metrics that no display looks up by name; the others are in podium.telemetry.metrics.
 MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
@@ -110,8 +109,8 @@ def _sum_losses(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, di
     total_N: Tensor | None = None
     metrics, maxima = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in config.sampled_losses.items():
-        by_generator = "rollout" in (config.ratio_to, loss_ratio_to(name))
-        loss = resolve_loss(name)(_replace_old_logprobs(inputs, config, name) if by_generator else inputs, config)
+        by_generator = "rollout" in (config.ratio_to, LOSSES.declaration(name).ratio_to)
+        loss = LOSSES.load(name)(_replace_old_logprobs(inputs, config, name) if by_generator else inputs, config)
         _check(loss, inputs, f"loss {name!r}")
         short = name.rpartition(":")[2]
         for figures, added in ((metrics, loss.metrics), (maxima, loss.maxima)):
@@ -130,7 +129,8 @@ def _add_terms(loss_N: Tensor, inputs: LossInputs, config: AlgorithmConfig, metr
         _require(inputs, "rollout_top", "algorithm.options.score_centering is not 0")
         _require(inputs, "at_rollout_top", "algorithm.options.score_centering is not 0")
         centered = expected_scores(inputs, lambda tokens: correction_weights(tokens, config))
-        factor = sum(weight for name, weight in config.sampled_losses.items() if loss_scales_advantage(name))
+        losses = ((LOSSES.declaration(name), weight) for name, weight in config.sampled_losses.items())
+        factor = sum(weight for loss, weight in losses if loss.scales_advantage)
         loss_N = loss_N + factor * wide(inputs.advantages_N) * centered.scores_N
         metrics |= {DRIFT: centered.drift_N, DRIFT_REST: centered.rest_N}
     if balance := config.router_balance:
@@ -177,29 +177,3 @@ def _check(loss: object, inputs: LossInputs, who: str) -> None:
         raise DataError(
             f"{who} returned loss_N without a gradient: it must be computed from inputs.logprobs_N, not detached"
         )
-
-
-def correction_weights(inputs: LossInputs, config: AlgorithmConfig) -> Tensor | None:
-    """The product of the weights of ``config.corrections``, ``[N]``, without gradient; None without corrections.
-
-    Raises:
-        ConfigError: A correction cannot be found.
-        DataError: A column is missing, or a correction did not return one finite weight of at least 0 a token.
-    """
-    if not config.corrections:
-        return None
-    product_N = torch.ones_like(wide(inputs.logprobs_N.detach()))
-    with torch.no_grad():
-        for name in config.corrections:
-            weights_N = cast("object", resolve_correction(name)(inputs, config))
-            if not isinstance(weights_N, Tensor) or weights_N.shape != product_N.shape:
-                kind = f"shape {list(weights_N.shape)}" if isinstance(weights_N, Tensor) else type(weights_N).__name__
-                raise DataError(
-                    f"correction {name!r} returned {kind}; expected a tensor of one weight a token, "
-                    f"{list(product_N.shape)}"
-                )
-            weights_N = wide(weights_N)
-            if not bool((weights_N.isfinite() & (weights_N >= 0)).all()):
-                raise DataError(f"correction {name!r} returned weights that are negative or not finite")
-            product_N = product_N * weights_N
-    return product_N

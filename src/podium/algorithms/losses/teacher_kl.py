@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.declarations import Declaration
+from podium.algorithms.declarations import LOSSES
 from podium.algorithms.kl import bounded_exp
-from podium.algorithms.losses.ppo_clip import log_ratio
+from podium.algorithms.losses.surrogates import log_ratio
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError
@@ -21,7 +21,7 @@ TEACHER_REST = "teacher/rest"  # the teacher's probability of all ids but its mo
 _LEAST: Final = 1e-6  # below it, 1 minus a sum in float32 is rounding
 
 
-@Declaration(needs_teacher=True)
+@LOSSES.own["teacher_kl"]
 def teacher_kl(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """``exp(logp - logp_old) · (logp_old - logp_teacher)`` at each token, ``[N]``, without gradient in the bracket.
 

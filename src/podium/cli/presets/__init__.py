@@ -1,4 +1,5 @@
-"""Presets of ``podium train grpo``: the settings of a paper, each in a YAML file beside this module.
+"""Presets of ``podium train grpo``: the settings of a paper, each in a YAML file beside this module, or in the
+package that an entry point names.
 
 The comment at the top of a file names the paper. A setting of the user's file or command line comes before it.
 """
@@ -6,16 +7,19 @@ The comment at the top of a file names the paper. A setting of the user's file o
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from podium.errors import ConfigError
-from podium.functions import nearest
+from podium.extras import explain_packages
+from podium.functions import find_installed, nearest
 
 __all__ = ["Preset", "list_presets", "read_preset"]
 
-_FOLDER = Path(__file__).parent
+_GROUP = "podium.presets"
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Preset:
 
 def list_presets() -> list[str]:
     """Return the names of all presets."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    own = (path.stem for path in Path(__file__).parent.glob("*.yaml"))
+    return sorted({*own, *(entry.name for entry in entry_points(group=_GROUP))})
 
 
 def read_preset(name: str) -> Preset:
@@ -75,11 +80,15 @@ def read_preset(name: str) -> Preset:
     names = list_presets()
     if name not in names:
         raise ConfigError(
-            f"--recipe {name}: there is no such preset{nearest(name, names)}; there are {', '.join(names)}"
+            f"--recipe {name}: there is no such preset{nearest(name, names)}; there are {', '.join(names)}; "
+            f"{explain_packages(_GROUP, name)}"
         )
     import yaml  # help is printed without it
 
-    text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    path = Path(__file__).with_name(f"{name}.yaml")
+    if not path.is_file() and (entry := find_installed(_GROUP, name, "--recipe")) is not None:
+        path = files(entry.value) / f"{name}.yaml"
+    text = path.read_text(encoding="utf-8")
     lines = (line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     return Preset(name, " ".join(lines), dict(_flatten(yaml.safe_load(text))))
 

@@ -9,7 +9,6 @@ from pathlib import PurePath
 from typing import Any, Final, cast
 
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig
-from podium.algorithms.declarations import CLIPPING_LOSSES
 from podium.rollout.tasks import DataConfig
 from podium.rollout.tasks.rows import means_files
 from podium.runs.config import CriticConfig, InferenceConfig, PPOConfig, RunConfig, SFTConfig
@@ -18,16 +17,14 @@ from podium.training.config import OptimConfig
 
 __all__ = ["find_unused_settings"]
 
-_READING_LOSSES: Final = {"clip_low": CLIPPING_LOSSES, "clip_high": CLIPPING_LOSSES}
-_DISCOUNTING: Final = ("gae", "otb", "remax", "reinforce_pp", "gae_turns", "grpo_turns")
-_READING_ADVANTAGES: Final = {"gamma": _DISCOUNTING, "lam": ("gae", "gae_turns"), "value_clip": ("gae", "gae_turns")}
 _OF_SCRIPT: Final = ".data"  # the folder of files that hold the rows of a script
 _WITHOUT_ADVANTAGES: Final = frozenset({"teacher_kl", "cross_entropy"})  # losses in which no advantage takes part
 
 
 def find_unused_settings(config: InferenceConfig) -> list[str]:
     """Return a sentence for each setting that has no effect, because nothing in the run reads it: the run trains in
-    sessions of an environment, on completions, or by a loss or an estimator of Podium's that does without it."""
+    sessions of an environment, on completions, or by a loss or an estimator of Podium's or a package's that does
+    without it."""
     unused = [*_list_of_training(config)] if isinstance(config, PPOConfig | SFTConfig) else []
     unused += _list_of_data(config)
     if isinstance(config, SFTConfig):
@@ -91,19 +88,24 @@ def _list_of_sessions(config: SFTConfig) -> Iterator[str]:
 
 
 def _list_by_function(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that neither Podium's loss nor its estimator reads."""
+    """Yield a sentence for each setting that neither loss nor estimator reads, of Podium or of a package."""
     plain = AlgorithmConfig()
-    for role, known, readers_by_key in (
-        ("loss", LOSSES, _READING_LOSSES),
-        ("advantage", ADVANTAGES, _READING_ADVANTAGES),
+    for functions, names, keys in (
+        (LOSSES, algorithm.losses, ("clip_low", "clip_high")),
+        (ADVANTAGES, (algorithm.advantage,), ("gamma", "lam", "value_clip")),
     ):
-        functions = {*algorithm.losses} if role == "loss" else {algorithm.advantage}
-        for key, readers in readers_by_key.items() if functions <= known.keys() else ():
-            if (value := getattr(algorithm, key)) != getattr(plain, key) and not functions & {*readers}:
-                yield (
-                    f"algorithm.{key} = {value!r} has no effect with algorithm.{role} = {getattr(algorithm, role)!r}: "
-                    f"of Podium's own, {', '.join(readers)} read it"
-                )
+        if not all(name in functions for name in names):
+            continue
+        for key in keys:
+            value = getattr(algorithm, key)
+            if value == getattr(plain, key) or any(functions.declaration(name).may_read(key) for name in names):
+                continue
+            readers = [name for name in functions if key in (functions.declaration(name).reads or ())]
+            named = getattr(algorithm, functions.key.partition(".")[2])
+            yield (
+                f"algorithm.{key} = {value!r} has no effect with {functions.key} = {named!r}: of those that are "
+                f"installed, {', '.join(readers)} read it"
+            )
 
 
 def _list_of_algorithm(config: PPOConfig) -> Iterator[str]:

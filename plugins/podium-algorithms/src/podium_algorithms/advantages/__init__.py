@@ -1,0 +1,1 @@
+"""Advantage estimators of single papers, each in a module of its own."""

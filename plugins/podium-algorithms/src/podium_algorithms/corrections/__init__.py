@@ -1,0 +1,1 @@
+"""Corrections of single papers, each in a module of its own."""

@@ -1,0 +1,1 @@
+"""Losses of single papers, each in a module of its own."""

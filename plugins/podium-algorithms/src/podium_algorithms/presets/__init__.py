@@ -1,0 +1,1 @@
+"""The settings of papers whose functions this package has, each in a YAML file beside this module."""
