@@ -39,7 +39,7 @@ from podium.rollout.engines.constraints import restrict_logits
 from podium.rollout.engines.draw import draw, uniforms
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
-from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
+from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
 from podium_native.cache import KVCache, cache_class
@@ -357,8 +357,8 @@ class Lanes:
                         version[start:] = changed
                 guide = records["guide"][lane]
                 masks = guide.masks[:length] if guide is not None and guide.restricts else None
-                parts = version, kept and kept[:length], masks, top and top[:length], int(reused)
-                event = conclude_arrays(request, ids[row, :length], logprobs[row, :length], *parts)
+                parts = version, kept and kept[:length], masks, top and top[:length]
+                event = conclude(request, ids[row, :length], logprobs[row, :length], *parts, reused=int(reused))
                 self._events.append(event)
                 if isinstance(event, Failed):
                     failed.append(lane)

@@ -54,7 +54,7 @@ def guide_of(request: Request, vocabulary: int) -> Guided | None:
     """What says which of ``vocabulary`` ids may come next; None where all may."""
     if request.constraint is None:
         return None
-    return Guided(request.constraint, request.params.stop_token_ids, vocabulary)
+    return request.constraint.begin(request.params.stop_token_ids, vocabulary)
 
 
 def find_due(waiting: RequestQueue, last: Key, count: int) -> list[Key]:

@@ -28,10 +28,10 @@ from podium_agents.service.token_source import Scored
 from podium_serve.bodies import read_masks
 
 if TYPE_CHECKING:
-    from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import SessionRoom, Tokens
     from podium.rollout.sampling import SamplingParams
     from podium_agents.service.concurrency import Caller
+    from podium_agents.service.constraints import Constraint
 
 __all__ = ["SILENT_S", "RemoteTokens"]
 

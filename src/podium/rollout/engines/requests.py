@@ -27,7 +27,6 @@ __all__ = [
     "SessionRoom",
     "Tokens",
     "conclude",
-    "conclude_arrays",
 ]
 
 RequestId: TypeAlias = Hashable
@@ -209,13 +208,15 @@ class RequestQueue:
 @torch.inference_mode(False)  # what is returned may take part in training, which inference tensors may not
 def conclude(
     request: Request,
-    token_ids_L: Tensor,
-    logprobs_L: Tensor,
+    token_ids_L: Tensor | np.ndarray,
+    logprobs_L: Tensor | np.ndarray,
     versions: int | Tensor,
     kept: Sequence[Tensor] | None = None,
     masks: Sequence[bytes] | None = None,
     top: Sequence[Tensor] | None = None,
     experts: Tensor | None = None,
+    *,
+    reused: int = 0,
 ) -> Finished | Failed:
     """Return the last event of a request.
 
@@ -227,30 +228,16 @@ def conclude(
         kept: Where top-k, top-p or min-p were used, the ids kept for each token, most probable first.
         masks: Where a constraint restricted the ids, each token's mask.
         top: With ``RequestParams.record_top``, the row of ``Completion.top`` of each token.
+        reused: ``Completion.reused``.
         experts: With ``RequestParams.record_experts``, ``Completion.experts``.
     """
-    arrays = token_ids_L.numpy(), logprobs_L.numpy()
-    return conclude_arrays(request, *arrays, versions, kept, masks, top, experts=experts)
-
-
-def conclude_arrays(
-    request: Request,
-    token_ids_L: np.ndarray,
-    logprobs_L: np.ndarray,
-    versions: int | Tensor,
-    kept: Sequence[Tensor] | None,
-    masks: Sequence[bytes] | None = None,
-    top: Sequence[Tensor] | None = None,
-    reused: int = 0,
-    experts: Tensor | None = None,
-) -> Finished | Failed:
-    """Do what :func:`conclude` does, where inference mode is off. NumPy handles a single row faster than torch."""
-    if not math.isfinite(logprobs_L.sum()):
-        position = int((~np.isfinite(logprobs_L)).argmax())
+    ids, logprobs = np.asarray(token_ids_L), np.asarray(logprobs_L)  # NumPy handles a single row faster than torch
+    if not math.isfinite(logprobs.sum()):
+        position = int((~np.isfinite(logprobs)).argmax())
         return Failed(
             request.id,
             GenerationError(
-                f"the log-probability of token {position} of {request} is {logprobs_L[position]}: the model's logits "
+                f"the log-probability of token {position} of {request} is {logprobs[position]}: the model's logits "
                 "are not finite; look at the last update's gradient norm and learning rate, or at the checkpoint"
             ),
         )
@@ -259,10 +246,10 @@ def conclude_arrays(
         sizes = torch.tensor([0, *map(len, kept)], dtype=torch.int64)
         kept_set = KeptSet(torch.cat(list(kept)), sizes.cumsum(0))
     completion = Completion(
-        token_ids=torch.from_numpy(token_ids_L.copy()),  # no view of a whole batch
-        logprobs=torch.from_numpy(logprobs_L.copy()),
-        finish_reason="stop" if int(token_ids_L[-1]) in request.params.stop_token_ids else "length",
-        versions=torch.from_numpy(np.full(len(token_ids_L), versions)) if isinstance(versions, int) else versions,
+        token_ids=torch.from_numpy(ids.copy()),  # no view of a whole batch
+        logprobs=torch.from_numpy(logprobs.copy()),
+        finish_reason="stop" if int(ids[-1]) in request.params.stop_token_ids else "length",
+        versions=torch.from_numpy(np.full(len(ids), versions)) if isinstance(versions, int) else versions,
         kept=kept_set,
         masks=masks,
         reused=reused,

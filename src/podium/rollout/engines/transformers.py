@@ -107,7 +107,7 @@ class TransformersEngine(ModelEngine):
         device = next(self.model.parameters()).device
         seeds_B = torch.tensor([request.seed for request in requests], device=device)
         guided = {
-            row: Guided(request.constraint, request.params.stop_token_ids, self.vocabulary)
+            row: request.constraint.begin(request.params.stop_token_ids, self.vocabulary)
             for row, request in enumerate(requests)
             if request.constraint is not None
         }

@@ -14,10 +14,10 @@ from podium.data import Batch, Jagged, fields
 from podium.data.masks import mask_columns, pack_ids, unpack_masks
 from podium.errors import ConfigError, DataError, GenerationError
 from podium.rollout.engines import EngineConfig, Failed, Request, make_engine
-from podium.rollout.engines.constraints import Constraint
 from podium.rollout.sampling import Completion, RequestParams, SamplingParams
 from podium.training.micro_batches import cut
 from podium.training.scoring import score_tokens
+from podium_agents.service.constraints import Constraint
 from podium_testing.engines import (
     VOCABULARY,
     completion_of,

@@ -11,10 +11,10 @@ import torch
 
 from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, Finished, Request, make_engine
-from podium.rollout.engines.constraints import Constraint
 from podium.rollout.engines.draw import draw
 from podium.rollout.engines.journal import Drawn, Journal
 from podium.rollout.sampling import Completion, RequestParams, SamplingParams
+from podium_agents.service.constraints import Constraint
 from podium_native import NativeEngine
 
 from .conftest import VOCABULARY, MakeModel

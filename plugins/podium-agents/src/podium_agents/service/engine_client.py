@@ -33,9 +33,9 @@ from podium_agents.service.token_source import Scored, read_sampled
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
-    from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import PromptTokens
     from podium_agents.service.concurrency import Caller
+    from podium_agents.service.constraints import Constraint
     from podium_agents.service.session_recording import Sampled
 
 __all__ = ["EngineClient"]

@@ -35,9 +35,9 @@ from podium_agents.service.structured import AnswerGrammar, compile_grammars, te
 from podium_agents.service.wire import WISHES, ChatRequest, Refusal, texts_of
 
 if TYPE_CHECKING:
-    from podium.rollout.engines.constraints import Constraint
     from podium_agents.service.budgets import Budget
     from podium_agents.service.chat_format import ChatFormat
+    from podium_agents.service.constraints import Constraint
     from podium_agents.service.token_source import TokenSource
 
 __all__ = ["UNWRITTEN", "Answer", "Asked", "Service", "cut_at_stop"]

@@ -17,7 +17,7 @@ from podium.errors import ConfigError
 from podium_agents.service.wire import Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.engines.constraints import Constraint, Guide
+    from podium_agents.service.constraints import Constraint, Guide
     from podium_agents.service.grammars import Grammars
 
 __all__ = ["AnswerGrammar", "Rule", "call_rules", "compile_grammars", "read_rule", "schema_rule", "text_grammar"]

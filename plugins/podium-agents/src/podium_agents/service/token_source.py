@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 from podium_agents.service.session_recording import Sampled
 
 if TYPE_CHECKING:
-    from podium.rollout.engines.constraints import Constraint
     from podium.rollout.engines.requests import PromptTokens, Tokens
     from podium.rollout.sampling import Completion, SamplingParams
     from podium_agents.service.admission import Admission
     from podium_agents.service.concurrency import Caller
+    from podium_agents.service.constraints import Constraint
 
 __all__ = ["Scored", "TokenSource", "read_sampled"]
 
