@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from podium.errors import ConfigError, DataError
-from podium.runs.run_files import GrowingFile, RunFiles
+from podium.runs.run_files import RunFiles
+from podium_view.growing_file import GrowingFile
 from podium_view.run import Run
 from tests.made_runs import write_evaluations, write_run
 

@@ -35,7 +35,7 @@ from podium.telemetry.held_out import ACCURACY, Metric
 from podium.telemetry.metrics import TIME_PREFIX
 
 __all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "UNCOMPARED", "RunRecord"]
-__all__ += ["check_run", "find_runs", "flatten", "is_run", "metric_of", "name_data", "parse_rows"]
+__all__ += ["check_run", "flatten", "is_run", "metric_of", "name_data", "parse_rows"]
 
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
 UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
@@ -291,15 +291,6 @@ def check_run(path: Path) -> None:
         RunFiles(path).open(CONFIG).close()  # an error says what else it is
     else:
         raise ConfigError(f"no run at {path}: it has no {CONFIG}; give the directory of a run, such as runs/NAME")
-
-
-def find_runs(path: Path) -> Iterator[RunRecord]:
-    """Yield the run at ``path``, or the runs directly below it. Raises ConfigError if there are none."""
-    folders = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
-    runs = [folder for folder in folders if is_run(folder)]
-    if not runs:
-        raise ConfigError(f"{path}: no run is here; give the directory of a run, or one of runs (run.dir)")
-    yield from map(RunRecord, runs)
 
 
 def parse_rows(lines: bytes, file: Path, first: int = 1) -> Iterator[dict[str, Any] | DataError]:

@@ -39,10 +39,12 @@ from rich.console import Console
 
 from podium.config import config_to_dict
 from podium.errors import ConfigError, DataError
-from podium.runs.checkpoints import Checkpoints
+from podium.rollout.tasks.config import show_sources
+from podium.runs.checkpoints import Checkpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import SET, check_path, free_name, step_of
-from podium.runs.named_files import PLACES
+from podium.runs.ledger import States
+from podium.runs.named_files import PLACES, as_given
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import CONFIG, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
 from podium.runs.trackers import load_tracker
@@ -220,6 +222,52 @@ class RunDirectory:
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json; what is not finite becomes null."""
         self.files.write(json.dumps(_json(asdict(summary)), indent=2, allow_nan=False) + "\n", SUMMARY)
+
+    def summarize(
+        self,
+        config: PPOConfig | SFTConfig,
+        state: TrainerState,
+        prompts: States,
+        *,
+        examples: int,
+        tokens_per_s: Mapping[str, float],
+        finished: bool,
+        model: Path | None,
+    ) -> Summary:
+        """Write and return the summary of a run whose last state is ``state``.
+
+        Args:
+            prompts: The states of its prompts.
+            examples: Number of examples in the training data.
+            tokens_per_s: The speed of each stage over the whole run.
+            finished: Whether it reached its end.
+            model: The directory of its model, if that was written.
+        """
+        first, last, best, done = state.first, state.last, state.best, state.step
+        metric, sets = state.judge.name, [name for name in config.eval_sets if name]
+        best_checkpoint = self.checkpoints.best()
+        summary = Summary(
+            task=show_sources(as_given(config_to_dict(config), self.path)["data"]["train"]),
+            seed=config.run.seed,
+            steps=done,
+            wall_s=state.wall_s,
+            metric=metric if last else None,
+            before=first.figures if first and first.step == 0 else {},
+            after=last.figures if last and last.step == done else {},
+            items=last.items if last else 0,
+            tokens_per_s=tokens_per_s,
+            best_step=best.step if best else None,
+            best=best.value(metric) if best else None,
+            best_checkpoint=str(best_checkpoint) if best_checkpoint else None,
+            prompts=prompts.counts(),
+            dropped=dict(prompts.reasons),  # of a Counter, asdict() would count the pairs
+            examples=examples,
+            sets=RunRecord(self.path).scores_by_set(sets, done),
+            finished=finished,
+            model_path=str(model) if model else None,
+        )
+        self.write_summary(summary)
+        return summary
 
     def journals(self) -> Path:
         """Make an empty directory for the tokens of unfinished completions. ``close()`` removes it."""

@@ -34,6 +34,7 @@ from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
+from podium.trainer import step_columns as columns
 from podium.trainer.answer_loss import Answers
 from podium.trainer.baselines import add_baselines, be_greedy
 from podium.trainer.completion_files import CompletionsLog, write_completions
@@ -50,7 +51,6 @@ from podium.trainer.trainer import Trainer
 from podium.trainer.training_prompts import check_training, load_training
 from podium.trainer.updates import join_updates, submit_update
 from podium.workers import Estimator, FollowingReference, Reference, Teacher
-from podium.workers.learner import LEFT_OUT
 from podium.workers.policy import ENTROPY_COEF, HEAD_ALONE
 
 __all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
@@ -58,28 +58,6 @@ __all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 KL_COEF: Final = "policy/kl_coef"
-
-_MODEL_INPUTS = (
-    *(fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS),
-    *(fields.MASK_NUMBERS, fields.MASK_BITS, fields.EXPERTS),
-)
-_VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP)
-_SESSION_INPUTS = (fields.TRAJECTORY, fields.AGENT, fields.TOKEN_REWARDS)
-_ADVANTAGE_INPUTS = (
-    *(fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.BOOTSTRAP),
-    *(fields.FINISH_REASON, fields.BASELINE, *_SESSION_INPUTS, fields.TURN),
-)
-_KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
-_FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.BASELINE, LEFT_OUT, *_SESSION_INPUTS)
-_MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
-_EXTRAS: Final = {"entropy": fields.ENTROPY, "squares": fields.SQUARED_PROBS}  # which the policy computes if asked to
-_ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
-_KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
-_UPDATE_INPUTS = (
-    *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS),
-    *(fields.TEACHER_TOP, fields.ROLLOUT_TOP, fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
-)
-
 
 _IN_PARTS: Final = "podium_in_parts"
 
@@ -304,8 +282,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         scores = None
         single = self.config.algorithm.updates == 1  # else the policy had moved before its last update
         if single and fields.OLD_LOGPROBS not in batch and hasattr(self.run.roles.policy, "update_logprobs"):
-            scores = self.run.roles.policy.update_logprobs.submit(_select(batch, _ROW_INPUTS))
-        self.completions.write(scored, _select(batch, _KEPT), scores)
+            scores = self.run.roles.policy.update_logprobs.submit(columns.select(batch, columns.ROW_INPUTS))
+        self.completions.write(scored, columns.select(batch, columns.KEPT), scores)
 
     def rest(self, *roles: Handle[Any] | None, **how: bool) -> None:
         """Let roles leave their devices until they are needed, if ``parallel.offload`` says so."""
@@ -391,8 +369,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def logprobs(self, batch: Batch) -> Batch:
         """Add log-probabilities under the policy before its update, under the reference and under the teacher."""
-        inputs = _select(batch, _MODEL_INPUTS)
-        extras = {argument: True for argument, name in _EXTRAS.items() if name in self._declared.columns}
+        inputs = columns.select(batch, columns.MODEL_INPUTS)
+        extras = {argument: True for argument, name in columns.EXTRAS.items() if name in self._declared.columns}
         pending = [self.run.roles.policy.logprobs.submit(inputs, **extras)] if self._needs_old_logprobs else []
         pending += [model.logprobs.submit(inputs) for model in self._frozen]
         for call in pending:
@@ -406,14 +384,16 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """
         critic = self.run.roles.policy if self.config.algorithm.has_value_head else self.run.roles.critic
         ended = () if self.run.sessions is not None else (fields.FINISH_REASON,)
-        return batch if critic is None else batch.merge(critic.values(_select(batch, _VALUE_INPUTS + ended)))
+        if critic is None:
+            return batch
+        return batch.merge(critic.values(columns.select(batch, columns.VALUE_INPUTS + ended)))
 
     def advantages(self, batch: Batch) -> Batch:
         """Add advantages from the rewards, which may include a KL penalty. With a critic, add returns too."""
-        needed = (*_ADVANTAGE_INPUTS, *self._declared.columns)
-        needed += _KL_INPUTS if self.config.algorithm.kl_in == "reward" else ()
+        needed = (*columns.ADVANTAGE_INPUTS, *self._declared.columns)
+        needed += columns.KL_INPUTS if self.config.algorithm.kl_in == "reward" else ()
         needed += tuple(name for name in batch if name.startswith((fields.PART, fields.DATA)))
-        return batch.merge(self.estimator.advantages(_select(batch, needed), self.kl.coef))
+        return batch.merge(self.estimator.advantages(columns.select(batch, needed), self.kl.coef))
 
     def update(
         self,
@@ -432,8 +412,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         pending: list[Call[dict[str, float]]] = []
         algorithm, policy, critic = self.config.algorithm, self.run.roles.policy, self.run.roles.critic
         trains, bound = step > algorithm.critic.critic_warmup, algorithm.passes.max_kl or math.inf
+        inputs = columns.select(batch, columns.MODEL_INPUTS + columns.UPDATE_INPUTS)
         with Counting("optimizer steps", algorithm.updates) as count:
-            for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
+            for minibatch in self.minibatches(inputs, step):
                 done = [call.result() for call in pending]  # after the next minibatch was made
                 updates += done
                 count.done += bool(pending)
@@ -465,9 +446,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def describe(self, scored: ScoredBatch, batch: Batch) -> dict[str, float]:
         """Return metrics of a step's completions. ``batch`` has their columns from before the update."""
-        needed = (*_FIGURE_INPUTS, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
+        needed = (*columns.FIGURE_INPUTS, *(columns.MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
         # Without old log-probabilities the update itself reports the mismatch, since no policy has moved yet.
-        return {**scored.figures, **scored.metrics(), **self.estimator.describe(_select(batch, needed))}
+        return {**scored.figures, **scored.metrics(), **self.estimator.describe(columns.select(batch, needed))}
 
     def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the step's metrics, and update the coefficients of the KL and of the entropy bonus."""
@@ -522,7 +503,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         forward pass, and so does a loss whose ratio is to the generator. A KL in the reward needs them earlier, and an
         advantage may, too.
         """
-        declared = {fields.OLD_LOGPROBS, *_EXTRAS.values()} & set(self._declared.columns)
+        declared = {fields.OLD_LOGPROBS, *columns.EXTRAS.values()} & set(self._declared.columns)
         algorithm = self.config.algorithm
         moves = algorithm.updates > 1 and algorithm.ratio_to == "old"
         return moves or algorithm.kl_in == "reward" or bool(declared)
@@ -594,7 +575,3 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.rates.restore(state.pass_rates)
         if self.entropy.target is not None and state.entropy:
             self.entropy = replace(self.entropy, value=state.entropy["coef"], counts=bool(state.entropy["counts"]))
-
-
-def _select(batch: Batch, columns: tuple[str, ...]) -> Batch:
-    return batch.select(*(name for name in columns if name in batch))

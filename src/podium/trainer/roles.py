@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
@@ -52,8 +52,8 @@ from podium.workers import (
 from podium.workers.learner import Progress
 from podium.workers.reference import FollowingReference
 
-__all__ = ["InferenceRoles", "RoleWorkers", "Roles", "bind_roles", "start_generator", "start_roles"]
-__all__ += ["start_scorer"]
+__all__ = ["RoleWorkers", "Roles", "bind_roles", "close_role", "inference_arguments", "list_classes", "start_roles"]
+__all__ += ["start_workers"]
 
 _logger = logging.getLogger(__name__)
 
@@ -69,14 +69,6 @@ _ROLES: Final[Mapping[str, type[Worker]]] = {
 
 RoleWorkers = Mapping[str, type[Worker] | Bound[Any]]
 """By role, a user's own class, or ``MyPolicy.bind(...)`` if its constructor takes other arguments."""
-
-
-class InferenceRoles(NamedTuple):
-    """Handles of the roles of a run without training."""
-
-    generator: Handle[Generator]
-    reward: Handle[RewardModel] | None = None
-    rollout: Handle[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +180,7 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
         if call.partition(".")[0] not in config.roles:
             raise ConfigError(f"run.profile: {call!r} is not ROLE.ENDPOINT of a role here: {', '.join(config.roles)}")
     named = {role: load_function(name, key=f"worker of the {role}") for role, name in config.worker_names.items()}
-    usual = cast("dict[str, type[Worker]]", {**_list_classes(config), **named})
+    usual = cast("dict[str, type[Worker]]", {**list_classes(config), **named})
     if isinstance(config, PPOConfig) and config.algorithm.reference.reference_refresh:
         usual["reference"] = FollowingReference
     classes = {**usual, **(workers or {})}
@@ -230,7 +222,7 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
         )
     for method, why in needed.items():
         if method not in endpoints_of(cls):
-            usual = _list_classes(config)[role]
+            usual = list_classes(config)[role]
             class_name, package = usual.__name__, usual.__module__.rpartition(".")[0]
             raise ConfigError(
                 f"workers[{role!r}]: {cls.__name__} has no endpoint {method!r}, {why}. Derive it from "
@@ -255,7 +247,7 @@ def start_roles(
     bound = bind_roles(config, workers)
     check_placement(config, cluster.backend_name, cluster.capabilities)
     with ExitStack() as stack:
-        started, generators = stack.enter_context(_start_workers(cluster, config, bound, traces, replicas=True))
+        started, generators = stack.enter_context(start_workers(cluster, config, bound, traces, replicas=True))
         notes = [line for handle in started.values() if hasattr(handle, "note") for line in handle.note().splitlines()]
         for note in dict.fromkeys(notes):
             emit(Note(note))
@@ -271,29 +263,7 @@ def start_roles(
 
 
 @contextmanager
-def start_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[InferenceRoles]:
-    """Start a generator with its own model, and the other roles of a run without training. The end of the block ends
-    them."""
-    classes = _list_classes(config)
-    bound = {role: classes[role].bind(**_inference_arguments(role, config)) for role in config.roles}
-    with _start_workers(cluster, config, bound) as (started, (generator,)):
-        yield InferenceRoles(generator, started.get("reward"), started.get("rollout"))
-
-
-@contextmanager
-def start_scorer(cluster: Cluster, config: InferenceConfig) -> Iterator[Handle[Policy]]:
-    """Start a policy that is not trained, for the loss of held-out examples; end it with the block."""
-    bound = Policy.bind(config.model, algorithm=AlgorithmConfig(loss="cross_entropy"))
-    ranks = config.placement.ranks_of("policy") if cluster.capabilities.collectives else 1
-    with reserve_places(cluster, ranks, config.placement) as pool, ExitStack() as stack:
-        emit(Waiting(f"loading {config.model.path or 'a new model'} for policy", 0, len(pool)))
-        policy = cluster.start(bound, pool, seed=config.run.seed, timeout_s=config.run.timeout_s)
-        stack.push(partial(_close, policy))
-        yield policy
-
-
-@contextmanager
-def _start_workers(
+def start_workers(
     cluster: Cluster,
     config: InferenceConfig,
     bound: Mapping[str, Bound[Any]],
@@ -342,18 +312,18 @@ def _start_workers(
                 started |= {role: together[role] for role in roles if role != "generator"}
             parts[roles] = [*{handle.group.processes: handle for handle in handles}.values()]
             for handle in handles:
-                stack.push(partial(_close, handle))
+                stack.push(partial(close_role, handle))
         warn_of_bfloat16(config, parts)
         suggest_bfloat16(config, next(iter(generators), None))
         yield started, tuple(generators)
 
 
-def _list_classes(config: InferenceConfig) -> dict[str, type[Any]]:
+def list_classes(config: InferenceConfig) -> dict[str, type[Any]]:
     """Return Podium's class of each role that this configuration may use."""
     return {**_ROLES, "rollout": load_rollout(config.environment.shown)} if "rollout" in config.roles else {**_ROLES}
 
 
-def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
+def inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
     """The arguments of the constructor of a role that a run without training may have."""
     if role == "generator":
         return {"model": config.model, "engine": config.resolved_engine}
@@ -374,7 +344,7 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
     algorithm = AlgorithmConfig(loss="cross_entropy") if sft else config.resolved_algorithm
     match role:
         case "generator" | "reward" | "rollout":
-            return _inference_arguments(role, config)
+            return inference_arguments(role, config)
         case "reference":
             return {"model": config.model, "parallel": config.parallel}
         case "teacher":
@@ -395,7 +365,7 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
     return {"model": model, "optim": optim, "parallel": config.parallel, "algorithm": algorithm, **head}
 
 
-def _close(handle: Any, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+def close_role(handle: Any, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
     """Close a role. An error of closing does not replace the error that ends the run. The processes of an interrupted
     run are killed, whatever they do."""
     try:

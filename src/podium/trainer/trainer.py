@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from podium.config import config_to_dict
 from podium.errors import CheckpointError, LostTooOften, PodiumError
 from podium.functions import OF_SCRIPT, describe_object
 from podium.models import load_tokenizer
@@ -23,7 +22,6 @@ from podium.rewards import Rewards
 from podium.rewards.resolve import list_rewards
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import EncodedExamples, Example, PromptStream
-from podium.rollout.tasks.config import show_sources
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.checkpoints import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
@@ -31,11 +29,11 @@ from podium.runs.evaluation import Evaluation
 from podium.runs.judging import choose_metric, knows_accuracy
 from podium.runs.ledger import Ledger
 from podium.runs.named_code import remember_code
-from podium.runs.named_files import as_given, record
+from podium.runs.named_files import record
 from podium.runs.paths import resolve_resume
 from podium.runs.report import report
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import LEDGER, RunRecord
+from podium.runs.run_reader import LEDGER
 from podium.runs.run_writer import Summary
 from podium.runtime import Cluster
 from podium.telemetry import (
@@ -544,35 +542,21 @@ class Trainer(ABC, Generic[C, E, R]):
         self.state = self.remember(done)
         writes = self.config.save.model and finished
         model = write_model(run.directory.files, run.roles.policy, run.saver.extras) if writes else None
-        first, last = self.state.first, self.state.last
         flush()
-        sets = [name for name in self.config.eval_sets if name]
-        metric = self.state.judge
-        summary = Summary(
-            task=show_sources(as_given(config_to_dict(self.config), run.directory.path)["data"]["train"]),
-            seed=self.config.run.seed,
-            steps=done,
-            wall_s=self.state.wall_s,
-            metric=metric.name if last else None,
-            before=first.figures if first and first.step == 0 else {},
-            after=last.figures if last and last.step == done else {},
-            items=last.items if last else 0,
-            tokens_per_s=self.clock.tokens_per_s(),
-            best_step=self.state.best.step if self.state.best else None,
-            best=self.state.best.value(metric.name) if self.state.best else None,
-            best_checkpoint=str(best) if (best := run.directory.checkpoints.best()) else None,
-            prompts=self.ledger.states.counts(),
-            dropped=dict(self.ledger.states.reasons),  # of a Counter, asdict() would count the pairs
+        summary = run.directory.summarize(
+            self.config,
+            self.state,
+            self.ledger.states,
             examples=len(run.data.stream),
-            sets=RunRecord(run.directory.path).scores_by_set(sets, done),
+            tokens_per_s=self.clock.tokens_per_s(),
             finished=finished,
-            model_path=str(model) if model else None,
+            model=model,
         )
-        run.directory.write_summary(summary)
         console = run.console if self.options.report else None
         emit(PhaseFinished(self.recipe))
         flush()  # the report reads the metrics, and stands below the rows of the steps, without a bar
-        curve = report(summary, metric, first, last, run.directory, f"{self.recipe}: {summary.task}", console)
+        judge, first, last = self.state.judge, self.state.first, self.state.last
+        curve = report(summary, judge, first, last, run.directory, f"{self.recipe}: {summary.task}", console)
         emit(RunSummarized(done, summary.figures(), str(curve or "")))
         return summary
 

@@ -28,11 +28,10 @@ def run_compare(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
-    from podium.runs.run_reader import find_runs
     from podium.telemetry import metrics
     from podium.telemetry.formatting import visible
     from podium_curves.comparison import differing, groups_of, plot_runs
-    from podium_view.runs import describe_held_out, write_table
+    from podium_view.runs import describe_held_out, find_runs, write_table
 
     runs = [run for path in options.paths for run in find_runs(Path(path))]
     if len(runs) < 2:

@@ -19,7 +19,7 @@ from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_answers, check_lengths, check_reward, find_columns, with_stop_tokens
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import completion_seeds, encode_rows, prompt_batch
-from podium.trainer.roles import start_generator
+from podium_inference.roles import start_generator
 
 __all__ = ["BestOfN", "draw_best"]
 

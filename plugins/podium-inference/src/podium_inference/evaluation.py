@@ -19,8 +19,9 @@ from podium.telemetry import Waiting, emit
 from podium.trainer.checks.preflight import check_answers, check_reward, find_columns, with_stop_tokens
 from podium.trainer.evaluate import load_held_out_pairs, score_answers, score_held_out
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, prompt_batch
-from podium.trainer.roles import share_processes, start_generator, start_scorer
+from podium.trainer.roles import share_processes
 from podium.trainer.sessions import Sessions
+from podium_inference.roles import start_generator, start_scorer
 
 __all__ = ["evaluate_model", "open_sampler"]
 

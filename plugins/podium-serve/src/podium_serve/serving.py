@@ -20,8 +20,8 @@ from podium.runs.config import InferenceConfig
 from podium.runs.model_paths import resolve_models
 from podium.runtime import Cluster, Handle
 from podium.trainer.checks.preflight import with_stop_tokens
-from podium.trainer.roles import start_generator
 from podium.workers import Generator
+from podium_inference.roles import start_generator
 from podium_serve import check_serving, serve_load_balancer
 
 __all__ = ["ServedModel", "serve_model"]

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from podium.errors import DataError
-from podium.runs.run_files import GrowingFile, RunFiles
+from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import METRICS, metric_of, parse_rows
 from podium.telemetry.held_out import ACCURACY, Metric
+from podium_view.growing_file import GrowingFile
 from podium_view.numbers import number
 
 __all__ = ["Curves"]

@@ -9,10 +9,11 @@ from typing import Any, Final
 
 from podium.errors import DataError
 from podium.runs.ledger import Entry
-from podium.runs.run_files import GrowingFile, RunFiles
+from podium.runs.run_files import RunFiles
 from podium.runs.run_json import read_json
 from podium.runs.run_reader import LEDGER
 from podium_view.curves import Curves
+from podium_view.growing_file import GrowingFile
 from podium_view.timeline import Timeline
 
 __all__ = ["Failures"]

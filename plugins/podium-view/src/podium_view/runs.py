@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +17,7 @@ from podium.functions import nearest
 if TYPE_CHECKING:
     from podium.runs.run_reader import RunRecord
 
-__all__ = ["describe_held_out", "run_runs", "write_table"]
+__all__ = ["describe_held_out", "find_runs", "run_runs", "write_table"]
 
 _EPILOG: Final = """\
 examples:
@@ -51,8 +51,6 @@ def run_runs(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     paths = [Path(path) for path in options.paths]
-    from podium.runs.run_reader import find_runs
-
     runs = [run for path in paths for run in find_runs(path)]
     if len(runs) == 1 and runs[0].path == paths[0]:
         _show(runs[0])
@@ -60,6 +58,17 @@ def run_runs(arguments: Sequence[str]) -> int:
         runs.sort(key=lambda run: run.modified, reverse=True)
         _list(sorted(runs, key=_rank) if options.best else runs)
     return 0
+
+
+def find_runs(path: Path) -> Iterator[RunRecord]:
+    """Yield the run at ``path``, or the runs directly below it. Raises ConfigError if there are none."""
+    from podium.runs.run_reader import RunRecord, is_run
+
+    folders = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
+    runs = [folder for folder in folders if is_run(folder)]
+    if not runs:
+        raise ConfigError(f"{path}: no run is here; give the directory of a run, or one of runs (run.dir)")
+    yield from map(RunRecord, runs)
 
 
 def _rank(run: RunRecord) -> tuple[str, float]:
@@ -145,7 +154,7 @@ def _clean(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", help="runs to remove; default: those below runs/ that ended before a step")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
-    from podium.runs.run_reader import RunRecord, check_run, find_runs
+    from podium.runs.run_reader import RunRecord, check_run
 
     named = [RunRecord(Path(path)) for path in options.paths]
     for run in named:

@@ -14,8 +14,9 @@ from typing import Any, Final, NotRequired, cast
 from typing_extensions import TypedDict
 
 from podium.errors import DataError
-from podium.runs.run_files import GrowingFile, RunFiles
+from podium.runs.run_files import RunFiles
 from podium.runs.run_json import Amount, Count, read_json
+from podium_view.growing_file import GrowingFile
 from podium_view.numbers import number
 
 __all__ = ["Timeline", "traces"]

@@ -18,7 +18,8 @@ from podium.runtime.pool import Inventory, ResourcePool
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PlacementConfig, PPOTrainer, build_config
 from podium.trainer.checks.placement import bfloat16_keys, check_placement, describe_placement, reserve_places, sharing
-from podium.trainer.roles import start_generator, start_roles
+from podium.trainer.roles import start_roles
+from podium_inference.roles import start_generator
 from tests.integration.training import MODEL, tiny
 from tests.unit.runtime.test_pool import Machines
 
