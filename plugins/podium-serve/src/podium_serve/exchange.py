@@ -124,12 +124,19 @@ def session_of(request: Request, body: Any) -> str:
     """Return the name of the session that a request names, or else of the one whose key it sends; "" for none.
 
     Raises:
-        Refusal: The name is no text, too long, or not of the session whose key the request sends.
+        Refusal: Two different sessions are named. Or the name is no text, too long, or not of the session whose key the
+            request sends.
     """
     metadata = body.get("metadata") if isinstance(body, Mapping) else None
     named = metadata.get("session_id") if isinstance(metadata, Mapping) else None
-    in_path = request.path_params.get("session", "")
-    name = in_path or request.headers.get(SESSION_HEADER) or named or ""
+    names = [request.path_params.get("session", ""), request.headers.get(SESSION_HEADER), named]
+    name, *others = [*filter(None, names), ""]
+    if different := next((other for other in others if other and other != name), ""):
+        raise Refusal(
+            400,
+            f"the request names two sessions, {str(name)[:80]!r} and {str(different)[:80]!r}: name one, by the path, "
+            "by X-Session-ID or by metadata.session_id",
+        )
     if not isinstance(name, str):
         raise Refusal(400, f"metadata.session_id is {str(name)[:80]}: a session is named by a text", "metadata")
     if len(name) > _LONGEST_NAME:

@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 from podium.errors import DataError
 from podium.rollout.tasks.bad_rows import name_place
 from podium.rollout.tasks.messages import Messages, parse_json
+from podium.rollout.tasks.rows import read_object
 
 __all__ = ["CONVERSATIONS", "NESTED_ANSWERS", "NESTED_PROMPTS", "Example", "Preference", "check_meaning"]
 __all__ += ["columns_of_pair", "explain_preference", "fill_template", "has_column", "is_template", "list_fields"]
@@ -227,12 +228,12 @@ def read_messages(value: Any, column: str | None) -> Any:
         DataError: An entry names a speaker that no convention knows, or a call that cannot be read.
     """
     if isinstance(value, str) and column in CONVERSATIONS:
-        value = parse_json(value, "[")
+        value = parse_json(value, "[", strict=True)
     if not isinstance(value, list) or not value:
         return value
     entries = cast("list[Any]", value)
     if all(isinstance(entry, str) for entry in entries):
-        parsed = [parse_json(entry, "{") for entry in entries]  # as columns of mixed types are kept
+        parsed = [parse_json(entry, "{", strict=True) for entry in entries]  # as columns of mixed types are kept
         if all(isinstance(entry, Mapping) and _speaker(entry) for entry in parsed):
             entries = parsed
         elif column in CONVERSATIONS and len(entries) > 1:
@@ -274,7 +275,7 @@ def _message(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def _read_calls(text: Any, where: str) -> list[dict[str, Any]]:
     """Return tool calls from an object with "name" and "arguments", or a list of such, or the JSON text of either."""
     try:
-        calls = json.loads(text) if isinstance(text, str) else text
+        calls = json.loads(text, object_pairs_hook=read_object) if isinstance(text, str) else text
         listed = cast("list[Any]", calls if isinstance(calls, list) else [calls])
         return [
             {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
@@ -311,7 +312,7 @@ def read_tools(row: Mapping[str, Any]) -> Any:
     """
     if row.get("tools"):
         return None
-    schemas: Any = parse_json(row.get("functions"), "[")
+    schemas: Any = parse_json(row.get("functions"), "[", strict=True)
     if not _are_schemas(schemas):
         schemas = _sibling(row, "tools")
         if not _are_schemas(schemas):
@@ -321,9 +322,9 @@ def read_tools(row: Mapping[str, Any]) -> Any:
 
 def list_tools(value: Any) -> list[Any] | None:
     """Return the schemas of tools in a list, a schema, or the JSON text of either or of each; None for other values."""
-    listed: Any = parse_json(parse_json(value, "["), "{")
+    listed: Any = parse_json(parse_json(value, "[", strict=True), "{", strict=True)
     listed = [listed] if isinstance(listed, Mapping) else listed
-    schemas = [parse_json(entry, "{") for entry in listed] if isinstance(listed, list) else [None]
+    schemas = [parse_json(entry, "{", strict=True) for entry in listed] if isinstance(listed, list) else [None]
     return schemas if all(isinstance(schema, Mapping) for schema in schemas) else None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeGuard, cast
 
 from podium.errors import DataError
+from podium.rollout.tasks.rows import read_object
 
 __all__ = ["INSTRUCTING", "Messages", "SystemPrompt", "check_messages", "half_pair", "is_conversation"]
 __all__ += ["message_text", "number_of", "parse_json", "read_calls", "strip_end", "template_messages"]
@@ -125,10 +126,10 @@ def read_calls(calls: Any) -> Any:
 
     What is no JSON object stays as it is.
     """
-    calls = parse_json(calls, "{" if isinstance(calls, str) and calls.lstrip().startswith("{") else "[")
+    calls = parse_json(calls, "{" if isinstance(calls, str) and calls.lstrip().startswith("{") else "[", strict=True)
     if isinstance(calls, Mapping):
         calls = [calls]
-    return [_with_object(parse_json(call, "{")) for call in calls] if isinstance(calls, list) else calls
+    return [_with_object(parse_json(call, "{", strict=True)) for call in calls] if isinstance(calls, list) else calls
 
 
 def _with_object(call: Any) -> Any:
@@ -138,15 +139,24 @@ def _with_object(call: Any) -> Any:
     if not isinstance(call, Mapping) or "arguments" not in call:
         return call
     text = call["arguments"]
-    arguments = parse_json(text, "{") if text and isinstance(text, str) and text.strip() else text or {}
+    written = isinstance(text, str) and text.strip()
+    arguments = parse_json(text, "{", strict=True) if written else text or {}
     return {**call, "arguments": arguments} if isinstance(arguments, Mapping) else call
 
 
-def parse_json(value: Any, sign: str) -> Any:
-    """Return the object or list that a JSON text which begins with ``sign`` holds; any other value as it is."""
+def parse_json(value: Any, sign: str, *, strict: bool = False) -> Any:
+    """Return the object or list that a JSON text which begins with ``sign`` holds; any other value as it is.
+
+    Args:
+        strict: Raise DataError where an object has a name twice, with different values.
+    """
     if isinstance(value, str) and value.lstrip().startswith(sign):
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
+            return json.loads(value, object_pairs_hook=read_object)
+        except (json.JSONDecodeError, RecursionError):
             return value
+        except ValueError as error:
+            if not strict:
+                return value
+            raise DataError(f"the JSON text {value.strip()[:60]!r}: {error}") from None
     return value

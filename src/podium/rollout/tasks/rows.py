@@ -23,7 +23,7 @@ from podium.hub import explain_offline, look_for_hub
 from podium.telemetry import Note, emit
 
 __all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "find_generator", "generate_rows", "is_generated"]
-__all__ += ["means_files", "read_rows", "split_names", "tell_splits"]
+__all__ += ["means_files", "read_object", "read_rows", "split_names", "tell_splits"]
 
 PlacedRow = tuple[str, dict[str, Any] | DataError]
 """The place of a row, as in "train.jsonl, line 3", and its columns, or why it has none."""
@@ -150,7 +150,7 @@ def _json_lines(path: Path, file: _Binary) -> Iterator[PlacedRow]:
 
 def _json_array(path: Path, data: bytes) -> Iterator[PlacedRow]:
     try:
-        items: list[object] = json.loads(data, object_pairs_hook=_read_object)
+        items: list[object] = json.loads(data, object_pairs_hook=read_object)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON array: {_reason(error)}") from None
     for number, item in enumerate(items, start=1):
@@ -179,7 +179,7 @@ def _csv(path: Path, file: _Binary, delimiter: str) -> Iterator[PlacedRow]:
             raise DataError(f"{path}, line {lines.line_num + 1} is no CSV in UTF-8: {error}") from None
 
 
-def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these names and values. Raises ValueError where one name has two values."""
     entries = dict(pairs)
     for name, value in pairs if len(entries) < len(pairs) else ():
@@ -201,7 +201,7 @@ def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any] | DataEr
     except UnicodeDecodeError as error:
         return DataError(f"{location}, byte {error.start + 1}: not UTF-8 ({error.reason}); save the file as UTF-8")
     try:
-        row = json.loads(line, object_pairs_hook=_read_object)
+        row = json.loads(line, object_pairs_hook=read_object)
     except json.JSONDecodeError as error:
         if number == 1 and line.strip() == "[":
             raise DataError(f"{location}: a JSON array over many lines; {_ONE_A_LINE}") from None
@@ -288,11 +288,11 @@ def _reader(kind: Any, inside: bool) -> Callable[[Any], Any] | None:
 
     if (storage := getattr(kind, "storage_type", None)) is not None:
         if kind.extension_name == "arrow.json":
-            return lambda value: None if value is None else json.loads(value, object_pairs_hook=_read_object)
+            return lambda value: None if value is None else json.loads(value, object_pairs_hook=read_object)
         return _reader(storage, inside)
     if types.is_map(kind):
         read_item = _reader(kind.item_type, inside) or _keep
-        return lambda pairs: pairs and _read_object([(name, read_item(item)) for name, item in pairs])
+        return lambda pairs: pairs and read_object([(name, read_item(item)) for name, item in pairs])
     if types.is_struct(kind):
         fields = {field.name: _reader(field.type, inside or field.name in _OPEN) for field in kind}
         if not (inside or any(fields.values())):

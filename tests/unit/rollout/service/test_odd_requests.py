@@ -78,6 +78,32 @@ def test_a_body_that_json_does_not_have_is_refused(body: bytes, says: str) -> No
     assert says in Served().refusal(CHAT, body)
 
 
+def test_two_names_of_sessions_are_refused() -> None:
+    path, named = "/sessions/one/v1/chat/completions", {"session_id": "two"}
+    for where, body, headers in (
+        (path, {"messages": [USER]}, {"X-Session-ID": "two"}),
+        (path, {"messages": [USER], "metadata": named}, {}),
+        (CHAT, {"messages": [USER], "metadata": named}, {"X-Session-ID": "one"}),
+    ):
+        assert "names two sessions, 'one' and 'two': name one" in Served().refusal(where, body, **headers)
+    same = {"messages": [USER], "metadata": {"session_id": "one"}}
+    assert Served("A." + END).post(path, same, **{"X-Session-ID": "one"})[0] == 200
+
+
+def test_a_call_with_two_values_of_one_argument_is_none() -> None:
+    call = '{"name": "look", "arguments": {"place": "a", "place": "b"}}'
+    body = {"messages": [USER], "tools": [LOOK]}
+    status, answer = Served(f"<tool_call>{call}</tool_call>{END}").post(CHAT, body)
+    message = answer["choices"][0]["message"]
+    assert (status, message.get("tool_calls") or None) == (200, None)
+    assert call in message["content"]
+    history = {"function": {"name": "look", "arguments": '{"place": "a", "place": "b"}'}, "type": "function", "id": "1"}
+    said = {"role": "assistant", "content": None, "tool_calls": [history]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "x"}
+    refusal = Served().refusal(CHAT, {"messages": [USER, said, result], "tools": [LOOK]})
+    assert "one object has the name 'place' twice, with different values" in refusal
+
+
 def test_a_compressed_body_is_refused_with_the_remedy() -> None:
     body = gzip.compress(json.dumps({"messages": [USER]}).encode())
     assert "no compressed body; send it as it is" in Served().refusal(CHAT, body, **{"Content-Encoding": "gzip"})

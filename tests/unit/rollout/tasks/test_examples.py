@@ -221,6 +221,14 @@ def test_nothing_to_evaluate_on_is_said_with_the_remedy(tmp_path: Path) -> None:
             '{"prompt": "a", "answer": "b", "answer": "c"}\n',
             "line 1 .* one object has the name 'answer' twice, with differ",
         ),
+        (
+            r'{"messages": [{"tool_calls": [{"name": "f", "arguments": "{\"a\": 1, \"a\": 2}"}]}]}',
+            "line 1: the JSON text .* one object has the name 'a' twice, with differ",
+        ),
+        (
+            '{"messages": "[{\\"role\\": \\"user\\", \\"content\\": \\"q\\", \\"content\\": \\"r\\"}]"}\n',
+            "line 1: the JSON text .* one object has the name 'content' twice, with differ",
+        ),
         ('{"prompt": [{"role": "user", "role": "tool"}]}\n', "line 1 .* one object has the name 'role' twice"),
         ("[\n{}\n]\n", "line 1: a JSON array over many lines; write one object a line, or give"),
     ],

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.tasks.examples import message_text
@@ -274,7 +274,7 @@ class Service:
                 ends = self.stop_token_ids
                 prompt = form.bridge(recorded_ids[:start], recorded_ids[start:], messages_before, new, tools, ends=ends)
             prompt = form.prompt(request.messages, tools) if prompt is None else prompt
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             raise Refusal(400, str(error), "messages") from None
         except RecursionError:
             raise Refusal(400, "the messages or tools are nested too deeply to be written", "messages") from None

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+from podium.rollout.tasks.rows import read_object
+
 __all__ = ["MARKS", "REASONING_ENDS", "CallReader", "Reply", "ToolCall", "read_hermes", "reader_of"]
 
 _REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
@@ -153,7 +155,7 @@ def _split_reasoning(text: str) -> tuple[str | None, str]:
 
 def _object(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=read_object)  # of two values of one name nobody knows which is meant
     except (ValueError, RecursionError):
         return None
 
