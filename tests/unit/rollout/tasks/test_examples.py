@@ -222,7 +222,7 @@ def test_nothing_to_evaluate_on_is_said_with_the_remedy(tmp_path: Path) -> None:
             "line 1 .* one object has the name 'answer' twice, with differ",
         ),
         (
-            r'{"messages": [{"tool_calls": [{"name": "f", "arguments": "{\"a\": 1, \"a\": 2}"}]}]}',
+            r'{"prompt": "q", "messages": [{"role": "assistant", "tool_calls": "[{\"a\": 1, \"a\": 2}]"}]}',
             "line 1: the JSON text .* one object has the name 'a' twice, with differ",
         ),
         (
