@@ -28,8 +28,7 @@ if TYPE_CHECKING:
         kl_estimate as kl_estimate,
         penalize as penalize,
     )
-    from podium.algorithms.losses.policy import policy_loss as policy_loss
-    from podium.algorithms.losses.value import value_loss as value_loss
+    from podium.algorithms.losses import value_loss as value_loss
     from podium.algorithms.metrics import (
         PartialMetrics as PartialMetrics,
         explained_variance as explained_variance,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
         partial_metrics as partial_metrics,
         value_moments as value_moments,
     )
+    from podium.algorithms.objective import policy_loss as policy_loss
     from podium.algorithms.records import (
         AdvantageInputs as AdvantageInputs,
         AdvantageOutputs as AdvantageOutputs,

@@ -7,7 +7,7 @@ their entry points, and a user's functions are loaded when needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -277,6 +277,12 @@ def declaration_of(function: Callable[..., Any]) -> Declaration:
     return getattr(function, _ATTRIBUTE, Declaration())
 
 
+def _place(module: str, **declarations: Declaration) -> Mapping[str, Declaration]:
+    """Say where Podium's own functions are: in a module of this package, by their names."""
+    place = f"{__package__}.{module}"
+    return {name: replace(declared, function=f"{place}:{name}") for name, declared in declarations.items()}
+
+
 _GRPO: Final = "Shao et al. 2024, arXiv:2402.03300, section 4.1.2"
 _REINFORCE_PP: Final = "Hu et al. 2025, arXiv:2501.03262"
 
@@ -284,50 +290,33 @@ _REINFORCE_PP: Final = "Hu et al. 2025, arXiv:2501.03262"
 ADVANTAGES: Final = NamedFunctions(
     "algorithm.advantage",
     "podium.advantages",
-    {
-        "grpo": Declaration(
-            needs_groups=True,
-            reads=(),
-            defaults={"normalize_advantage": True},
-            source=_GRPO,
-            function="podium.algorithms.advantages:grpo",
-        ),
-        "dr_grpo": Declaration(
+    _place(
+        "advantages",
+        grpo=Declaration(needs_groups=True, reads=(), defaults={"normalize_advantage": True}, source=_GRPO),
+        dr_grpo=Declaration(
             needs_groups=True,
             reads=(),
             defaults={"normalize_advantage": False, "aggregation": "sequence-sum-constant"},
             source="Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2",
-            function="podium.algorithms.advantages:dr_grpo",
         ),
-        "rloo": Declaration(
+        rloo=Declaration(
             needs_groups=True,
             reads=(),
             defaults={"normalize_advantage": False},
             source="Ahmadian et al. 2024, arXiv:2402.14740",
-            function="podium.algorithms.advantages:rloo",
         ),
-        "reinforce_pp": Declaration(
-            reads=("gamma",),
-            defaults={"normalize_advantage": True},
-            source=_REINFORCE_PP,
-            function="podium.algorithms.advantages:reinforce_pp",
+        reinforce_pp=Declaration(reads=("gamma",), defaults={"normalize_advantage": True}, source=_REINFORCE_PP),
+        reinforce_pp_baseline=Declaration(
+            needs_groups=True, reads=(), defaults={"normalize_advantage": True}, source=_REINFORCE_PP
         ),
-        "reinforce_pp_baseline": Declaration(
-            needs_groups=True,
-            reads=(),
-            defaults={"normalize_advantage": True},
-            source=_REINFORCE_PP,
-            function="podium.algorithms.advantages:reinforce_pp_baseline",
-        ),
-        "gae": Declaration(
+        gae=Declaration(
             options=CriticOptions,
             needs_values=True,
             reads=("gamma", "lam", "value_clip"),
             defaults={"normalize_advantage": True},
             source="as in the code of the authors of PPO",
-            function="podium.algorithms.advantages:gae",
         ),
-    },
+    ),
 )
 """Advantage estimators."""
 
@@ -336,62 +325,45 @@ _CLIPS: Final = ("clip_low", "clip_high")
 LOSSES: Final = NamedFunctions(
     "algorithm.loss",
     "podium.losses",
-    {
-        "ppo_clip": Declaration(
-            scales_advantage=True,
-            options=ClipOptions,
-            reads=_CLIPS,
-            function="podium.algorithms.losses.surrogates:ppo_clip",
-        ),
-        "gspo": Declaration(
+    _place(
+        "losses",
+        ppo_clip=Declaration(scales_advantage=True, options=ClipOptions, reads=_CLIPS),
+        gspo=Declaration(
             scales_advantage=True,
             options=ClipOptions,
             reads=_CLIPS,
             defaults={"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence-mean"},
             source="Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 5 and section 5.1",
-            function="podium.algorithms.losses.surrogates:gspo",
         ),
-        "cispo": Declaration(
+        cispo=Declaration(
             scales_advantage=True,
             reads=_CLIPS,
             defaults={"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
             source="MiniMax 2025, M1, arXiv:2506.13585, equations 4 and 5; weights up to 5 as in TRL's form of "
             "ScaleRL, arXiv:2510.13786",
-            function="podium.algorithms.losses.surrogates:cispo",
         ),
-        "reinforce": Declaration(
-            scales_advantage=True,
-            reads=(),
-            source="Williams 1992, Simple Statistical Gradient-Following Algorithms",
-            function="podium.algorithms.losses.surrogates:reinforce",
+        reinforce=Declaration(
+            scales_advantage=True, reads=(), source="Williams 1992, Simple Statistical Gradient-Following Algorithms"
         ),
-        "teacher_kl": Declaration(
-            needs_teacher=True, reads=(), function="podium.algorithms.losses.teacher_kl:teacher_kl"
-        ),
-        "cross_entropy": Declaration(
-            imitates=True, reads=(), function="podium.algorithms.losses.surrogates:cross_entropy"
-        ),
-    },
+        teacher_kl=Declaration(needs_teacher=True, reads=()),
+        cross_entropy=Declaration(imitates=True, reads=()),
+    ),
 )
 """Losses of policies."""
 
 CORRECTIONS: Final = NamedFunctions(
     "algorithm.correction",
     "podium.corrections",
-    {
-        "truncate": Declaration(
+    _place(
+        "corrections",
+        truncate=Declaration(
             weighs=True,
             by_ratio=True,
             options=TruncateOptions,
             source="Yao et al. 2025, On the Rollout-Training Mismatch; IMPALA, arXiv:1802.01561",
-            function="podium.algorithms.corrections:truncate",
         ),
-        "bypass": Declaration(
-            ratio_to="rollout",
-            source="verl, docs/algo/rollout_corr.md, bypass mode",
-            function="podium.algorithms.corrections:bypass",
-        ),
-    },
+        bypass=Declaration(ratio_to="rollout", source="verl, docs/algo/rollout_corr.md, bypass mode"),
+    ),
     words=("auto", "none"),
 )
 """Corrections for tokens that another policy drew."""

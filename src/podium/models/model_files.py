@@ -16,7 +16,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,6 @@ from podium.models.untrained import NO_OTHERS, OtherParts
 from podium.models.value_head import is_of_value_head
 from podium.models.weight_files import INDEX, WHOLE, read_stored_tensors
 from podium.models.whole_weights import WholeWeights
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["RESUME", "ModelCopy", "model_texts", "read_layout", "read_model"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from podium.algorithms import LOSSES, AlgorithmConfig, LossInputs, TokenLoss, policy_loss, value_loss
 from podium.algorithms.corrections import truncate
-from podium.algorithms.losses.surrogates import ppo_clip
+from podium.algorithms.losses import ppo_clip
 from podium.errors import DataError
 from podium.telemetry import metrics as names
 from tests.unit.algorithms import oracles

@@ -66,7 +66,7 @@ ONLY_ADVANTAGES = {
     "clip_cov": {"loss": "clip_cov"},
     "gmpo": {"loss": "gmpo"},
     "dual": {"options": {"dual_clip": 3.0}},
-    "of a module": {"loss": "podium.algorithms.losses.surrogates:ppo_clip"},  # as anybody's own
+    "of a module": {"loss": "podium.algorithms.losses:ppo_clip"},  # as anybody's own
 }
 
 

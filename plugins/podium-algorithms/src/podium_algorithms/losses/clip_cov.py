@@ -7,7 +7,7 @@ from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.kl import bounded_exp
-from podium.algorithms.losses.surrogates import clip_ratios, log_ratio
+from podium.algorithms.losses import clip_ratios, log_ratio
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.telemetry.metrics import CLIP_FRACTION

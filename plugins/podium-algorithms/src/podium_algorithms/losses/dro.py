@@ -1,7 +1,7 @@
 """Direct reward optimization: the policy gradient under a quadratic penalty."""
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.losses.surrogates import log_ratio
+from podium.algorithms.losses import log_ratio
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 from podium_algorithms.declarations import DRO, DroOptions

@@ -4,7 +4,7 @@ import torch
 
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.kl import bounded_exp
-from podium.algorithms.losses.surrogates import log_ratio
+from podium.algorithms.losses import log_ratio
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.telemetry.metrics import CLIP_FRACTION
