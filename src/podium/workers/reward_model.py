@@ -14,7 +14,7 @@ from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
 from podium.models.loading import load_scorer, rotary_turn
 from podium.models.tokenizers import load_tokenizer
-from podium.rollout.tasks.scored_texts import encode_scored
+from podium.rollout.tasks.templates import encode_scored
 from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.training.micro_batches import plan
 

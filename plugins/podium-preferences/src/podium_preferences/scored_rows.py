@@ -14,8 +14,7 @@ from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.encode import EncodedPairs, TokenRows
 from podium.rollout.tasks.examples import Example
 from podium.rollout.tasks.messages import strip_end, template_messages
-from podium.rollout.tasks.scored_texts import encode_scored
-from podium.rollout.tasks.templates import chat_template
+from podium.rollout.tasks.templates import chat_template, encode_scored
 from podium_preferences.rows import EncodedPreferences
 
 if TYPE_CHECKING:

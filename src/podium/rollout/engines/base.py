@@ -31,7 +31,7 @@ from torch import nn
 from podium.errors import ConfigError, GenerationError
 from podium.exceptions import describe_error
 from podium.rollout.engines.gate import WeightGate, WeightHolder
-from podium.rollout.engines.journal import REPORT_EVERY_S, Drawn, Journal
+from podium.rollout.engines.journal import REPORT_EVERY_S, Drawn, Journal, Rows
 from podium.rollout.engines.requests import (
     Aborted,
     Event,
@@ -45,7 +45,6 @@ from podium.rollout.engines.requests import (
     SessionRoom,
     Tokens,
 )
-from podium.rollout.engines.rows import Rows
 from podium.rollout.engines.stops import Decode, Watch, cut_completion
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.telemetry.progress import TOKENS, Counting

@@ -257,17 +257,15 @@ class ChatEncoder:
         most = self.config.max_prompt_tokens
         texts = [None if isinstance(text, str) and self._encoder.is_vast(len(text), most) else text for text in texts]
         encoded: list[list[int] | RowError | None] = [None if isinstance(text, str) else text for text in texts]
+        keeps = answers and self._template is not None and bool(self._tokenizer.is_fast)
         for plain in (False, True):
             places = [at for at, e in enumerate(examples) if e.is_text == plain and isinstance(texts[at], str)]
             parts = [str(texts[at]) for at in places]
-            ids = self._encode_prompts(parts, plain=plain) if not (answers and self._keeps) or plain else None
-            for at, tokens in zip(places, self._keep(examples, places, parts) if ids is None else ids, strict=True):
+            is_kept = keeps and not plain
+            ids = self._keep(examples, places, parts) if is_kept else self._encode_prompts(parts, plain=plain)
+            for at, tokens in zip(places, ids, strict=True):
                 encoded[at] = tokens
         return encoded
-
-    @property
-    def _keeps(self) -> bool:
-        return self._template is not None and bool(self._tokenizer.is_fast)
 
     def _keep(self, examples: Sequence[Example], places: Sequence[int], texts: list[str]) -> list[list[int]]:
         """Encode prompts, and keep for each example what the encoding of its conversation can go on from."""

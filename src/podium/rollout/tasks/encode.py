@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import secrets
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, overload
 
 import torch
+import transformers
+from huggingface_hub import constants
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.bad_rows import SHOWN, BadRows, RowError
-from podium.rollout.tasks.cache import read_or_compute
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import answer_text
@@ -51,6 +57,11 @@ __all__ = [
     "end_of_turn",
 ]
 
+_logger = logging.getLogger(__name__)
+
+_FORM: Final = 7  # of the files of token ids; another one makes all earlier files unused
+_FROM: Final = 2000  # examples; fewer are encoded in less time than a tokenizer is compared
+_CODING: Final = ("utf-8", "surrogatepass")
 _CHUNK: Final = 256  # examples that are written and encoded together
 _LONGEST_ANSWER: Final = 4_000_000  # characters, about a million tokens
 _EXAMINED: Final = 100  # texts with unknown characters that are looked at closely
@@ -279,7 +290,7 @@ def _read_or_encode(
     are left out. ``contents`` are what it depends on of each example."""
     count = len(examples) if encoder.is_lasting else 0
     kind, make = "prompts" if end is None else "pairs", _Encoding(encoder, examples, bad, end).run
-    stored = read_or_compute(make, kind, tokenizer, encoder.settings, contents, count)
+    stored = _read_or_compute(make, kind, tokenizer, encoder.settings, contents, count)
     if len(stored["bad"]):
         if not bad:  # it comes from the disk
             shown = [examples[index] for index in stored["bad"][:SHOWN].tolist()]
@@ -287,6 +298,57 @@ def _read_or_encode(
                 _Encoding(encoder, shown, bad, end).run()
         bad.tell(len(stored["bad"]), len(examples))
     return stored
+
+
+def _read_or_compute(
+    make: Callable[[], dict[str, Tensor]],
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: object,
+    contents: Iterable[object],
+    count: int,
+) -> dict[str, Tensor]:
+    """Return ``make()``, or what it returned before for the same tokenizer, settings and contents.
+
+    Files are in ``podium/tokens`` below ``HF_HOME``, under a digest of all that they depend on, and are mapped into
+    memory. What is kept is never stale: another text, tokenizer or setting has another digest. A file that cannot be
+    read is made again; one that cannot be written is left out. A tokenizer in plain Python cannot be compared, so its
+    results are not kept.
+
+    Args:
+        make: Encodes the examples.
+        kind: What is encoded.
+        tokenizer: The tokenizer that encodes.
+        settings: Further values on which the result depends. Its ``repr`` is compared.
+        contents: The text of each example, in plain values. Its ``repr`` is compared.
+        count: Number of the examples.
+    """
+    core: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if count < _FROM or core is None:
+        return make()
+    identity = (type(tokenizer).__qualname__, tokenizer.special_tokens_map, core.to_str(), transformers.__version__)
+    digest = hashlib.blake2b(repr((_FORM, kind, settings, identity)).encode(*_CODING), digest_size=20)
+    for content in contents:
+        digest.update(repr(content).encode(*_CODING))
+    path = Path(constants.HF_HOME) / "podium" / "tokens" / f"{digest.hexdigest()}.safetensors"
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, SafetensorError) as error:
+        _logger.info("%s is made again: %s", path, error)
+    made = make()
+    aside = path.with_suffix(f".{secrets.token_hex(8)}.tmp")  # processes in two containers may have one number
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(made, aside)
+        aside.replace(path)
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        _logger.info("the token ids cannot be cached at %s, so the next run computes them again: %s", path, error)
+        with suppress(OSError):
+            aside.unlink()
+        return made
 
 
 def _check_unknown(

@@ -105,16 +105,15 @@ class TextEncoder:
         Raises:
             DataError: It has others.
         """
-        read = (partial(self._tokenizer.decode, clean_up_tokenization_spaces=False), self._join_tokens)
+        to_tokens = self._tokenizer.convert_ids_to_tokens
+        decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        read = (decode, lambda ids: "".join(map(str, to_tokens(ids))))
         if pieces != whole and all(reader(pieces) != reader(whole) for reader in read):
             raise DataError(
                 f"the tokenizer merges the learned part of {text[:40]!r} with the text before it, and changes "
                 "characters if the two are encoded separately: set data.chat_template to one with a special token or a "
                 "new line before the answer"
             )
-
-    def _join_tokens(self, ids: list[int]) -> str:
-        return "".join(map(str, self._tokenizer.convert_ids_to_tokens(ids)))
 
     def _last_special(self, kept: Kept, ids: list[int]) -> int:
         """Return the place of the last special token that the prompt's text has as such; 0 if there is none."""

@@ -16,7 +16,7 @@ from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig
 from podium.rewards import RewardConfig, reads, text
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import DataConfig, Example, cache, encode_pairs, encode_prompts, load_examples, templates
+from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts, load_examples, templates
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
 from tests.unit.rollout.tasks.test_encode import CHATML, byte_tokenizer, notes_of
 
@@ -488,7 +488,7 @@ def test_bad_rows_are_left_out_with_their_number_and_the_first_reasons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of which no example can be made, those that the template cannot write, and those without an answer."""
-    monkeypatch.setattr(cache, "_FROM", 1)
+    monkeypatch.setattr("podium.rollout.tasks.encode._FROM", 1)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     tokenizer, config = byte_tokenizer(ALTERNATING), DataConfig(bad_rows="drop")
     good, bad = {"messages": [USER, LAST]}, {"messages": [USER, USER, LAST]}

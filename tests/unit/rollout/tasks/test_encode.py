@@ -16,7 +16,7 @@ from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig, char_tokenizer
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import DataConfig, EncodedPairs, Example, cache, encode_pairs, encode_prompts
+from podium.rollout.tasks import DataConfig, EncodedPairs, Example, encode_pairs, encode_prompts
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.text_encoder import TextEncoder
 from podium.telemetry import Event, Note, subscribe
@@ -313,7 +313,7 @@ def test_a_tokenizer_without_an_end_is_told() -> None:
 def test_token_ids_are_kept_until_something_changes_that_they_depend_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_FROM", 2)
+    monkeypatch.setattr("podium.rollout.tasks.encode._FROM", 2)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     folder = tmp_path / "podium" / "tokens"
     examples = [example("the fox", "jumps"), example("a dog", "sleeps")]
@@ -335,13 +335,13 @@ def test_token_ids_are_kept_until_something_changes_that_they_depend_on(
         assert len(list(folder.iterdir())) == count
         if isinstance(made, EncodedPairs) and isinstance(again, EncodedPairs):
             assert list(made.loss_mask) == list(again.loss_mask)
-    monkeypatch.setattr(cache, "save_file", None)  # what is there is read, and nothing is encoded
+    monkeypatch.setattr("podium.rollout.tasks.encode.save_file", None)  # what is there is read, and nothing is encoded
     monkeypatch.setattr(ChatEncoder, "prompts", None)
     assert list(encode_prompts(examples, tokenizer, DataConfig()).kept) == [0, 1]
 
 
 def test_a_template_that_writes_the_time_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_FROM", 1)
+    monkeypatch.setattr("podium.rollout.tasks.encode._FROM", 1)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     tokenizer = byte_tokenizer("{{ strftime_now('%f') }}" + CHATML)
     drawn = {written(tokenizer, encode_prompts([example("a")], tokenizer, DataConfig()).token_ids[0]) for _ in range(9)}
@@ -351,7 +351,7 @@ def test_a_template_that_writes_the_time_is_written_anew(tmp_path: Path, monkeyp
 def test_a_kept_file_that_is_broken_is_made_again_and_one_that_cannot_be_written_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_FROM", 1)
+    monkeypatch.setattr("podium.rollout.tasks.encode._FROM", 1)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     tokenizer, examples = byte_tokenizer(), [example("the fox")]
     whole = list(encode_prompts(examples, tokenizer, DataConfig()).token_ids)
