@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Final
 
 from podium.extras import explain_packages
+from podium.installed import list_entry_points
 from podium.spelling import nearest_spellings
 
 __all__ = ["Answers", "Translation", "describe_word", "explain_no_answers", "load_answers", "show_value"]
@@ -59,7 +59,7 @@ class Answers:
 @cache
 def load_answers() -> Answers:
     """Return the answers of the installed package that has some, or none."""
-    entry = min(entry_points(group=_GROUP), key=lambda entry: entry.value, default=None)
+    entry = min(list_entry_points(group=_GROUP), key=lambda entry: entry.value, default=None)
     return Answers() if entry is None else entry.load()()
 
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import PathFinder, SourceFileLoader
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, Final
@@ -23,6 +23,7 @@ from podium.answers import load_answers
 from podium.errors import ConfigError, PodiumError
 from podium.exceptions import read_text
 from podium.extras import explain_packages, find_package
+from podium.installed import list_entry_points
 from podium.spelling import nearest_spellings
 
 __all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "find_installed", "is_installed"]
@@ -54,7 +55,7 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN, grou
     module, _, attribute = spec.rpartition(":")
     if spec in known or (module and all(part.isidentifier() for part in attribute.split("."))):
         return
-    installed = {entry.name for entry in entry_points(group=group)} if group else set[str]()
+    installed = {entry.name for entry in list_entry_points(group=group)} if group else set[str]()
     if spec in installed:
         return
     forms = ", ".join([*known, *sorted(installed - known.keys()), "module:function"])
@@ -118,7 +119,7 @@ def find_installed(group: str, name: str, key: str) -> EntryPoint | None:
     Raises:
         ConfigError: Several packages have different ones.
     """
-    entries = {entry.value: entry for entry in entry_points(group=group, name=name)}
+    entries = {entry.value: entry for entry in list_entry_points(group=group, name=name)}
     if len(entries) > 1:
         packages = " and ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in entries.values()))
         raise ConfigError(f"{key} = {name!r} is a name in the packages {packages}: uninstall all of them but one")

@@ -16,7 +16,7 @@ from podium.trainer import GRPOConfig
 
 @pytest.fixture(autouse=True)
 def _no_answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    monkeypatch.setattr(answers, "entry_points", lambda group: ())
+    monkeypatch.setattr(answers, "list_entry_points", lambda group: ())
     answers.load_answers.cache_clear()
     yield
     answers.load_answers.cache_clear()

@@ -30,8 +30,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def list_entries(group: str, name: str | None = None) -> list[EntryPoint]:
         return [entry for entry in entries if group == entry.group and name in (None, entry.name)]
 
-    monkeypatch.setattr("podium.functions.entry_points", list_entries)
-    monkeypatch.setattr(suites, "entry_points", list_entries)
+    monkeypatch.setattr("podium.functions.list_entry_points", list_entries)
+    monkeypatch.setattr(suites, "list_entry_points", list_entries)
 
 
 @pytest.mark.usefixtures("installed")

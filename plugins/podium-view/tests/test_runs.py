@@ -112,11 +112,11 @@ def test_a_command_of_no_package_is_refused_with_the_remedy(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     own = EntryPoint("runs", "podium_view.runs:run_runs", "podium.commands")
-    monkeypatch.setattr("podium.cli.entry_points", lambda group: [own])
+    monkeypatch.setattr("podium.cli.list_entry_points", lambda group: [own])
     assert main(["runs", "compare", "a", "b"]) == 2
     assert "pip install ./plugins/podium-NAME" in capsys.readouterr().err
     entry = EntryPoint("runs count", "builtins:len", "podium.commands")
-    monkeypatch.setattr("podium.cli.entry_points", lambda group: [own, entry])
+    monkeypatch.setattr("podium.cli.list_entry_points", lambda group: [own, entry])
     assert main(["runs", "count", "a", "b", "c"]) == 3, "what the function returns for its words"
     assert main(["runs", "cuont", "a"]) == 2
     assert "did you mean 'count'?); its commands are clean, count" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 import podium
 from podium.cli.interruption import end_interrupted, ended_by_sigterm
@@ -18,6 +18,7 @@ from podium.errors import PodiumError
 from podium.exceptions import describe_error
 from podium.extras import explain_packages
 from podium.functions import nearest
+from podium.installed import list_entry_points
 from podium.lazy import without_collector
 from podium.spelling import is_text
 from podium.telemetry.formatting import visible
@@ -88,7 +89,7 @@ def _check_text(words: Sequence[str]) -> None:
 def find_commands() -> Mapping[str, EntryPoint]:
     """The commands of installed packages by name: entry points of the group ``podium.commands``, each a function that
     takes the words behind the command and returns the exit status. Podium's own commands win over others."""
-    return {entry.name: entry for entry in entry_points(group="podium.commands") if entry.name not in COMMANDS}
+    return {entry.name: entry for entry in list_entry_points(group="podium.commands") if entry.name not in COMMANDS}
 
 
 def describe_commands() -> dict[str, str]:

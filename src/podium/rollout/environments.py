@@ -3,7 +3,7 @@ sessions in it: Podium itself runs none. Imports no torch.
 """
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any, Final, Protocol, cast
 
 from pydantic import Field
@@ -12,6 +12,7 @@ from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import check_function_name, explain_raised, find_installed, load_function, load_installed, nearest
+from podium.installed import list_entry_points
 
 __all__ = ["BUDGETS", "EnvironmentConfig", "SessionLimits", "SessionPackage", "find_environments", "find_rollout"]
 __all__ += ["load_environment", "load_rollout", "load_sessions"]
@@ -107,7 +108,7 @@ def _load(entry: EntryPoint | None, purpose: str) -> object:
 
 def find_environments() -> dict[str, EntryPoint]:
     """Return the environments that installed packages bring through the entry point group, by their names."""
-    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+    return {entry.name: entry for entry in list_entry_points(group=_GROUP)}
 
 
 def load_environment(name: str) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from podium.errors import ConfigError
 from podium.extras import explain_packages, repair_command
 from podium.functions import explain_raised
+from podium.installed import list_entry_points
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -47,7 +47,7 @@ class CurveDrawer(Protocol):
 
 def load_drawer() -> tuple[CurveDrawer | None, str]:
     """Return what draws learning curves, and ""; or None and the reason, as the end of a sentence."""
-    entry = min(entry_points(group=_GROUP), key=lambda entry: entry.value, default=None)
+    entry = min(list_entry_points(group=_GROUP), key=lambda entry: entry.value, default=None)
     if entry is None:
         return None, f", because no installed package draws it; {explain_packages(_GROUP, 'png')}"
     try:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, Final, Literal
 
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import explain_raised, find_installed, load_function, nearest
+from podium.installed import list_entry_points
 from podium.runs.config import GRPOConfig, PPOConfig, SFTConfig
 from podium.telemetry.held_out import LOSS
 
@@ -99,7 +99,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
 
 def list_recipes() -> list[str]:
     """Return the names of all recipes: Podium's own, and those of installed packages. This loads no package."""
-    return [*RECIPES, *sorted({entry.name for entry in entry_points(group=_GROUP)} - RECIPES.keys())]
+    return [*RECIPES, *sorted({entry.name for entry in list_entry_points(group=_GROUP)} - RECIPES.keys())]
 
 
 def find_recipe(name: str) -> Recipe:

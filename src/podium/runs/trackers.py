@@ -1,12 +1,13 @@
 """The trackers that installed packages bring, by name."""
 
 import inspect
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Final
 
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import find_installed, load_installed, nearest
+from podium.installed import list_entry_points
 from podium.telemetry.sinks import Tracker
 
 __all__ = ["find_tracker", "load_tracker"]
@@ -27,7 +28,7 @@ def load_tracker(name: str) -> type[Tracker]:
         ConfigError: It is not installed, cannot work here, or is no tracker.
     """
     if (entry := find_tracker(name)) is None:
-        names = sorted(entry_points(group=_GROUP).names)
+        names = sorted(list_entry_points(group=_GROUP).names)
         listed = f"installed are {', '.join(names)}" if names else "none is installed"
         raise ConfigError(
             f"{_KEY} names {name!r}, and no tracker of this name is installed; {listed}{nearest(name, names, _GROUP)}; "

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any, Final, NamedTuple
 
 from podium.annotations import signature_of
@@ -15,6 +15,7 @@ from podium.errors import ConfigError
 from podium.exceptions import describe_error, read_text
 from podium.extras import explain_packages, repair_command
 from podium.functions import nearest
+from podium.installed import list_entry_points
 from podium.runtime.backend import Backend
 from podium.runtime.cluster import Cluster
 from podium.runtime.worker import current_context
@@ -51,7 +52,7 @@ _LAUNCHERS: Final = (
 
 def backends() -> dict[str, EntryPoint]:
     """The backends that are installed, by name."""
-    return {entry.name: entry for entry in entry_points(group="podium.backends")}
+    return {entry.name: entry for entry in list_entry_points(group="podium.backends")}
 
 
 def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, **options: Any) -> Cluster:

@@ -158,7 +158,7 @@ def test_the_help_describes_the_commands_of_packages(capsys: pytest.CaptureFixtu
 def test_a_command_of_a_package_that_is_absent_says_how_it_is_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(podium.cli, "entry_points", lambda group: [])
+    monkeypatch.setattr(podium.cli, "list_entry_points", lambda group: [])
     with pytest.raises(SystemExit) as ended:
         main(["view", "runs/x"])
     assert ended.value.code == 2

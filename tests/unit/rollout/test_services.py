@@ -27,10 +27,10 @@ REMEDY = r"pip install \./plugins/podium-NAME"
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets no package be installed but Podium, and the one that runs sessions."""
     monkeypatch.setattr(
-        "podium.functions.entry_points",
+        "podium.functions.list_entry_points",
         lambda **names: entry_points(**names) if names["group"] == "podium.sessions" else (),
     )
-    monkeypatch.setattr("podium.cli.entry_points", lambda **_: ())
+    monkeypatch.setattr("podium.cli.list_entry_points", lambda **_: ())
 
 
 def test_the_installed_service_has_the_functions_of_the_contract() -> None:
@@ -57,7 +57,7 @@ def test_the_package_of_sessions_has_what_the_contract_names() -> None:
 def test_without_a_package_of_sessions_a_run_in_an_environment_is_refused_before_it_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("podium.functions.entry_points", lambda **_: ())
+    monkeypatch.setattr("podium.functions.list_entry_points", lambda **_: ())
     config = build_config(GRPOConfig, {"environment": {"name": "tests.unit.rollout.test_services:play"}})
     with pytest.raises(ConfigError, match=f"environment.name = 'tests.* a package that runs sessions.*{REMEDY}"):
         check_settings(config)
@@ -120,6 +120,6 @@ async def play(task: Any, client: Any) -> float:
 
 def test_two_packages_with_a_service_are_refused_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [EntryPoint("http", module, "podium.services") for module in ("first_package", "second_package")]
-    monkeypatch.setattr("podium.functions.entry_points", lambda **_: entries)
+    monkeypatch.setattr("podium.functions.list_entry_points", lambda **_: entries)
     with pytest.raises(ConfigError, match="first_package and second_package: uninstall all of them but one"):
         load_service("a test")

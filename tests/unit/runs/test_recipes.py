@@ -40,8 +40,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> None:
     def list_entries(group: str, name: str | None = None) -> list[EntryPoint]:
         return [entry for entry in entries if group == entry.group and name in (None, entry.name)]
 
-    monkeypatch.setattr("podium.functions.entry_points", list_entries)
-    monkeypatch.setattr(recipes, "entry_points", list_entries)
+    monkeypatch.setattr("podium.functions.list_entry_points", list_entries)
+    monkeypatch.setattr(recipes, "list_entry_points", list_entries)
 
 
 @pytest.fixture

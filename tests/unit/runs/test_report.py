@@ -196,7 +196,7 @@ def test_a_report_without_a_drawer_says_why_there_is_no_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, note: str
 ) -> None:
     entries = [EntryPoint("x", value, "podium.curves")] if value else []
-    monkeypatch.setattr(curves, "entry_points", lambda group: entries)
+    monkeypatch.setattr(curves, "list_entry_points", lambda group: entries)
     notes, text, picture = write_report(tmp_path)
     assert len(notes) == 1 and re.search(note, notes[0]), notes
     assert "sft: sums" in text and not picture
@@ -205,7 +205,7 @@ def test_a_report_without_a_drawer_says_why_there_is_no_curve(
 def test_the_curve_of_a_package_is_in_the_report_and_in_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(curves, "entry_points", lambda group: [EntryPoint("x", f"{__name__}:DRAWER", group)])
+    monkeypatch.setattr(curves, "list_entry_points", lambda group: [EntryPoint("x", f"{__name__}:DRAWER", group)])
     notes, text, picture = write_report(tmp_path)
     assert notes == []
     assert picture == b"2 rows of sft: sums"

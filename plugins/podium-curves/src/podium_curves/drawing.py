@@ -104,13 +104,13 @@ def plot_curve(curve: Curve, path: Path | IO[bytes], title: str = "") -> None:
     """Draw the curve as a PNG of 1600 x 900 pixels at ``path``, or into an open file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     # No pyplot: it would keep global state and, on a desktop, open a window.
-    figure = Figure(figsize=(8, 4.5), dpi=200, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    figure = Figure(figsize=(8, 4.5), dpi=200)
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    # Fixed margins, wide enough for six digits: a layout that measures all texts takes as long as the drawing.
+    axes = figure.add_axes((0.095, 0.2, 0.83, 0.66))
     axes.margins(x=0.02)
     axes.plot(curve.steps, curve.values, color=_BLUE, linewidth=0.7, alpha=0.3)
     axes.plot(curve.steps, smooth(curve.values), color=_BLUE, linewidth=2, label=curve.title)
@@ -141,7 +141,7 @@ def plot_curve(curve: Curve, path: Path | IO[bytes], title: str = "") -> None:
         axis.spines[["top", "left", "right"]].set_visible(False)
         axis.tick_params(length=0)
     figure.suptitle(title or curve.title, x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
+    figure.legend(loc="lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
     figure.savefig(path)
 
 

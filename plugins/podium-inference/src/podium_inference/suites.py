@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import quote
@@ -12,6 +11,7 @@ from urllib.parse import quote
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import find_installed, load_installed, nearest
+from podium.installed import list_entry_points
 
 __all__ = ["PreparedSuite", "find_suite", "keep_results", "write_table"]
 
@@ -45,7 +45,7 @@ def find_suite(spec: str, program: str | None, arguments: Sequence[str]) -> Prep
         raise ConfigError(f"--suite {spec}: expected NAME:TASK, the name of a suite and its task")
     entry = find_installed(_GROUP, name, "--suite")
     if entry is None:
-        names = sorted({entry.name for entry in entry_points(group=_GROUP)})
+        names = sorted({entry.name for entry in list_entry_points(group=_GROUP)})
         listing = f"; installed are {', '.join(names)}" if names else ""
         raise ConfigError(
             f"--suite {spec}: there is no suite {name!r}{nearest(name, names, _GROUP)}{listing}; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
@@ -15,6 +15,7 @@ from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import is_installed
+from podium.installed import list_entry_points
 from podium.spelling import nearest_spellings
 
 __all__ = ["EngineConfig", "find_engines"]
@@ -130,7 +131,7 @@ def find_engines() -> Mapping[str, EntryPoint]:
     Raises:
         ConfigError: There is none, because the installation's metadata is older than its code.
     """
-    points = entry_points(group="podium.engines")
+    points = list_entry_points(group="podium.engines")
     own = ("podium.", "podium_")
     ranked = sorted(points, key=lambda entry: (entry.module.startswith(own), is_installed(entry)))
     entries = {entry.name: entry for entry in ranked}
