@@ -27,6 +27,7 @@ from podium.rollout.engines import EngineConfig, find_engines
 from podium.runs.checkpoints import TrainerState
 from podium.runs.named_code import list_code
 from podium.trainer import GRPOConfig, PPOTrainer
+from tests.everyday import mark_others
 from tests.integration.test_environment_plugins import write_package
 from tests.integration.training import MODEL, tiny
 
@@ -381,7 +382,10 @@ def test_names_that_are_given_again_are_remembered_with_their_checksums(
     assert "beside.py has changed since" in read_refusal(capsys)
 
 
-@pytest.mark.parametrize("home", [None, "a file", "relative", "below the run", "open to all"])
+@pytest.mark.parametrize(
+    "home",
+    mark_others((None, "a file", "relative", "below the run", "open to all"), (None, "open to all").__contains__),
+)
 def test_without_a_place_for_records_the_names_are_asked_for(
     home: str | None, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

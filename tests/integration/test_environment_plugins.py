@@ -83,7 +83,7 @@ def options_of(tmp_path: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_an_environment_of_a_package_is_trained_in_by_its_name(processes: int, tmp_path: Path) -> None:
     sections = options_of(tmp_path, ask="+", processes=processes)
     config = tiny(GRPOConfig, tmp_path, **sections, run={"steps": 1}, batch={"prompts": 2}, eval={"items": 2})

@@ -63,7 +63,7 @@ def check_run(run: Path, steps: int) -> None:
     [
         ("sync", {"cpus": 1}),
         pytest.param("sync", {"ranks": 2}, marks=pytest.mark.exhaustive),
-        ("asynchronous", {"layout": "split"}),
+        pytest.param("asynchronous", {"layout": "split"}, marks=pytest.mark.exhaustive),
         pytest.param("one_step_off", {"layout": "split"}, marks=pytest.mark.exhaustive),
     ],
 )
