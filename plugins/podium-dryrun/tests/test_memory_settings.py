@@ -115,7 +115,7 @@ def test_each_option_of_podiums_own_is_counted_or_said_to_take_no_memory() -> No
 
 def test_each_column_with_several_numbers_a_token_is_counted() -> None:
     lines = re.findall(r'(?m)^\w+: Final = "(\w+)"  # token column, \w+ \[N, ', getsource(fields))
-    assert {*lines} == WIDE, "count the column in AlgorithmConfig.column_widths, or beside it in podium_dryrun.memory"
+    assert {*lines} == WIDE, "count the column in column_widths of podium_dryrun.memory, or beside it"
 
 
 @pytest.mark.parametrize(("key", "value"), COUNTED.items())

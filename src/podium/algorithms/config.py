@@ -256,14 +256,6 @@ class AlgorithmConfig:
         return self.read_options(CenteringOptions).score_centering
 
     @property
-    def column_widths(self) -> Mapping[str, int]:
-        """The float32 numbers that a token has in each column of a batch that has several a token: log-probabilities
-        of the most probable ids, and these ids."""
-        teacher = self.teacher.teacher_top_k if self.needs_teacher else 0
-        widths = {"teacher_top": 2 * teacher, "rollout_top": 2 * self.score_centering}
-        return {name: width for name, width in widths.items() if width}
-
-    @property
     def critic(self) -> CriticOptions:
         """What the critic is, and how it begins."""
         return self.read_options(CriticOptions)

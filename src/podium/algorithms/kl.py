@@ -27,7 +27,7 @@ from podium.algorithms.config import KLEstimator
 from podium.algorithms.token_rows import wide
 from podium.errors import ConfigError
 
-__all__ = ["KLController", "binary_kl", "bounded_exp", "kl_estimate", "penalize"]
+__all__ = ["KLController", "bounded_exp", "kl_estimate", "penalize"]
 
 # A larger log-ratio counts as this one, so that no single token turns a batch into infinities. exp(20) is 5e8.
 LOG_RATIO_LIMIT = 20.0
@@ -36,14 +36,6 @@ LOG_RATIO_LIMIT = 20.0
 def bounded_exp(log_ratio_N: Tensor) -> Tensor:
     """``exp`` of log-ratios up to 20; larger ones count as 20 and have no gradient."""
     return log_ratio_N.clamp(max=LOG_RATIO_LIMIT).exp()
-
-
-def binary_kl(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """``p log(p / q) + (1 - p) log((1 - p) / (1 - q))`` in nats, ``[N]``: the divergence of p from q, whose logarithms
-    are given, over this token and all others."""
-    p_N, q_N = logprobs_N.exp(), other_logprobs_N.exp()
-    others_N = torch.xlogy(1 - p_N, 1 - p_N) - torch.xlogy(1 - p_N, 1 - q_N)
-    return p_N * (logprobs_N - other_logprobs_N) + others_N
 
 
 def kl_estimate(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KLEstimator = "k3") -> Tensor:

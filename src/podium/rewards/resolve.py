@@ -25,7 +25,7 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
     "fraction": "podium.rewards.text:fraction",
     "gsm8k": "podium.rewards.text:gsm8k",
     "overlong": "podium.rewards.text:overlong",
-    "model": "podium.rewards.model:model",
+    "model": "podium.rewards.text:model",
 }
 """The rewards of the core, and the module of each. Packages bring others through the entry point group ``GROUP``."""
 

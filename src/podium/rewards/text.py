@@ -1,4 +1,4 @@
-"""Rewards that compare texts: character by character, or by their final numbers."""
+"""The rewards of the core: they compare texts, character by character or by their final numbers, or read a score."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from podium.rewards.columns import reads
 from podium.rewards.numbers import final_number, is_same_number
 
-__all__ = ["answer_of", "exact", "fraction", "gsm8k", "overlong"]
+__all__ = ["answer_of", "exact", "fraction", "gsm8k", "model", "overlong"]
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
@@ -69,6 +69,12 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
             "row"
         )
     return float(is_same_number(final_number(completion), wanted))
+
+
+@reads("model_score")
+def model(completion: str, row: Mapping[str, Any]) -> float:
+    """Return the score that the model of ``reward.path`` gave the completion."""
+    return row["model_score"]
 
 
 @reads()

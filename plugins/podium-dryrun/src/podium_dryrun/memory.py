@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from podium.algorithms import AlgorithmConfig
     from podium_dryrun.pass_memory import PassMemory
 
-__all__ = ["Amounts", "ModelSize", "Row", "describe_memory", "memory_gib", "model_size"]
+__all__ = ["Amounts", "ModelSize", "Row", "column_widths", "describe_memory", "memory_gib", "model_size"]
 
 _MIB, _GIB = 2**20, 2**30
 _BFLOAT16: Final = "bfloat16"
@@ -401,7 +401,7 @@ def _columns(
     if not isinstance(config, PPOConfig) or {"policy", "generator"}.isdisjoint(roles):
         return {}
     algorithm = config.algorithm
-    nbytes = _EXACT * sum(algorithm.column_widths.values()) + 8 * min(config.sampling.top_k, size.vocabulary)
+    nbytes = _EXACT * sum(column_widths(algorithm).values()) + 8 * min(config.sampling.top_k, size.vocabulary)
     if algorithm.router_replay != "none":
         nbytes += 2 * size.choices
     return {"columns of several numbers": _COLUMN_COPIES * amounts.step * nbytes} if nbytes else {}
@@ -574,3 +574,11 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
         experts=every,
         choices=settings.num_hidden_layers * experts * bool(every),
     )
+
+
+def column_widths(algorithm: AlgorithmConfig) -> Mapping[str, int]:
+    """Return the float32 numbers that a token has in each column of a batch that has several a token: log-probabilities
+    of the most probable ids, and these ids."""
+    teacher = algorithm.teacher.teacher_top_k if algorithm.needs_teacher else 0
+    widths = {"teacher_top": 2 * teacher, "rollout_top": 2 * algorithm.score_centering}
+    return {name: width for name, width in widths.items() if width}

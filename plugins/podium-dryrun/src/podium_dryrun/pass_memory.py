@@ -30,6 +30,7 @@ from podium.models.loading import plain_model
 from podium.training.micro_batches import MicroBatch
 from podium.training.output_layer import LogitsTail, TokenScores, output_scores, replace_forward
 from podium.training.scoring import ValueRequest, output_layer, run_model
+from podium_dryrun.memory import column_widths
 
 __all__ = ["PassMemory", "count_pass"]
 
@@ -117,7 +118,7 @@ def _make_pass(
     scores: bool,
 ) -> Tensor:
     layer, hidden, token_scores = output_layer(model), list[Tensor](), list[TokenScores]()
-    widths = {} if algorithm is None else algorithm.column_widths
+    widths = {} if algorithm is None else column_widths(algorithm)
     ids_KJ = torch.zeros(len(micro.targets), sum(widths.values()) // 2, dtype=torch.int64) if widths else None
 
     def score(hidden_1KH: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.kl import binary_kl
 from podium.algorithms.records import LossInputs
 from podium.algorithms.token_rows import wide
 from podium_algorithms.declarations import KPOP, KpopOptions
+from podium_algorithms.losses.dppo_kl import binary_kl
 
 __all__ = ["kpop"]
 
