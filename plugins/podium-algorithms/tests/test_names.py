@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from podium.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, AlgorithmConfig, NamedFunctions, check_functions
-from podium.algorithms.declarations import find_packaged
 from podium.cli.presets import list_presets, read_preset
 from podium.errors import ConfigError
 
@@ -34,16 +32,13 @@ def test_each_preset_is_a_file() -> None:
 
 
 @pytest.fixture
-def without_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def list_others(*, group: str, name: str | None = None) -> EntryPoints:
+def without_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_others(group: str, name: str | None = None) -> EntryPoints:
         entries = [entry for entry in entry_points(group=group) if name in (None, entry.name)]
         return EntryPoints(entry for entry in entries if not entry.value.startswith("podium_algorithms"))
 
     for module in ("functions", "algorithms.declarations", "cli.presets"):
-        monkeypatch.setattr(f"podium.{module}.entry_points", list_others)
-    find_packaged.cache_clear()
-    yield
-    find_packaged.cache_clear()
+        monkeypatch.setattr(f"podium.{module}.list_entry_points", list_others)
 
 
 @pytest.mark.parametrize(("functions", "name"), [(ADVANTAGES, "opo"), (LOSSES, "sapo"), (CORRECTIONS, "icepop")])
@@ -66,13 +61,13 @@ def test_a_preset_is_answered_by_the_command_that_installs_it(without_package: N
 def test_a_package_of_anybodys_may_name_the_function_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is code of a user's until it is installed where Python installs packages."""
     entry = EntryPoint("mine", "podium_algorithms.losses.gmpo:gmpo", LOSSES.group)
+
+    def list_mine(group: str, **wanted: Any) -> EntryPoints:
+        return EntryPoints([entry]).select(group=group, **wanted)
+
     for module in ("functions", "algorithms.declarations"):
-        monkeypatch.setattr(f"podium.{module}.entry_points", lambda **wanted: EntryPoints([entry]).select(**wanted))
-    find_packaged.cache_clear()
-    try:
-        config = AlgorithmConfig(loss="mine")
-        check_functions(config)
-        assert config.clip_bounds == (0.4, 0.4)
-        assert "mine" not in LOSSES
-    finally:
-        find_packaged.cache_clear()
+        monkeypatch.setattr(f"podium.{module}.list_entry_points", list_mine)
+    config = AlgorithmConfig(loss="mine")
+    check_functions(config)
+    assert config.clip_bounds == (0.4, 0.4)
+    assert "mine" not in LOSSES

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic import Field
@@ -18,6 +18,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from podium.config import section
 from podium.errors import ConfigError
 from podium.functions import check_function_name, is_installed, load_function
+from podium.installed import list_entry_points
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -260,10 +261,9 @@ class NamedFunctions:
         return load_function(spec, key=self.key) if ":" in spec else _load_packaged(self, spec)
 
 
-@cache
 def find_packaged(group: str) -> Mapping[str, EntryPoint]:
     """The entry points of a group by name."""
-    return {entry.name: entry for entry in entry_points(group=group)}
+    return {entry.name: entry for entry in list_entry_points(group)}
 
 
 @cache

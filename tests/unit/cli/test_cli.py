@@ -130,7 +130,7 @@ def test_commands_of_one_package_have_one_line_of_help(capsys: pytest.CaptureFix
 def test_a_recipe_of_a_package_that_is_absent_is_answered_by_the_package_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("podium.runs.recipes.entry_points", lambda group: [])
+    monkeypatch.setattr("podium.runs.recipes.list_entry_points", lambda group: [])
     with pytest.raises(SystemExit):
         main(["train", "dpo"])
     said = capsys.readouterr().err

@@ -7,7 +7,6 @@ The comment at the top of a file names the paper. A setting of the user's file o
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import find_installed, nearest
+from podium.installed import list_entry_points
 
 __all__ = ["Preset", "list_presets", "read_preset"]
 
@@ -72,7 +72,7 @@ class Preset:
 def list_presets() -> list[str]:
     """Return the names of all presets."""
     own = (path.stem for path in Path(__file__).parent.glob("*.yaml"))
-    return sorted({*own, *(entry.name for entry in entry_points(group=_GROUP))})
+    return sorted({*own, *(entry.name for entry in list_entry_points(group=_GROUP))})
 
 
 def read_preset(name: str) -> Preset:
