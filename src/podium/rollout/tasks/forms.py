@@ -127,13 +127,15 @@ def read_column(row: Mapping[str, Any], name: str) -> Any:
 
     Raises:
         LookupError: There is no such column or field.
+        DataError: The text of a column has a name twice, with different values.
     """
     if name in row:
         return _only(row[name])
     first, *path = name.split(".")
     value = row[first]
     for key in path:
-        value = parse_json(value, "[" if key.isdecimal() else "{")
+        with name_place(f"column {first!r}"):
+            value = parse_json(value, "[" if key.isdecimal() else "{", strict=True)
         if isinstance(value, list) and key.isdecimal():
             value = cast("list[Any]", value)[int(key)]
         elif isinstance(value, Mapping):
@@ -309,10 +311,16 @@ def read_tools(row: Mapping[str, Any]) -> Any:
 
     OpenAI's older rows have "functions", the schemas without a type around them. NeMo-Gym's have them in
     "responses_create_params", with the type among the fields of the schema.
+
+    Raises:
+        DataError: The text of one of these columns, or of "tools", has a name twice, with different values.
     """
     if row.get("tools"):
+        with name_place("column 'tools'"):
+            list_tools(row["tools"])
         return None
-    schemas: Any = parse_json(row.get("functions"), "[", strict=True)
+    with name_place("column 'functions'"):
+        schemas: Any = parse_json(row.get("functions"), "[", strict=True)
     if not _are_schemas(schemas):
         schemas = _sibling(row, "tools")
         if not _are_schemas(schemas):
@@ -334,7 +342,8 @@ def _are_schemas(value: Any) -> bool:
 
 
 def _sibling(row: Mapping[str, Any], name: str) -> Any:
-    params = parse_json(row.get("responses_create_params"), "{")
+    with name_place("column 'responses_create_params'"):
+        params = parse_json(row.get("responses_create_params"), "{", strict=True)
     return cast("Mapping[str, Any]", params).get(name) if isinstance(params, Mapping) else None
 
 
@@ -382,7 +391,8 @@ def check_meaning(row: Mapping[str, Any], columns: Sequence[str | None]) -> None
             "and it would be learned or rewarded as a good one; take such rows out, or the column where it means "
             "something else"
         )
-    listed = parse_json(row.get("history"), "[")
+    with name_place("column 'history'"):
+        listed = parse_json(row.get("history"), "[", strict=True)
     history = cast("list[Any]", listed) if isinstance(listed, list) else []
     pairs = "instruction" in row and all(isinstance(turn, list) for turn in history)
     turns = all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in history)

@@ -148,11 +148,12 @@ def parse_json(value: Any, sign: str, *, strict: bool = False) -> Any:
     """Return the object or list that a JSON text which begins with ``sign`` holds; any other value as it is.
 
     Args:
-        strict: Raise DataError where an object has a name twice, with different values.
+        strict: Raise DataError where an object has a name twice, with different values, of which otherwise the last
+            one is taken, or a number is too long to be read.
     """
     if isinstance(value, str) and value.lstrip().startswith(sign):
         try:
-            return json.loads(value, object_pairs_hook=read_object)
+            return json.loads(value, object_pairs_hook=read_object if strict else None)
         except (json.JSONDecodeError, RecursionError):
             return value
         except ValueError as error:

@@ -241,6 +241,34 @@ def test_malformed_json_names_file_line_column_and_what_was_expected(tmp_path: P
     assert str(caught.value).startswith(f"{path}, line")
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tools", '[{"name": "f", "name": "g"}]'),
+        ("tools", ['{"name": "f", "name": "g"}']),
+        ("functions", '[{"name": "f", "name": "g"}]'),
+        ("responses_create_params", '{"tools": [], "name": "f", "name": "g"}'),
+        ("history", '[{"role": "user", "content": "q", "name": "f", "name": "g"}]'),
+        ("reward_model", '{"ground_truth": "1", "name": "f", "name": "g"}'),
+    ],
+)
+def test_text_with_a_name_twice_is_a_bad_row_of_its_column(tmp_path: Path, column: str, value: Any) -> None:
+    answer = {} if column == "reward_model" else {"answer": "1"}
+    rows = [{"prompt": "a", **answer, column: value}, {"prompt": "b", "answer": "2"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=f"line 1: column '{column}': the JSON text .* has the name 'name' twice"):
+        load(path)
+    assert [example.prompt for example in load(path, bad_rows="drop")] == ["b"]
+
+
+def test_a_conversation_as_text_is_refused_with_a_name_twice_too(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": '{"role": "user", "role": "tool", "content": "x"}', "answer": "1"}]
+    )
+    with pytest.raises(DataError, match="column 'prompt' holds a conversation as text"):
+        load(path)
+
+
 def test_a_wrong_encoding_names_the_byte(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"prompt": "café", "answer": "1"}\n'.encode("latin-1"))
