@@ -123,10 +123,24 @@ def _write_lines(rows: Iterable[Any], path: Path) -> None:
                 if str(name) in line:
                     raise DataError(f"row {number} of data has two columns that are called {str(name)!r}; rename one")
                 try:
+                    _check_keys(value)
                     line[str(name)] = json.dumps(value, default=_plain)
                 except (TypeError, ValueError, RecursionError) as error:
                     raise DataError(f"row {number} of data, column {name!r}: {error}; expected plain values") from None
             file.write("{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in line.items()) + "}\n")
+
+
+def _check_keys(value: Any) -> None:
+    """Check that mappings inside a value have texts as keys. Raises TypeError: JSON would make others texts, so that a
+    reward no longer finds them."""
+    if isinstance(value, Mapping):
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            if not isinstance(key, str):
+                raise TypeError(f"a mapping has the key {key!r} of type {type(key).__name__}: give texts as keys")
+            _check_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in cast("list[Any]", value):
+            _check_keys(item)
 
 
 def _plain(value: Any) -> Any:
