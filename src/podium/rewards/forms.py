@@ -129,7 +129,7 @@ class Form:
         is_async: Whether it is a coroutine function.
         most_items: How many completions it must have at the same time, if it waits for several of them.
         least_limit_s: The seconds that it may take by limits of its own.
-        takes_lists: Whether it has TRL's form.
+        takes_lists: Whether it is called with lists of one completion, in TRL's form or verl's of a batch.
         where: The function with its file and line, as errors call it.
 
     Raises:
@@ -137,6 +137,8 @@ class Form:
     """
 
     takes_lists = False
+    _given = frozenset(EXTRAS)  # what it gets of the run by these names, although the data have such columns
+    _reserved = frozenset[str]()  # columns that it gets under other names
 
     def __init__(self, reward: Callable[..., Any], name: str, steps: int = 0) -> None:
         self.reward, self.name, self.steps = reward, name, steps
@@ -168,8 +170,7 @@ class Form:
         call = self._bind(columns := frozenset(columns))
         if (check := getattr(self.reward, "check_columns", None)) is not None:
             check(columns)
-        names = {*EXTRAS, *_LISTS} if self.takes_lists else {*EXTRAS}
-        shadowed = [name for name in self.parameters if name in names & columns - _RESERVED]
+        shadowed = [name for name in self.parameters if name in self._given & columns - self._reserved]
         return [
             *(f"{self.where} gets the {name} of the run, and not the column of this name" for name in shadowed),
             *self._explain_defaults(call, columns),
@@ -297,7 +298,7 @@ class Form:
             what = "is the row, and no parameter is known to be the completion"
         if name in columns:
             what = "is a column of the data, and no parameter is known to be the completion"
-        if self.takes_lists and name in _RESERVED:
+        if name in self._reserved:
             what = (
                 f"has another name in TRL's form, whose lists are prompts, completions and completion_ids, not {name}"
             )
@@ -392,6 +393,8 @@ class _ListForm(Form):
     """TRL's form. Each completion has its own time limit and place in a process, so the lists have one entry."""
 
     takes_lists = True
+    _given = frozenset({*EXTRAS, *_LISTS})
+    _reserved = _RESERVED
 
     def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
         name = parameter.name
@@ -432,6 +435,8 @@ class _VerlForm(Form):
 
     def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
         name = parameter.name
+        if (extra := self._extra(parameter)) is not None:
+            return extra
         if self.takes_lists and (name in _VERL_LISTS or name in columns):
             one = self._find_one(parameter.replace(name=_VERL_LISTS.get(name, name)), columns)
             return one and (lambda item, log: [one(item, log)])
@@ -453,8 +458,6 @@ class _VerlForm(Form):
             return lambda item, log: item.row.get(name)
         if name == "extra_info":
             return lambda item, log: dict(item.row.get(name) or {})
-        if (extra := self._extra(parameter)) is not None:
-            return extra
         return (lambda item, log: item.row[name]) if name in columns else None
 
     def _reads_row(self, getters: Mapping[str, Getter], columns: frozenset[str]) -> bool:

@@ -278,6 +278,25 @@ def test_verls_other_arguments_and_what_it_returns() -> None:
     assert "no reward_model.ground_truth" in score_of(compute_score, {"prompt": "", "answer": None}).problem
 
 
+def test_verls_form_of_a_batch_has_lists_of_one_of_the_run_and_of_columns() -> None:
+    seen: list[Any] = []
+
+    def batch(solution_strs: Any, completion_ids: Any, trainer_state: Any, prompts: Any) -> list[float]:
+        seen.append((completion_ids, trainer_state.global_step, prompts))
+        return [1.0]
+
+    row = {"prompt": "", "prompts": "a", "completion_ids": [9], "trainer_state": 8, "data_source": "sums"}
+    extras = {"completion_ids": [1, 2], "trainer_state": 3}
+    panel = Panel([batch], columns=row.keys())
+    assert judge(panel, Item("1", row, extras)).score == 1.0
+    assert seen == [([[1, 2]], 3, ["a"])]
+    told = [name for name in row for note in panel.notes if f"gets the {name} of the run, and not the column" in note]
+    assert told == ["completion_ids", "trainer_state"]
+    with pytest.raises(ConfigError, match="'completion' is neither the completion, the row nor a column") as caught:
+        Panel([lambda solution_strs, answer, completion: [0.0]], columns=["answer"])
+    assert "TRL" not in str(caught.value)
+
+
 def test_what_the_trainer_knows_is_given_where_a_signature_asks_for_it() -> None:
     def by_row(completion: str, completion_ids: list[int], prompt_ids: list[int]) -> float:
         return float(len(completion_ids) + 10 * len(prompt_ids))
