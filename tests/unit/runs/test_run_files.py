@@ -86,7 +86,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "runs/run_writer.py": ("rmdir", "the parents that were made for a run's directory"),
     "runs/named_code.py": ("glob mkdir open read_bytes", "the records of this user, and the files of functions"),
     "runs/named_files.py": ("glob open os.walk", PERSON),
-    "runs/run_reader.py": ("iterdir", "the directory of runs, whose owner the person is"),
     "runtime/calls/stacks.py": ("shutil.which", PRIVATE),
     "runtime/profiling.py": ("export_chrome_trace mkdir", LOOKED_AT),
     "telemetry/sinks/console.py": ("os.open", PRIVATE),
@@ -102,6 +101,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "podium_inference/suites.py": ("write_text", PERSON),
     "podium_view/command.py": ("iterdir", PERSON),
     "podium_view/completions.py": ("ParquetFile", OPENED),
+    "podium_view/owner.py": ("read_text", "the kernel's table of connections"),
+    "podium_view/runs.py": ("iterdir", "the directory of runs, whose owner the person is"),
     "podium_view/page.py": ("read_text", PRIVATE),
     "trainer/completion_files.py": ("ParquetWriter write_table", OPENED),
     "trainer/data_objects.py": (
