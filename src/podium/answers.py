@@ -1,15 +1,17 @@
 """Answers to settings of other projects, by which people look for those of Podium.
 
 An installed package has them: an entry point of the group ``podium.answers``, which is a subclass of :class:`Answers`.
-They are asked for once a key, a value or a word of the command line is unknown.
+They are asked for once a key, a value or a word of the command line is unknown. Of several packages, the first that has
+an answer counts.
 """
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
+from podium.exceptions import describe_error
 from podium.extras import explain_packages
 from podium.installed import list_entry_points
 from podium.spelling import nearest_spellings
@@ -56,16 +58,50 @@ class Answers:
         return ""
 
 
+class _Answers(Answers):
+    """The answers of several packages, of which the first counts.
+
+    Attributes:
+        packages: Those of each package.
+        failures: Why those of others cannot be imported, as the end of a message.
+    """
+
+    def __init__(self, packages: Sequence[Answers], failures: Sequence[str]) -> None:
+        self.packages, self.failures = packages, failures
+
+    def find_translation(self, key: str, value: object) -> Translation | None:
+        return next(filter(None, (answers.find_translation(key, value) for answers in self.packages)), None)
+
+    def describe_setting(self, path: str, value: object, keys: Collection[str] | None) -> str:
+        return next(filter(None, (answers.describe_setting(path, value, keys) for answers in self.packages)), "")
+
+    def describe_word(self, argument: str, keys: Collection[str]) -> str:
+        return next(filter(None, (answers.describe_word(argument, keys) for answers in self.packages)), "")
+
+
 @cache
-def load_answers() -> Answers:
-    """Return the answers of the installed package that has some, or none."""
-    entry = min(list_entry_points(group=_GROUP), key=lambda entry: entry.value, default=None)
-    return Answers() if entry is None else entry.load()()
+def load_answers() -> _Answers:
+    """Return the answers of the installed packages that have some, in the order of the names of their entry points.
+
+    A package that cannot be imported is left out. :func:`explain_no_answers` names it.
+    """
+    packages: list[Answers] = []
+    failures: list[str] = []
+    for entry in sorted(list_entry_points(group=_GROUP), key=lambda entry: (entry.name, entry.value)):
+        try:
+            packages.append(entry.load()())
+        except Exception as error:  # noqa: BLE001 - a package's own code runs, and the message about the key matters more
+            failures.append(f"{entry.value} ({describe_error(error)})")
+    return _Answers(packages, failures)
 
 
 def explain_no_answers() -> str:
-    """Return the end of a message about a key without an answer: how answers are installed, if they are not."""
-    if type(load_answers()) is not Answers:
+    """Return the end of a message about a key without an answer: how answers are installed, if they are not, or which
+    of the installed ones cannot be imported."""
+    answers = load_answers()
+    if answers.failures:
+        return f"; the answers of installed packages cannot be imported: {', '.join(answers.failures)}"
+    if answers.packages:
         return ""
     return f"; if it is a setting of TRL, verl, OpenRLHF or prime-rl: {explain_packages(_GROUP, 'projects')}"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -52,3 +53,30 @@ def test_typing_errors_values_and_words_are_answered_as_ever() -> None:
         with pytest.raises(ConfigError) as caught:
             parse_overrides(GRPOConfig, [word])
         assert str(caught.value) == f"{word!r} is no setting: {answer}"
+
+
+class OneKey(answers.Answers):
+    def describe_setting(self, path: str, value: object, keys: Collection[str] | None) -> str:
+        return ": write optim.lr" if path == "learning_rate" else ""
+
+
+class OneValue(answers.Answers):
+    def find_translation(self, key: str, value: object) -> answers.Translation | None:
+        return answers.Translation("ppo_clip") if value == "clipped" else None
+
+    def describe_word(self, argument: str, keys: Collection[str]) -> str:
+        return "write optim.lr" if argument == "lr=1" else ""
+
+
+def test_a_package_that_cannot_be_imported_is_named_and_all_others_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"a": "podium_absent.answers:Absent", "b": f"{__name__}:OneKey", "c": f"{__name__}:OneValue"}
+    points = [EntryPoint(name, value, "podium.answers") for name, value in values.items()]
+    monkeypatch.setattr(answers, "list_entry_points", lambda group: points)
+    with pytest.raises(ConfigError, match=r"^unknown key learning_rate \(value 1\): write optim\.lr$"):
+        build_config(GRPOConfig, {"learning_rate": 1})
+    with pytest.raises(ConfigError, match="did you mean ppo_clip"):
+        AlgorithmConfig(loss="clipped")
+    with pytest.raises(ConfigError, match=r"'lr=1' is no setting: write optim\.lr$"):
+        parse_overrides(GRPOConfig, ["lr=1"])
+    with pytest.raises(ConfigError, match=r"unknown key zzz .*: podium_absent\.answers:Absent \(ModuleNotFoundError"):
+        build_config(GRPOConfig, {"zzz": 1})

@@ -153,7 +153,8 @@ def _list_without_signal(config: PPOConfig) -> Iterator[str]:
             "no gradient where the ratio r is 1; raise algorithm.epochs.count or algorithm.minibatches"
         )
     if config.reward.weights and not any(config.reward.weights) and algorithm.advantage != "gdpo":
-        yield "reward.weights are all 0, so that every completion scores 0 and nothing is learned of the rewards"
+        scored = "a completion that the environment does not score" if config.environment.name else "every completion"
+        yield f"reward.weights are all 0, so that {scored} scores 0 and nothing is learned of the rewards"
 
 
 def _list_of_run(config: PPOConfig) -> Iterator[str]:

@@ -92,6 +92,12 @@ def test_a_setting_that_needs_another_one_is_told(section: str, values: dict[str
     assert "".join(sentences).startswith(expected)
 
 
+def test_weights_of_zero_are_told_of_what_an_environment_does_not_score() -> None:
+    values = {"environment": {"name": "game.py:Game"}, "reward": {"name": ["math", "length"], "weights": [0, 0]}}
+    (sentence,) = find_unused_settings(build_config(GRPOConfig, values))
+    assert sentence.startswith("reward.weights are all 0, so that a completion that the environment does not score")
+
+
 def test_defaults_of_a_recipe_are_no_settings_of_the_user() -> None:
     assert find_unused_settings(PPOConfig()) == find_unused_settings(GRPOConfig()) == []
     without_kl = build_config(PPOConfig, {"algorithm": {"kl_in": "none", "kl_coef": 0.0}})
