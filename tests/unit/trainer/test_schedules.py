@@ -14,6 +14,7 @@ import pytest
 
 from podium.errors import ConfigError, RewardError
 from podium.runs.schedules import declaration_of
+from podium.telemetry import Note, subscribe
 from podium.trainer.checks.preflight import load_schedule
 from podium.trainer.schedules import Schedule, ScheduleDeclaration, Steps, sync
 from podium.trainer.schedules.asynchronous import asynchronous
@@ -41,6 +42,7 @@ class Recorder:
     ) -> None:
         self.calls: list[str] = []
         self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
+        self.evaluated: int | None = None
         self.config: Any = SimpleNamespace(
             run=SimpleNamespace(steps=last, schedule="mine.py:mine", max_staleness=2),
             eval=SimpleNamespace(every=eval_every, items=4),
@@ -91,6 +93,7 @@ class Recorder:
                 train=lambda step: self.ledger.append(f"train {step}"),
                 drop=lambda step, reason: self.ledger.append(f"drop {step}: {reason}"),
                 apart=self.keeps_apart,
+                evaluated=self.evaluated,
             )
             self.steps = Steps(calls, self.config, declaration_of(schedule), first, threads)
             schedule(self.steps)
@@ -125,6 +128,21 @@ def test_a_checkpoint_is_due_so_many_minutes_after_the_last(monkeypatch: pytest.
     trainer = Recorder(last=5, save_minutes=2)
     trainer.run()
     assert between(trainer.calls) == ["save 3", "evaluate 5", "save 5"]
+
+
+@pytest.mark.parametrize(("evaluated", "first"), [(0, ["evaluate 2", "save 2"]), (2, [])])
+def test_a_step_that_was_not_evaluated_is_made_up_for_with_a_note(evaluated: int, first: list[str]) -> None:
+    """A stop left it out, or the resume has another eval.every."""
+    trainer, notes = Recorder(eval_every=2), list[str]()
+    trainer.evaluated = evaluated
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    try:
+        trainer.run(first=3)
+    finally:
+        unsubscribe()
+    assert between(trainer.calls) == [*first, "evaluate 4", "save 4"]
+    told = "step 2: it is evaluated before the run goes on, since it was not, and eval.every = 2"
+    assert notes == [told] * bool(first)
 
 
 def test_a_resumed_run_goes_on_at_its_step_and_a_finished_one_has_none_left() -> None:

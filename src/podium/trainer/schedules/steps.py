@@ -178,7 +178,9 @@ class Steps:
         """
         evaluation, save = self._config.eval, self._config.save
         skipped = _is_due(self.done, evaluation.every) and self._calls.evaluated not in (None, self.done)
-        if skipped and not self._ends:  # by a request to stop
+        if skipped and not self._ends:  # by a request to stop, or since eval.every was another one
+            every = f"eval.every = {evaluation.every}"
+            emit(Note(f"step {self.done}: it is evaluated before the run goes on, since it was not, and {every}"))
             with self._time_work("evaluation"), name_stage("evaluate", self.done):
                 self._ends = self._calls.evaluate(self.done)
             with self._time_work("checkpoint"), name_stage("save", self.done):
