@@ -7,6 +7,7 @@ their entry points, and a user's functions are loaded when needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint
@@ -255,6 +256,15 @@ class NamedFunctions:
             return self.own[spec]
         named = self._find(spec)
         return named if isinstance(named, Declaration) else declaration_of(named)
+
+    def list_where(self, is_meant: Callable[[Declaration], bool]) -> list[str]:
+        """Return the names whose declarations are meant, for a message. Those that cannot be imported are left out,
+        because they are no concern of a configuration that names others."""
+        names: list[str] = []
+        for name in self:
+            with suppress(ConfigError):
+                names += [name] * is_meant(self.declaration(name))
+        return names
 
     def _find(self, spec: str) -> Callable[..., Any]:
         """The function of a user's, or what the entry point of a package names."""

@@ -151,6 +151,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return dict(cast("Mapping[Any, Any]", value))
-    if callable(plain := getattr(value, "tolist", None)):
-        return plain()
+    if callable(read := getattr(value, "tolist", None)):
+        _check_keys(plain := read())
+        return plain
     raise TypeError(f"a {type(value).__name__} is no value that JSON can hold")

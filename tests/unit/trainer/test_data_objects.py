@@ -74,7 +74,7 @@ def test_values_of_libraries_become_plain_ones_and_others_are_refused_by_row_and
     assert (example.row["answer"], example.row["when"], example.row["list"]) == (1, "2026-11-26", [0, 1])
     with pytest.raises(DataError, match="row 2 of data, column 'image': a object is no value that JSON can hold"):
         write_data([row, {"prompt": "1=", "image": object()}], settings(tmp_path))
-    for value in ({1: "x"}, [{"a": {None: 2}}], ({"a": 1}, {True: 2})):
+    for value in ({1: "x"}, [{"a": {None: 2}}], ({"a": 1}, {True: 2}), np.array([{1: "x"}, None])):
         with pytest.raises(
             DataError, match=r"row 1 of data, column 'm': a mapping has the key \w+ of type \w+: give texts"
         ):

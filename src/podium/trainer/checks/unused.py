@@ -100,7 +100,7 @@ def _list_by_function(algorithm: AlgorithmConfig) -> Iterator[str]:
             value = getattr(algorithm, key)
             if value == getattr(plain, key) or any(functions.declaration(name).may_read(key) for name in names):
                 continue
-            readers = [name for name in functions if key in (functions.declaration(name).reads or ())]
+            readers = functions.list_where(lambda declared, key=key: key in (declared.reads or ()))
             named = getattr(algorithm, functions.key.partition(".")[2])
             yield (
                 f"algorithm.{key} = {value!r} has no effect with {functions.key} = {named!r}: of those that are "

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
-from podium.algorithms import AlgorithmConfig
+from podium.algorithms import LOSSES, AlgorithmConfig
 from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.trainer import EvalConfig, GRPOConfig, PPOConfig, SFTConfig, build_config
@@ -96,6 +97,15 @@ def test_weights_of_zero_are_told_of_what_an_environment_does_not_score() -> Non
     values = {"environment": {"name": "game.py:Game"}, "reward": {"name": ["math", "length"], "weights": [0, 0]}}
     (sentence,) = find_unused_settings(build_config(GRPOConfig, values))
     assert sentence.startswith("reward.weights are all 0, so that a completion that the environment does not score")
+
+
+def test_a_package_that_cannot_be_imported_is_no_concern_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {"broken": EntryPoint("broken", "podium_absent:broken", "podium.losses")}
+    monkeypatch.setattr("podium.algorithms.declarations.find_packaged", lambda group: broken)
+    monkeypatch.setattr("podium.algorithms.declarations.is_installed", lambda entry: True)
+    assert "broken" in LOSSES
+    (sentence,) = find_unused_settings(GRPOConfig(algorithm=AlgorithmConfig(loss="reinforce", clip_low=0.1)))
+    assert sentence.endswith("of those that are installed, ppo_clip, gspo, cispo read it")
 
 
 def test_defaults_of_a_recipe_are_no_settings_of_the_user() -> None:
