@@ -64,7 +64,7 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN, grou
     if translation and translation.value != spec:  # a name of Podium's own, of a package that is not installed
         meant = "" if translation.missing else f"did you mean {translation.value}? "
         message = f"{message}; {meant}{translation.remark}".rstrip()
-    elif near := nearest_spellings(spec, [*known, *installed]):
+    elif (near := nearest_spellings(spec, [*known, *installed])) and not (group and find_package(group, spec)):
         message += f" (did you mean {near[0]!r}?)"
     if spec.isidentifier():
         message += f"; your own function is path/file.py:{spec} or module:{spec}"

@@ -41,7 +41,9 @@ def without_package(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"podium.{module}.list_entry_points", list_others)
 
 
-@pytest.mark.parametrize(("functions", "name"), [(ADVANTAGES, "opo"), (LOSSES, "sapo"), (CORRECTIONS, "icepop")])
+@pytest.mark.parametrize(
+    ("functions", "name"), [(KINDS[kind], name) for kind in KINDS for name in GROUPS[f"podium.{kind}"]]
+)
 def test_a_name_is_answered_by_the_command_that_installs_it(
     functions: NamedFunctions, name: str, without_package: None
 ) -> None:
@@ -54,8 +56,9 @@ def test_a_name_is_answered_by_the_command_that_installs_it(
 
 def test_a_preset_is_answered_by_the_command_that_installs_it(without_package: None) -> None:
     assert "dppo" not in list_presets()
-    with pytest.raises(ConfigError, match=r"--recipe dppo: there is no such preset.*podium-algorithms"):
+    with pytest.raises(ConfigError, match=r"--recipe dppo: there is no such preset.*podium-algorithms") as caught:
         read_preset("dppo")
+    assert "did you mean" not in str(caught.value)
 
 
 def test_a_package_of_anybodys_may_name_the_function_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def read_preset(name: str) -> Preset:
     names = list_presets()
     if name not in names:
         raise ConfigError(
-            f"--recipe {name}: there is no such preset{nearest(name, names)}; there are {', '.join(names)}; "
+            f"--recipe {name}: there is no such preset{nearest(name, names, _GROUP)}; there are {', '.join(names)}; "
             f"{explain_packages(_GROUP, name)}"
         )
     import yaml  # help is printed without it
