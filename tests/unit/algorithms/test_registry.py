@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -268,3 +269,12 @@ def test_an_option_of_the_clipped_surrogate_is_refused_with_a_loss_that_does_not
             check_functions(AlgorithmConfig(loss=loss, options={"dual_clip": 1}))
     with pytest.raises(ConfigError, match=r"unknown key algorithm\.options\.dual_clip"):
         check_functions(AlgorithmConfig(loss="clip_cov", options={"dual_clip": 3.0}))
+
+
+def test_a_function_of_a_package_takes_two_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = EntryPoint("short", "builtins:len", "podium.losses")
+    monkeypatch.setattr("podium.algorithms.declarations.find_packaged", lambda group: {"short": place})
+    monkeypatch.setattr("podium.algorithms.declarations.is_installed", lambda entry: True)
+    monkeypatch.setattr("podium.algorithms.declarations._load_packaged", lambda functions, name: place.load())
+    with pytest.raises(ConfigError, match=r"algorithm\.loss = 'short': the function is called with two positional"):
+        check_functions(AlgorithmConfig(loss="short"))
