@@ -152,7 +152,7 @@ def test_help_of_commands(capsys: pytest.CaptureFixture[str], arguments: list[st
 def test_the_help_describes_the_commands_of_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert re.search(r"^ +view +show runs in a browser: .*\(podium-view\)$", capsys.readouterr().out, re.M | re.S)
+    assert re.search(r"^ +runs, view +show runs in a browser: .*\(podium-view\)$", capsys.readouterr().out, re.M | re.S)
 
 
 def test_a_command_of_a_package_that_is_absent_says_how_it_is_installed(

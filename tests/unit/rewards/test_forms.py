@@ -269,7 +269,7 @@ def test_verls_other_arguments_and_what_it_returns() -> None:
     assert Panel([compute_score], columns=["answer"]).notes == [
         "the data have no column data_source, so the reward compute_score gets None for it"
     ]
-    batch = lambda data_sources, solution_strs: [{"score": 0.5, "acc": 1}]  # noqa: E731
+    batch: Any = lambda data_sources, solution_strs: [{"score": 0.5, "acc": 1}]  # noqa: E731
     assert score_of(batch, row).parts == {"acc": 1.0}
     assert [note.partition(" ")[0] for note in Panel([batch], columns=["answer"]).notes] == ["the", "the"]
     assert "returned 0.5 for a list of one completion" in score_of(lambda solution_strs, answer: 0.5).problem

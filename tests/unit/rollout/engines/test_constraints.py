@@ -135,7 +135,7 @@ def test_the_trainer_gives_each_token_the_logprob_it_was_drawn_with(name: str, s
     model, requests = tiny_model(seed), requests_of(prompts_of())
     unmasked_differs = 0
     for one, completion in zip(requests, drawn(engine_over(name, copy.deepcopy(model)), requests), strict=True):
-        if one.constraint is not None and one.constraint.bias:
+        if isinstance(one.constraint, Constraint) and one.constraint.bias:
             continue  # training refuses it
         batch = as_batch(one.prompt, completion, one.params.temperature)
         assert (trained(model, batch) - completion.logprobs).abs().max() <= 1e-5, (one.params, one.constraint)
@@ -152,7 +152,8 @@ def test_what_is_drawn_lies_within_the_recorded_masks(name: str) -> None:
     requests = requests_of(prompts_of())
     for one, completion in zip(requests, drawn(engine_over(name, tiny_model(1)), requests), strict=True):
         ids = completion.token_ids.tolist()
-        guide = one.constraint.grammar.begin((STOP,)) if one.constraint and one.constraint.grammar else None
+        grammar = one.constraint.grammar if isinstance(one.constraint, Constraint) else None
+        guide = grammar.begin((STOP,)) if grammar else None
         for position, token in enumerate(ids):
             mask = None if completion.masks is None else ids_of(completion.masks[position])
             assert mask is None or token in mask
