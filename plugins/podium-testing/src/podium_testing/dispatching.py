@@ -364,7 +364,7 @@ class DispatchContract:
                 "helper",
                 r"'helper' is no endpoint of Probe; its endpoints are .*'echo'.*put @endpoint before it, or call",
             ),
-            ("ecko", r"'ecko' is no endpoint of Probe; .*; did you mean 'echo'\?"),
+            ("ecko", r"'ecko' is no endpoint of Probe; .* \(did you mean 'echo'\?\)"),
             ("restart", r"shared_probe\.group\.restart"),
         ):
             refuses(AttributeError, says, getattr, probe, name)

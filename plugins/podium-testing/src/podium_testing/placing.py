@@ -285,7 +285,7 @@ class PlacingContract:
         trace = (tmp_path / "traces" / "told_on-1-double-1.json").read_text()
         assert "aten::mul" in trace
         for wrong, says in (
-            (Profile(calls=["duble"]), r"'duble' is no endpoint here; did you mean 'double'\?"),
+            (Profile(calls=["duble"]), r"'duble' is no endpoint here \(did you mean 'double'\?\)"),
             (Profile(calls="double"), r"expected a list of endpoints, as in \['update'\]"),
             (Profile(calls=["double"], ranks=[0, 2]), "the group has 2 ranks, and no rank 2"),
             (Profile(calls=["double"], count=0), "count 1 or more"),
