@@ -125,14 +125,15 @@ def _summarize_error(error: PodiumError | OSError) -> str:
             return f"cannot write {error.filename or 'a file'}: {reason}"
         prefix = f"{error.filename}: " if error.filename else ""
         return f"{prefix}{error.strerror or error}; check the path, its permissions and the room on the disk"
+    text = str(error)
+    if isinstance(error.__cause__, PodiumError) and getattr(error, "remote_traceback", ""):
+        text = f"{error.__cause__} (raised in a worker; --debug shows where)"
     if error.__cause__ is not None:
         from podium.processes import explain_limit
 
         if sentence := explain_limit(error.__cause__):
-            return f"{sentence} ({error})"
-    if isinstance(error.__cause__, PodiumError) and getattr(error, "remote_traceback", ""):
-        return f"{error.__cause__} (raised in a worker; --debug shows where)"
-    return str(error)
+            return f"{sentence} ({text})"
+    return text
 
 
 def _can_write() -> bool:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,16 +69,26 @@ def test_figures_are_lines_of_json_and_the_page_has_them(
 
 def test_threads_and_temporary_files_that_stay_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before, ended = take_census(os.getpid()), threading.Event()
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    try:
+    words = (
+        "import sys, threading",
+        "print(flush=True)",
+        "sys.stdin.readline()",
+        "threading.Thread(target=sys.stdin.read).start()",
+        "print(flush=True)",
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", "\n".join(words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:  # other threads of this process may end meanwhile
+        assert process.stdin
+        assert process.stdout
+        process.stdout.readline()
+        before = take_census(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "file").touch()
-        after = take_census(os.getpid())
-    finally:
-        ended.set()
-        thread.join()
+        after = take_census(process.pid)
     assert (after.threads - before.threads, after.files - before.files) == (1, 2)
 
 
