@@ -33,6 +33,17 @@ def test_runs_are_listed_the_newest_first(tmp_path: Path, capsys: pytest.Capture
     assert "running" in capsys.readouterr().out
 
 
+def test_a_directory_of_several_trainings_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `make quickstart` leaves: runs/quickstart-DATE/grpo."""
+    for age, day in enumerate(("tuesday", "monday")):
+        make_run(tmp_path / "runs" / day / "grpo")
+        os.utime(tmp_path / "runs" / day, (1e9 - age, 1e9 - age))
+    (tmp_path / "runs" / "notes.txt").touch()
+    assert main(["runs", str(tmp_path / "runs")]) == 2
+    assert f"or one of runs (run.dir), such as {tmp_path}/runs/tuesday\n" in capsys.readouterr().err
+    assert main(["runs", str(tmp_path / "runs" / "tuesday")]) == 0
+
+
 def test_one_run_is_shown_with_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotext")
     run = make_run(tmp_path / "a", finished=True, model_path="runs/a/model")

@@ -67,7 +67,9 @@ def find_runs(path: Path) -> Iterator[RunRecord]:
     folders = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
     runs = [folder for folder in folders if is_run(folder)]
     if not runs:
-        raise ConfigError(f"{path}: no run is here; give the directory of a run, or one of runs (run.dir)")
+        below = {run.parent for folder in folders[1:] for run in folder.glob("*") if is_run(run)}
+        named = f", such as {max(below, key=lambda folder: folder.stat().st_mtime)}" if below else ""
+        raise ConfigError(f"{path}: no run is here; give the directory of a run, or one of runs (run.dir){named}")
     yield from map(RunRecord, runs)
 
 
