@@ -278,8 +278,8 @@ def find_packaged(group: str) -> Mapping[str, EntryPoint]:
 
 @cache
 def _load_packaged(functions: NamedFunctions, name: str) -> Callable[..., Any]:
-    known = dict.fromkeys((*functions.words, *functions.own), "")
-    return load_function(name, key=functions.key, known=known, group=functions.group)
+    words = dict.fromkeys((*functions.words, *functions.own), "")
+    return load_function(name, key=functions.key, known=words, group=functions.group)
 
 
 def declaration_of(function: Callable[..., Any]) -> Declaration:

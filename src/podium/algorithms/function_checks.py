@@ -107,10 +107,10 @@ def _check_centering(config: AlgorithmConfig) -> None:
             "no centering; choose ppo_clip, reinforce or cispo, for example"
         )
     if others := sorted(name for name in config.corrections if not CORRECTIONS.declaration(name).by_ratio):
-        known = CORRECTIONS.list_where(lambda declared: declared.by_ratio)
+        by_ratio = CORRECTIONS.list_where(lambda declared: declared.by_ratio)
         raise ConfigError(
             f"{what}correction = {others[0]!r}: the weight of a token that was not sampled is known for "
-            f"{', '.join(known)} alone; choose one of them, or none"
+            f"{', '.join(by_ratio)} alone; choose one of them, or none"
         )
 
 

@@ -13,19 +13,25 @@ would otherwise compare the completion with something else than the answer, and 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import keyword
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final
 
 from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.rewards.columns import list_read_keys
+from podium.rewards.signatures import (
+    describe_place,
+    find_code,
+    is_empty,
+    is_unused,
+    list_partial_keywords,
+    read_signature,
+)
 
 __all__ = ["EXTRAS", "CallError", "Form", "Item", "Log", "read_form"]
 
@@ -142,15 +148,15 @@ class Form:
 
     def __init__(self, reward: Callable[..., Any], name: str, steps: int = 0) -> None:
         self.reward, self.name, self.steps = reward, name, steps
-        self.where = f"the reward {name}{_describe_place(reward)}"
+        self.where = f"the reward {name}{describe_place(reward)}"
         self.is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
         self.most_items, self.least_limit_s = getattr(reward, "most_items", 0), getattr(reward, "least_limit_s", 0.0)
-        self.signature = _read_signature(reward)
+        self.signature = read_signature(reward)
         every = self.signature.parameters.values()
         self.parameters = {parameter.name: parameter for parameter in every if parameter.kind in _NAMED}
         self.rest = next((parameter.name for parameter in every if parameter.kind is parameter.VAR_KEYWORD), None)
-        self.bound = _partial_keywords(reward)
-        self._code = _code_of(reward)
+        self.bound = list_partial_keywords(reward)
+        self._code = find_code(reward)
         in_rest = {name for name in (self._code.co_consts if self._code else ()) if isinstance(name, str)}
         self.extras = frozenset(
             name for name in EXTRAS if name in self.parameters or (self.rest is not None and name in in_rest)
@@ -207,7 +213,7 @@ class Form:
                 getters[name] = getter
             elif parameter.default is parameter.empty:
                 raise ConfigError(self._refuse(name, columns))
-            elif _is_empty(parameter.default):
+            elif is_empty(parameter.default):
                 empty.append(name)
         if empty and not self._reads_row(getters, columns):
             raise ConfigError(self._refuse(empty[0], columns))
@@ -324,7 +330,7 @@ class _RowForm(Form):
         """The names of the parameters that are the completion and the row; None if the row is not asked for."""
         names = [name for name in self.parameters if name not in self.bound]
         others = [name for name in names if name not in columns and name not in EXTRAS]
-        unused = next((name for name in names[1:] if _is_unused(self.parameters[name])), None)
+        unused = next((name for name in names[1:] if is_unused(self.parameters[name])), None)
         exact = "row" if "row" in names else unused
         completions = [name for name in others if name in _COMPLETIONS]
         first = names[0] if names else ""
@@ -366,7 +372,7 @@ class _RowForm(Form):
         name = parameter.name
         if name == self._completion:
             return lambda item, log: item.completion
-        if name == self._row or _is_unused(parameter):
+        if name == self._row or is_unused(parameter):
             return lambda item, log: item.row
         if (extra := self._extra(parameter)) is not None:
             return extra
@@ -438,8 +444,8 @@ class _VerlForm(Form):
         if (extra := self._extra(parameter)) is not None:
             return extra
         if self.takes_lists and (name in _VERL_LISTS or name in columns):
-            one = self._find_one(parameter.replace(name=_VERL_LISTS.get(name, name)), columns)
-            return one and (lambda item, log: [one(item, log)])
+            getter = self._find_one(parameter.replace(name=_VERL_LISTS.get(name, name)), columns)
+            return getter and (lambda item, log: [getter(item, log)])
         return self._find_one(parameter, columns)
 
     def _find_one(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
@@ -484,7 +490,7 @@ def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
     if inspect.isclass(reward):
         reward = _make_object(reward, name)
     try:
-        signature = _read_signature(reward)
+        signature = read_signature(reward)
         parameters = signature.parameters
     except (TypeError, ValueError):
         raise ConfigError(
@@ -494,7 +500,7 @@ def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
     named = [parameter.name for parameter in parameters.values() if parameter.kind in _NAMED]
     if not named and not (parameters and all(parameter.startswith("_") for parameter in parameters)):
         raise ConfigError(
-            f"the reward {name}{_describe_place(reward)} has the signature {signature}, which does not say what it "
+            f"the reward {name}{describe_place(reward)} has the signature {signature}, which does not say what it "
             "takes: write its parameters out, or put functools.wraps on the wrapper"
         )
     if {"solution_str", "solution_strs"} & {*named}:
@@ -547,58 +553,3 @@ def _ground_truth(row: Mapping[str, Any]) -> Any:
     if truth is None:
         raise CallError("cannot be called: the row has no reward_model.ground_truth, ground_truth or answer")
     return truth
-
-
-def _is_unused(parameter: inspect.Parameter) -> bool:
-    """Whether the name of a parameter says that nobody reads it."""
-    return parameter.name.startswith("_") and parameter.default is parameter.empty
-
-
-def _partial_keywords(reward: Callable[..., Any]) -> frozenset[str]:
-    """The parameters that functools.partial has given values."""
-    names: set[str] = set()
-    while isinstance(reward, functools.partial):
-        names |= {*reward.keywords}
-        reward = reward.func
-    return frozenset(names)
-
-
-def _is_empty(default: Any) -> bool:
-    """Whether a default says that there is no value."""
-    return default is None or (isinstance(default, str | list | tuple | dict | set | frozenset) and not default)
-
-
-def _read_signature(reward: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a reward: a wrapper's own where it says what it takes, else that of what it wraps.
-
-    Raises:
-        TypeError, ValueError: It has none.
-    """
-    if inspect.isfunction(reward) and hasattr(reward, "__wrapped__"):
-        signature = signature_of(reward, follow_wrapped=False)
-        if not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in signature.parameters.values()):
-            return signature
-    return signature_of(reward)
-
-
-def _function_of(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a callable calls."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
-    return reward if hasattr(reward, "__code__") or hasattr(reward, "__func__") else type(reward).__call__
-
-
-def _describe_place(reward: Callable[..., Any]) -> str:
-    """The file and the line of a function, in parentheses; "" where Python does not know them."""
-    code = _code_of(reward)
-    if code is None:
-        return ""
-    path = Path(code.co_filename)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f" ({shown}, line {code.co_firstlineno})"
-
-
-def _code_of(reward: Callable[..., Any]) -> CodeType | None:
-    """The code of a function; None where Python does not know it."""
-    function = inspect.unwrap(_function_of(reward))
-    return getattr(getattr(function, "__func__", function), "__code__", None)

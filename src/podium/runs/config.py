@@ -280,8 +280,9 @@ class PPOConfig(_TrainingConfig):
         Raises ConfigError. A user's own advantage or loss is loaded, and its demands are checked, only with ``load``.
         Building a configuration runs no code, because the configuration may come from somebody else.
         """
-        known = self.algorithm.advantage in ADVANTAGES and all(name in LOSSES for name in self.algorithm.losses)
-        if not known and not load:
+        names = self.algorithm.losses
+        is_registered = self.algorithm.advantage in ADVANTAGES and all(name in LOSSES for name in names)
+        if not is_registered and not load:
             return
         super().check_roles()
         rows = self.rows // self.algorithm.minibatches

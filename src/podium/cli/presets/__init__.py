@@ -71,8 +71,8 @@ class Preset:
 
 def list_presets() -> list[str]:
     """Return the names of all presets."""
-    own = (path.stem for path in Path(__file__).parent.glob("*.yaml"))
-    return sorted({*own, *(entry.name for entry in list_entry_points(group=_GROUP))})
+    names = (path.stem for path in Path(__file__).parent.glob("*.yaml"))
+    return sorted({*names, *(entry.name for entry in list_entry_points(group=_GROUP))})
 
 
 def read_preset(name: str) -> Preset:

@@ -160,8 +160,8 @@ def _list_without_signal(config: PPOConfig) -> Iterator[str]:
 def _list_of_run(config: PPOConfig) -> Iterator[str]:
     """Yield a sentence for each setting of the critic and of the schedule that nothing reads, and where the policy
     takes no step."""
-    known = config.algorithm.advantage in ADVANTAGES
-    for key in ("path", "lr") if known and not config.has_critic else ():
+    is_registered = config.algorithm.advantage in ADVANTAGES
+    for key in ("path", "lr") if is_registered and not config.has_critic else ():
         if (value := getattr(config.critic, key)) != getattr(CriticConfig(), key):
             yield (
                 f"critic.{key} = {value!r} has no effect with algorithm.advantage = {config.algorithm.advantage!r}, "
