@@ -102,7 +102,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "podium_view/command.py": ("iterdir", PERSON),
     "podium_view/completions.py": ("ParquetFile", OPENED),
     "podium_view/owner.py": ("read_text", "the kernel's table of connections"),
-    "podium_view/runs.py": ("iterdir", "the directory of runs, whose owner the person is"),
+    "podium_view/runs.py": ("glob iterdir", "the directory of runs, whose owner the person is"),
     "podium_view/page.py": ("read_text", PRIVATE),
     "trainer/completion_files.py": ("ParquetWriter write_table", OPENED),
     "trainer/data_objects.py": (
