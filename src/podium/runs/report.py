@@ -212,7 +212,8 @@ def _comparisons(pairs: Sequence[tuple[Sample, Sample]]) -> Table:
 
 def _answer(sample: Sample) -> Text:
     answer = visible(sample.completion.strip(), _CELL_CHARACTERS)
-    text = Text(answer) if answer else Text("(nothing)", "dim italic")
+    blank = visible(repr(sample.completion), _CELL_CHARACTERS) if sample.completion else "(nothing)"
+    text = Text(answer) if answer else Text(blank, "dim italic")
     style = "green" if sample.reward >= 1 else "yellow" if sample.reward > 0 else "red"
     text.append(f"\nreward {plain(sample.reward)}", style)
     return text.append(", cut off", "yellow") if sample.cut_off else text

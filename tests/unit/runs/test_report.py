@@ -101,6 +101,11 @@ def test_completions_stand_side_by_side_as_they_are() -> None:
     assert "[b]2[/b]\\x1b[2J" in text
 
 
+def test_an_answer_of_white_space_is_spelled_out_and_is_not_called_nothing() -> None:
+    blank = replace(LAST, samples=tuple(replace(sample, completion="\n\n ") for sample in LAST.samples))
+    assert r"'\n\n '" in rendered(FIRST, blank)
+
+
 def test_a_completion_stands_beside_that_of_the_same_prompt_where_sessions_failed() -> None:
     before = [Sample(f"task {place}", f"old {place}", 0.0, place=place) for place in (0, 1, 2)]
     after = [Sample(f"task {place}", f"new {place}", 1.0, place=place) for place in (1, 2, 4)]
