@@ -573,6 +573,21 @@ def test_the_policy_would_have_drawn_what_was_recorded_under_the_template_of(fam
     assert row[metrics.MISMATCH_MAX] < 1e-5
 
 
+def count_finished(completion: str, answer: str, trainer_state: Any) -> float:
+    """A reward that is the number of finished steps which it is told."""
+    return float(trainer_state.global_step)
+
+
+@pytest.mark.parametrize("world", ["", "graded_by_reward"])
+def test_a_reward_is_told_the_finished_steps_in_evaluations_too(tmp_path: Path, world: str) -> None:
+    """In evaluations of sessions it was told one less, which was -1 before the first step."""
+    sections: dict[str, Any] = {"reward": {"name": f"{__name__}:count_finished", "processes": 1}}
+    sections["eval"] = {"items": 2, "every": 1}
+    run = train(config_of(world, tmp_path, **sections) if world else tiny(GRPOConfig, tmp_path, **sections))
+    assert [row["reward_mean"] for row in metrics_rows(run, "eval")] == [0.0, 1.0, 2.0]
+    assert [row[metrics.REWARD_MEAN] for row in metrics_rows(run)] == [0.0, 1.0]
+
+
 class Struck(PPOTrainer):
     """One of ``victims`` is killed while sessions ask its generators, once in each step."""
 

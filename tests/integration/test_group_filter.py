@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from podium.data import Batch, fields
 from podium.runs.ledger import read_ledger
 from podium.runtime import Cluster
 from podium.telemetry import metrics
-from podium.trainer import GRPOConfig
+from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.prompts import Prompt
 from tests.integration.training import metrics_rows, tiny, train
 
 FILTERED = {"prompts": {"count": 3, "refills": 4}}
@@ -77,6 +79,32 @@ def test_a_filtered_run_trains_on_groups_that_differ_and_its_ledger_adds_up(
     resumed = settings_of(tmp_path, 7, run={"schedule": schedule, "resume": str(run)}, **sections)
     train(resumed, cluster)
     check_run(run, 7)
+
+
+class CountingTrainer(PPOTrainer):
+    """Notes how many tokens each step has sampled, in all of its draws."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.counts = Counter[int]()
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
+        batch = super().generate(prompts, step)
+        self.counts[step] += int(batch.select(fields.LOSS_MASK).fetch().jagged(fields.LOSS_MASK).values.sum())
+        return batch
+
+
+def test_the_speed_of_generating_counts_the_completions_of_prompts_that_are_dropped(tmp_path: Path) -> None:
+    """It was the tokens of batch.prompts x sampling.n completions over the time of all draws."""
+    trainer = CountingTrainer(settings_of(tmp_path, 3), cluster="inline", show=False)
+    summary, total = trainer.fit(), 0.0
+    rows = metrics_rows(tmp_path / "runs" / "run")
+    assert [row[metrics.SAMPLED] for row in rows] == [trainer.counts[step] for step in (1, 2, 3)]
+    for row in rows:
+        total += row["time/generate"]
+        assert row["tokens_per_s/generate"] == pytest.approx(row[metrics.SAMPLED] / row["time/generate"])
+    assert any(row[metrics.SAMPLED] > 3 * row[metrics.LENGTH_MAX] * 4 for row in rows), "no step drew again"
+    assert summary.tokens_per_s["generate"] == pytest.approx(trainer.counts.total() / total)
 
 
 def test_a_filtered_run_resumes_bit_by_bit(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ MISMATCH_MEAN: Final = "mismatch/mean"  # |generator's minus trainer's log-proba
 MISMATCH_MAX: Final = "mismatch/max"
 LENGTH_MEAN: Final = "completion/length_mean"
 LENGTH_MAX: Final = "completion/length_max"
+SAMPLED: Final = "completion/sampled"  # tokens of all completions that were drawn for the step, trained or not
 TRUNCATED: Final = "completion/truncated"  # share that ended by length, not by a stop token
 LEFT_OUT: Final = "completion/left_out"  # share that is left out of the loss; only with algorithm.cut_off = leave_out
 SESSIONS_FAILED: Final = "sessions/failed"  # share of a step's sessions of an environment that failed

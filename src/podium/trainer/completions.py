@@ -52,6 +52,7 @@ class ScoredBatch:
         figures: Metrics of the step that are known from its rollout.
         left_out: Rows that every reward function left out by returning None. They are not trained.
         max_new_tokens: The most tokens that a completion may have, for a reward that asks for it.
+        steps_before: The number of finished steps, for a reward that asks for it; by default those before ``step``.
     """
 
     step: int
@@ -62,13 +63,13 @@ class ScoredBatch:
     figures: Mapping[str, float] = field(default_factory=dict)
     left_out: ScoredBatch | None = None
     max_new_tokens: int | None = None
+    steps_before: int | None = None
 
     def graded(
         self,
         grader: Grader,
         data: Sequence[str] = (),
         reward_model: Handle[RewardModel] | None = None,
-        steps_before: int | None = None,
     ) -> ScoredBatch:
         """Return the rows that the reward scored, with grades, ``rewards``, the rewards' parts and the columns ``data``
         of the data. The other rows are ``left_out``.
@@ -77,13 +78,11 @@ class ScoredBatch:
             grader: Runs the reward.
             data: Names of columns.
             reward_model: The model whose score of a completion the reward finds in its row, as "model_score".
-            steps_before: The number of finished steps, which a reward may ask for; by default those before ``step``.
 
         Raises:
             RewardError: The reward failed.
         """
-        finished = self.step - 1 if steps_before is None else steps_before
-        grades = self.grades_of(grader, reward_model, finished)
+        grades = self.grades_of(grader, reward_model)
         return self.with_grades(grades, torch.tensor([grade.score for grade in grades], dtype=torch.float32), data)
 
     def with_grades(self, grades: Sequence[Grade], rewards_B: Tensor, data: Sequence[str] = ()) -> ScoredBatch:
@@ -102,7 +101,7 @@ class ScoredBatch:
         scored, others = map(whole.with_rows, rows_by_kind)
         return replace(scored, left_out=others).with_data(data)
 
-    def grades_of(self, grader: Grader, reward_model: Handle[RewardModel] | None, steps_before: int) -> list[Grade]:
+    def grades_of(self, grader: Grader, reward_model: Handle[RewardModel] | None) -> list[Grade]:
         """The grade of each row, those that the reward leaves out too. Raises RewardError if the reward fails."""
         grades: list[Grade] = []
         examples = [self.prompts[group].example for group in self.groups]
@@ -112,11 +111,11 @@ class ScoredBatch:
                 if reward_model is not None:
                     scores = self._model_scores(reward_model, rows, texts)
                     data_rows = [{**row, "model_score": score} for row, score in zip(data_rows, scores, strict=True)]
-                grades += grader.grade(texts, data_rows, self._extras(rows, grader.extras, steps_before))
+                grades += grader.grade(texts, data_rows, self._extras(rows, grader.extras))
                 count.done = len(grades)
         return grades
 
-    def _extras(self, rows: range, asked: Collection[str], steps_before: int) -> list[dict[str, Any]]:
+    def _extras(self, rows: range, asked: Collection[str]) -> list[dict[str, Any]]:
         """What the reward asks for beside text and row, for each of these rows."""
         extras: list[dict[str, Any]] = [{} for _ in rows]
         if "completion_ids" in asked:
@@ -130,7 +129,7 @@ class ScoredBatch:
             if "prompt_ids" in asked:
                 extra["prompt_ids"] = self.prompts[group].token_ids.tolist()
             if "trainer_state" in asked:
-                extra["trainer_state"] = steps_before
+                extra["trainer_state"] = self.step - 1 if self.steps_before is None else self.steps_before
             if "max_new_tokens" in asked and self.max_new_tokens is not None:
                 extra["max_new_tokens"] = self.max_new_tokens
         return extras

@@ -69,11 +69,13 @@ def score_held_out(
     items: list[list[Sampled]] = [[] for _ in prompts]
     reads_answers = False
     most = sampling.max_new_tokens
-    ungraded = partial(ScoredBatch, step=step, prompts=prompts, tokenizer=tokenizer, max_new_tokens=most)
+    ungraded = partial(
+        ScoredBatch, step=step, prompts=prompts, tokenizer=tokenizer, max_new_tokens=most, steps_before=step
+    )
     scored: ScoredBatch | None = None
     if sessions is not None:
         try:
-            batch, _ = sessions.live(prompts, seeds, sampling, step, training=False)
+            batch = sessions.live(prompts, seeds, sampling, step, training=False)
         except NoRowsError as error:
             if not step:  # if the first evaluation fails, no later one will work
                 raise
@@ -82,7 +84,7 @@ def score_held_out(
             scored = sessions.grade(ungraded(batch=batch), grader, config.reward, reward_model)
     else:
         batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
-        scored = ungraded(batch=batch).graded(grader, reward_model=reward_model, steps_before=step)
+        scored = ungraded(batch=batch).graded(grader, reward_model=reward_model)
     if scored is not None:
         if known and not scored.verdicts_known:
             emit(Note(_explain_scores(scored.verdicts, set_name)))

@@ -12,6 +12,7 @@ them, lengths and rewards of rows, and lists.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -108,7 +109,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if self.replay is not None:
             return self.collect_recorded(self.replay, step)
         choice, prompts = self.config.batch.choice, list[Prompt]()
-        self._examples_of[step] = []
+        self._examples_of[step], self._sampled[step] = [], 0
 
         def draw(count: int) -> ScoredBatch | None:
             self._drawn[step] = len(prompts)  # of earlier draws
@@ -128,6 +129,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             if dropped:
                 self.ledger.move(step, "dropped", dropped, reason=choice.reason)
         del self._drawn[step], self._examples_of[step]
+        sampled, sessions = self._sampled.pop(step), self.run.sessions
+        drawn = {names.SAMPLED: float(sampled)} if sessions is None else sessions.describe(step)
+        scored = replace(scored, figures={**scored.figures, **drawn})
         if self.config.run.show_samples:
             emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
         return scored
@@ -159,6 +163,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             return self.collect_parts(prompts, step)
         with stage("generate"), self.at_work(step, *self._generators_here):
             batch = self.generate(prompts[start:], step)
+            self._count_drawn(batch, prompts, step)
         with stage("score"), self._keep_if_not_graded([batch], prompts, step):
             return self.add_baselines(self.score(batch, prompts, step), prompts, step)
 
@@ -172,6 +177,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             with stage("generate"), Counting("completions", rows, whole=True) as count:
                 for part in as_completed(self.draw(new, step)):
                     batches.append(part.result())
+                    self._count_drawn(batches[-1], prompts, step)
                     count.done += len(batches[-1])
                     graded.append(self._graders.submit(self.score, batches[-1], prompts, step))
                     for over in graded:
@@ -210,7 +216,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         new = prompts[start:]
         with stage("rollout"), self.at_work(step, "rollout"):
             try:
-                batch, report = sessions.live(new, self._seeds(len(new), step), self.run.data.sampling, step)
+                batch = sessions.live(new, self._seeds(len(new), step), self.run.data.sampling, step)
             except NoRowsError:
                 if not start:
                     raise
@@ -222,13 +228,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             raise PodiumError(
                 f"step {step}: the sessions gave {len(batch)} rows, and the policy trains on {ranks} ranks"
             )
-        scored = replace(self._select_ungraded(batch, prompts, step), figures=report.figures)
+        scored = self._select_ungraded(batch, prompts, step)
         places = sorted({*scored.groups})
         with stage("score"), self._keep_if_not_graded([batch], prompts, step):
             self.enter_drawn(step, places, scored.versions())
             scored = sessions.grade(scored, self.run.grader, self.config.reward, self.run.roles.reward)
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(scored.batch))}
-            scored = replace(scored, figures={**scored.figures, **trained})
+            scored = replace(scored, figures=trained)
             self._enter_graded(scored, places)
         if gone := sorted({*range(start, len(prompts))} - {*places}):
             self.ledger.move(step, "dropped", gone, reason="every session failed")
@@ -341,6 +347,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         scored = ungraded.graded(self.run.grader, self._declared.data, self.run.roles.reward)
         self._enter_graded(scored, places)
         return scored
+
+    def _count_drawn(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> None:
+        """Count the tokens that were sampled in these rows: all tokens but those of the prompts."""
+        groups = batch.fetch(fields.GROUP).dense(fields.GROUP).tolist()
+        read = sum(len(prompts[group].token_ids) * rows for group, rows in Counter(groups).items())
+        self._sampled[step] += int(batch.jagged(fields.TOKENS).lengths.sum()) - read
 
     def _enter_graded(self, scored: ScoredBatch, places: Sequence[int]) -> None:
         """Enter the prompts at ``places`` as graded, and as dropped those of which the reward scored no completion."""
@@ -513,15 +525,14 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return ADVANTAGES.declaration(self.config.algorithm.advantage)
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the number of tokens that each stage processed; "generate" and "rollout" count the sampled ones."""
+        """Return the number of tokens that each stage processed; "generate" and "rollout" count the sampled ones, of
+        completions that are not trained too."""
         stages = ["update", "step"]
         stages += ["logprobs"] if self._needs_old_logprobs or self._frozen else []
         stages += ["values"] if self.config.has_critic else []
         drawing = "generate" if self.run.sessions is None else "rollout"
-        return {
-            drawing: metrics[names.LENGTH_MEAN] * metrics.get(names.SESSIONS_TRAINED, self.config.rows),
-            **dict.fromkeys(stages, metrics[names.TOKENS]),
-        }
+        sampled = {drawing: metrics[names.SAMPLED]} if names.SAMPLED in metrics else {}
+        return {**sampled, **dict.fromkeys(stages, metrics[names.TOKENS])}
 
     def load_data(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> PromptStream[Prompt]:
         self.replay = Replay(self.config, tokenizer) if self.config.replays else None
@@ -549,6 +560,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 )
             )
         self.watch, self._drawn = StepWatch(self.config), dict[int, int]()
+        self._sampled = dict[int, int]()  # tokens, by step that is collected
         self._examples_of = dict[int, list[int]]()  # by step that is collected
         lag = self.config.run.max_staleness if self.config.run.staleness is None else self.config.run.staleness
         self.rates = PassRates(self.config.batch.choice, self.config.run.seed, lag, len(run.data.stream))

@@ -18,16 +18,7 @@ if TYPE_CHECKING:
     from podium.trainer.prompts import Prompt
     from podium.workers import RewardModel
 
-__all__ = ["SessionReport", "Sessions"]
-
-
-class SessionReport(Protocol):
-    """The results of the sessions of one call."""
-
-    @property
-    def figures(self) -> Mapping[str, float]:
-        """Metrics of these sessions, by name."""
-        ...
+__all__ = ["Sessions"]
 
 
 class Sessions(Protocol):
@@ -49,7 +40,7 @@ class Sessions(Protocol):
         step: int,
         *,
         training: bool = True,
-    ) -> tuple[Batch, SessionReport]:
+    ) -> Batch:
         """Run ``n`` sessions for each prompt's task.
 
         Args:
@@ -60,11 +51,16 @@ class Sessions(Protocol):
             training: Whether the sessions are for training, and not for an evaluation.
 
         Returns:
-            The rows of the sessions that did not fail, whose tensors are references, and the report on all sessions.
+            The rows of the sessions that did not fail, whose tensors are references.
 
         Raises:
             NoRowsError: All sessions failed, and the message has the reasons; or no session has asked the model.
         """
+        ...
+
+    def describe(self, step: int) -> Mapping[str, float]:
+        """Return the metrics of all training sessions of ``step``, of each of its draws, by name. A second call returns
+        nothing."""
         ...
 
     def grade(

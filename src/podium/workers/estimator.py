@@ -21,7 +21,7 @@ from podium.algorithms import (
     kl_estimate,
     penalize,
 )
-from podium.algorithms.token_rows import row_sums, rows_of_tokens
+from podium.algorithms.token_rows import group_statistics, row_sums, rows_of_tokens
 from podium.data import Batch, Jagged, fields
 from podium.data.sampled_text import count_sampled
 from podium.runtime import Worker, concat, endpoint, first, only, shard
@@ -145,7 +145,8 @@ class Estimator(Worker):
         if len(trajectories.group_R.unique()) < len(rewards_R):  # one reward alone is not equal to any other
             figures[metrics.FLAT_GROUPS] = flat_groups(rewards_R, trajectories.group_R)
         if fields.BASELINE in batch:
-            figures[metrics.BASELINE_MEAN] = float(batch.dense(fields.BASELINE).mean())
+            by_prompt = group_statistics(batch.dense(fields.BASELINE), batch.dense(fields.GROUP))
+            figures[metrics.BASELINE_MEAN] = float(by_prompt.mean_G.mean())
         if LEFT_OUT in batch:
             figures[metrics.LEFT_OUT] = float(batch.dense(LEFT_OUT)[trajectories.first_R].float().mean())
         if fields.OLD_LOGPROBS in batch and bool(mask.values.any()):

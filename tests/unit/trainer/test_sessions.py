@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from podium.data import Batch, fields
+from podium.errors import NoRowsError
 from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.runs.config import InferenceConfig, RunConfig
@@ -42,7 +43,7 @@ def test_sessions_that_wait_for_room_have_longer(
 
 def test_the_first_edited_history_and_other_names_of_the_model_are_told_once() -> None:
     report = dict.fromkeys(("sessions", "turns"), 2) | dict.fromkeys(
-        ("context_full", "splits", "tool_calls", "tool_errors", "unknown"), 0
+        ("context_full", "sampled", "splits", "tool_calls", "tool_errors", "unknown"), 0
     )
     report |= {
         "failures": Counter(),
@@ -71,9 +72,10 @@ def test_the_first_edited_history_and_other_names_of_the_model_are_told_once() -
     unsubscribe = subscribe(notes.append)
     try:
         for step in range(2):
-            _, found = sessions.live([], torch.zeros(0, 1, dtype=torch.int64), SamplingParams(max_new_tokens=8), step)
-            assert found.figures[metrics.SESSIONS_UNRECOGNIZED] == 2
-            figures = {name: value for name, value in found.figures.items() if name.endswith("_limit")}
+            sessions.live([], torch.zeros(0, 1, dtype=torch.int64), SamplingParams(max_new_tokens=8), step)
+            found = sessions.describe(step)
+            assert found[metrics.SESSIONS_UNRECOGNIZED] == 2
+            figures = {name: value for name, value in found.items() if name.endswith("_limit")}
             assert figures == {"sessions/turn_limit": 0.5, "sessions/read_limit": 0}
     finally:
         unsubscribe()
@@ -81,3 +83,46 @@ def test_the_first_edited_history_and_other_names_of_the_model_are_told_once() -
     assert len(texts) == 2
     assert "'gpt-x'" in texts[0]
     assert "message 2 has x" in texts[1]
+
+
+def make_report(sessions: int, *, seconds: list[float], failed: int = 0, **counts: int) -> dict[str, Any]:
+    """What a worker reports of a call."""
+    names = ("context_full", "turns", "sampled", "splits", "unrecognized", "tool_calls", "tool_errors", "unknown")
+    return {
+        **dict.fromkeys(names, 0),
+        **{"sessions": sessions, "seconds": seconds, "failures": Counter({"it broke": failed} if failed else {})},
+        **{"details": {}, "waits_s": [], "overruled": {}, "limits": Counter(), "aliases": [], "departure": ""},
+        **counts,
+    }
+
+
+def test_the_figures_of_a_step_are_those_of_all_sessions_of_all_its_draws() -> None:
+    """With a filter of batch.prompts they were those of the first draw, and the median was the upper of two."""
+    drawn = [
+        [make_report(2, seconds=[1.0, 2.0], turns=4, sampled=10), make_report(1, seconds=[9.0], turns=3, sampled=7)],
+        [make_report(3, seconds=[4.0, 5.0, 6.0], failed=3, turns=5, tool_calls=4, tool_errors=1), {}],
+        [make_report(2, seconds=[50.0, 60.0], turns=9)],  # an evaluation
+    ]
+    columns = dict.fromkeys(
+        (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION), torch.zeros(1, dtype=torch.int64)
+    )
+    filled = Batch({**columns, fields.GRADE: [SimpleNamespace(score=1.0, full=False)]})
+    batches = [filled, filled.slice(0, 0), filled]
+    call = SimpleNamespace(wait=lambda _: True, result=lambda: batches.pop(0))
+    live = SimpleNamespace(within=lambda timeout_s: SimpleNamespace(submit=lambda *_: call))
+    workers = SimpleNamespace(
+        group=SimpleNamespace(world_size=2), live=live, notes=list, report=lambda key: drawn.pop(0)
+    )
+    sessions = Sessions(cast("Any", workers), (), InferenceConfig(), SamplingParams(max_new_tokens=8))
+    seeds, sampling = torch.zeros(0, 1, dtype=torch.int64), SamplingParams(max_new_tokens=8)
+    sessions.live([], seeds, sampling, 1)
+    with pytest.raises(NoRowsError, match="all 3 sessions"):
+        sessions.live([], seeds, sampling, 1)
+    sessions.live([], seeds, sampling, 1, training=False)
+    figures = sessions.describe(1)
+    assert figures[metrics.SESSIONS_FAILED] == 3 / 6
+    assert figures[metrics.SESSIONS_TURNS] == 12 / 6
+    assert (figures[metrics.SESSIONS_TOOL_CALLS], figures[metrics.SESSIONS_TOOL_ERRORS]) == (4 / 6, 1 / 4)
+    assert (figures[metrics.SESSION_S_MEDIAN], figures[metrics.SESSION_S_MAX]) == (4.5, 9.0)
+    assert figures[metrics.SAMPLED] == 17
+    assert sessions.describe(1) == sessions.describe(2) == {}

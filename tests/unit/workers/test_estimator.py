@@ -286,3 +286,18 @@ def test_one_completion_a_prompt_has_no_flat_groups() -> None:
         estimator = cluster.start(Estimator.bind(AlgorithmConfig(advantage="grpo")), cluster.pool([1]))
         assert metrics.FLAT_GROUPS not in estimator.describe(batch)
         assert estimator.describe(batch.with_columns(group=torch.tensor([0, 0])))[metrics.FLAT_GROUPS] == 0.0
+
+
+def test_the_mean_of_greedy_rewards_counts_each_prompt_once() -> None:
+    """Where the reward leaves completions out, prompts have different numbers of rows."""
+    rows = Batch(
+        {
+            "loss_mask": Jagged.from_rows([torch.tensor([True])] * 4),
+            "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+            "group": torch.tensor([0, 0, 0, 2]),
+            "baseline": torch.tensor([1.0, 1.0, 1.0, 0.0]),
+        }
+    )
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(AlgorithmConfig()), cluster.pool([1]))
+        assert estimator.describe(rows)[metrics.BASELINE_MEAN] == 0.5

@@ -280,6 +280,7 @@ def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:
         "context_full": sum(episode.truncated and not episode.limit for episode in episodes),
         "limits": Counter(episode.limit for episode in episodes if episode.limit),
         "turns": sum(len(trajectory.session.calls) for trajectory in spoken),
+        "sampled": sum(sum(row.sampled) for trajectory in spoken for row in trajectory.session.rows),
         "splits": sum(trajectory.session.splits for trajectory in spoken),
         "unrecognized": sum(trajectory.session.unrecognized for trajectory in spoken),
         "departure": next((other.session.departure for other in spoken if other.session.departure), ""),

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -47,12 +48,14 @@ __all__ = ["SessionReport", "Sessions", "grade_sessions"]
 _MODEL: Final = "policy"
 _GRACE_S: Final = 60.0  # time for a wave of sessions to end after its time limit
 _LOOK_S: Final = 5.0  # between two checks for notes of the workers
-_TOTALS: Final = ("sessions", "context_full", "turns", "splits", "unrecognized", "tool_calls", "tool_errors")
+_TOTALS: Final = (
+    *("sessions", "context_full", "turns", "sampled", "splits", "unrecognized", "tool_calls", "tool_errors"),
+)
 
 
 @dataclass(frozen=True)
 class SessionReport:
-    """The results of the sessions of one call.
+    """The results of the sessions of one or several calls.
 
     Attributes:
         sessions: Number of sessions.
@@ -90,6 +93,8 @@ class Sessions:
     ) -> None:
         self._logs, self._drawing = logs, tuple(drawing)
         self._counted: Mapping[str, float] = {}
+        self._reports: dict[int, list[Mapping[str, Any]]] = {}  # by step, of all draws that are not described yet
+        self._prompt_tokens: dict[int, Counter[str]] = {}  # likewise
         self._workers, self._generators, self._config, self._sampling = workers, tuple(generators), config, sampling
         self._token = secrets.token_urlsafe(32)
         self._urls: dict[int, list[str]] = {}
@@ -129,7 +134,7 @@ class Sessions:
         step: int,
         *,
         training: bool = True,
-    ) -> tuple[Batch, SessionReport]:
+    ) -> Batch:
         """As :meth:`podium.trainer.sessions.Sessions.live`."""
         if is_outside(self._config.environment) and training and not self._config.data.train:
             self._check_outside(len(prompts))
@@ -157,13 +162,23 @@ class Sessions:
             self._say_aliases(sorted({name for report in reports for name in report["aliases"]}))
         self._say_departure(next((report["departure"] for report in reports if report["departure"]), ""))
         self._say_unknown(sum(report["unknown"] for report in reports), len(batch))
-        report = _join_figures(reports, self._config.environment.limits.budget)
-        report = replace(report, figures={**report.figures, **self._count_prompt_tokens()})
+        report = _join_reports(reports, self._config.environment.limits.budget)
+        prompt_tokens = self._count_prompt_tokens()
+        if training:
+            self._reports.setdefault(step, []).extend(reports)
+            self._prompt_tokens.setdefault(step, Counter()).update(prompt_tokens)
         evaluation = f"evaluation after step {step}" if step else "evaluation"
         self._report_failures(report, f"step {step}" if training else evaluation, len(batch))
         self._note_unused_reward(batch.python(fields.GRADE))
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
-        return batch.fetch(*small), report
+        return batch.fetch(*small)
+
+    def describe(self, step: int) -> Mapping[str, float]:
+        """As :meth:`podium.trainer.sessions.Sessions.describe`."""
+        if (reports := self._reports.pop(step, None)) is None:
+            return {}
+        joined = _join_reports(reports, self._config.environment.limits.budget)
+        return {**joined.figures, **self._prompt_tokens.pop(step)}
 
     def grade(
         self, scored: ScoredBatch, grader: Grader, reward: RewardConfig, reward_model: Handle[RewardModel] | None = None
@@ -335,12 +350,12 @@ def _least_room(rooms: Sequence[SessionRoom]) -> SessionRoom | None:
     return min(rooms, key=lambda room: room.tokens, default=None)
 
 
-def _join_figures(reports: Sequence[Mapping[str, Any]], limits: Mapping[str, int]) -> SessionReport:
+def _join_reports(reports: Sequence[Mapping[str, Any]], limits: Mapping[str, int]) -> SessionReport:
     failures: Counter[str] = Counter()
     for report in reports:
         failures.update(report["failures"])
     total = {name: sum(report[name] for report in reports) for name in _TOTALS}
-    seconds = sorted(second for report in reports for second in report["seconds"])
+    seconds = [second for report in reports for second in report["seconds"]]
     waits_s = [second for report in reports for second in report["waits_s"]]
     count = max(1, total["sessions"])
     figures = {
@@ -355,8 +370,9 @@ def _join_figures(reports: Sequence[Mapping[str, Any]], limits: Mapping[str, int
         names.SESSIONS_WAITED: float(len(waits_s)),
         names.SESSIONS_WAIT_S_MEAN: sum(waits_s) / count,
         names.SESSIONS_WAIT_S_MAX: max(waits_s, default=0.0),
-        names.SESSION_S_MEDIAN: seconds[len(seconds) // 2] if seconds else 0.0,
-        names.SESSION_S_MAX: seconds[-1] if seconds else 0.0,
+        names.SESSION_S_MEDIAN: median(seconds) if seconds else 0.0,
+        names.SESSION_S_MAX: max(seconds, default=0.0),
+        names.SAMPLED: float(total["sampled"]),
     }
     details = {reason: detail for report in reports for reason, detail in report["details"].items()}
     return SessionReport(total["sessions"], failures, details, figures)
@@ -381,7 +397,7 @@ def grade_sessions(
     missing = [row for row in scored.firsts if earned_by_row[row].score is None]
     answer_grades: dict[int, Grade] = {}
     if missing:
-        answers = scored.with_rows(missing).grades_of(grader, reward_model, scored.step - 1)
+        answers = scored.with_rows(missing).grades_of(grader, reward_model)
         answer_grades = dict(zip([numbers[row] for row in missing], answers, strict=True))
     row_grades = [
         answer_grades.get(number) or Grade(score=earned.score or 0.0)

@@ -31,6 +31,7 @@ const KNOWN = {
   "mismatch/kl": ["Generator against trainer, KL", "nats a token"],
   "completion/length_mean": ["Completion length, mean", "tokens"],
   "completion/length_max": ["Completion length, longest", "tokens"],
+  "completion/sampled": ["Tokens that were sampled, trained or not", "tokens"],
   "completion/truncated": ["Completions cut off", "share"],
   "sessions/prompt_tokens": ["Prompt tokens of the sessions", "tokens"],
   "sessions/prompt_tokens_reused": ["Prompt tokens that were not computed again", "tokens"],
