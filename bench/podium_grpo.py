@@ -25,7 +25,7 @@ from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
-from podium.runs.config import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
+from podium.runs.sections import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
 from podium.telemetry import CallFinished, Event, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.training import OptimConfig

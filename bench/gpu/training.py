@@ -24,7 +24,7 @@ from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
-from podium.runs.config import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
+from podium.runs.sections import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
 from podium.telemetry import Event, Note, StageFinished, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.training import OptimConfig

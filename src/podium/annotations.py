@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["list_annotated_names", "signature_of"]
-
 
 def signature_of(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
     """Return the signature of a function or class, by default that of what it wraps. Raises TypeError or ValueError for

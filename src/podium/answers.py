@@ -16,8 +16,6 @@ from podium.extras import explain_packages
 from podium.installed import list_entry_points
 from podium.spelling import nearest_spellings
 
-__all__ = ["Answers", "Translation", "describe_word", "explain_no_answers", "load_answers", "show_value"]
-
 _GROUP: Final = "podium.answers"
 _FORM: Final = "write --section.key value, as in --optim.lr 1e-4"
 

@@ -38,23 +38,6 @@ from podium.plain_values import TOO_MUCH, check_plain
 from podium.secrecy import find_masked, mask, mask_command, variable_of
 from podium.spelling import nearest_spellings
 
-__all__ = [
-    "Key",
-    "build_config",
-    "config_to_dict",
-    "config_to_yaml",
-    "fill_masked",
-    "find_mistyped",
-    "find_override",
-    "keys_of",
-    "load_config",
-    "parse_overrides",
-    "prefer",
-    "read_values",
-    "section",
-    "with_overrides",
-]
-
 C = TypeVar("C")
 
 _RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)

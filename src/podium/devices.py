@@ -16,30 +16,6 @@ from torch import Tensor
 
 from podium.errors import ConfigError
 
-__all__ = [
-    "DTYPES",
-    "LEAST_RETURNED",
-    "autocast",
-    "choose_device",
-    "collectives_of",
-    "compute_dtype",
-    "end_idle_threads",
-    "free_memory_bytes",
-    "give_back_memory",
-    "has_bfloat16",
-    "has_bfloat16_unit",
-    "host_copy",
-    "memory_peak_bytes",
-    "parse_dtype",
-    "random_state",
-    "return_free_blocks",
-    "return_large_blocks",
-    "same_within_rounding",
-    "set_random_state",
-    "time_products",
-    "total_memory_bytes",
-]
-
 _SOFT: Final = 1  # omp_pause_soft, of omp.h
 _M_MMAP_THRESHOLD: Final = -3  # of malloc.h
 LEAST_RETURNED: Final = 1 << 20

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-__all__ = ["describe_error", "format_error", "is_readable", "name_class", "read_text"]
-
 LONGEST_TEXT: Final = 20_000
 """Characters of an exception's text. A longer text is cut in the middle."""
 

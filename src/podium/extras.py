@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["explain_packages", "find_package", "install_command", "library_command", "repair_command"]
-
 
 def install_command(extra: str, only: str = "", *, package: str = "podium") -> str:
     """Return the ``pip install`` command for the packages of an extra.

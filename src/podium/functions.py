@@ -26,9 +26,6 @@ from podium.extras import explain_packages, find_package
 from podium.installed import list_entry_points
 from podium.spelling import nearest_spellings
 
-__all__ = ["OF_SCRIPT", "check_function_name", "describe_object", "find_installed", "is_installed"]
-__all__ += ["explain_raised", "load_function", "load_installed", "nearest"]
-
 Known = Mapping[str, "str | Callable[..., Any]"]
 
 OF_SCRIPT: Final = " of the script, "

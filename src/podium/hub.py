@@ -8,8 +8,6 @@ from typing import Final
 
 from podium.exceptions import read_text
 
-__all__ = ["explain_offline", "look_for_hub"]
-
 _TIMEOUT_S: Final = 5.0
 
 

@@ -8,8 +8,6 @@ from functools import lru_cache
 from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
-__all__ = ["list_entry_points"]
-
 
 def list_entry_points(group: str, **wanted: str) -> EntryPoints:
     """Return the entry points of a group, of those of ``wanted`` (such as ``name="gsm8k"``) where it is given.

@@ -8,8 +8,6 @@ from typing import Any, Final, cast
 
 from podium.spelling import is_text
 
-__all__ = ["TOO_MUCH", "check_plain"]
-
 _PLAIN = (str, int, float, types.NoneType, list, Mapping, datetime.date)
 _MOST_BITS = 64
 _DEEPEST, _LARGEST = 50, 100_000

@@ -9,8 +9,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
-__all__ = ["MASK", "find_masked", "find_secrets", "is_secret", "mask", "mask_command", "mask_text", "variable_of"]
-
 MASK: Final = "<secret>"
 
 _WORDS: Final = r"SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|COOKIE|WEBHOOK|NETRC|DSN|BEARER|JWT"

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Iterable
 
-__all__ = ["is_text", "nearest_spellings"]
-
 _HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
 
 

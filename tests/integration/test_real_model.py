@@ -26,7 +26,7 @@ from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.rollout.tasks.encode import encode_pairs, encode_prompts, end_of_turn
-from podium.rollout.tasks.examples import Example
+from podium.rollout.tasks.forms import Example
 from podium.runtime import Cluster
 from podium.telemetry import StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer, build_config

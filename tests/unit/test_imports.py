@@ -1,8 +1,16 @@
-"""Circles of imports: none at run time, which import-linter checks, and few that only types close."""
+"""Circles of imports: none at run time, which import-linter checks, and few that only types close.
+
+Lists of names stand where users look for them."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import grimp
+
+ROOT = Path(__file__).parents[2]
+PROVED = ("backends", "data", "processes", "runtime")  # folders whose inner modules still have lists of their names
 
 
 def test_three_imports_for_types_close_a_circle() -> None:
@@ -20,3 +28,19 @@ def test_three_imports_for_types_close_a_circle() -> None:
         ("podium.runtime.endpoints", "podium.runtime.group"),
         ("podium.runtime.worker", "podium.runtime.group"),
     ]
+
+
+def test_only_packages_and_modules_for_users_list_their_names() -> None:
+    pages = [(ROOT / page).read_text() for page in ("docs/versioning.md", "docs/reference/write.py")]
+    for_users = {name for page in pages for name in re.findall(r"[`\"](podium[\w.]*)[`\"]", page)}
+    source = ROOT / "src" / "podium"
+    listing = [
+        ".".join(("podium", *path.relative_to(source).with_suffix("").parts))
+        for path in sorted(source.rglob("*.py"))
+        if path.name != "__init__.py" and "\n__all__" in path.read_text()
+    ]
+    assert [
+        name
+        for name in listing
+        if name not in for_users and not name.startswith(tuple(f"podium.{folder}." for folder in PROVED))
+    ] == []

@@ -15,8 +15,6 @@ from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import EPSILON, discounted_sums, ends_of_rows, group_statistics, whiten, wide
 from podium.errors import DataError
 
-__all__ = ["compute_advantages", "dr_grpo", "gae", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
-
 
 def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """Run the estimator that ``config.advantage`` names, and check what it returns.

@@ -22,8 +22,6 @@ from podium.algorithms.config import Aggregation
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.errors import ConfigError
 
-__all__ = ["loss_weights"]
-
 
 def loss_weights(
     mask_N: Tensor,

@@ -12,8 +12,6 @@ from torch import Tensor
 from podium.algorithms.records import LossInputs
 from podium.algorithms.token_rows import wide
 
-__all__ = ["ExpectedScores", "expected_scores"]
-
 _LEAST_REST = 1e-6  # below it, 1 minus a sum in float32 is rounding
 
 

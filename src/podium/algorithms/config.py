@@ -22,8 +22,6 @@ from podium.algorithms.entropy import EntropyController
 from podium.config import build_config, section
 from podium.errors import ConfigError
 
-__all__ = ["Aggregation", "AlgorithmConfig", "KLEstimator", "KLPlace", "Setting"]
-
 C = TypeVar("C")
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-constant"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]

@@ -13,8 +13,6 @@ from podium.algorithms.records import LossInputs
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError
 
-__all__ = ["bypass", "correction_weights", "generator_log_ratio", "truncate"]
-
 
 def correction_weights(inputs: LossInputs, config: AlgorithmConfig) -> Tensor | None:
     """The product of the weights of ``config.corrections``, ``[N]``, without gradient; None without corrections.

@@ -24,10 +24,6 @@ from podium.installed import list_entry_points
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ADVANTAGES", "COLUMNS", "CORRECTIONS", "DECLARED_DEFAULTS", "LOSSES", "CenteringOptions", "ClipOptions"]
-__all__ += ["CriticOptions", "Declaration", "NamedFunctions", "ReferenceOptions", "RouterOptions", "TeacherOptions"]
-__all__ += ["TruncateOptions", "declaration_of"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 COLUMNS: Final = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "squared_probs")

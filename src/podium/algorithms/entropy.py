@@ -11,8 +11,6 @@ from pydantic import Field
 from podium.config import build_config, section
 from podium.errors import ConfigError
 
-__all__ = ["EntropyController", "EntropyTarget"]
-
 
 @section("algorithm.entropy_coef")
 class EntropyTarget:

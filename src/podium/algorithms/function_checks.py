@@ -26,8 +26,6 @@ from podium.errors import ConfigError
 if TYPE_CHECKING:
     from podium.algorithms.config import AlgorithmConfig
 
-__all__ = ["check_functions"]
-
 
 def check_functions(config: AlgorithmConfig) -> None:
     """Load what the user wrote, and check ``algorithm.options`` against what estimator and loss declare.

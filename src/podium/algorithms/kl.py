@@ -27,8 +27,6 @@ from podium.algorithms.config import KLEstimator
 from podium.algorithms.token_rows import wide
 from podium.errors import ConfigError
 
-__all__ = ["KLController", "bounded_exp", "kl_estimate", "penalize"]
-
 # A larger log-ratio counts as this one, so that no single token turns a batch into infinities. exp(20) is 5e8.
 LOG_RATIO_LIMIT = 20.0
 

@@ -17,9 +17,6 @@ from podium.algorithms.token_rows import wide
 from podium.errors import DataError
 from podium.telemetry.metrics import CLIP_FRACTION, VALUE_LOSS
 
-__all__ = ["TEACHER_KL", "cispo", "clip_ratios", "clipped_surrogate", "cross_entropy", "gspo", "log_ratio", "ppo_clip"]
-__all__ += ["reinforce", "teacher_kl", "value_loss"]
-
 TEACHER_KL = "teacher/kl"  # KL(policy || teacher) a token, in nats: by k1 from the sampled tokens
 TEACHER_TOP_KL = "teacher/kl_top"  # the divergence that is trained with teacher_top_k, in nats a token
 TEACHER_REST = "teacher/rest"  # the teacher's probability of all ids but its most probable ones

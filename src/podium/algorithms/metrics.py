@@ -18,16 +18,6 @@ from podium.algorithms.records import TokenLoss
 from podium.algorithms.token_rows import group_statistics, wide
 from podium.errors import DataError
 
-__all__ = [
-    "WEIGHT_MEAN",
-    "WEIGHT_SQUARE",
-    "PartialMetrics",
-    "explained_variance",
-    "flat_groups",
-    "partial_metrics",
-    "value_moments",
-]
-
 WEIGHT_MEAN: Final = "mismatch/weight_mean"  # mean of the weights of corrections
 WEIGHT_SQUARE: Final = "mismatch/weight_square"  # mean of their squares, from which the next figure comes
 EFFECTIVE_SIZE: Final = "mismatch/effective_size"  # effective sample size as a share: mean² / mean of squares

@@ -31,8 +31,6 @@ from podium.telemetry.metrics import (
     SKIPPED_STEPS,
 )
 
-__all__ = ["policy_loss"]
-
 # Metrics that no display looks up by name; the others are in podium.telemetry.metrics.
 MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
 WEIGHT_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose truncated weight was cut to the cap

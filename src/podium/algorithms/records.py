@@ -18,8 +18,6 @@ from podium.algorithms.declarations import COLUMNS
 from podium.algorithms.token_rows import ends_of_rows, row_sums, rows_of_tokens, wide
 from podium.errors import DataError
 
-__all__ = ["AdvantageInputs", "AdvantageOutputs", "LossInputs", "TokenLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:

@@ -10,17 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GroupStatistics",
-    "discounted_sums",
-    "ends_of_rows",
-    "group_statistics",
-    "row_sums",
-    "rows_of_tokens",
-    "whiten",
-    "wide",
-]
-
 EPSILON = 1e-6  # added to standard deviations before dividing by them
 
 

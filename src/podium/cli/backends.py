@@ -12,8 +12,6 @@ from podium.exceptions import read_text
 from podium.extras import explain_packages, repair_command
 from podium.runtime import backends
 
-__all__ = ["run_backends"]
-
 
 def run_backends(arguments: Sequence[str]) -> int:
     """Print the installed backends. Returns the exit status."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from podium.config import read_values
 from podium.errors import ConfigError
 
-__all__ = ["Backend", "check_options", "parse_with_backend"]
-
 PREFIX = "--backend."
 
 

@@ -14,8 +14,6 @@ from typing import NoReturn
 from podium.errors import RunInterrupted
 from podium.telemetry.formatting import visible
 
-__all__ = ["CommandInterrupted", "end_interrupted", "ended_by_sigterm", "explained"]
-
 
 class CommandInterrupted(RunInterrupted):
     """SIGTERM ended a command, which has not said so yet. A training run listens for signals itself."""

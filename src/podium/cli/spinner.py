@@ -14,8 +14,6 @@ from podium.telemetry.sinks.base import Sink
 if TYPE_CHECKING:
     from rich.status import Status
 
-__all__ = ["StatusSink", "write_note"]
-
 
 class StatusSink(Sink):
     """Shows ``what`` at once, then what the program waits for and what it counts, until the block ends. Notes stay, but

@@ -34,8 +34,6 @@ from podium.trainer.preload import PRELOAD
 if TYPE_CHECKING:
     from podium.trainer.trainer import Trainer
 
-__all__ = ["run_train"]
-
 BACKEND = "local"
 _DRY_RUN, _DRY_RUNS = "--dry-run", "podium.dry_run"
 

@@ -13,8 +13,6 @@ from podium.errors import CheckpointError
 from podium.models.buckets import checksum
 from podium.models.config import ModelConfig
 
-__all__ = ["BASE", "base_checksum", "check_scale", "name_base"]
-
 BASE: Final = "base"
 """The name of the base's checksum in a checkpoint of adapters."""
 

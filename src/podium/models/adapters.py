@@ -20,8 +20,6 @@ from podium.models.config import LoraConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["with_adapters"]
-
 
 def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
     """Return ``model`` with adapters, which alone require gradients.

@@ -18,8 +18,6 @@ from podium.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["choose_attention", "unknown_keywords"]
-
 _KNOWN: Final = frozenset(
     {
         *TransformersKwargs.__annotations__,  # what a forward pass takes and hands on to all layers

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from podium.data.adapters import Adapter
 
-__all__ = ["Bucket", "Piece", "WeightInfo", "WeightManifest", "checksum", "cut", "fill"]
-
 _WORDS = 512  # 64-bit words in a row of the table that is summed
 _CACHED_ROWS = 128  # so many rows are still in the processor's cache when they are summed the other way
 

@@ -11,8 +11,6 @@ from pydantic import Field
 from podium.config import section
 from podium.errors import ConfigError
 
-__all__ = ["LoraConfig", "ModelConfig"]
-
 
 @section("model.lora")
 class LoraConfig:

@@ -18,8 +18,6 @@ from podium.models.whole_weights import WholeWeights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModelLayout", "Stored", "model_layout"]
-
 
 class Stored(NamedTuple):
     """A tensor of the files: its name and its shape. Those of one parameter follow one another in it."""

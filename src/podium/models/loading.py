@@ -38,20 +38,6 @@ if TYPE_CHECKING:
 
     from podium.models.untrained import OtherParts
 
-__all__ = [
-    "attention_implementation",
-    "checkpoint_layers",
-    "decoder_layers",
-    "lay_out",
-    "load_model",
-    "load_scorer",
-    "longest_text",
-    "plain_model",
-    "rotary_turn",
-    "save_pretrained",
-    "vocabulary_size",
-]
-
 _SHOWN: Final = 20  # names of tensors in a message, of each kind
 
 

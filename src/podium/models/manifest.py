@@ -15,8 +15,6 @@ from typing import Any, Final
 from podium.errors import CheckpointError
 from podium.exceptions import read_text
 
-__all__ = ["MANIFEST", "check_manifest", "explain", "file_sums", "is_refusal", "refusal_of", "write_manifest"]
-
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
 _READ: Final = (1, 2)  # in 1, the weights of a model had the form in which they are resumed

@@ -36,8 +36,6 @@ from podium.models.value_head import is_of_value_head
 from podium.models.weight_files import INDEX, WHOLE, read_stored_tensors
 from podium.models.whole_weights import WholeWeights
 
-__all__ = ["RESUME", "ModelCopy", "model_texts", "read_layout", "read_model"]
-
 _ADAPTERS: Final = "adapter_model.safetensors"
 RESUME: Final = "resume"
 """The directory in a learner's checkpoint of what only a resumed run needs."""

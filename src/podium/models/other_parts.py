@@ -30,8 +30,6 @@ from podium.models.untrained import NO_OTHERS, OtherParts
 from podium.models.value_head import find_value_head
 from podium.models.weight_files import StoredTensor, read_stored_tensors
 
-__all__ = ["find_other_parts", "freeze_other_parts"]
-
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _CONFIG: Final = "config.json"
 

@@ -11,8 +11,6 @@ from transformers.utils import logging as transformers_logging
 from podium.runtime.worker import WorkerContext, current_context
 from podium.telemetry.progress import Counting
 
-__all__ = ["count_progress", "counting_transformers"]
-
 T = TypeVar("T")
 
 _BAR: Final = "Loading weights"  # transformers' name of the progress bar over the tensors that it reads

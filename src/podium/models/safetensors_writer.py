@@ -10,8 +10,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "write_safetensors"]
-
 _TYPES: Final = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},

@@ -25,8 +25,6 @@ from podium.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Place", "Source", "digest", "find_sources", "places", "read", "read_rows"]
-
 _CHUNK: Final = 1 << 24  # bytes that are read at a time
 _SAMPLE: Final = 1 << 12  # bytes of each tensor that ranks compare
 _DTYPES: Final = {

@@ -16,8 +16,6 @@ from podium.hub import explain_offline, look_for_hub
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = ["CHARACTERS_PREFIX", "char_tokenizer", "load_tokenizer"]
-
 CHARACTERS_PREFIX: Final = "chars:"
 """A tokenizer setting with this prefix has an alphabet instead of a path: ``chars:0123456789+=``."""
 

@@ -13,8 +13,6 @@ from safetensors import SafetensorError, safe_open
 from podium.models.safetensors_writer import Part, write_safetensors
 from podium.models.weight_files import INDEX, WHOLE, StoredTensor, read_stored_tensors
 
-__all__ = ["NO_OTHERS", "OtherParts"]
-
 _TRAINED: Final = "model-trained.safetensors"
 _OTHERS: Final = "model-other-parts.safetensors"
 

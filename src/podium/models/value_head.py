@@ -13,8 +13,6 @@ from podium.models.loading import plain_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["add_value_head", "find_value_head", "is_of_value_head", "run_value_head"]
-
 _NAME: Final = "podium_value_head"
 
 

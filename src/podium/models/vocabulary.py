@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from podium.models.config import ModelConfig
 
-__all__ = ["TextIds", "add_ends", "find_ids_beyond", "find_text_ids", "generation_ends"]
-
 TextIds: TypeAlias = tuple[int, tuple[int, ...]]
 """A limit, and holes below it: ids from the limit on, and the holes, stand for no text."""
 

@@ -10,8 +10,6 @@ from safetensors import SafetensorError, safe_open
 
 from podium.errors import ConfigError
 
-__all__ = ["INDEX", "WHOLE", "StoredTensor", "find_replaced_heads", "read_stored_tensors", "read_stored_value_head"]
-
 WHOLE: Final = "model.safetensors"
 """The file of a model in one file."""
 INDEX: Final = "model.safetensors.index.json"

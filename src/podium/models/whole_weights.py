@@ -12,8 +12,6 @@ from podium.models.buckets import Piece, WeightInfo, cut
 from podium.models.loading import plain_model
 from podium.models.value_head import is_of_value_head
 
-__all__ = ["WholeWeights", "full_weights"]
-
 _BASE_LAYER = ".base_layer"
 _ADAPTER = "lora_"
 

@@ -6,8 +6,6 @@ from typing import Any, Final
 from podium.rewards.config import Grade
 from podium.rewards.numbers import boxed_text, final_number
 
-__all__ = ["find_reader", "reads_answers"]
-
 _ANSWER: Final = "answer"
 
 

@@ -6,8 +6,6 @@ from functools import partial
 from types import CodeType
 from typing import Any, Final, TypeVar
 
-__all__ = ["declared_columns", "list_read_keys", "reads"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SKIPPED: Final = frozenset({"CACHE", "PUSH_NULL", "NOP", "EXTENDED_ARG"})

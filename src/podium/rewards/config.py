@@ -9,8 +9,6 @@ from pydantic import Field
 from podium.config import section
 from podium.errors import ConfigError
 
-__all__ = ["Grade", "RewardConfig"]
-
 
 @section("reward")
 class RewardConfig:

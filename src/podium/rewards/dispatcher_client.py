@@ -36,8 +36,6 @@ from podium.secrecy import find_secrets
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 
-__all__ = ["GradingProcesses", "Pending"]
-
 _MOST_PROCESSES: Final = 8
 _LOOKS_S: Final = 1.0  # after which a silent dispatcher is told to go on
 MOST_LOG_BYTES: Final = 64 << 20

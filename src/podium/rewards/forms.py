@@ -33,8 +33,6 @@ from podium.rewards.signatures import (
     read_signature,
 )
 
-__all__ = ["EXTRAS", "CallError", "Form", "Item", "Log", "read_form"]
-
 EXTRAS: Final = ("completion_ids", "prompt_ids", "trainer_state", "max_new_tokens", "stop_text")
 """What the trainer knows of a completion beside its text and row, and gives to a function that asks for it."""
 

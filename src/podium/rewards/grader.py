@@ -26,8 +26,6 @@ from podium.rewards.resolve import Rewards, Source, check_weights, list_rewards,
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 
-__all__ = ["Grader"]
-
 
 class Grader:
     """Scores completions. A reward that hangs, crashes or leaks memory does not harm the run.

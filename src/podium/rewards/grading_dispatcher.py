@@ -31,8 +31,6 @@ from podium.processes import Channel, Frame, FrameError, Supervisor, describe_ex
 from podium.rewards.grading_process import ALIVE, REPLACE, encode, grade_awaited, grade_items
 from podium.rewards.panel import Panel, Result
 
-__all__ = ["MOST_RESULT_BYTES", "Settings", "main"]
-
 MOST_RESULT_BYTES: Final = 1 << 20
 
 _MOST_ITEMS: Final = 64  # in a chunk: enough to make the cost of a message vanish, few enough to balance processes

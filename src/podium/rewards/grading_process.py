@@ -19,8 +19,6 @@ from podium.processes import Channel, children_of, limit_memory
 from podium.rewards.forms import Item
 from podium.rewards.panel import Clock, Panel, Result, is_finite, judge, judge_awaited
 
-__all__ = ["ALIVE", "REPLACE", "decode", "encode", "grade_awaited", "grade_items"]
-
 REPLACE: Final = 75  # exit code of a process that earlier items have filled with memory or processes
 ALIVE: Final = 0  # number of a frame by which a process that awaits says that it goes on
 

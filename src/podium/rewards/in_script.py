@@ -17,8 +17,6 @@ from podium.rewards.resolve import Source
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 
-__all__ = ["GradingInScript"]
-
 T = TypeVar("T")
 
 _MOST_AWAITED: Final = 64  # items at once

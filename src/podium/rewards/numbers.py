@@ -10,8 +10,6 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Final
 
-__all__ = ["MARK", "TOLERANCE", "boxed_text", "final_number", "is_same_number"]
-
 MARK: Final = "####"
 TOLERANCE: Final = Decimal("1e-6")  # relative for answers over 1, absolute below
 

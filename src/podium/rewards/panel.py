@@ -23,8 +23,6 @@ from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.forms import CallError, Form, Item, Log, read_form
 from podium.rewards.resolve import RewardFn, name_of, resolve_reward
 
-__all__ = ["Clock", "Panel", "Result", "is_finite", "judge", "judge_awaited", "make_grade", "show_traceback"]
-
 _LARGEST: Final = 3.4028234663852886e38  # of float32, in which rewards train
 _PROBLEM: Final = 2_000  # characters; a result stays under the dispatcher's limit
 _TRACEBACK: Final = 20_000

@@ -9,9 +9,6 @@ from podium.functions import load_function
 from podium.rewards.columns import declared_columns
 from podium.rewards.config import RewardConfig
 
-__all__ = ["GROUP", "NAMED_REWARDS", "RewardFn", "Rewards", "Source"]
-__all__ += ["check_weights", "columns_read", "list_rewards", "load_nearby", "name_of", "resolve_reward"]
-
 Score = float | Mapping[str, float] | Sequence[float | None] | None
 RewardFn = Callable[..., Score | Awaitable[Score]]
 """A reward function: ``reward(completion, row)``, where the row has "prompt" and "answer" beside the columns of the

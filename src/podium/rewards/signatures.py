@@ -11,8 +11,6 @@ from typing import Any
 
 from podium.annotations import signature_of
 
-__all__ = ["describe_place", "find_code", "is_empty", "is_unused", "list_partial_keywords", "read_signature"]
-
 
 def is_unused(parameter: inspect.Parameter) -> bool:
     """Whether the name of a parameter says that nobody reads it."""

@@ -6,8 +6,6 @@ from typing import Any
 from podium.rewards.columns import reads
 from podium.rewards.numbers import final_number, is_same_number
 
-__all__ = ["answer_of", "exact", "fraction", "gsm8k", "model", "overlong"]
-
 
 def answer_of(row: Mapping[str, Any]) -> str:
     """Return the row's answer as text: text itself, a number as Python writes it, the text of the last of messages.

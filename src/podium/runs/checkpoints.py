@@ -38,8 +38,6 @@ from podium.runs.run_json import Amount, Count, read_json
 from podium.telemetry import CheckpointSaved, emit
 from podium.telemetry.held_out import ACCURACY, REWARD, Metric
 
-__all__ = ["Checkpoints", "StoredCheckpoints", "TrainerState", "files_of"]
-
 _logger = logging.getLogger(__name__)
 _LATEST: Final = "latest"
 

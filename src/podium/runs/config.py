@@ -26,9 +26,7 @@ from podium.runs.sections import (
     EvalConfig,
     ExampleBatch,
     PlacementConfig,
-    PoolConfig,
     PromptBatch,
-    PromptChoice,
     RunConfig,
     SaveConfig,
 )
@@ -36,23 +34,6 @@ from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, REWARD_MARGIN, TOK
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import EndingOptim, check_dropout
-
-__all__ = [
-    "CriticConfig",
-    "EvalConfig",
-    "ExampleBatch",
-    "GRPOConfig",
-    "InferenceConfig",
-    "PPOConfig",
-    "PlacementConfig",
-    "PoolConfig",
-    "PromptBatch",
-    "PromptChoice",
-    "RunConfig",
-    "SFTConfig",
-    "SaveConfig",
-    "check_goal",
-]
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 _METRICS: Final = {"auto": "auto", "reward": REWARD} | {

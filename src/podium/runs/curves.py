@@ -13,8 +13,6 @@ from podium.installed import list_entry_points
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["CurveDrawer", "CurveText", "load_drawer"]
-
 _GROUP: Final = "podium.curves"
 
 

@@ -16,8 +16,6 @@ from podium.runs.run_json import Amount, Count, Figure
 from podium.telemetry import Sample
 from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, REWARD_MARGIN, Metric
 
-__all__ = ["Evaluation", "Gain", "Interval", "Scores", "accuracy_interval", "check_scores", "gain"]
-
 _Z95: Final = 1.959964  # of the normal distribution, two-sided
 _FEWEST_CHANGES: Final = 6  # of fewer, all may have one sign by chance: 2 / 2^5 is more than 5 %
 

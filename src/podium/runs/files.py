@@ -9,8 +9,6 @@ from typing import Final
 from podium.errors import ConfigError
 from podium.spelling import is_text
 
-__all__ = ["LOCK", "SET", "STATE_FILE", "check_path", "free_name", "step_name", "step_of"]
-
 STATE_FILE: Final = "trainer.json"
 """The file in a checkpoint that holds the state of the controller."""
 

@@ -8,8 +8,6 @@ from podium.runs.evaluation import Evaluation
 from podium.telemetry.held_out import ACCURACY, MAJ, REWARD, REWARD_MARGIN, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
-__all__ = ["choose_metric", "knows_accuracy"]
-
 
 def choose_metric(config: InferenceConfig, evaluation: Evaluation) -> tuple[Metric, bool]:
     """Return the metric that judges a run, and whether ``evaluation`` decides that for all later ones.

@@ -33,8 +33,6 @@ from podium.errors import CheckpointError, DataError, PodiumError
 from podium.runs.run_files import RunFiles
 from podium.runs.run_json import Count, read_lines, write_json
 
-__all__ = ["Entry", "Ledger", "States", "read_ledger"]
-
 _STATES: Final = ("returned", "taken", "rolled_out", "graded", "trained", "dropped")
 _RETURNED, _TAKEN, _, _, _TRAINED, _DROPPED = range(len(_STATES))
 _IN_FLIGHT: Final = ("taken", "rolled_out", "graded")

@@ -12,8 +12,6 @@ from podium.runs.config import InferenceConfig
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import is_run
 
-__all__ = ["resolve_models"]
-
 C = TypeVar("C", bound=InferenceConfig)
 
 _KEYS: Final = (

@@ -46,8 +46,6 @@ from podium.runs.run_files import RunFiles
 from podium.runs.schedules import SCHEDULES
 from podium.runs.trackers import find_tracker
 
-__all__ = ["check_code", "check_source", "list_code", "remember_code"]
-
 C = TypeVar("C")
 Keys = tuple[str, ...]
 

@@ -33,9 +33,6 @@ from podium.runs.files import check_path
 from podium.runs.run_files import RunFiles
 from podium.runs.run_json import Count, read_json, write_json
 
-__all__ = ["PLACES", "align_values", "as_given", "find_again", "find_current_values", "is_needed", "read_objects"]
-__all__ += ["record", "remarks"]
-
 _logger = logging.getLogger(__name__)
 C = TypeVar("C")
 Keys = tuple[str | int, ...]

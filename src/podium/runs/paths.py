@@ -17,8 +17,6 @@ from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import CONFIG, RunRecord, flatten, is_run
 from podium.secrecy import mask
 
-__all__ = ["find_other_settings", "list_other_settings", "resolve_resume", "run_path"]
-
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
 _FREE: Final = frozenset({"run", "save", "eval", "placement", "engine", "parallel"})  # not what is learned

@@ -16,8 +16,6 @@ from podium.installed import list_entry_points
 from podium.runs.config import GRPOConfig, PPOConfig, SFTConfig
 from podium.telemetry.held_out import LOSS
 
-__all__ = ["RECIPES", "Recipe", "find_recipe", "list_recipes", "recipe_of"]
-
 _GROUP: Final = "podium.recipes"
 
 

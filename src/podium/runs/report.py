@@ -26,8 +26,6 @@ from podium.telemetry.formatting import duration, plain, visible
 from podium.telemetry.held_out import Metric
 from podium.telemetry.sinks.console import lose_output
 
-__all__ = ["render", "report"]
-
 _CELL_CHARACTERS: Final = 400
 _PAIRS: Final = 3  # completions before and after, that are shown
 _INDENT: Final = (0, 0, 0, 2)

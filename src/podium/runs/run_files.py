@@ -25,8 +25,6 @@ from typing import IO, Final
 from podium.errors import ConfigError, DataError
 from podium.runs.files import LOCK
 
-__all__ = ["RunFiles"]
-
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_FILE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)

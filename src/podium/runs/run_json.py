@@ -19,8 +19,6 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from podium.errors import DataError
 from podium.telemetry.formatting import visible
 
-__all__ = ["Amount", "Count", "Figure", "Number", "read_json", "read_lines", "write_json"]
-
 T = TypeVar("T")
 
 _MOST: Final = 1 << 53

@@ -34,9 +34,6 @@ from podium.telemetry.formatting import visible
 from podium.telemetry.held_out import ACCURACY, Metric
 from podium.telemetry.metrics import TIME_PREFIX
 
-__all__ = ["CONFIG", "LEDGER", "METRICS", "SUMMARY", "UNCOMPARED", "RunRecord"]
-__all__ += ["check_run", "flatten", "is_run", "metric_of", "name_data", "parse_rows"]
-
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
 UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
 """Settings that say nothing of how runs compare."""

@@ -52,8 +52,6 @@ from podium.secrecy import mask_command, mask_text
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TraceSink, TrackedRun
 
-__all__ = ["RunDirectory", "Summary", "library_versions"]
-
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 CONTROLLER_LOG: Final = "controller.log"
 _JOURNALS, _TRACKER_ID = ".in_flight", ".tracker_id"

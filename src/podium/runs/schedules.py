@@ -7,8 +7,6 @@ from typing import Any, Final, TypeVar
 from podium.errors import ConfigError
 from podium.functions import load_function
 
-__all__ = ["SCHEDULES", "ScheduleDeclaration", "declaration_of", "find_schedule"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 SCHEDULES: Final = {

@@ -12,20 +12,6 @@ from podium.functions import check_function_name
 from podium.rollout.sampling import SamplingParams
 from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
 
-__all__ = [
-    "CriticConfig",
-    "EvalConfig",
-    "EvalSampling",
-    "ExampleBatch",
-    "PlacementConfig",
-    "PoolConfig",
-    "PromptBatch",
-    "PromptChoice",
-    "RunConfig",
-    "SaveConfig",
-    "TrackerOptions",
-]
-
 Role = Literal["policy", "reference", "teacher", "critic", "reward", "estimator", "generator", "rollout"]
 
 

@@ -17,8 +17,6 @@ from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import CONFIG, RunRecord, is_run
 
-__all__ = ["StoredModel", "find_model"]
-
 _MAKES_MODEL: Final = ("model", "data.chat_template")  # what a checkpoint is exported with
 
 

@@ -10,8 +10,6 @@ from podium.functions import find_installed, load_installed, nearest
 from podium.installed import list_entry_points
 from podium.telemetry.sinks import Tracker
 
-__all__ = ["find_tracker", "load_tracker"]
-
 _KEY: Final = "run.trackers"
 _GROUP: Final = "podium.trackers"
 

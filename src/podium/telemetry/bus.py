@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from podium.telemetry.events import Event
 
-__all__ = ["AS_EVENT", "Bus", "active", "emit", "flush", "report_failure", "subscribe"]
-
 AS_EVENT: Final = "podium_event"
 """The attribute of a log record that says what an event says as well, so that a terminal shows one of the two."""
 

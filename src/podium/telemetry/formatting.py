@@ -3,8 +3,6 @@
 import math
 import unicodedata
 
-__all__ = ["clock_duration", "compact", "duration", "percent", "plain", "visible"]
-
 
 def _write_three_digits(value: float) -> str:
     """Three digits of a number below 999.5."""

@@ -8,9 +8,6 @@ from typing import Final
 from podium.telemetry import metrics
 from podium.telemetry.formatting import percent, plain
 
-__all__ = ["ACCURACY", "CUT_OFF", "LENGTH", "LOSS", "MAJ", "PASS", "PERPLEXITY", "REWARD", "REWARD_MARGIN", "SOURCES"]
-__all__ += ["TOKEN_ACCURACY", "Metric", "count_draws"]
-
 ACCURACY: Final = "accuracy"  # share of the prompts whose completion is correct, or whose better answer is preferred
 REWARD: Final = "reward_mean"
 REWARD_MARGIN: Final = "reward_margin"  # mean difference of the rewards of a better answer and of a worse one

@@ -18,8 +18,6 @@ from weakref import WeakValueDictionary
 from podium.telemetry.events import Count
 from podium.telemetry.formatting import clock_duration, compact
 
-__all__ = ["TOKENS", "Counting", "describe_counts", "read_counts"]
-
 T = TypeVar("T")
 
 TOKENS: Final = "tokens"

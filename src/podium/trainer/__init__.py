@@ -16,21 +16,23 @@ if TYPE_CHECKING:
         read_values as read_values,
     )
     from podium.runs.config import (
-        CriticConfig as CriticConfig,
-        EvalConfig as EvalConfig,
-        ExampleBatch as ExampleBatch,
         GRPOConfig as GRPOConfig,
         InferenceConfig as InferenceConfig,
-        PlacementConfig as PlacementConfig,
-        PoolConfig as PoolConfig,
         PPOConfig as PPOConfig,
-        PromptBatch as PromptBatch,
-        RunConfig as RunConfig,
-        SaveConfig as SaveConfig,
         SFTConfig as SFTConfig,
     )
     from podium.runs.evaluation import Evaluation as Evaluation
     from podium.runs.run_writer import Summary as Summary
+    from podium.runs.sections import (
+        CriticConfig as CriticConfig,
+        EvalConfig as EvalConfig,
+        ExampleBatch as ExampleBatch,
+        PlacementConfig as PlacementConfig,
+        PoolConfig as PoolConfig,
+        PromptBatch as PromptBatch,
+        RunConfig as RunConfig,
+        SaveConfig as SaveConfig,
+    )
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
     from podium.trainer.preload import PRELOAD as PRELOAD
     from podium.trainer.sft import SFTTrainer as SFTTrainer

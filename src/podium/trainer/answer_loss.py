@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from podium.runs.config import PPOConfig
 
-__all__ = ["Answers"]
-
 
 class Answers:
     """The answers of all training prompts that have one, encoded as for supervised fine-tuning.

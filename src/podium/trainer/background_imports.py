@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
-__all__ = ["LATER", "importing"]
-
 LATER: Final = ("pyarrow.parquet", "pandas", "matplotlib.figure", "matplotlib.backends.backend_agg", "plotext")
 """Modules that write completions (pyarrow imports pandas with its first array) and draw curves."""
 

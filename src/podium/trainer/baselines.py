@@ -17,8 +17,6 @@ from podium.errors import RewardError
 from podium.rollout.sampling import SamplingParams
 from podium.trainer.completions import ScoredBatch
 
-__all__ = ["add_baselines", "be_greedy"]
-
 
 def be_greedy(sampling: SamplingParams) -> SamplingParams:
     """One completion a prompt, of the most probable tokens."""

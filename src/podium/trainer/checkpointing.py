@@ -17,18 +17,16 @@ from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.models.manifest import check_manifest, explain, file_sums, refusal_of, write_manifest
 from podium.models.vocabulary import add_ends
 from podium.runs.checkpoints import Checkpoints, TrainerState, files_of
-from podium.runs.config import SaveConfig
 from podium.runs.files import STATE_FILE
 from podium.runs.run_files import RunFiles
 from podium.runs.run_json import write_json
+from podium.runs.sections import SaveConfig
 from podium.trainer.schedules.steps import name_stage
 
 if TYPE_CHECKING:
     from podium.runtime import Call, Handle
     from podium.trainer.roles import Roles
     from podium.workers import Policy
-
-__all__ = ["ModelExtras", "Saver", "load_checkpoint", "write_model"]
 
 
 def load_checkpoint(path: Path, roles: Roles) -> TrainerState:

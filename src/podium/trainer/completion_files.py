@@ -29,8 +29,6 @@ from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Pair, Prompt, split_answer
 from podium.trainer.token_texts import TokenTexts
 
-__all__ = ["LOGGED", "CompletionsLog", "to_utf8", "write_completions", "write_examples"]
-
 LOGGED: Final = "podium_logged"
 """Metadata of a file: the names of those parts of the reward, as JSON, that functions only logged."""
 

@@ -22,14 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, completion_texts, fields, sampled_tokens
 from podium.data.sampled_text import count_sampled
 from podium.rewards import Grade, Grader
-from podium.rollout.tasks.examples import template_messages
+from podium.rollout.tasks.messages import template_messages
 from podium.runtime import Handle
 from podium.telemetry import Sample, metrics as names
 from podium.telemetry.progress import Counting
 from podium.trainer.prompts import Prompt
 from podium.workers import RewardModel
-
-__all__ = ["ScoredBatch", "version_range"]
 
 _LOGGED: Final = "logged/"  # as fields.PART, of a number that the reward only logs, which no estimator sees
 _FIGURES: Final = (fields.PART, _LOGGED)

@@ -23,8 +23,6 @@ from podium.rollout.tasks.rows import tell_splits
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.telemetry import Waiting, emit
 
-__all__ = ["write_data"]
-
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
 _ROWS: Final = 1000  # that are written together

@@ -32,8 +32,6 @@ from podium.trainer.prompts import Prompt, completion_seeds, pair_batch, prompt_
 from podium.trainer.sessions import Sessions
 from podium.workers import Generator, Policy, RewardModel
 
-__all__ = ["load_held_out_pairs", "score_answers", "score_held_out"]
-
 _SAMPLES: Final = 24  # of which the report shows a few that changed
 _READ_TOKENS: Final = 1 << 19  # tokens of the rows whose texts are fetched at once
 _TOGETHER: Final = 512  # held-out examples that are sent to the policy at once

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from podium.trainer.restart_limit import Losses
     from podium.workers import Estimator, Generator, WeightSync
 
-__all__ = ["Generators", "parts_of"]
-
 _MOST_PARTS: Final = 24  # parts of one generator; each takes one of the 32 threads for concurrent calls
 _MOST_KEPT: Final = 64  # parts that one call copies
 _AHEAD: Final = 5  # times as many completions as a generator draws at the same time

@@ -17,13 +17,11 @@ from statistics import fmean
 import torch
 
 from podium.data import fields
-from podium.runs.config import PromptChoice
+from podium.runs.sections import PromptChoice
 from podium.telemetry import metrics as names
 from podium.telemetry.formatting import percent
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
-
-__all__ = ["explain_flat", "fill_step", "list_flat", "row_passes"]
 
 
 def list_flat(scored: ScoredBatch, by: str) -> set[int]:

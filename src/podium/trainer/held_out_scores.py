@@ -14,8 +14,6 @@ from podium.runs.evaluation import Scores
 from podium.telemetry import metrics
 from podium.telemetry.held_out import ACCURACY, CUT_OFF, LENGTH, MAJ, PASS, REWARD, SOURCES, count_draws
 
-__all__ = ["Sampled", "majority", "pass_at_k", "scores_of"]
-
 _BY_SOURCE: Final = (ACCURACY, REWARD, LENGTH)
 
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from podium.runs.config import PromptChoice
+from podium.runs.sections import PromptChoice
 from podium.telemetry import Note, emit
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import row_passes
 from podium.trainer.prompts import draw_uniform
-
-__all__ = ["PassRates", "shares_of"]
 
 _LEAST: Final = 0.05  # the probability with which a curriculum takes a prompt at least, so that its rate is measured
 

@@ -54,8 +54,6 @@ from podium.trainer.updates import join_updates, submit_update
 from podium.workers import Estimator, FollowingReference, Reference, Teacher
 from podium.workers.policy import ENTROPY_COEF, HEAD_ALONE
 
-__all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 KL_COEF: Final = "policy/kl_coef"

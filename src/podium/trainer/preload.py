@@ -9,8 +9,6 @@ from typing import Final
 
 from podium.rollout.environments import find_rollout
 
-__all__ = ["MODEL_MODULES", "PRELOAD"]
-
 MODEL_MODULES: Final = (
     *("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.modeling_layers"),
     *(

@@ -19,12 +19,10 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.rollout.tasks import DataConfig, EncodedPrompts, Example, encode_prompts, load_examples
-from podium.rollout.tasks.examples import RowReader, message_text
+from podium.rollout.tasks.examples import RowReader
+from podium.rollout.tasks.messages import message_text
 from podium.telemetry import Note, emit
 from podium.telemetry.formatting import percent
-
-__all__ = ["Pair", "Prompt", "Prompts", "completion_seeds", "encode_rows", "load_held_out", "pair_batch"]
-__all__ += ["draw_uniform", "prompt_batch", "row_order", "split_answer"]
 
 Pair = tuple[list[int], list[bool]]
 """The tokens of a prompt with its answer, and their loss mask."""

@@ -37,8 +37,6 @@ from podium.trainer.completion_files import LOGGED
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.prompts import Prompt, Prompts
 
-__all__ = ["Replay"]
-
 _RECORDED: Final = ("sampling", "data", "batch", "reward", "environment")  # sections that made what was recorded
 _PROMPT: Final = ("group", "prompt", "prompt_tokens", "expected")
 _ROW: Final = ("group", "prompt_tokens", "tokens", "token_logprobs", "token_versions", "reward", "correct")

@@ -15,8 +15,6 @@ from typing import Final
 
 from podium.errors import LostTooOften, PodiumError
 
-__all__ = ["Losses", "RunLost", "find_lost"]
-
 WINDOW_S: Final = 3600.0
 
 

@@ -52,9 +52,6 @@ from podium.workers import (
 from podium.workers.learner import Progress
 from podium.workers.reference import FollowingReference
 
-__all__ = ["RoleWorkers", "Roles", "bind_roles", "close_role", "inference_arguments", "list_classes", "start_roles"]
-__all__ += ["start_workers"]
-
 _logger = logging.getLogger(__name__)
 
 _ROLES: Final[Mapping[str, type[Worker]]] = {

@@ -13,8 +13,6 @@ import heapq
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["RolloutQueue"]
-
 P = TypeVar("P", bound=Hashable)
 
 

@@ -11,8 +11,6 @@ from podium.rollout.tasks import EncodedExamples, PromptStream
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.trainer.prompts import Prompt
 
-__all__ = ["HeldOut", "RunData"]
-
 E = TypeVar("E")
 HeldOut: TypeAlias = Sequence[Prompt] | EncodedExamples
 """The prompts of an evaluation set, or examples with their answers, of which the loss is computed."""

@@ -55,8 +55,6 @@ from podium.trainer.schedules import Schedule
 from podium.trainer.sessions import Sessions
 from podium.trainer.signals import StopRequest, listen_for_stop
 
-__all__ = ["Run", "RunOptions", "is_graded", "make_grader", "open_run", "read_held_out"]
-
 E = TypeVar("E")
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from podium.trainer.prompts import Prompt
     from podium.workers import RewardModel
 
-__all__ = ["Sessions"]
-
 
 class Sessions(Protocol):
     """The rollout workers, as one."""

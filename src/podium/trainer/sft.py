@@ -22,8 +22,6 @@ from podium.trainer.prompts import Pair, pair_batch
 from podium.trainer.run_data import HeldOut
 from podium.trainer.trainer import Trainer
 
-__all__ = ["Examples", "SFTTrainer"]
-
 
 @dataclass(frozen=True)
 class Examples:

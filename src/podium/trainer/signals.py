@@ -32,8 +32,6 @@ from podium.processes import end_launched
 from podium.telemetry import Note, emit
 from podium.telemetry.sinks.console import restore_terminal
 
-__all__ = ["ECHO_S", "StopRequest", "listen_for_stop"]
-
 ECHO_S: Final = 1.0
 """A second signal so soon is a copy of the first, where this process's parent passes signals on."""
 END_S: Final = 1.0

@@ -11,8 +11,6 @@ from podium.telemetry import Note, emit, metrics as names
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import explain_flat
 
-__all__ = ["StepWatch"]
-
 NOTED_MISMATCH: Final = 0.05  # nats a token; bfloat16 alone makes 0.007
 _FLAT_STEPS: Final = (5, 50, 500)  # steps in a row, after which a note says that nothing is learned
 _MISMATCH_REMEDY: Final = (

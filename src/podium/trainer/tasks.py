@@ -11,8 +11,6 @@ import torch
 from podium.rollout.tasks import Example
 from podium.trainer.prompts import Prompt
 
-__all__ = ["TaskPrompt", "Tasks"]
-
 
 class TaskPrompt(Prompt):
     """A task of an environment. Its sessions decide what the model reads. ``text`` is for people."""

@@ -5,8 +5,6 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenTexts"]
-
 _NO_CHARACTER: Final = "\ufffd"  # the character that incomplete bytes decode to
 _MOST_BYTES: Final = 4  # bytes of a character in UTF-8, so also the most tokens of a character
 

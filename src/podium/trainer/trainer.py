@@ -75,8 +75,6 @@ from podium.trainer.run_setup import (
 )
 from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, name_stage
 
-__all__ = ["Trainer"]
-
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 E = TypeVar("E")
 R = TypeVar("R", bound=Rollout)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from podium.rewards import Rewards
     from podium.runs.config import PPOConfig
 
-__all__ = ["check_training", "load_training"]
-
 
 def load_training(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, reward: Rewards | None

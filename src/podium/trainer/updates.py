@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from podium.trainer.prompts import Prompt
     from podium.workers import Policy
 
-__all__ = ["join_updates", "submit_update"]
-
 _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
 
 

@@ -16,16 +16,6 @@ from podium.training.learning_rate import compute_learning_rate
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "LEAST_MICRO_BATCH_TOKENS",
-    "EndingOptim",
-    "OptimConfig",
-    "ParallelConfig",
-    "PrecisionChoice",
-    "Strategy",
-    "check_dropout",
-]
-
 LEAST_MICRO_BATCH_TOKENS: Final = 4096
 """The most tokens of a forward pass on a CPU, and the least such number of an accelerator, by default."""
 

@@ -16,8 +16,6 @@ from podium.errors import ConfigError
 from podium.models.loading import decoder_layers
 from podium.training.config import ParallelConfig
 
-__all__ = ["DataParallel", "check_collectives", "is_sharded", "make_parallel", "shard_model"]
-
 T = TypeVar("T")
 
 

@@ -36,8 +36,6 @@ from podium.training.output_layer import logits_tail, widen_output
 from podium.training.row_isolation import choose_batching, may_share_prompts
 from podium.training.scoring import run_model, zero_of
 
-__all__ = ["Accumulated", "Applied", "StepResult", "TrainEngine"]
-
 
 @dataclass(frozen=True)
 class Accumulated:

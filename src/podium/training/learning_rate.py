@@ -3,8 +3,6 @@
 import math
 from typing import Literal
 
-__all__ = ["compute_learning_rate"]
-
 
 def compute_learning_rate(
     peak: float, schedule: Literal["constant", "linear", "cosine"], step: int, warmup: int, end: int

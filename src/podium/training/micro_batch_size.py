@@ -18,8 +18,6 @@ from podium.devices import total_memory_bytes
 from podium.models.loading import plain_model
 from podium.training.config import LEAST_MICRO_BATCH_TOKENS, ParallelConfig
 
-__all__ = ["activation_numbers", "choose_micro_batch_tokens"]
-
 _MOST: Final = 16_384  # beyond it, starting kernels and adding gradients cost little
 _QUANTUM: Final = 1024
 _SHARE: Final = 1 / 3  # of the memory that is left; engines, other roles and the allocator need the rest

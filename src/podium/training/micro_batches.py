@@ -21,18 +21,6 @@ from podium.data.sampled_text import count_sampled
 from podium.errors import DataError
 from podium.training.shared_prompts import SharedPrompts, row_places, share_prompts, starts
 
-__all__ = [
-    "MicroBatch",
-    "MicroBatches",
-    "PackedRows",
-    "SharedPrompts",
-    "cut",
-    "empty_micro_batch",
-    "plan",
-    "plan_shared",
-    "shares_enough",
-]
-
 _WORTH_SHARING: Final = 20
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from podium.devices import give_back_memory, host_copy
 
-__all__ = ["Offload"]
-
 
 class Offload:
     """Tensors that sleep and wake together. They begin awake.

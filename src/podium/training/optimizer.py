@@ -19,8 +19,6 @@ from torch.optim.adamw import adamw
 from podium.models.value_head import is_of_value_head
 from podium.training.config import OptimConfig
 
-__all__ = ["LossScale", "Optimizer", "round_stochastically"]
-
 _FIRST: Final = 2.0**16
 _LARGEST: Final = 2.0**24
 _GROW_EVERY: Final = 50  # steps; a scale that proves too large costs one more pass over the minibatch

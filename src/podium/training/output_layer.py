@@ -29,20 +29,6 @@ from podium.data.masks import unpack_masks
 from podium.errors import ConfigError, DataError
 from podium.models.loading import plain_model
 
-__all__ = [
-    "KeptTokens",
-    "LogitsTail",
-    "MaskedTokens",
-    "TextIds",
-    "TokenScores",
-    "logits_at_once",
-    "logits_tail",
-    "output_scores",
-    "replace_forward",
-    "widen_output",
-    "widened_forward",
-]
-
 _CHUNK: Final = 1 << 24  # elements of the logits that exist at the same time, 64 MiB in float32
 _ACCELERATOR_CHUNK: Final = 1 << 27  # on accelerators, 512 MiB: a chunk adds to the whole gradient of the layer
 _KEPT: Final = 1 << 25  # log-probabilities that are kept for the backward pass, 128 MiB; it makes more of them again

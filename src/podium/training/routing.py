@@ -20,17 +20,6 @@ from podium.models.loading import plain_model
 from podium.training.micro_batches import MicroBatch
 from podium.training.output_layer import replace_forward
 
-__all__ = [
-    "Route",
-    "count_choices",
-    "count_experts",
-    "find_routers",
-    "measure_balance",
-    "note_choices",
-    "record_routes",
-    "replay_routes",
-]
-
 
 class Route(NamedTuple):
     """What one router computed for M places: logits ``[M, E]``, and the experts ``[M, J]`` that it chose."""

@@ -23,11 +23,10 @@ from podium.exceptions import describe_error
 from podium.models.loading import plain_model, rotary_turn
 from podium.training.config import ParallelConfig
 from podium.training.data_parallel import is_sharded
-from podium.training.micro_batches import SharedPrompts, cut
+from podium.training.micro_batches import cut
 from podium.training.row_verdicts import Verdicts
 from podium.training.scoring import run_model
-
-__all__ = ["Batching", "choose_batching", "interference", "may_share_prompts"]
+from podium.training.shared_prompts import SharedPrompts
 
 Batching = Literal["packed", "padded", "equal"]
 """Rows share a forward pass end to end, or padded, or only with rows of their own length."""

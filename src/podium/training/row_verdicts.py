@@ -30,8 +30,6 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-__all__ = ["Verdicts"]
-
 _logger = logging.getLogger(__name__)
 
 _FROM: Final = 20_000_000  # parameters

@@ -30,18 +30,6 @@ from podium.training.output_layer import (
 )
 from podium.training.varlen import packed_attention
 
-__all__ = [
-    "KeptTokens",
-    "TokenScores",
-    "kept_tokens",
-    "output_layer",
-    "run_model",
-    "score_tokens",
-    "score_values",
-    "token_masks",
-    "zero_of",
-]
-
 
 def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
     """Return the kept sets of the micro-batch's tokens; None where the batch records none.

@@ -33,8 +33,6 @@ from podium.training.data_parallel import check_collectives, shard_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["load_parallel"]
-
 _log = logging.getLogger("podium")
 _LARGE: Final = 1 << 30  # bytes of parameters, from which on the memory of a rank is worth a line in the log
 _SHOWN: Final = 20

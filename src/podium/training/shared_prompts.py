@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["SharedPrompts", "attend_shared", "row_places", "share_prompts", "starts"]
-
 _FAR: Final = 1 << 40  # a position that no query reaches
 _QUERIES: Final = 512  # of a row, that attend at the same time
 

@@ -20,8 +20,6 @@ from podium.models.safetensors_writer import Part, write_safetensors
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
-__all__ = ["StateCopy"]
-
 
 class StateCopy:
     """What this rank writes of a state, in host memory.

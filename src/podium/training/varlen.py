@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from podium.errors import ConfigError
 from podium.models.attention import unknown_keywords
 from podium.models.loading import attention_implementation, plain_model
-from podium.training.micro_batches import PackedRows, SharedPrompts
-from podium.training.shared_prompts import attend_shared
-
-__all__ = ["packed_attention"]
+from podium.training.micro_batches import PackedRows
+from podium.training.shared_prompts import SharedPrompts, attend_shared
 
 NAME: Final = "podium_varlen"
 _OWN_PACKING: Final = ("flash_attention_2", "flash_attention_3", "flash_attention_4")

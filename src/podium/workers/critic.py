@@ -23,8 +23,6 @@ from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Critic", "ValueModel"]
-
 
 class ValueModel(Learner):
     """A language model's body with a scalar head: the base of :class:`Critic` and :class:`Scorer`.

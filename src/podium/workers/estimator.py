@@ -28,8 +28,6 @@ from podium.runtime import Worker, concat, endpoint, first, only, shard
 from podium.telemetry import metrics
 from podium.workers.learner import LEFT_OUT
 
-__all__ = ["Estimator"]
-
 
 class Estimator(Worker):
     """Computes advantages and metrics of the whole batch of a step. It holds no model.

@@ -25,8 +25,6 @@ from podium.workers.weight_sync.receiver import WeightReceiver
 if TYPE_CHECKING:
     from podium.rollout.engines.requests import PromptTokens, SessionRoom
 
-__all__ = ["Generator"]
-
 
 class _Asked(NamedTuple):
     prompts: Sequence[Sequence[int]]

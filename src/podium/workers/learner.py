@@ -37,8 +37,6 @@ from podium.training.state_copy import StateCopy
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-__all__ = ["LEFT_OUT", "Learner", "Progress"]
-
 LEFT_OUT = "left_out"
 """Column bool ``[B]``: rows without a part in the loss and in its normalization."""
 

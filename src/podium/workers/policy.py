@@ -37,6 +37,7 @@ from podium.telemetry import metrics
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout
 from podium.training.micro_batches import MicroBatch
+from podium.training.output_layer import TokenScores
 from podium.training.routing import (
     Route,
     count_choices,
@@ -47,14 +48,12 @@ from podium.training.routing import (
     record_routes,
     replay_routes,
 )
-from podium.training.scoring import TokenScores, score_tokens, score_values
+from podium.training.scoring import score_tokens, score_values
 from podium.training.sharded_loading import load_parallel
 from podium.workers.learner import Learner
 from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments, token_value_loss
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
 from podium.workers.weight_sync.receiver import WeightReceiver
-
-__all__ = ["ENTROPY_COEF", "HEAD_ALONE", "Policy"]
 
 ENTROPY_COEF: Final = "entropy_coef"
 """Metadata of a batch: the coefficient of its entropy bonus."""

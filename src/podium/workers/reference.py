@@ -21,8 +21,6 @@ from podium.training.sharded_loading import load_parallel
 from podium.workers.learner import Learner
 from podium.workers.siblings import find_sibling
 
-__all__ = ["FollowingReference", "FrozenModel", "Reference", "Teacher"]
-
 
 class FrozenModel(Worker):
     """Log-probabilities under frozen weights.

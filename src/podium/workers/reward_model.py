@@ -18,8 +18,6 @@ from podium.rollout.tasks.templates import encode_scored
 from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.training.micro_batches import plan
 
-__all__ = ["RewardModel", "load_scorer_tokenizer"]
-
 _NO_TOKEN: Final = -1
 
 

@@ -5,8 +5,6 @@ from typing import Any
 from podium.errors import ConfigError
 from podium.runtime import WorkerContext
 
-__all__ = ["find_sibling"]
-
 
 def find_sibling(context: WorkerContext, method: str) -> Any | None:
     """Return the colocated worker that has ``method``; None if no worker has it.

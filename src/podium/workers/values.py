@@ -13,8 +13,6 @@ from podium.data import Batch, Jagged, fields
 from podium.training.engine import TrainEngine
 from podium.training.micro_batches import MicroBatch
 
-__all__ = ["VALUE_COLUMNS", "compute_values", "gather_moments", "token_value_loss"]
-
 VALUE_COLUMNS: Final = (fields.VALUES, fields.RETURNS)
 """The columns that the loss of values reads."""
 

@@ -13,7 +13,8 @@ from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.rewards import Grade
 from podium.rollout.tasks import Example
-from podium.runs.config import GRPOConfig, PromptBatch, PromptChoice
+from podium.runs.config import GRPOConfig
+from podium.runs.sections import PromptBatch, PromptChoice
 from podium.telemetry import metrics
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import fill_step, list_flat

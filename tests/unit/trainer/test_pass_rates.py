@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from podium.runs.config import PromptChoice
+from podium.runs.sections import PromptChoice
 from podium.telemetry import Event, Note, flush, subscribe
 from podium.trainer.pass_rates import PassRates
 from podium.trainer.prompts import draw_uniform

@@ -13,7 +13,8 @@ from podium.data import Batch, fields
 from podium.errors import NoRowsError
 from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
-from podium.runs.config import InferenceConfig, RunConfig
+from podium.runs.config import InferenceConfig
+from podium.runs.sections import RunConfig
 from podium.telemetry import Event, Note, metrics, subscribe
 from podium_agents.sessions import Sessions
 

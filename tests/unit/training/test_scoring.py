@@ -11,7 +11,8 @@ from podium.models import ModelConfig, load_model
 from podium.models.loading import plain_model
 from podium.rollout.sampling import KeptSet
 from podium.training.micro_batches import cut
-from podium.training.scoring import TokenScores, kept_tokens, score_tokens
+from podium.training.output_layer import TokenScores
+from podium.training.scoring import kept_tokens, score_tokens
 from tests.unit.workers.tiny import TINY, oracle_logprobs, recorded
 
 GEMMA = replace(

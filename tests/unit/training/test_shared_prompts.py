@@ -16,10 +16,10 @@ from podium.models import LoraConfig, load_model
 from podium.models.adapters import with_adapters
 from podium.training import ParallelConfig, TrainEngine, shared_prompts, varlen
 from podium.training.config import OptimConfig
-from podium.training.micro_batches import SharedPrompts, cut, plan_shared
+from podium.training.micro_batches import cut, plan_shared
 from podium.training.row_isolation import interference, may_share_prompts
 from podium.training.scoring import score_tokens
-from podium.training.shared_prompts import attend_shared, share_prompts
+from podium.training.shared_prompts import SharedPrompts, attend_shared, share_prompts
 from podium.training.varlen import Bounds, _flash
 from tests.unit.training.families import APART, LONGROPE, make
 from tests.unit.workers.tiny import PROMPTS, RESTS, TINY, grouped, oracle_logprobs, recorded

@@ -12,8 +12,9 @@ from pydantic import Field
 from podium.config import prefer, section
 from podium.errors import ConfigError
 from podium.models import ModelConfig
-from podium.runs.config import ExampleBatch, SFTConfig
+from podium.runs.config import SFTConfig
 from podium.runs.recipes import Recipe
+from podium.runs.sections import ExampleBatch
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD_MARGIN, TOKEN_ACCURACY
 from podium.training import OptimConfig
 

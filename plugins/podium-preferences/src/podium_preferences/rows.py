@@ -17,10 +17,12 @@ from podium.errors import DataError
 from podium.rollout.tasks.bad_rows import name_place
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.encode import EncodedExamples, EncodedPairs, TokenRows, encode_pairs
-from podium.rollout.tasks.examples import Example, Preference, map_columns
+from podium.rollout.tasks.examples import map_columns
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
     NESTED_PROMPTS,
+    Example,
+    Preference,
     columns_of_pair,
     has_column,
     is_template,

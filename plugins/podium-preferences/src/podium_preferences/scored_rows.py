@@ -12,7 +12,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.encode import EncodedPairs, TokenRows
-from podium.rollout.tasks.examples import Example
+from podium.rollout.tasks.forms import Example
 from podium.rollout.tasks.messages import strip_end, template_messages
 from podium.rollout.tasks.templates import chat_template, encode_scored
 from podium_preferences.rows import EncodedPreferences

@@ -52,8 +52,6 @@ from podium.telemetry.progress import TOKENS, Counting
 if TYPE_CHECKING:
     from podium.rollout.engines.config import EngineConfig
 
-__all__ = ["Engine"]
-
 
 class Engine(WeightHolder):
     """Draws completions from a language model, and takes new weights in place.

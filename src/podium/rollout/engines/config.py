@@ -18,8 +18,6 @@ from podium.functions import is_installed
 from podium.installed import list_entry_points
 from podium.spelling import nearest_spellings
 
-__all__ = ["EngineConfig", "find_engines"]
-
 AUTO: Final = "auto"
 NATIVE: Final = "native"
 REPLAY: Final = "replay"

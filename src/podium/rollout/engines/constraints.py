@@ -20,8 +20,6 @@ from torch import Tensor
 from podium.data.masks import unpack_masks
 from podium.errors import GenerationError
 
-__all__ = ["Constraint", "Guided", "restrict_logits"]
-
 
 class Guided(Protocol):
     """One completion under a constraint.

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from podium.rollout.sampling import SamplingParams
 
-__all__ = ["Draw", "draw", "leave_out", "seed_at", "uniforms"]
-
 _CONSTANTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, _CONSTANTS)
 _ONE, _CUT = np.uint64(1), np.uint64(12)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from podium.rollout.engines.base import Engine
 
-__all__ = ["check_engine", "engine_class", "generation_config", "make_engine", "model_device"]
-
 
 def check_engine(config: EngineConfig, recorded: Mapping[str, str] = MappingProxyType({})) -> None:
     """Check that the engine is installed, and its options. The class is loaded only if it is not Podium's own.

@@ -22,8 +22,6 @@ from podium.data.adapters import Adapter, merge_adapters
 from podium.errors import GenerationError
 from podium.exceptions import read_text
 
-__all__ = ["WeightGate", "WeightHolder"]
-
 
 class WeightGate:
     """``with gate:`` around a forward pass; ``close`` and then ``open`` or ``refuse`` around a change of weights.

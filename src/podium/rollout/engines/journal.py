@@ -33,8 +33,6 @@ from podium.rollout.engines.requests import Event, Failed, Finished, Request, Re
 from podium.rollout.sampling import Completion, FinishReason, KeptSet, SamplingParams
 from podium.telemetry.progress import Counting
 
-__all__ = ["Drawn", "Journal", "Rows", "checksum", "read_journal", "read_journals"]
-
 REPORT_EVERY_S: Final = 1.0
 _KEEP_S: Final = 30.0  # a finished completion stays for so long, until another process has it for certain
 _MOST_BYTES: Final = 1 << 24  # a longer file loses what is over

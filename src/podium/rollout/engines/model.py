@@ -22,8 +22,6 @@ from podium.rollout.engines.base import Engine
 if TYPE_CHECKING:
     from podium.rollout.engines.config import EngineConfig
 
-__all__ = ["ModelEngine"]
-
 
 class ModelEngine(Engine):
     """An engine over a model of this process.

@@ -14,9 +14,6 @@ from podium.errors import GenerationError
 from podium.rollout.engines.constraints import Constraint
 from podium.rollout.sampling import Completion, KeptSet, SamplingParams
 
-__all__ = ["Aborted", "Event", "Failed", "Finished", "PromptTokens", "Request", "RequestId", "RequestQueue"]
-__all__ += ["RowOfBatch", "SessionRoom", "Tokens", "conclude"]
-
 RequestId: TypeAlias = Hashable
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from podium.rollout.sampling import Completion
 
-__all__ = ["Decode", "Watch", "before_stop", "count_to_stop", "cut_completion", "ends_now", "find_stop"]
-
 _MARGIN: Final = 8  # characters at the front of a part that may be others in the whole: pieces of one, or a lost space
 _TOGETHER: Final = 8  # tokens after which a watch looks, because decoding takes longer than drawing a few of them
 

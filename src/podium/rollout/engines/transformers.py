@@ -28,8 +28,6 @@ from podium.rollout.engines.stops import Watch
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
 
-__all__ = ["TransformersEngine"]
-
 
 class TransformersEngine(ModelEngine):
     """Generates with ``model.generate``, up to ``config.max_sequences`` completions side by side.

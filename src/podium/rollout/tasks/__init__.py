@@ -15,12 +15,9 @@ if TYPE_CHECKING:
         encode_prompts as encode_prompts,
         end_of_turn as end_of_turn,
     )
-    from podium.rollout.tasks.examples import (
-        Example as Example,
-        Messages as Messages,
-        check_data as check_data,
-        load_examples as load_examples,
-    )
+    from podium.rollout.tasks.examples import check_data as check_data, load_examples as load_examples
+    from podium.rollout.tasks.forms import Example as Example
+    from podium.rollout.tasks.messages import Messages as Messages
     from podium.rollout.tasks.stream import PromptStream as PromptStream
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -8,8 +8,6 @@ from typing import Final, Literal
 from podium.errors import ConfigError, DataError
 from podium.telemetry import Note, emit
 
-__all__ = ["SHOWN", "BadRows", "RowError", "name_place"]
-
 RowError = ConfigError | DataError
 """Why a row cannot be used: it is malformed, or a setting does not fit it."""
 

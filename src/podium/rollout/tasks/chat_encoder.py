@@ -43,8 +43,6 @@ from podium.telemetry import Note, emit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatEncoder"]
-
 T = TypeVar("T")
 
 _CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut

@@ -10,8 +10,6 @@ from pydantic import Field
 from podium.config import section
 from podium.errors import ConfigError
 
-__all__ = ["DataConfig", "name_sources", "show_sources"]
-
 
 @section("data")
 class DataConfig:

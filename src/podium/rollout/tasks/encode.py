@@ -46,17 +46,6 @@ from podium.telemetry import Note, Waiting, emit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "EncodedExamples",
-    "EncodedPairs",
-    "EncodedPrompts",
-    "TokenRows",
-    "check_media",
-    "encode_pairs",
-    "encode_prompts",
-    "end_of_turn",
-]
-
 _logger = logging.getLogger(__name__)
 
 _FORM: Final = 7  # of the files of token ids; another one makes all earlier files unused

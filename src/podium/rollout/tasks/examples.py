@@ -29,7 +29,6 @@ from podium.rollout.tasks.forms import (
     NESTED_ANSWERS,
     NESTED_PROMPTS,
     Example,
-    Preference,
     check_meaning,
     explain_preference,
     fill_template,
@@ -52,7 +51,6 @@ from podium.rollout.tasks.messages import (
     is_conversation,
     message_text,
     parse_json,
-    template_messages,
 )
 from podium.rollout.tasks.notes import Untaken, note_forms, tell
 from podium.rollout.tasks.rows import (
@@ -68,9 +66,6 @@ from podium.rollout.tasks.rows import (
     tell_splits,
 )
 from podium.telemetry import Note, emit
-
-__all__ = ["Example", "Messages", "Preference", "answer_text", "check_data", "load_examples", "map_columns"]
-__all__ += ["message_text", "template_messages"]
 
 RowReader = Callable[[str, dict[str, Any], DataConfig], "Example"]
 GENERATED_ITEMS: Final = 10_000  # training examples of a generated task, unless data.train_items says otherwise

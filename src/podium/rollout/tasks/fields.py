@@ -20,9 +20,6 @@ from podium.rollout.tasks.messages import Messages, SystemPrompt, message_text, 
 if TYPE_CHECKING:
     from podium.rollout.tasks.templates import Texts
 
-__all__ = ["FieldCheck", "ToolCheck", "check_arguments", "holds_speech", "is_speech", "list_speech", "list_texts"]
-__all__ += ["order_results", "shape_of", "to_tool_calls", "with_fields"]
-
 Path: TypeAlias = tuple[str | int, ...]
 """The names and places that lead to a text in a list of tools."""
 OMITTED: Final = "podium: tools are left out"

@@ -21,11 +21,6 @@ from podium.rollout.tasks.bad_rows import name_place
 from podium.rollout.tasks.messages import Messages, parse_json
 from podium.rollout.tasks.rows import read_object
 
-__all__ = ["CONVERSATIONS", "NESTED_ANSWERS", "NESTED_PROMPTS", "Example", "Preference", "check_meaning"]
-__all__ += ["columns_of_pair", "explain_preference", "fill_template", "has_column", "is_template", "list_fields"]
-__all__ += ["list_names", "list_systems", "list_tools", "preference_pair", "read_column", "read_messages", "read_tools"]
-__all__ += ["reads_as_text"]
-
 CONVERSATIONS: Final = ("messages", "conversations", "conversation")
 """The columns that hold a whole conversation where the data have no prompt."""
 NESTED_PROMPTS: Final = ("responses_create_params.input",)

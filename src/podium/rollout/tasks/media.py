@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, cast
 
-__all__ = ["find_links", "find_media", "find_sign"]
-
 _NAME: Final = re.compile(
     r"(.+_)?(image|img|picture|photo|pixel_value|video|audio|waveform|input_feature)s?"
     r"(_?(path|file|bytes|data|b64|base64|grid_thw|input|content|url|uri|link|\d+))*s?"

@@ -9,9 +9,6 @@ from typing import Any, Final, TypeGuard, cast
 from podium.errors import DataError
 from podium.rollout.tasks.rows import read_object
 
-__all__ = ["INSTRUCTING", "Messages", "SystemPrompt", "check_messages", "half_pair", "is_conversation"]
-__all__ += ["message_text", "number_of", "parse_json", "read_calls", "strip_end", "template_messages"]
-
 Messages = list[dict[str, Any]]
 """A conversation: each entry has "role", and "content", "tool_calls" or both."""
 

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from podium.rollout.tasks.chat_encoder import ChatEncoder
     from podium.rollout.tasks.config import DataConfig
 
-__all__ = ["Untaken", "last_text", "note_forms", "note_texts", "note_turns", "note_unlearned", "note_unwritten"]
-__all__ += ["tell", "whole_text"]
-
 _OPENING: Final = re.compile(
     r"(\[/INST\]|<\|assistant\|>|<\|im_start\|>assistant|<start_of_turn>model|<\|end_header_id\|>|"
     r"\n#+ ?(Response|Answer|Assistant|Output):?|\n(Assistant|ASSISTANT|Bot|GPT):)\s*\Z"

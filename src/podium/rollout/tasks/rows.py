@@ -22,9 +22,6 @@ from podium.functions import find_installed, load_installed
 from podium.hub import explain_offline, look_for_hub
 from podium.telemetry import Note, emit
 
-__all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "find_generator", "generate_rows", "is_generated"]
-__all__ += ["means_files", "read_object", "read_rows", "split_names", "tell_splits"]
-
 PlacedRow = tuple[str, dict[str, Any] | DataError]
 """The place of a row, as in "train.jsonl, line 3", and its columns, or why it has none."""
 

@@ -19,9 +19,6 @@ from podium.rollout.tasks.forms import Example
 from podium.rollout.tasks.messages import Messages, message_text, number_of
 from podium.rollout.tasks.templates import Texts
 
-__all__ = ["Span", "TurnFinder", "check_learned", "find_mark", "mask_tokens", "read_marks", "split_turns"]
-__all__ += ["text_differs_at"]
-
 _MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
 _PROBE: Final = "\ue000podium\ue000"  # begins and ends with a letter of private use, which no template writes
 _MARKS: Final = frozenset({"weight", "train", "trainable", "training", "loss_mask", "loss"})

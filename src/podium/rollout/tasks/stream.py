@@ -8,8 +8,6 @@ from typing import Any, Final, Generic, Self, TypeVar
 from podium.errors import CheckpointError, ConfigError
 from podium.rollout.tasks.config import DataConfig
 
-__all__ = ["PromptStream"]
-
 T = TypeVar("T")
 _TAKEN: Final = "taken_"  # and the number of the source
 

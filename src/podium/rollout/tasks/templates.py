@@ -23,9 +23,6 @@ from podium.rollout.tasks.messages import INSTRUCTING, Messages
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GENERATION", "Looping", "Texts", "chat_template", "encode_scored", "list_variables", "run_in_time"]
-__all__ += ["template_options"]
-
 T = TypeVar("T")
 
 GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")

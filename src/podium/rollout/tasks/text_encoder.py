@@ -13,8 +13,6 @@ from podium.rollout.tasks.spans import Span, mask_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Kept", "TextEncoder"]
-
 Kept = tuple[str, list[tuple[int, int]]]
 """The text of a prompt, and the offsets of its tokens."""
 

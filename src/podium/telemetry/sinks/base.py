@@ -21,8 +21,6 @@ from typing import Final, Self
 from podium.telemetry.bus import report_failure, subscribe
 from podium.telemetry.events import Event
 
-__all__ = ["WRITE_S", "Sink"]
-
 WRITE_S: Final = 0.1
 """How long an event waits at most while its sink has nothing else to do."""
 QUEUE_LENGTH: Final = 8192

@@ -43,9 +43,6 @@ from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.logs import LogRouter
 from podium.telemetry.sinks.notebook import CellOutput, notebook_console
 
-__all__ = ["STEP_COLUMNS", "Column", "ConsoleSink", "fitting", "lose_output", "lost_output", "restore_terminal"]
-__all__ += ["terminal"]
-
 _STEP_WIDTH: Final = 7
 _GAP: Final = 2
 _ROWS_PER_HEADER: Final = 25

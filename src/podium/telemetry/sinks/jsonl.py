@@ -11,8 +11,6 @@ from typing import IO, Any
 from podium.telemetry.events import EvalFinished, Event, PhaseStarted, StepFinished
 from podium.telemetry.sinks.base import Sink
 
-__all__ = ["JsonlSink"]
-
 
 class JsonlSink(Sink):
     """Appends to the file at `path`, or to `file` if that is open for reading and appending already.

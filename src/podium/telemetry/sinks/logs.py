@@ -18,8 +18,6 @@ from rich.text import Text
 from podium.telemetry.bus import AS_EVENT
 from podium.telemetry.formatting import visible
 
-__all__ = ["LogRouter"]
-
 # Libraries whose warnings at work are about their own defaults. Their errors are shown.
 _NOISY: Final = (
     *("accelerate", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub", "matplotlib"),

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from rich.console import Console, RenderableType
 
-__all__ = ["CellOutput", "notebook_console"]
-
 _WIDTH: Final = 100
 _LINES: Final = 500  # each update sends the whole text to the browser
 

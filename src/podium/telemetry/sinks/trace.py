@@ -30,8 +30,6 @@ from podium.telemetry import events, metrics
 from podium.telemetry.events import CallFinished, Event, StepFinished
 from podium.telemetry.sinks.base import Sink
 
-__all__ = ["TraceSink"]
-
 _CONTROLLER: Final = 1  # process number in the viewer; the roles follow
 _RUN: Final = 1
 _LANES: Final = 100  # of overlapping slices of one kind; also the distance between the first lanes of kinds

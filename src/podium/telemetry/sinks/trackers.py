@@ -8,8 +8,6 @@ from typing import Any, Self
 
 from podium.telemetry.sinks.base import Sink
 
-__all__ = ["TrackedRun", "Tracker"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:

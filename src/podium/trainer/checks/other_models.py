@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from podium.runs.config import PPOConfig
 
-__all__ = ["check_other_models"]
-
 _REMEDIES: Final = {
     "teacher": "choose a teacher of the same family, or train the policy from a model with the teacher's tokenizer",
     "critic": "choose a critic of the same family, or leave critic.path out, so that it begins as the policy",

@@ -9,8 +9,6 @@ from podium.rollout.tasks import EncodedExamples, Example
 from podium.runs.config import InferenceConfig
 from podium.trainer.run_data import HeldOut
 
-__all__ = ["describe_overlaps"]
-
 
 def describe_overlaps(
     config: InferenceConfig, training: Sequence[Example], held_out: Mapping[str, HeldOut]

@@ -15,21 +15,10 @@ from itertools import groupby
 from typing import Any, Final, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
-from podium.runs.config import InferenceConfig, PlacementConfig, PPOConfig, SFTConfig
+from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.sections import PlacementConfig
 from podium.runtime import Capabilities, Cluster, Node, ResourcePool, Worker
 from podium.runtime.pool import Slot
-
-__all__ = [
-    "Sharing",
-    "bfloat16_keys",
-    "check_placement",
-    "check_ports",
-    "describe_placement",
-    "reserve_places",
-    "sharing",
-    "suggest_bfloat16",
-    "warn_of_bfloat16",
-]
 
 T = TypeVar("T")
 

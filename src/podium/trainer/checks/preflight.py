@@ -41,25 +41,6 @@ if TYPE_CHECKING:
     from podium.trainer.roles import RoleWorkers
     from podium.trainer.schedules import Schedule
 
-__all__ = [
-    "check_answers",
-    "check_columns",
-    "check_config",
-    "check_environment",
-    "check_examples",
-    "check_given",
-    "check_lengths",
-    "check_reward",
-    "check_services",
-    "check_settings",
-    "check_tokens",
-    "check_vocabulary",
-    "find_fitting",
-    "load_schedule",
-    "names_of_given",
-    "with_stop_tokens",
-]
-
 _NO_SCHEDULES: Final = {
     inspect.iscoroutinefunction: "a coroutine function",
     inspect.isgeneratorfunction: "a generator function",

@@ -19,8 +19,6 @@ from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import CONFIG
 from podium.telemetry.formatting import visible
 
-__all__ = ["describe_changes"]
-
 _SHOWN: Final = 80  # characters of a value
 _MEASURES: Final = (  # sections and keys by which held-out figures are measured
     *("eval.items", "eval.temperature", "data.eval", "data.holdout", "data.eval_split", "data.answer_column"),

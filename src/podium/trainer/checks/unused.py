@@ -11,11 +11,10 @@ from typing import Any, Final, cast
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig
 from podium.rollout.tasks import DataConfig
 from podium.rollout.tasks.rows import means_files
-from podium.runs.config import CriticConfig, InferenceConfig, PPOConfig, RunConfig, SFTConfig
+from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.schedules import SCHEDULES, declaration_of, find_schedule
+from podium.runs.sections import CriticConfig, RunConfig
 from podium.training.config import OptimConfig
-
-__all__ = ["find_unused_settings"]
 
 _OF_SCRIPT: Final = ".data"  # the folder of files that hold the rows of a script
 _WITHOUT_ADVANTAGES: Final = frozenset({"teacher_kl", "cross_entropy"})  # losses in which no advantage takes part

@@ -19,8 +19,6 @@ from concurrent.futures import Future
 from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Rollout, Steps
 
-__all__ = ["asynchronous"]
-
 
 @ScheduleDeclaration(side_by_side=True)
 def asynchronous(steps: Steps) -> None:

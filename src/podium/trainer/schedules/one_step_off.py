@@ -11,8 +11,6 @@ longer than ``learn`` of the step before. So no token is more than one version o
 from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Steps
 
-__all__ = ["one_step_off"]
-
 
 @ScheduleDeclaration(staleness=1)
 def one_step_off(steps: Steps) -> None:

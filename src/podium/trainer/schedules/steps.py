@@ -28,8 +28,6 @@ from podium.telemetry import Note, StageFinished, emit, metrics as names
 from podium.telemetry.formatting import clock_duration
 from podium.telemetry.progress import Counting
 
-__all__ = ["Rollout", "StageClock", "StepCalls", "Steps", "name_stage"]
-
 
 @contextmanager
 def name_stage(name: str, step: int) -> Iterator[None]:

@@ -11,8 +11,6 @@ newest weights: the completions of step k have version k - 1. The two halves nev
 from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Steps
 
-__all__ = ["sync"]
-
 
 @ScheduleDeclaration(staleness=0)
 def sync(steps: Steps) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from podium.workers.policy import Policy
     from podium.workers.weight_sync.receiver import WeightReceiver
 
-__all__ = ["ColocatedSync", "StreamedSync", "WeightSync"]
-
 T = TypeVar("T")
 
 BUCKET_BYTES: Final = 64 * 2**20

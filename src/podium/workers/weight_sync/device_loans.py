@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from podium.workers.policy import Policy
     from podium.workers.weight_sync.receiver import WeightReceiver
 
-__all__ = ["DeviceLoans"]
-
 
 class DeviceLoans:
     """The controller's end: which generators copy the weights on their device, in each sync.

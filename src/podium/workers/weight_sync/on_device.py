@@ -27,8 +27,6 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from podium.exceptions import read_text
 from podium.models.buckets import checksum
 
-__all__ = ["Lent", "Loan", "Site", "lend", "open_loan", "route", "site_of"]
-
 _DEVICE_INDEX = 6  # the place of the device's index among the arguments of rebuild_cuda_tensor
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from podium.training.engine import TrainEngine
 
-__all__ = ["SourcePolicy", "WeightReceiver"]
-
 
 class SourcePolicy(Protocol):
     """A policy as an engine in the same process reads it: the worker that has the endpoint ``lend_weights``."""

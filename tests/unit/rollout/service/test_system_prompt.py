@@ -8,7 +8,7 @@ import pytest
 
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example
+from podium.rollout.tasks.forms import Example
 from tests.unit.rollout.service.scripted import USER, say, scripted
 
 BRIEF = {"role": "system", "content": "Be brief."}

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.errors import ConfigError
-from podium.rollout.tasks.examples import message_text
+from podium.rollout.tasks.messages import message_text
 from podium_agents.service.answer_forms import AnswerForms
 from podium_agents.service.grammars import Grammars
 from podium_agents.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.rollout.tasks.examples import template_messages
+from podium.rollout.tasks.messages import template_messages
 from podium.telemetry import Note, emit
 
 __all__ = ["CALL", "TOOL", "USER", "LibraryBridge", "library_bridge"]

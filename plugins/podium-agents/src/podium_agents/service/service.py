@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from podium.errors import ConfigError, DataError
 from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
-from podium.rollout.tasks.examples import message_text
+from podium.rollout.tasks.messages import message_text
 from podium.telemetry import Note, emit
 from podium_agents.seeds import hash_seed
 from podium_agents.service.answer_forms import conversation_grammar
