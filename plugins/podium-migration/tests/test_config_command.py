@@ -321,6 +321,93 @@ def test_names_of_a_script_are_functions_imports_or_undecided(tmp_path: Path) ->
     assert "data.train_split is the name of one split" in written.replace("\n#   ", " ")
 
 
+SCRIPT_OF_UNSLOTH = """\
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+longest, longest_prompt = 1024, 256
+most = 1024
+def right(completions, **kwargs): ...
+def short(completions, **kwargs): ...
+args = GRPOConfig(
+    adam_beta1=0.9, adam_beta2=0.99, optim="paged_adamw_8bit", max_completion_length=most - 256, num_generations=4,
+    max_steps=300, save_steps=0.1, eval_strategy="steps", eval_steps=0.25, reward_weights=[2.0, 0.5],
+    multi_objective_aggregation="normalize_then_sum", shuffle_dataset=False, model_init_kwargs={"dtype": "bfloat16"},
+)
+GRPOTrainer(model="m", args=args, reward_funcs=[right, short], peft_config=LoraConfig(r=64))
+"""
+
+
+def test_what_a_script_says_is_converted_by_its_own_meaning(tmp_path: Path) -> None:
+    """Defaults of LoraConfig are peft's, intervals below 1 are shares, and both decay rates count."""
+    config, _, written = convert(tmp_path, "trl", "a.py", SCRIPT_OF_UNSLOTH)
+    assert config.optim.betas == (0.9, 0.99)
+    assert config.model.lora is not None
+    assert (config.model.lora.rank, config.model.lora.alpha, config.model.lora.dropout) == (64, 8.0, 0.0)
+    assert (config.save.every, config.eval.every, config.sampling.max_new_tokens) == (30, 75, 768)
+    assert (config.algorithm.advantage, config.reward.weights) == ("gdpo", ())
+    assert config.algorithm.options["part_weights"] == {"right": 2.0, "short": 0.5}
+    assert config.model.dtype == "bfloat16"
+    assert "# - optim=paged_adamw_8bit: the optimizer is AdamW with its state" in written
+    assert "# - shuffle_dataset=False: each pass over the data has an order of its own" in written
+    assert "target_modules" not in written
+    _, _, written = convert(tmp_path, "trl", "b.yaml", "num_generations: 8\nsave_steps: 0.1\neval_strategy: epoch\n")
+    assert "# - eval_strategy=epoch: eval.every counts steps" in written
+    assert "# - save_steps=0.1: save.every counts steps: 0.1 x those of the run" in written
+
+
+def test_fine_tuning_says_what_is_learned_of_a_conversation(tmp_path: Path) -> None:
+    _, _, written = convert(tmp_path, "trl", "sft.yaml", "packing: true\n")
+    assert "# - assistant_only_loss: podium train sft learns the assistant's turns" in written
+    _, _, written = convert(tmp_path, "trl", "b.yaml", "packing: true\nassistant_only_loss: true\n")
+    assert "assistant_only_loss" not in written
+    text = "packing: true\nassistant_only_loss: true\ncompletion_only_loss: false\n"
+    _, _, written = convert(tmp_path, "trl", "c.yaml", text)
+    assert "# - completion_only_loss=False: of a prompt and its completion" in written
+
+
+NEED_ANOTHER = {  # settings that change nothing in their project either, while another one has its default
+    "actor_rollout_ref.rollout.val_kwargs.do_sample",
+    "vllm_importance_sampling_correction",
+    "disable_dropout",
+    "algorithm.norm_adv_by_std_in_grpo",
+}
+
+
+@pytest.mark.parametrize("project", ["TRL", "verl"])
+def test_no_setting_with_a_counterpart_vanishes(project: str) -> None:
+    """Each changes the configuration or is listed, whatever its computation is: with one value that is not usual."""
+    table = next(table for table in conversions.read_tables() if table.project == project)
+    base = {"num_generations": 4, "max_steps": 100} if project == "TRL" else {"data.train_batch_size": 64}
+    vanished = []
+    for name, answer in table.answers.items():
+        computed = answer.key and (answer.rule or answer.group) and answer.group != "same"
+        if not computed or "*" in name or name in NEED_ANOTHER:
+            continue
+        values = {**base, name: _find_unusual(answer)}
+        before, after = (_convert_values(project, values) for values in (base, values))
+        if after is not None and before == after:
+            vanished.append(name)
+    assert vanished == []
+
+
+def _find_unusual(answer: Any) -> Any:
+    default = answer.default.get("grpo") if isinstance(answer.default, dict) and answer.default else answer.default
+    if answer.values:
+        return next((value for value in list(answer.values)[::-1] if value not in (str(default).lower(), default)), 7)
+    return not default if isinstance(default, bool) else 96 if isinstance(default, int | float) else "unusual"
+
+
+def _convert_values(project: str, values: dict[str, Any]) -> Any:
+    """Values, notes and lines of a conversion. None where it refuses the value."""
+    module = pytest.importorskip(f"podium_migration.{project.lower()}")
+    settings = pytest.importorskip("podium_migration.sources").Settings(dict(values), [], "grpo", 1)
+    try:
+        conversion = getattr(module, f"convert_{project.lower()}")(settings)
+    except (ValueError, TypeError):
+        return None
+    return conversion.values, conversion.notes, conversion.lost
+
+
 def test_cispo_of_trl_has_the_bound_itself(tmp_path: Path) -> None:
     config, _, _ = convert(tmp_path, "trl", "a.py", "GRPOConfig(loss_type='cispo', epsilon_high=5.0)\n")
     assert (config.algorithm.loss, config.algorithm.clip_low, config.algorithm.clip_high) == ("cispo", None, 4.0)
@@ -361,7 +448,13 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
         "rloo.py": (
             "trl",
             "from trl import RLOOConfig\nRLOOConfig(beta=1)\n",
-            "uses TRL's RLOOConfig: expected one of GRPO",
+            "it is podium train grpo with algorithm.advantage rloo",
+        ),
+        "kto.py": ("trl", "from trl import KTOTrainer\nKTOTrainer(m)\n", "podium train dpo with algorithm.loss kto"),
+        "prm.py": (
+            "trl",
+            "from trl import PRMTrainer\nPRMTrainer(m)\n",
+            "PRMTrainer, which is not converted: Podium",
         ),
         "which.yaml": ("trl", "learning_rate: 1e-5\n", "does not say which trainer of TRL"),
     }

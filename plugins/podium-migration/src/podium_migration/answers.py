@@ -67,7 +67,7 @@ def _describe(answer: Equivalent, value: object) -> str:
     if answer.several:
         return f": {answer.remark}"
     if not answer.key:
-        return f": {'Podium has none' if answer.missing else 'there is none, and it needs none'}: {answer.remark}"
+        return f": {'Podium has none' if answer.lacks(value) else 'there is none, and it needs none'}: {answer.remark}"
     translation = answer.translate(value) or Translation()
     key, remark = translation.key or answer.key, _join(translation.remark, answer.remark)
     if translation.missing:

@@ -1,19 +1,43 @@
 """A configuration of Podium that grows from the settings of another project, with the reasons as comments."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import yaml
 
 from podium.config import keys_of, load_config
-from podium.errors import ConfigError
+from podium.errors import ConfigError, PodiumError
 from podium.runs.recipes import find_recipe, list_recipes
 from podium_migration.sources import Settings
 from podium_migration.tables import Equivalent, Table, read_tables
 
-__all__ = ["Conversion", "is_installed"]
+__all__ = ["Conversion", "convert_settings", "is_installed"]
+
+
+def convert_settings(settings: Settings, convert: Callable[[Settings], "Conversion"]) -> "Conversion":
+    """Convert settings by ``convert``, and list those that change nothing of the result among what is lost.
+
+    Such a setting has a counterpart that the conversion does not reach: it belongs to a choice that the run does not
+    make, or no function converts it. A conversion without it has the same result.
+    """
+    conversion = convert(settings)
+    for name in settings.values:
+        if (answer := conversion.find_expected(name)) and _equals_without(conversion, name, convert):
+            remark = f", {answer.remark}" if answer.remark else ""
+            conversion.lose(name, f"it is {answer.key}{remark}; nothing of this configuration follows from it")
+    return conversion
+
+
+def _equals_without(conversion: "Conversion", name: str, convert: Callable[[Settings], "Conversion"]) -> bool:
+    settings = conversion.settings
+    others = {other: value for other, value in settings.values.items() if other != name}
+    try:
+        without = convert(settings._replace(values=others))
+    except (ArithmeticError, LookupError, TypeError, ValueError, PodiumError):
+        return False  # other settings mean nothing without it
+    return (without.values, without.notes) == (conversion.values, conversion.notes)
 
 
 class Conversion:
@@ -35,11 +59,9 @@ class Conversion:
         self.values: dict[str, Any] = {}
         self.notes: dict[str, str] = {}
         self.lost: list[str] = []
-        self._read: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a setting: the file's, or the default of the project, or ``default``."""
-        self._read.add(name)
         if name in self.settings.values:
             return self.settings.values[name]
         answer = self.table.answers.get(name)
@@ -47,6 +69,24 @@ class Conversion:
         if isinstance(value, dict) and value:
             value = value.get(self.theirs)
         return default if value in (None, "null") else value
+
+    def find_expected(self, name: str) -> Equivalent | None:
+        """Return the answer to a setting of the file that should change the configuration.
+
+        None for a setting without a key here, for one whose value is the project's default or means off, and for one
+        that is already among what is lost.
+        """
+        answer = self.table.find(name)
+        if answer is None or not answer.key or self._is_off(name):
+            return None
+        chosen, value = answer.choose(self.defaults) or answer, self.settings.values[name]
+        default = answer.default.get(self.theirs) if isinstance(answer.default, dict) else answer.default
+        translation = chosen.translate(value)
+        here = value if translation is None else translation.value
+        key = (translation and translation.key) or chosen.key
+        usual = _equal(value, default) or _equal(here, self.values.get(key)) or chosen.group == "same"
+        listed = any(line.startswith(f"{name}=") for line in self.lost)
+        return None if usual or listed or not chosen.key else chosen
 
     def is_set(self, name: str) -> bool:
         """Whether the file gives the setting a value."""
@@ -61,7 +101,7 @@ class Conversion:
     def lose(self, name: str, reason: str) -> None:
         """Record that a setting has no counterpart."""
         value = self.settings.values.get(name)
-        shown = f"{name}={value}" if self.is_set(name) else name
+        shown = f"{name}={textwrap.shorten(str(value), 100, placeholder=' ...')}" if self.is_set(name) else name
         self.lost.append(f"{shown}: {reason}")
 
     def convert_plain(self, only_set: Sequence[str] = ()) -> None:
@@ -78,7 +118,7 @@ class Conversion:
             answer = self.table.find(name) or self.table.find_above(name)
             if answer is None:
                 self.lose(name, f"the table of {self.table.project} {self.table.version} has no such setting")
-            elif not answer.key and answer.missing and not self._is_off(name) and not name.endswith("._target_"):
+            elif not answer.key and self._lacks(name, answer):
                 self.lose(name, answer.remark)
         if names := ", ".join(self.settings.undecided):
             self.lost.append(
@@ -101,16 +141,9 @@ class Conversion:
         if self.is_set(name) or not _equal(value, self.defaults.get(key)):
             self.set(key, value, translation.remark if translation and self.is_set(name) else "")
 
-    def _list_unread(self) -> None:
-        """List the settings of the file that no function has read, because they belong to a choice, such as a loss,
-        that the run does not make."""
-        for name in self.settings.values:
-            answer = self.table.find(name)
-            if answer is None or answer.group in ("", "same") or name in self._read or self._is_off(name):
-                continue
-            if not any(line.startswith(f"{name}=") for line in self.lost):
-                remark = f", {answer.remark}" if answer.remark else ""
-                self.lose(name, f"it is {answer.key}{remark}; this run makes no use of it")
+    def _lacks(self, name: str, answer: Equivalent) -> bool:
+        off = self._is_off(name) and not answer.holds
+        return answer.lacks(self.settings.values[name]) and not off and not name.endswith("._target_")
 
     def _is_off(self, name: str) -> bool:
         """Whether a setting without a counterpart has a value that means off: nothing, zero, or one of something."""
@@ -127,7 +160,6 @@ class Conversion:
         """
         if "model.path" not in self.values:
             self.set("model.path", "MODEL", "The file names no model: write its directory or its name on the hub here.")
-        self._list_unread()
         lines = [*(f"# {line}" for line in header), ""]
         lines += self._write_sections(_nest(self.values), "", "")
         if self.lost:

@@ -2,9 +2,10 @@
 
 import ast
 import itertools
+import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -229,6 +230,7 @@ def _read_python(path: Path, text: str) -> Settings:
         elif name == "LoraConfig":
             named = {f"lora_{_LORA.get(str(word.arg), word.arg)}": word.value for word in call.keywords if word.arg}
             values["use_peft"] = True
+            values |= {key: value for key, value in _OF_PEFT.items() if key not in {*named, *undecided}}
         elif name in _TRL_TRAINERS:
             recipe = recipe or _TRL_TRAINERS[name]
             named = {_TRAINER[word.arg]: word.value for word in call.keywords if word.arg in _TRAINER}
@@ -245,7 +247,12 @@ def _read_python(path: Path, text: str) -> Settings:
             else:
                 values[key] = value
     if other and not recipe:
-        raise ConfigError(f"{path} uses TRL's {other}: expected one of {', '.join([*_TRL_CLASSES, *_TRL_TRAINERS])}")
+        kind = other.removesuffix("Config").removesuffix("Trainer")
+        remark = _OTHER_TRAINERS.get(kind, "Podium has none; docs/coming-from-trl.md lists what it has")
+        raise ConfigError(
+            f"{path} uses TRL's {other}, which is not converted: {remark}. Those that are converted: "
+            f"{', '.join([*_TRL_CLASSES, *_TRL_TRAINERS])}"
+        )
     return Settings(values, undecided, recipe)
 
 
@@ -253,14 +260,35 @@ def _defines(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 
 
+_PAIRS: Final = "is podium train dpo with algorithm.loss"
+_OTHER_TRAINERS: Final = {
+    "RLOO": "it is podium train grpo with algorithm.advantage rloo, where TRL's defaults are sampling.n 2, "
+    "algorithm.kl_in reward, algorithm.kl_coef 0.05 and optim.lr 1e-6",
+    "PPO": "it is podium train ppo",
+    "KTO": f"it {_PAIRS} kto",
+    "ORPO": f"it {_PAIRS} orpo",
+    "CPO": f"with loss_type simpo it {_PAIRS} simpo",
+    "GKD": "on the student's own completions it is podium train grpo --recipe opd",
+}
+
 _DATASET: Final = {"split": "dataset_train_split", "name": "dataset_config"}
 _LORA: Final = {"lora_alpha": "alpha", "lora_dropout": "dropout"}
+_OF_PEFT: Final = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # which are not those of TRL's ModelConfig
 _TRAINER: Final = {
     "model": "model_name_or_path",
     "reward_funcs": "reward_funcs",
     "tools": "tools",
     "environment_factory": "environment_factory",
     "rollout_func": "rollout_func",
+}
+
+
+_OPERATORS: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
 }
 
 
@@ -272,6 +300,10 @@ def _evaluate(node: ast.expr, constants: Mapping[str, ast.expr], definitions: Ma
         )
     if isinstance(node, ast.Name):
         return definitions.get(node.id, UNDECIDED)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = (_evaluate(side, constants, definitions) for side in (node.left, node.right))
+        numbers = all(isinstance(side, int | float) for side in (left, right))
+        return _OPERATORS[type(node.op)](left, right) if numbers and right != 0 else UNDECIDED
     if isinstance(node, ast.List | ast.Tuple):
         items = [_evaluate(item, constants, definitions) for item in node.elts]
         return UNDECIDED if UNDECIDED in items else items

@@ -25,6 +25,8 @@ class Equivalent:
         key: The key that means the same. It is empty where no single key does.
         remark: A sentence on what differs. It is empty where nothing does.
         missing: Whether Podium lacks what the setting does. ``key`` is empty then.
+        holds: The values for which Podium needs no setting, of an answer without a key. Podium lacks what other values
+            do. Empty for an answer that holds for all values.
         otherwise: The answers in configurations that lack ``key``, such as that of supervised fine-tuning.
         default: The setting's default, "null" for one that is None. A mapping has one for each recipe of the
             project. None where the table has no default.
@@ -37,6 +39,7 @@ class Equivalent:
     key: str = ""
     remark: str = ""
     missing: bool = False
+    holds: tuple[str, ...] = ()
     otherwise: tuple["Equivalent", ...] = ()
     default: Any = None
     rule: str = ""
@@ -48,6 +51,10 @@ class Equivalent:
         """Return this answer or one of the others: the first whose key is among ``keys``. None if there is none."""
         answers = (self, *self.otherwise)
         return next((answer for answer in answers if not answer.key or _root(answer.key) in keys), None)
+
+    def lacks(self, value: object) -> bool:
+        """Whether Podium lacks what ``value`` of the setting does."""
+        return self.missing or (bool(self.holds) and _text(value) not in self.holds)
 
     def translate(self, value: object) -> Translation | None:
         """Return what ``value`` of the setting is here, if it is called otherwise."""
@@ -172,7 +179,9 @@ def _read_answer(value: Any) -> Equivalent:
     if isinstance(value, str):
         return Equivalent(value)
     values = {_text(name): _read_translation(entry) for name, entry in value.get("values", {}).items()}
-    return Equivalent(**{**value, "values": values, "otherwise": tuple(map(_read_answer, value.get("otherwise", ())))})
+    holds = tuple(map(_text, value.get("holds", ())))
+    otherwise = tuple(map(_read_answer, value.get("otherwise", ())))
+    return Equivalent(**{**value, "values": values, "holds": holds, "otherwise": otherwise})
 
 
 @cache

@@ -1,9 +1,10 @@
 """TRL's settings as a configuration of Podium: the settings that the table alone does not convert."""
 
+import math
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium_migration.conversion import Conversion, is_installed
+from podium_migration.conversion import Conversion, convert_settings, is_installed
 from podium_migration.sources import Settings
 
 __all__ = ["convert_trl"]
@@ -35,7 +36,11 @@ def convert_trl(settings: Settings) -> Conversion:
     Raises:
         ConfigError: Podium has no recipe of this kind.
     """
-    theirs = settings.recipe or _guess_recipe(settings)
+    return convert_settings(settings._replace(recipe=settings.recipe or _guess_recipe(settings)), _convert)
+
+
+def _convert(settings: Settings) -> Conversion:
+    theirs = settings.recipe
     recipe = _OURS[theirs]
     conversion = Conversion("TRL", settings, recipe, theirs)
     conversion.convert_plain(only_set=ONLY_SET if recipe == "grpo" else (*ONLY_SET, "sampling.", "algorithm."))
@@ -48,6 +53,8 @@ def convert_trl(settings: Settings) -> Conversion:
     if recipe == "grpo":
         _convert_objective(conversion)
         _convert_rewards(conversion)
+    if recipe == "sft" and not conversion.is_set("assistant_only_loss"):
+        conversion.lose("assistant_only_loss", conversion.table.answers["assistant_only_loss"].remark)
     return conversion
 
 
@@ -115,14 +122,35 @@ def _convert_length(c: Conversion, updates: int) -> None:
         c.lose("warmup_ratio", f"optim.warmup_steps counts optimizer steps: {share:g} x those of the run")
     elif warmup:
         c.set("optim.warmup_steps", warmup)
+    _convert_intervals(c, updates)
+    if c.is_set("adam_beta1") or c.is_set("adam_beta2"):
+        c.set("optim.betas", [c.get("adam_beta1"), c.get("adam_beta2")])
+
+
+def _convert_intervals(c: Conversion, updates: int) -> None:
+    """How often checkpoints are written and evaluations made, and which checkpoints are kept."""
     if c.get("save_strategy") == "steps" and (c.is_set("save_steps") or c.is_set("save_strategy")):
-        c.set("save.every", max(1, int(c.get("save_steps")) // updates))
+        _convert_interval(c, "save.every", "save_steps", updates)
     if c.is_set("save_total_limit"):
         c.set("save.keep", c.get("save_total_limit") or 0)
     if c.get("load_best_model_at_end"):
         c.set("save.keep_best", 1, "podium export runs/NAME@best writes the model of the best evaluation.")
     if c.get("eval_strategy") == "steps" or (c.is_set("eval_steps") and c.get("eval_strategy") != "epoch"):
-        c.set("eval.every", max(1, int(c.get("eval_steps", 500)) // updates))
+        _convert_interval(c, "eval.every", "eval_steps", updates)
+    for name, key in (("eval_strategy", "eval.every"), ("save_strategy", "save.every")):
+        if c.is_set(name) and c.get(name) not in ("steps", "no", False):
+            c.lose(name, f"{key} counts steps; without it there is one after the last step")
+
+
+def _convert_interval(c: Conversion, key: str, name: str, updates: int) -> None:
+    """Set a number of steps between two events. Below 1 it is a share of the run's steps in TRL."""
+    interval, most = c.get(name, 500), c.get("max_steps")
+    if interval >= 1:
+        c.set(key, max(1, int(interval) // updates))
+    elif most > 0:
+        c.set(key, max(1, math.ceil(interval * most) // updates), f"{interval:g} of {most} optimizer steps.")
+    else:
+        c.lose(name, f"{key} counts steps: {interval:g} x those of the run")
 
 
 def _convert_evaluation(c: Conversion) -> None:
@@ -210,14 +238,25 @@ def _convert_rewards(c: Conversion) -> None:
         c.set("reward.name", names[0] if len(names) == 1 else names)
     elif not functions:
         c.lose("reward_funcs", "the file names no reward: set reward.name")
-    if weights := c.settings.values.get("reward_weights"):
-        c.set("reward.weights", weights)
+    _convert_weights(c, names)
     if model := c.settings.values.get("reward_model_name_or_path"):
         c.set("reward.path", model)
         c.set("reward.name", "model")
     for name in ("tools", "environment_factory", "rollout_func"):
         if c.is_set(name):
             c.lose(name, "environment.name names a function of yours: docs/coming-from-trl.md")
+
+
+def _convert_weights(c: Conversion, names: list[str]) -> None:
+    weights = c.settings.values.get("reward_weights")
+    if c.get("multi_objective_aggregation") == "normalize_then_sum":
+        c.set("algorithm.advantage", "gdpo", "Each reward is normalized by itself.")
+        c.values.pop("reward.weights", None)
+        parts = [name.rpartition(":")[2] for name in names]
+        if weights and len(weights) == len(parts) == len(set(parts)):
+            c.set("algorithm.options.part_weights", dict(zip(parts, weights, strict=True)))
+        elif weights:
+            c.lose("reward_weights", "algorithm.options.part_weights has a weight for each reward by its name")
 
 
 def _name_reward(function: str) -> str:
@@ -245,6 +284,7 @@ def _convert_model(c: Conversion) -> None:
                 0.0,
                 "TRL's 0.05 by default is off here: noise would change the probability ratios.",
             )
+    _convert_loading(c)
     if c.get("fp16"):
         c.set("parallel.precision", "float16")
     elif c.settings.values.get("bf16"):
@@ -263,6 +303,18 @@ def _convert_model(c: Conversion) -> None:
             c.get("max_length"),
             "It bounds the prompt; TRL's max_length cuts prompt and answer together.",
         )
+
+
+def _convert_loading(c: Conversion) -> None:
+    """What ``model_init_kwargs`` says about the model."""
+    options = c.settings.values.get("model_init_kwargs")
+    for name, value in options.items() if isinstance(options, dict) else ():
+        if name in ("dtype", "torch_dtype") and value in ("float32", "bfloat16"):
+            c.set("model.dtype", value)
+        elif name == "attn_implementation":
+            c.set("model.attention", value)
+        elif value not in (None, "auto", False):
+            c.lose("model_init_kwargs", f"{name} has no counterpart: the section model says how a model is loaded")
 
 
 def _convert_run(c: Conversion) -> None:

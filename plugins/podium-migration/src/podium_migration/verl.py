@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from podium_migration.conversion import Conversion, is_installed
+from podium_migration.conversion import Conversion, convert_settings, is_installed
 from podium_migration.sources import Settings
 
 __all__ = ["convert_verl"]
@@ -31,6 +31,10 @@ _NORMALIZED: Final = ("grpo", "grpo_vectorized", "grpo_passk")
 
 def convert_verl(settings: Settings) -> Conversion:
     """Return the configuration of Podium that means what the settings mean for verl."""
+    return convert_settings(settings, _convert)
+
+
+def _convert(settings: Settings) -> Conversion:
     estimator = settings.values.get("algorithm.adv_estimator", "gae")
     recipe = "ppo" if estimator == "gae" else "grpo"
     backend = settings.values.get("model_engine", settings.values.get(f"{ACTOR}.strategy", "fsdp"))
