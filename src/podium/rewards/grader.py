@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import ConfigError
-from podium.rewards.answers import find_reader, reads_answers
 from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.dispatcher_client import GradingProcesses
 from podium.rewards.in_script import GradingInScript
 from podium.rewards.resolve import Rewards, Source, check_weights, list_rewards, name_of
+from podium.rewards.text import find_reader, reads_answers
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 

@@ -40,7 +40,7 @@ class SessionPackage(Protocol):
             the handles of the generators that they ask, the configuration, the sampling parameters, the directory of
             logs, and the handles of all generators.
         resolve_environment: Returns the environment that a configuration names, with its ``tasks``.
-        load_tasks: Returns the :class:`podium.trainer.tasks.Tasks` of "train" or "test".
+        load_tasks: Returns the :class:`podium.trainer.prompts.Tasks` of "train" or "test".
         check_conversations: Checks that the tokenizer has a template, by which sessions write conversations.
         conversations: Returns the text of each row of sessions, turn by turn.
     """

@@ -36,7 +36,6 @@ from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
 from podium.trainer import step_columns as columns
-from podium.trainer.answer_loss import Answers
 from podium.trainer.baselines import add_baselines, be_greedy
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
@@ -50,7 +49,7 @@ from podium.trainer.sessions import Sessions
 from podium.trainer.step_watch import StepWatch
 from podium.trainer.trainer import Trainer
 from podium.trainer.training_prompts import check_training, load_training
-from podium.trainer.updates import join_updates, submit_update
+from podium.trainer.updates import Answers, join_updates, submit_update
 from podium.workers import Estimator, FollowingReference, Reference, Teacher
 from podium.workers.policy import ENTROPY_COEF, HEAD_ALONE
 

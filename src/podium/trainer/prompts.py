@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
-from podium.rollout.tasks import DataConfig, EncodedPrompts, Example, encode_prompts, load_examples
+from podium.rollout.tasks import DataConfig, EncodedExamples, EncodedPrompts, Example, encode_prompts, load_examples
 from podium.rollout.tasks.examples import RowReader
 from podium.rollout.tasks.messages import message_text
 from podium.telemetry import Note, emit
@@ -78,6 +78,39 @@ class Prompts(Sequence[Prompt]):
         if isinstance(place, slice):
             return [self[index] for index in range(*place.indices(len(self)))]
         return Prompt(self.token_ids.tensor(place).long(), self.examples[place], self._tokenizer.decode)
+
+
+HeldOut: TypeAlias = Sequence[Prompt] | EncodedExamples
+"""The prompts of an evaluation set, or examples with their answers, of which the loss is computed."""
+
+
+class TaskPrompt(Prompt):
+    """A task of an environment. Its sessions decide what the model reads. ``text`` is for people."""
+
+    @cached_property
+    def text(self) -> str:
+        return self.shown
+
+
+class Tasks(Sequence[TaskPrompt]):
+    """The tasks of one side of the data, or of the environment itself.
+
+    Args:
+        examples: Their rows.
+        digest: A checksum of their content.
+    """
+
+    def __init__(self, examples: Sequence[Example], digest: str) -> None:
+        self.examples = [*examples]
+        self.digest = digest
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[index] for index in range(*place.indices(len(self)))]
+        return TaskPrompt(torch.empty(0, dtype=torch.int64), self.examples[place], str)
 
 
 def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:

@@ -9,7 +9,7 @@ and grader.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from podium.errors import ConfigError
 from podium.rewards import Grader, Rewards
 from podium.rollout.environments import load_sessions
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import end_of_turn
+from podium.rollout.tasks import PromptStream, end_of_turn
 from podium.rollout.tasks.examples import RowReader
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import step_of
@@ -35,7 +35,6 @@ from podium.runs.schedules import ScheduleDeclaration, declaration_of
 from podium.runtime import Cluster, backend_class, connect
 from podium.telemetry import Event, Note, OutputLost, WorkerLost, emit, subscribe
 from podium.telemetry.sinks.console import terminal
-from podium.trainer.background_imports import LATER, importing
 from podium.trainer.checkpointing import ModelExtras, Saver
 from podium.trainer.checks.preflight import (
     check_answers,
@@ -46,16 +45,38 @@ from podium.trainer.checks.preflight import (
 )
 from podium.trainer.checks.resumed import describe_changes
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.preload import PRELOAD
-from podium.trainer.prompts import Prompt, load_held_out
+from podium.trainer.preload import LATER, PRELOAD, importing
+from podium.trainer.prompts import HeldOut, Prompt, load_held_out
 from podium.trainer.restart_limit import Losses
 from podium.trainer.roles import Roles, RoleWorkers, start_roles
-from podium.trainer.run_data import RunData
 from podium.trainer.schedules import Schedule
 from podium.trainer.sessions import Sessions
 from podium.trainer.signals import StopRequest, listen_for_stop
 
 E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class RunData(Generic[E]):
+    """The data and settings that a run reads before it starts a worker.
+
+    Attributes:
+        config: The configuration, whose ``run.steps`` follows from ``run.epochs``.
+        stream: The prompts, from which ``collect`` takes.
+        held_out: The evaluation sets by name, that which judges the run first; None without evaluation.
+        tokenizer: The tokenizer.
+        template: The chat template if it is not the tokenizer's own.
+        sampling: How tokens are drawn, with stop tokens.
+        columns: The columns that every row has which the reward gets; None where nothing is graded.
+    """
+
+    config: PPOConfig | SFTConfig
+    stream: PromptStream[E]
+    held_out: Mapping[str, HeldOut] | None
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None
+    sampling: SamplingParams
+    columns: Collection[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from podium.runs.evaluation import Evaluation
 from podium.telemetry import metrics as names
 from podium.trainer.checks.preflight import check_examples, check_tokens, find_fitting
 from podium.trainer.evaluate import load_held_out_pairs, score_answers
-from podium.trainer.prompts import Pair, pair_batch
-from podium.trainer.run_data import HeldOut
+from podium.trainer.prompts import HeldOut, Pair, pair_batch
 from podium.trainer.trainer import Trainer
 
 

@@ -60,12 +60,12 @@ from podium.trainer.checks.overlap import describe_overlaps
 from podium.trainer.checks.unused import find_unused_settings
 from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
-from podium.trainer.prompts import pair_batch
+from podium.trainer.prompts import HeldOut, pair_batch
 from podium.trainer.restart_limit import RunLost, find_lost
 from podium.trainer.roles import RoleWorkers
-from podium.trainer.run_data import HeldOut, RunData
 from podium.trainer.run_setup import (
     Run,
+    RunData,
     RunOptions,
     count_steps,
     is_graded,

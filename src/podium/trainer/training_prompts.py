@@ -9,8 +9,7 @@ from podium.rollout.environments import load_sessions
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.trainer.checks.other_models import check_other_models
 from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens, find_fitting
-from podium.trainer.prompts import Prompt, Prompts, encode_rows
-from podium.trainer.tasks import Tasks
+from podium.trainer.prompts import Prompt, Prompts, Tasks, encode_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,5 @@
-"""The optimizer steps of a step, and their metrics."""
+"""The optimizer steps of a step, their metrics, and the data's own answers to the prompts of the step, which
+``cross_entropy`` in a mapping of losses learns."""
 
 from __future__ import annotations
 
@@ -6,14 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from podium.algorithms import AlgorithmConfig
-from podium.data import fields
+from podium.data import Batch, fields
+from podium.errors import ConfigError
+from podium.rollout.tasks import Example, PromptStream
+from podium.rollout.tasks.encode import encode_pairs
 from podium.telemetry import metrics as names
+from podium.trainer.checks.preflight import check_examples
+from podium.trainer.prompts import Prompt, pair_batch
 
 if TYPE_CHECKING:
-    from podium.data import Batch
+    from transformers import PreTrainedTokenizerBase
+
+    from podium.runs.config import PPOConfig
     from podium.runtime import Call, Handle
-    from podium.trainer.answer_loss import Answers
-    from podium.trainer.prompts import Prompt
     from podium.workers import Policy
 
 _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
@@ -45,3 +51,40 @@ def submit_update(
     learned = policy.accumulate(batch, AlgorithmConfig(loss="cross_entropy"), weight=answers.weight)
     updates.append({"loss/cross_entropy": learned[names.LOSS] / answers.weight})
     return [policy.accumulate.submit(minibatch), policy.step.submit()]
+
+
+class Answers:
+    """The answers of all training prompts that have one, encoded as for supervised fine-tuning.
+
+    Raises:
+        ConfigError: The run has sessions of an environment, no prompt has an answer, or one is too long for the model.
+        DataError: An answer cannot be encoded.
+    """
+
+    def __init__(self, config: PPOConfig, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> None:
+        which = (
+            f"algorithm.loss = {config.algorithm.loss!r}: cross_entropy beside other losses learns the data's answers"
+        )
+        if config.environment.name:
+            raise ConfigError(f"{which}, and the tasks of an environment have none: leave it out")
+        with_answer = [example for example in examples if example.answer is not None and example.answer.strip()]
+        if not with_answer:
+            raise ConfigError(f"{which}, and no training prompt has one: set data.answer_column, or leave it out")
+        self.weight = config.algorithm.answer_weight
+        self._pairs = encode_pairs(with_answer, tokenizer, config.data, "answers")
+        check_examples(config.model, self._pairs.token_ids.lengths, self._pairs.examples, "answered")
+        self._places = {id(example): index for index, example in enumerate(self._pairs.examples)}
+
+    @classmethod
+    def of(cls, config: PPOConfig, stream: PromptStream[Prompt], tokenizer: PreTrainedTokenizerBase) -> Answers | None:
+        """Return the answers of a run's training prompts; None where its loss has no part for them. Raises as above."""
+        if config.algorithm.losses.keys() == config.algorithm.sampled_losses.keys():
+            return None
+        return cls(config, getattr(stream.examples, "examples", ()), tokenizer)
+
+    def batch_of(self, prompts: Sequence[Prompt], groups: Sequence[int], least: int) -> Batch | None:
+        """Return the answers to those of a step's ``prompts`` that a minibatch has, by the ``groups`` of its rows; None
+        where fewer than ``least`` of them have one."""
+        examples = [prompts[group].example for group in dict.fromkeys(groups)]
+        places = [self._places[id(example)] for example in examples if id(example) in self._places]
+        return pair_batch([self._pairs[index] for index in places]) if len(places) >= max(least, 1) else None

@@ -17,7 +17,7 @@ from podium.rollout.tasks import DataConfig, Example, load_examples
 from podium.rollout.tasks.bad_rows import BadRows
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.encode import check_media
-from podium.trainer.tasks import Tasks
+from podium.trainer.prompts import Tasks
 from podium_agents.environments.resolve import resolve_environment
 
 __all__ = ["check_conversations", "load_tasks", "make_tasks"]

@@ -21,9 +21,8 @@ from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.formatting import percent, visible
-from podium.trainer.prompts import Prompts
-from podium.trainer.run_data import HeldOut, RunData
-from podium.trainer.tasks import Tasks
+from podium.trainer.prompts import HeldOut, Prompts, Tasks
+from podium.trainer.run_setup import RunData
 
 __all__ = ["count_row_tokens", "count_tokens", "describe_data", "describe_tokens", "describe_where"]
 

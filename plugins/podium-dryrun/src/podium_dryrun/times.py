@@ -24,9 +24,9 @@ from podium.runtime import Call, connect
 from podium.telemetry.formatting import duration
 from podium.trainer.ppo import PPOTrainer
 from podium.trainer.preload import PRELOAD
-from podium.trainer.prompts import completion_seeds, pair_batch, prompt_batch
+from podium.trainer.prompts import HeldOut, completion_seeds, pair_batch, prompt_batch
 from podium.trainer.roles import Roles, start_roles
-from podium.trainer.run_data import HeldOut, RunData
+from podium.trainer.run_setup import RunData
 from podium.trainer.trainer import Trainer
 from podium_dryrun.data import count_row_tokens, count_tokens
 

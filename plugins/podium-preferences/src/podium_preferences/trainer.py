@@ -30,8 +30,7 @@ from podium.telemetry import Note, emit, metrics as names
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD_MARGIN
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_examples, check_tokens, find_fitting
-from podium.trainer.prompts import Pair, pair_batch, split_answer
-from podium.trainer.run_data import HeldOut
+from podium.trainer.prompts import HeldOut, Pair, pair_batch, split_answer
 from podium.trainer.run_setup import read_held_out
 from podium.trainer.trainer import Trainer
 from podium_preferences.config import PreferenceRun, RMConfig

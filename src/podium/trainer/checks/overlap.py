@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from podium.rollout.tasks import EncodedExamples, Example
 from podium.runs.config import InferenceConfig
-from podium.trainer.run_data import HeldOut
+from podium.trainer.prompts import HeldOut
 
 
 def describe_overlaps(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.trainer.background_imports import importing
+from podium.trainer.preload import importing
 
 UNTIL_ITS_END_IS_AWAITED = """
 import sys, time
