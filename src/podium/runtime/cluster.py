@@ -20,6 +20,7 @@ from podium.runtime.backend import Backend
 from podium.runtime.calls.call import Watch, refuse_in_a_fork
 from podium.runtime.calls.process_calls import ProcessCalls
 from podium.runtime.calls.progress import ProgressWatch
+from podium.runtime.codec import copy_value
 from podium.runtime.colocation import Colocated, is_colocated
 from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoints import Returns, endpoints_of
@@ -257,7 +258,7 @@ class Cluster:
             env=_check_env(env or {}),
             start_timeout_s=start_timeout_s,
             distributed=distributed,
-            options=dict(options or {}),
+            options=copy_value(dict(options or {})),  # a restart starts as now
             detached=detached,
         )
         with self._naming(worker, name, into) as (label, bounds):

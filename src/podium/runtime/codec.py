@@ -2,7 +2,8 @@
 
 torch's own reduction of a tensor is in band and sends the whole storage of a row slice; the one here sends the bytes of
 the slice, as a buffer that the reader may map. cloudpickle carries what lives in ``__main__`` or a notebook by value.
-Tensors arrive on the CPU and detached, whatever device they came from.
+Tensors arrive on the CPU and detached, whatever device they came from, with their attributes. Two tensors over the same
+memory arrive apart.
 
 A reference (``podium.data.TensorRef``) crosses as the names of its blocks; the blocks themselves go beside the message.
 In a worker it becomes a tensor, unless its endpoint asks for references: see :func:`read_as`.
@@ -311,7 +312,7 @@ def _open_values(block: Block, readonly: bool) -> Any:
     return _here.opened[key][1]
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> Rebuild | None:
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     import torch
 
     from podium.data.memory import flat_bytes, is_plain
@@ -320,7 +321,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> Rebuild | None:
         return None
     raw = pickle.PickleBuffer(flat_bytes(tensor).data) if tensor.numel() else None
     parameter = type(tensor) is torch.nn.Parameter
-    return _tensor, (raw, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf)
+    facts = raw, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf
+    attributes = tensor.__dict__  # which torch's own reduction carries, too, and frameworks mark parameters by
+    return (_tensor, facts, attributes, None, None, _set_attributes) if attributes else (_tensor, facts)
 
 
 def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: bool, requires_grad: bool) -> torch.Tensor:
@@ -331,3 +334,7 @@ def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: boo
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)

@@ -15,6 +15,7 @@ from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
 from podium.runtime.calls.call import Watch, refuse_in_a_fork
+from podium.runtime.calls.in_flight import Kept
 from podium.runtime.calls.process_calls import ProcessCalls, limit_of
 from podium.runtime.dispatch import Mesh, World, join_meshes
 from podium.runtime.endpoints import Returns
@@ -45,7 +46,8 @@ class StartOptions:
 
 @dataclass(frozen=True)
 class Role:
-    """A worker that runs in every process of a set, with its meshes by name and the default deadline of its calls."""
+    """A worker that runs in every process of a set, with its meshes by name and the default deadline of its calls. Once
+    it is made, ``bound`` is without the arguments."""
 
     bound: Bound[Any]
     meshes: Mapping[str, Mesh]
@@ -65,7 +67,7 @@ class Record:
 
     places: Sequence[Place]
     token: Any
-    roles: Mapping[str, Role]  # without the arguments of the constructors
+    roles: Mapping[str, Role]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -90,6 +92,7 @@ class ProcessSet:
         self.worlds: dict[str, World] = {}  # by worker, with the meshes that its ranks declare
         self.backend = backend
         self.watch = watch
+        self._arguments: dict[str, Kept] = {}  # by worker, what it was made of when it was first made
         self._threads = threads
         self._rendezvous = ""
         self._attached = attached is not None
@@ -154,6 +157,8 @@ class ProcessSet:
         if self._rendezvous and self.size > 1:
             longest_s = self.calls.collectives_s = max(timeout_s, role.timeout_s)
             shared |= {"collectives_s": limit_of(longest_s), "share_devices": _share_devices(self.pool)}
+        if visible:  # a restart makes it of these, whatever the script has changed in them meanwhile
+            shared = self._arguments.setdefault(name, Kept(shared))
         label = f"{role.bound.cls.__name__}.__init__"
         try:
             declared = self.calls.request(label, "construct", timeout_s, shared, context_by_rank, until=until)
@@ -165,7 +170,7 @@ class ProcessSet:
             rank = error.rank if isinstance(error, WorkerDied) else min(error.running, default=None)
             raise WorkerStartError(f"{name} did not start: {error}", rank=rank, lost=error.lost) from error
         self.worlds[name] = World(self.size, {**role.meshes, **join_meshes(name, role.meshes, declared)})
-        self.workers[name] = role
+        self.workers[name] = replace(role, bound=cast(Any, Bound)(role.bound.cls, (), {}))
 
     def restart(self) -> None:
         """Kill all processes, start new ones in the same slots, and make their workers again. Raises what
@@ -207,28 +212,28 @@ class ProcessSet:
         else:
             self._end(reason, min(timeout_s, BUSY_END_S) if self.calls.busy() else timeout_s)
         self.workers.clear()
+        self._arguments.clear()
         for reservation in self.pool.reservations:
             if self.name in reservation.holders:
                 reservation.holders.remove(self.name)
 
     def keep_record(self) -> None:
         """Leave a record with every process, so that whoever attaches finds it although other processes have ended."""
-        bare = {
-            name: replace(role, bound=cast(Any, Bound)(role.bound.cls, (), {}), meshes=self.worlds[name].meshes)
-            for name, role in self.workers.items()
-        }
+        bare = {name: replace(role, meshes=self.worlds[name].meshes) for name, role in self.workers.items()}
         record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, bare, self.options.env)
         self.calls.request(f"{self.name}.keep_record", "record", ATTACH_S, {"record": record})
 
     def forget(self, name: str) -> None:
         """Have every process that made a worker close it, behind what the process runs now, since its start failed."""
         self.workers.pop(name, None)
+        self._arguments.pop(name, None)
         self.calls.tell("close_worker", {"name": name})
 
     def close_worker(self, name: str) -> None:
         """Close one of several colocated workers: behind its own calls, and beside those of its siblings. A process
         that is stuck in a call is not asked."""
         del self.workers[name]
+        self._arguments.pop(name, None)
         if self.calls.usable and not self.calls.stuck():
             beside = self.calls.busy() and not self.calls.busy(name)
             label = f"{name}.close"

@@ -41,7 +41,9 @@ def is_scalar(value: Any) -> bool:
     tensor or array without dimensions, or a dict of these."""
     if kind_of(value.__class__) == "dict":
         return all(map(is_scalar, value.values()))
-    return isinstance(value, Number | str | bytes | None) or getattr(value, "shape", None) == ()
+    if isinstance(value, Number | str | bytes | None):
+        return True
+    return not getattr(value, "is_nested", False) and getattr(value, "shape", None) == ()
 
 
 def open_rows(value: Any, where: str) -> Any:
@@ -64,13 +66,15 @@ def open_rows(value: Any, where: str) -> Any:
     if not kind:
         hint = "; pass its result, by call.arg()" if type(value).__name__ == "Call" else ""
         raise DataError(f"{where} is {type(value).__name__}, {NO_ROWS}{hint}")
+    if kind == "tensor" and value.is_nested:  # before its shape, which torch cannot tell of one layout
+        return _read_jagged(value)
     if kind in ("tensor", "array") and not value.shape:
         number = "a tensor" if kind == "tensor" else "an array"
         raise DataError(f"{where} is a single number, {number} without dimensions, which has no rows")
     layout = str(getattr(value, "layout", "torch.strided"))
-    if kind == "tensor" and layout not in ("torch.strided", "torch.jagged"):
+    if kind == "tensor" and layout != "torch.strided":
         raise DataError(f"{where} is a tensor of layout {layout}, whose rows cannot be cut; pass tensor.to_dense()")
-    return _read_jagged(value) if kind == "tensor" and value.is_nested else value
+    return value
 
 
 def _read_jagged(nested: Any) -> Any:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,10 @@ import torch
 import podium
 from podium import Cluster
 from podium.backends.files import LAST_LINES, Files, Log
-from podium.backends.local import LocalBackend
+from podium.backends.local import LocalBackend, process
 from podium.backends.local.backend import WorkerServer
 from podium.backends.local.shared_memory import Lease, SegmentPool
-from podium.errors import ConfigError, WorkerDied
+from podium.errors import CallCancelled, ConfigError, WorkerDied
 from podium_testing.workers import Counter, Stash
 from tests.waits import LONG_S, wait_until
 
@@ -119,6 +120,33 @@ def test_what_is_put_is_stored_once_for_all_groups_and_freed(monkeypatch: pytest
         assert not backend.segments.kept()
 
 
+@pytest.mark.timeout(2 * LONG_S)
+@pytest.mark.parametrize("what", ["cluster", "group"])
+def test_a_handler_of_a_signal_may_close_while_the_script_waits(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The script's thread has the turn to take in how the processes end."""
+    monkeypatch.setattr(process, "KILL_S", 10 * LONG_S)
+    cluster = podium.connect("local", preload=())
+    group = cluster.start(Counter.bind(), cluster.pool(2), distributed=False).group
+    gone: list[bool] = []
+
+    def close(number: int, frame: object) -> None:
+        (cluster if what == "cluster" else group).close()
+        gone.append(not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+    pids = group.pids
+    before = signal.signal(signal.SIGUSR1, close)
+    sender = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
+    sender.start()
+    try:
+        with pytest.raises(CallCancelled, match="was closed while this call was in flight"):
+            group.run(lambda worker: time.sleep(2 * LONG_S))
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+        cluster.close()
+    assert gone == [True]
+
+
 def test_the_command_of_chosen_ranks_begins_with_a_prefix_which_may_report_at_the_end(tmp_path: Path) -> None:
     prefix = ["sh", "-c", f'"$@"; sleep 0.3; echo $? > {tmp_path}/report', "profiler", "env", "PROFILED=yes"]
     with podium.connect("local", preload=()) as cluster:
@@ -201,7 +229,7 @@ def test_a_server_that_does_not_begin_leaves_no_directory(
 
 def test_a_prepared_server_that_nobody_takes_ends_with_the_process(tmp_path: Path) -> None:
     script = """
-from podium.backends.local import LocalBackend
+from podium.backends.local import LocalBackend, process
 LocalBackend.prepare(["json"])
 ((private, server),) = LocalBackend._prepared.values()
 print(server.process.pid, private)

@@ -160,7 +160,7 @@ class DispatchContract:
         assert mixed["b"] == list("abcdefg")
         assert torch.equal(rows.summed(torch.ones(5), {"x": torch.arange(5.0)}), torch.arange(5.0) + 1)
 
-    def test_arrays_and_own_rows_stay_what_they_are_and_nested_tensors_become_jagged(self, rows: Handle[Rows]) -> None:
+    def test_arrays_and_own_rows_stay_what_they_are(self, rows: Handle[Rows]) -> None:
         array = np.arange(14.0, dtype=np.float32).reshape(7, 2)
         for same in (rows.same, rows.same_padded):
             got = same(array)
@@ -171,12 +171,16 @@ class DispatchContract:
         assert len(rows.same(np.zeros((0, 2)))) == 0
         batch = rows.joined(Batch({"x": array}))
         assert torch.equal(batch.dense("x"), torch.from_numpy(array))
-        nested = torch.nested.nested_tensor([torch.arange(at) for at in (3, 1, 4, 2)], layout=torch.jagged)
+
+    @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    def test_nested_tensors_become_jagged(self, rows: Handle[Rows], layout: torch.layout) -> None:
+        nested = torch.nested.nested_tensor([torch.arange(at) for at in (3, 1, 4, 2)], layout=layout)
         for same in (rows.same, rows.same_by_tokens, rows.same_padded):
             jagged = same(nested)
             assert isinstance(jagged, Jagged)
             assert [row.tolist() for row in jagged.unbind()] == [list(range(at)) for at in (3, 1, 4, 2)]
-        assert isinstance(rows.same({"a": [1, 2, 3, 4], "b": nested})["b"], Jagged)
+        assert isinstance(rows.same({"a": [1, 2, 3, 4], "b": nested, "c": 3})["b"], Jagged)
 
     def test_tokens_are_balanced_over_the_ranks(self, rows: Handle[Rows]) -> None:
         parts = rows.by_tokens(make_batch([100, 1, 1, 1, 50, 50, 97]))

@@ -15,7 +15,8 @@ from podium.runtime.calls import process_calls
 from podium.runtime.calls.siblings import find_waiting_siblings
 from podium_testing.shipped import exit_on
 from podium_testing.target import Target, need, refuses
-from podium_testing.workers import Counter, Keeper, RaisesOn
+from podium_testing.values import LARGE
+from podium_testing.workers import Counter, Holder, Keeper, Probe, RaisesOn
 
 __all__ = ["LifetimeContract"]
 
@@ -82,6 +83,26 @@ class LifetimeContract:
         assert not set(before) & set(both.bank.group.pids)
         assert both.bank.add(0) == [10, 10], "no call is repeated"
         assert both.keeper.add_to_neighbor("bank", 1) == [11, 11]
+
+    @pytest.mark.parametrize("size", [4, LARGE])
+    def test_restart_makes_workers_of_the_arguments_of_the_first_start(self, cluster: Cluster, size: int) -> None:
+        """Whatever the script, or the only worker that reads them, has changed in them since."""
+        need(cluster, "processes")
+        names, weights, weight = ["a"], torch.zeros(size), torch.zeros(size)
+        probe = cluster.start(Probe.bind(), distributed=False)
+        for pool, into in ((cluster.pool([1]), None), (None, probe)):
+            holder = cluster.start(Holder.bind(names, {"w": weights}, weight), pool, into=into, distributed=False)
+            for _ in range(2):
+                assert holder.change() == [(["a", "changed"], float(size), float(size))]
+                names.append("by the script")
+                weights += 5
+                weight += 5
+                holder.group.restart()
+            assert holder.change() == [(["a", "changed"], float(size), float(size))]
+            holder.group.close()
+            names[1:] = []
+            weights.zero_()
+            weight.zero_()
 
     def test_a_death_is_named_now_and_later_until_restart(self, cluster: Cluster) -> None:
         need(cluster, "processes")

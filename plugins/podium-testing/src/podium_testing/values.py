@@ -141,6 +141,20 @@ class ValueContract:
         assert torch.equal(got[4].to_dense(), torch.eye(3))
         assert isinstance(got[5], torch.nn.Parameter)
 
+    @pytest.mark.parametrize("size", [4, LARGE])
+    def test_tensors_keep_the_attributes_that_a_framework_has_set(self, echo: Handle[Probe], size: int) -> None:
+        parameter, buffer = torch.nn.Parameter(torch.ones(size)), torch.nn.Buffer(torch.ones(size))
+        marked: Any = torch.ones(size)
+        marked.origin = {"layer": 3, "scale": torch.ones(size), "itself": marked}
+        parameter.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue] - as Megatron-LM does
+        got = echo.echo_once([parameter, buffer, Batch({"x": marked}).dense("x")])
+        assert isinstance(got[1], torch.nn.Buffer)
+        assert (got[0].tensor_model_parallel, got[2].origin["layer"]) == (True, 3)
+        assert torch.equal(got[2].origin["scale"], torch.ones(size))
+        assert got[2].origin["itself"] is got[2]
+        marked.origin = threading.Lock()
+        refuses(SerializationError, r"'origin' \(lock\)", echo.echo_once, marked)
+
     def test_a_state_dict_keeps_tied_weights_tied(self, echo: Handle[Probe]) -> None:
         shared = torch.nn.Parameter(torch.ones(LARGE))
         got = echo.echo_once({"a": shared, "b": shared})

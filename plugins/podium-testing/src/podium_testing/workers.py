@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, which a worker without tenso
 
     from podium.data import Batch
 
-__all__ = ["Agent", "Counter", "Framework", "Keeper", "Place", "Probe", "RaisesOn", "Rows", "Sleeper", "Stash"]
+__all__ = ["Agent", "Counter", "Framework", "Holder", "Keeper", "Place", "Probe", "RaisesOn", "Rows", "Sleeper"]
+__all__ += ["Stash"]
 
 
 class Backwards(Dispatch):
@@ -373,6 +374,20 @@ class Keeper(Worker):
         """Leave the file. The runtime calls this method when the group is closed."""
         if self.closed_into is not None:
             (self.closed_into / f"closed-{self.ctx.rank}").touch()
+
+
+class Holder(Worker):
+    """Changes the arguments that it was made of."""
+
+    def __init__(self, names: list[str], table: dict[str, Tensor], weight: Tensor) -> None:
+        self.names, self.table, self.weight = names, table, weight
+
+    @endpoint
+    def change(self) -> tuple[list[str], float, float]:
+        self.names.append("changed")
+        self.table["w"] += 1
+        self.weight += 1
+        return self.names, float(self.table["w"].sum()), float(self.weight.sum())
 
 
 class RaisesOn(Worker):

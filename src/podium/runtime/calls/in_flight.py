@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from podium.errors import PodiumError
+from podium.errors import PodiumError, SerializationError
+from podium.runtime.backend import Backend
 from podium.runtime.calls.call import Call
 from podium.runtime.collect import Collect
 from podium.runtime.dispatch import Split
-from podium.runtime.messages import Reply
+from podium.runtime.messages import Packed, Reply
 
-__all__ = ["STALL_S", "Ask", "HearReply", "InFlight", "return_number", "take_number"]
+__all__ = ["STALL_S", "Ask", "HearReply", "InFlight", "Kept", "pack_arguments", "return_number", "take_number"]
 
 HearReply = Callable[[int, Reply], object]
 """A function that is called with the rank of a worker process and its reply."""
@@ -38,6 +39,37 @@ def take_number() -> int:
 def return_number(number: int) -> None:
     """Give back the number of a call of which no process can hear any more."""
     _free_numbers.append(number)
+
+
+class Kept(dict[str, Any]):
+    """Arguments that are packed when they are first sent, and let go. Sent again, they are what they were then."""
+
+    packed: Packed = None
+
+
+def pack_arguments(backend: Backend, label: str, split: Split) -> tuple[Packed, Sequence[Packed] | None]:
+    """The arguments that all ranks of ``split`` get, and those of each rank. Raises SerializationError."""
+    try:
+        shared = _pack_shared(backend, split.shared, len(split.ranks))
+        if split.own is None:
+            return shared, None
+        packed: dict[int, Packed] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
+        parts = [id(part) for part in split.own]
+        for part in split.own:
+            if id(part) not in packed:
+                packed[id(part)] = backend.pack(part, parts.count(id(part)))
+        return shared, [packed[part] for part in parts]
+    except SerializationError as error:
+        raise SerializationError(f"{label}: {error}") from error.__cause__
+
+
+def _pack_shared(backend: Backend, values: Mapping[str, Any], readers: int) -> Packed:
+    if not isinstance(values, Kept):
+        return backend.pack(values, readers)
+    if values.packed is None:
+        values.packed = backend.pack(dict(values), readers + 1)  # or the only reader might write into what is kept
+        values.clear()
+    return values.packed
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

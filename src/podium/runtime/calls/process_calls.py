@@ -1,5 +1,6 @@
 """The calls to one set of running processes: requests, replies, and the causes of failures."""
 
+import contextlib
 import logging
 import os
 import threading
@@ -24,7 +25,7 @@ from podium.errors import (
 from podium.exceptions import read_text
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.call import Call, Here, Watch, refuse_in_a_fork, run_later
-from podium.runtime.calls.in_flight import STALL_S, HearReply, InFlight, return_number, take_number
+from podium.runtime.calls.in_flight import STALL_S, HearReply, InFlight, pack_arguments, return_number, take_number
 from podium.runtime.calls.progress import RankCounts
 from podium.runtime.calls.relay import Relay, travelled
 from podium.runtime.calls.siblings import find_waiting_siblings
@@ -120,7 +121,7 @@ class ProcessCalls:
             self._wait_for_settlement(call, method, concurrent)
         if self._process not in (Here.pid, 0) or not self.usable:
             self._refuse(call.label)
-        packed = self._pack(call.label, split)
+        packed = pack_arguments(self._backend, call.label, split)
         flight = InFlight(call, target, method, split, collect, collect.ranks(split), set(split.ranks))
         self._in_flight[flight.call_id] = flight  # from here on a death fails it; one while it was packed shows now
         if not self.usable:
@@ -170,21 +171,6 @@ class ProcessCalls:
             if wants not in common:
                 common[wants] = Request(*head, None, wants, concurrent)
             handles[rank].invoke(common[wants], partial(on_reply, flight, rank))
-
-    def _pack(self, label: str, split: Split) -> tuple[Packed, Sequence[Packed] | None]:
-        """The arguments that all ranks of ``split`` get, and those of each rank."""
-        try:
-            shared = self._backend.pack(split.shared, len(split.ranks))
-            if split.own is None:
-                return shared, None
-            packed: dict[int, Packed] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
-            parts = [id(part) for part in split.own]
-            for part in split.own:
-                if id(part) not in packed:
-                    packed[id(part)] = self._backend.pack(part, parts.count(id(part)))
-            return shared, [packed[part] for part in parts]
-        except SerializationError as error:
-            raise SerializationError(f"{label}: {error}") from error.__cause__
 
     @property
     def usable(self) -> bool:
@@ -586,9 +572,21 @@ class ProcessCalls:
         """End the processes. They have ``shut_down_s`` seconds to close their workers first."""
         if shut_down_s > 0:
             self._ask_all(range(len(self.handles)), "shutdown", shut_down_s, concurrent=False)
-        enders = [threading.Thread(target=handle.kill, daemon=True) for handle in self.handles]
+        left = {*self.handles}
+
+        def end(handle: ProcessHandle) -> None:
+            try:
+                handle.kill()
+            finally:
+                left.discard(handle)
+                self._backend.wake()
+
+        enders = [threading.Thread(target=end, args=(handle,), daemon=True) for handle in self.handles]
         for ender in enders:
             ender.start()
+        with contextlib.suppress(ConfigError):  # a handler of a signal came inside a message: nobody can take in others
+            while left:  # as this thread may be the one that takes in how they end
+                self._wait_until(lambda: not left, REPORT_S)
         for ender in enders:
             ender.join()
         self.handles = ()
