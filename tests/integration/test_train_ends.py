@@ -15,6 +15,7 @@ import torch
 from podium.data import Batch
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError
 from podium.models import load_tokenizer
+from podium.runs.checkpoints import TrainerState
 from podium.runtime import Cluster, concat, endpoint, first, shard
 from podium.telemetry import Note, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
@@ -306,6 +307,44 @@ def test_a_checkpoint_comes_by_time_and_changes_no_result(tmp_path: Path) -> Non
     steps = [sorted(path.name for path in (run / "checkpoints").glob("step-*")) for run in (saved, plain)]
     assert steps == [["step-000001", "step-000002", "step-000003"], ["step-000003"]]
     assert json.loads((saved / "summary.json").read_text())["finished"]
+
+
+class StoppedInItsLastStep(PPOTrainer):
+    """Is asked to stop in its last step; ``breaks``: and dies behind the evaluation that follows."""
+
+    breaks = False
+
+    def learn(self, scored: Any) -> Any:
+        if scored.step == self.config.run.steps:
+            self.run.stop.request()
+        return super().learn(scored)
+
+    def save(self, step: int) -> None:
+        if self.breaks and self.state.last is not None and self.state.last.step == step:
+            raise KeyboardInterrupt
+        super().save(step)
+
+
+def test_the_checkpoint_of_a_last_step_that_was_stopped_has_its_evaluation(tmp_path: Path) -> None:
+    """Without it the step was never the best one, and after a kill the resumed run had two rows of it."""
+    sections: dict[str, Any] = {"eval": {"items": 4, "metric": "reward"}, "save": {"keep_best": 1}}
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 2}, **sections)
+    run, broken = tmp_path / "runs" / "run", StoppedInItsLastStep(config, cluster="inline", show=False)
+    broken.breaks = True
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit()
+    assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 2]
+    resumed = tiny(GRPOConfig, tmp_path, run={"steps": 2, "resume": str(run)}, **sections)
+    summary = StoppedInItsLastStep(resumed, cluster="inline", show=False).fit()
+    assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 2]
+    state = TrainerState.read(run / "checkpoints" / "step-000002")
+    assert state.last is not None
+    assert state.last.step == 2
+    assert summary.best_checkpoint == str(run / "checkpoints" / "step-000002")
+    assert (summary.finished, summary.prompts) == (True, {"trained": 8})
+    longer = tiny(GRPOConfig, tmp_path, run={"steps": 3, "resume": str(run)}, **sections)
+    StoppedInItsLastStep(longer, cluster="inline", show=False).fit()
+    assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 2, 3]
 
 
 def test_an_evaluation_that_a_stop_left_out_is_made_up_for_by_the_resumed_run(tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ WEIGHT_SQUARE: Final = "mismatch/weight_square"  # mean of their squares, from w
 EFFECTIVE_SIZE: Final = "mismatch/effective_size"  # effective sample size as a share: mean² / mean of squares
 
 
+class Maximum(float):
+    """A metric of an optimizer step of which a training step with several of them has the largest value, and not the
+    mean."""
+
+
 @dataclass(frozen=True)
 class PartialMetrics:
     """What some of the tokens contribute to a step's metrics, as scalars without gradient.
@@ -59,7 +64,7 @@ class PartialMetrics:
         means = {name: float(value) / total for name, value in self.sums.items()}
         if (square := means.pop(WEIGHT_SQUARE, None)) is not None:
             means[EFFECTIVE_SIZE] = means.get(WEIGHT_MEAN, 0.0) ** 2 / square if square else 0.0
-        return means | {name: float(value) for name, value in self.maxima.items()}
+        return means | {name: Maximum(value) for name, value in self.maxima.items()}
 
 
 @torch.no_grad()

@@ -257,12 +257,16 @@ class RunRecord:
         wall = self.summary.get("wall_s")
         if isinstance(wall, int | float) and not self.is_past_end(self.step):
             return float(wall)
-        total = before = 0.0
+        total = before = evaluated_s = 0.0  # evaluated_s: since the last step
         for row in self.rows:
-            total += row.get(_TIME_OF_STEP) or 0.0
-            if row["kind"] == "eval" and before:
-                total += max(0.0, row.get("time", before) - before)
-            before = row.get("time", before)
+            spent_s, now = row.get(_TIME_OF_STEP) or 0.0, row.get("time", before)
+            if row["kind"] == "eval":
+                spent_s = max(0.0, now - before) if before else 0.0
+                evaluated_s += spent_s
+            else:  # a step that was drawn during the evaluation has its time, too
+                spent_s -= min(evaluated_s, max(0.0, spent_s - max(0.0, now - before)))
+                evaluated_s = 0.0
+            total, before = total + spent_s, now
         return total
 
     @property

@@ -9,6 +9,7 @@ before that step is learned. So the choice does not depend on which thread is fa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from threading import Lock
 from typing import Final
 
 from podium.runs.sections import PromptChoice
@@ -33,6 +34,8 @@ class PassRates:
     def __init__(self, choice: PromptChoice, seed: int, lag: int, examples: int) -> None:
         self._choice, self._seed, self._lag, self._examples = choice, seed, lag, examples
         self._rates: dict[int, float] = {}
+        self._lock = Lock()  # steps take prompts while another is saved
+        self._known: dict[int, tuple[dict[int, float], dict[int, float | None]]] = {}  # see _learn
         self._pending: dict[int, dict[int, float]] = {}  # by step, the shares that no step knows yet
         self._in_row = 0  # examples that were passed over since the last one that was taken
         self._noted = False
@@ -44,13 +47,14 @@ class PassRates:
 
     def add(self, step: int, shares: Mapping[int, float]) -> None:
         """Note the share of correct completions of examples that ``step`` drew."""
-        self._pending.setdefault(step, {}).update(shares)
+        with self._lock:
+            self._pending.setdefault(step, {}).update(shares)
 
     def find_reason(self, step: int, number: int, example: int) -> str | None:
         """Return why ``step`` passes over the ``example``, which is prompt ``number`` of the run; None to take it."""
-        for earlier in sorted(at for at in self._pending if at < step - self._lag):
-            for index, share in self._pending.pop(earlier).items():
-                self._rates[index] = (self._rates[index] + share) / 2 if index in self._rates else share
+        with self._lock:
+            for earlier in sorted(at for at in self._pending if at < step - self._lag):
+                self._learn(earlier)
         reason = self._judge(self._rates.get(example), number) if self.used else None
         if reason is None or self._in_row >= self._examples:
             if reason is not None and not self._noted:
@@ -66,6 +70,15 @@ class PassRates:
         self._in_row += 1
         return reason
 
+    def _learn(self, step: int) -> None:
+        """Move the rates by the shares of ``step``. These, and the rates before, are kept for a checkpoint after a step
+        that must not know them yet, although another one that runs ahead of it does."""
+        shares = self._pending.pop(step)
+        self._known = {at: kept for at, kept in self._known.items() if at > step - self._lag}
+        self._known[step] = shares, {index: self._rates.get(index) for index in shares}
+        for index, share in shares.items():
+            self._rates[index] = (self._rates[index] + share) / 2 if index in self._rates else share
+
     def _judge(self, rate: float | None, number: int) -> str | None:
         if rate is None:
             return None
@@ -78,15 +91,21 @@ class PassRates:
 
     def state(self, step: int) -> dict[str, dict[str, float]]:
         """Return what a checkpoint after ``step`` keeps: rates under "", and shares by the step that they are of."""
-        kept = {at: shares for at, shares in self._pending.items() if at <= step}
-        state = {"": self._rates, **{str(at): shares for at, shares in sorted(kept.items())}}
+        with self._lock:
+            kept = {at: shares for at, shares in self._pending.items() if at <= step}
+            rates: dict[int, float | None] = {**self._rates}
+            for at in sorted((at for at in self._known if at > step - self._lag), reverse=True):
+                kept[at], before = self._known[at]
+                rates |= before
+        known = {index: rate for index, rate in rates.items() if rate is not None}
+        state = {"": known, **{str(at): shares for at, shares in sorted(kept.items())}}
         return {name: {str(index): share for index, share in shares.items()} for name, shares in state.items()}
 
     def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Go on from what :meth:`state` returned."""
         tables = {name: {int(index): share for index, share in shares.items()} for name, shares in state.items()}
         self._rates = tables.pop("", {})
-        self._pending = {int(step): shares for step, shares in tables.items()}
+        self._pending, self._known = {int(step): shares for step, shares in tables.items()}, {}
 
 
 def shares_of(scored: ScoredBatch, examples: Iterable[int]) -> dict[int, float]:

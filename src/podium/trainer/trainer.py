@@ -284,7 +284,7 @@ class Trainer(ABC, Generic[C, E, R]):
         try:
             first = self.resume() + 1
             after = first - 1 if self.config.run.resume else None
-            stack.enter_context(run.directory.open_metrics(after))
+            stack.enter_context(run.directory.open_metrics(after, self._evaluated))
             self._taking, self._passed_over = Lock(), dict[int, str]()
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
             stack.callback(self.ledger.close)
@@ -533,7 +533,10 @@ class Trainer(ABC, Generic[C, E, R]):
         run.saver.wait()
         finished = done >= self.config.run.steps or bool(self._find_end(done))
         if finished and run.data.held_out is not None and (self.state.last is None or self.state.last.step != done):
-            self.evaluate(done)  # a run that was stopped after its last step, and resumed
+            self.evaluate(done)  # a run that was stopped in its last step, or is resumed with fewer steps
+            if done:
+                self.save(done)  # it may be the best one
+                run.saver.wait()
         if finished:
             run.roles.check_learned()
             self.ledger.drop("the run ended")

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from podium.algorithms import AlgorithmConfig
+from podium.algorithms.metrics import Maximum
 from podium.data import Batch, fields
 from podium.errors import ConfigError
 from podium.rollout.tasks import Example, PromptStream
@@ -22,15 +24,19 @@ if TYPE_CHECKING:
     from podium.runtime import Call, Handle
     from podium.workers import Policy
 
+# Also where a policy of the user's own reports them.
 _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
 
 
 def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of a step's optimizer steps: means, and for maxima and counts the largest value."""
+    """Join the metrics of a step's optimizer steps: the mean of each, or of a :class:`Maximum` the largest value."""
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
-        joined[name] = max(values) if name in _LARGEST else sum(values) / len(values)
+        if name in _LARGEST or isinstance(values[0], Maximum):
+            joined[name] = max(values, key=lambda value: math.inf if math.isnan(value) else value)
+        else:
+            joined[name] = sum(values) / len(values)
     return joined
 
 

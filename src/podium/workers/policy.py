@@ -21,6 +21,7 @@ from podium.algorithms import (
     explained_variance,
     policy_loss,
 )
+from podium.algorithms.metrics import Maximum
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, InPlace, Jagged, fields
 from podium.data.sampled_text import count_sampled, sum_rows
@@ -357,7 +358,8 @@ class Policy(Learner):
             metrics.LEARNING_RATE: applied.learning_rate,
             metrics.SKIPPED_STEPS: float(self.engine.skipped_count),
             **({"policy/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),
-            **({"policy/memory_peak_gib": peak / 2**30} if peak else {}),  # so far, on the first rank's accelerator
+            # so far, on the first rank's accelerator
+            **({"policy/memory_peak_gib": Maximum(peak / 2**30)} if peak else {}),
         }
 
     def _resolve(self, loss: AlgorithmConfig) -> AlgorithmConfig:

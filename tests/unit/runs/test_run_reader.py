@@ -82,6 +82,15 @@ def test_a_pause_before_a_resume_and_a_clock_that_was_set_back_are_no_time_of_a_
     assert write_rows(tmp_path, *rows, step_row(3, 86_535.0), eval_row(3, 50.0)).seconds == 35.0
 
 
+def test_an_evaluation_beside_which_the_next_step_was_drawn_counts_once(tmp_path: Path) -> None:
+    """With overlapping halves a step lasts from the end of the one before, so that it has the evaluation's time."""
+    rows = [eval_row(0, 100.0), step_row(1, 110.0), eval_row(1, 130.0), step_row(2, 140.0, took_s=30.0)]
+    assert write_rows(tmp_path, *rows).seconds == 40.0
+    assert write_rows(tmp_path, *rows[:3], step_row(2, 140.0)).seconds == 40.0, "sync"
+    late = [eval_row(2, 145.0), step_row(3, 160.0, took_s=18.0), step_row(4, 170.0)]
+    assert write_rows(tmp_path, *rows, *late).seconds == 70.0, "a step that was drawn during a part of the evaluation"
+
+
 def test_a_summary_says_nothing_of_a_run_that_was_resumed_after_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

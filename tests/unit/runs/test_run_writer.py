@@ -267,6 +267,22 @@ def test_rewinding_forgets_later_steps(run: RunDirectory) -> None:
     assert len(run.metrics_path.read_text().splitlines()) == 1
 
 
+def test_rewinding_forgets_an_evaluation_that_the_checkpoint_does_not_know(run: RunDirectory) -> None:
+    with JsonlSink(run.metrics_path):
+        for step in (1, 2):
+            emit(StepFinished(step, {"reward/mean": 0.5}))
+            emit(EvalFinished(step=step, items=1, figures={"accuracy": 1.0}))
+
+    def list_rows() -> list[tuple[str, int]]:
+        rows = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+        return [(row["kind"], row["step"]) for row in rows]
+
+    run.rewind(2, 2)
+    assert list_rows() == [("step", 1), ("eval", 1), ("step", 2), ("eval", 2)]
+    run.rewind(2, 1)
+    assert list_rows() == [("step", 1), ("eval", 1), ("step", 2)]
+
+
 def test_a_file_that_is_no_summary_is_named(run: RunDirectory) -> None:
     for text in ("", "[]", '{"steps": null}'):
         run.summary_path.write_text(text)

@@ -49,6 +49,21 @@ def test_prompts_are_taken_with_the_probability_of_the_formula(
     assert draw_uniform(7, 1) != draw_uniform(7, 2) != draw_uniform(8, 2)
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_a_resumed_step_knows_no_more_than_it_knew_although_later_ones_have_begun(ahead: int) -> None:
+    """With the schedule asynchronous, a checkpoint had what the steps that run ahead knew."""
+    whole, ran_ahead, resumed = (rates(2, skip_solved=0.6) for _ in range(3))
+    for step, share in enumerate((1.0, 0.0, 1.0, 1.0), 1):
+        for known in (whole, ran_ahead):
+            known.add(step, {0: share, step: share})
+    for step in range(5, 5 + ahead):
+        ran_ahead.find_reason(step, 0, 0)
+    resumed.restore(json.loads(json.dumps(ran_ahead.state(4))))
+    for step in range(5, 9):
+        reasons = [[known.find_reason(step, 0, example) for example in range(5)] for known in (resumed, whole)]
+        assert reasons[0] == reasons[1], step
+
+
 def test_what_a_checkpoint_keeps_is_what_was_known() -> None:
     known = rates(2, skip_solved=1.0)
     for step in range(1, 6):

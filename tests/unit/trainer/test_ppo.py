@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+
 import pytest
+import torch
 
 from podium.algorithms import AlgorithmConfig
+from podium.algorithms.metrics import PartialMetrics
 from podium.errors import PodiumError
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig
@@ -17,6 +22,14 @@ def test_updates_are_averaged_and_the_largest_ratio_kept() -> None:
         [{metrics.LOSS: 1.0, metrics.RATIO_MAX: 3.0}, {metrics.LOSS: 2.0, metrics.RATIO_MAX: 2.0}, {"v": 1}]
     )
     assert joined == {metrics.LOSS: 1.5, metrics.RATIO_MAX: 3.0, "v": 1.0}
+
+
+def test_a_maximum_of_a_loss_is_that_of_all_updates_and_nan_is_not_hidden() -> None:
+    """Maxima of a user's own loss, and the peak of memory, were averaged over the optimizer steps of a step."""
+    parts = [PartialMetrics(torch.ones(()), {}, {"mine/widest": torch.tensor(value)}) for value in (4.0, 1.0)]
+    joined = join_updates([pickle.loads(pickle.dumps(part.means())) for part in parts])
+    assert joined == {"mine/widest": 4.0}
+    assert math.isnan(join_updates([{metrics.RATIO_MAX: 1.0}, {metrics.RATIO_MAX: math.nan}])[metrics.RATIO_MAX])
 
 
 def test_a_limit_of_the_mismatch_below_what_is_noted_ends_the_run() -> None:
