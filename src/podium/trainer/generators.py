@@ -52,7 +52,11 @@ def parts_of(max_sequences: int, n: int) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class _Part:
-    """A few prompts whose completions are sampled by one call."""
+    """A few prompts, or a generator's share of a whole batch, whose completions are sampled by one call.
+
+    Attributes:
+        step: The step of the prompts; 0 in an evaluation, whose completions are not continued.
+    """
 
     step: int
     prompts: Batch
@@ -148,25 +152,34 @@ class Generators:
         """
         numbers = [number for number in range(len(self._handles)) if number not in self._gone]
         cuts = [at * len(prompts) // len(numbers) for at in range(len(numbers) + 1)]
-        shares = {number: prompts.slice(*cuts[at : at + 2]) for at, number in enumerate(numbers)}
-        sent = {
-            number: self._ask(number, share, sampling, step is not None)
-            for number, share in shares.items()
-            if len(share) or len(numbers) == 1
+        shares = {
+            number: _Part(step or 0, prompts.slice(*cuts[at : at + 2]), sampling)
+            for at, number in enumerate(numbers)
+            if cuts[at] < cuts[at + 1] or len(numbers) == 1
         }
-        batches = [self._answer(number, shares[number], sampling, call, step) for number, call in sent.items()]
+        sent = {number: self._ask(number, share) for number, share in shares.items()}
+        batches = [self._answer(number, shares[number], call) for number, call in sent.items()]
         return batches[0] if len(batches) == 1 else Batch.concat(batches)
 
-    def _ask(self, number: int, prompts: Batch, sampling: SamplingParams, continued: bool) -> _Asked:
-        sent_s, processes, journal = time.monotonic(), tuple[int, ...](), ""
+    def _ask(self, number: int, share: _Part) -> Call[Batch] | PodiumError:
+        """Submit a share; return the error with which that failed in place of the call."""
         try:
-            with self._collect_answer(number) as handle:
-                processes, journal = handle.group.pids, self._journal(number) if continued else ""
-                self._check_alive(handle)
-                call = handle.generate.submit(prompts.with_meta(journal=journal) if journal else prompts, sampling)
+            return self._submit(number, share)
         except PodiumError as error:
-            return _Asked(error, processes, journal, sent_s)
-        return _Asked(call, processes, journal, sent_s)
+            return error
+
+    def _submit(self, number: int, part: _Part, timeout_s: float | None = None) -> Call[Batch]:
+        """Send a part to a generator, beside other calls if there is a deadline for it. Raises PodiumError."""
+        part.sent_s, part.processes = time.monotonic(), ()
+        with self._collect_answer(number) as handle:
+            part.lost = part.processes = handle.group.pids  # lost before it got the part, until it is sent
+            journal = self._journal(number) if part.step else ""
+            self._check_alive(handle)
+            draw = handle.generate if timeout_s is None else handle.generate_beside.within(timeout_s=timeout_s)
+            files = {"journal": journal, "begun": part.journal} if journal else {}
+            call = draw.submit(part.prompts.with_meta(**files), part.sampling)
+        part.journal, part.lost = journal, ()
+        return call
 
     def _check_alive(self, handle: Handle[Generator]) -> None:
         """After a loss, ask a generator whether it lives before it gets prompts: what it never got did not end it."""
@@ -187,33 +200,32 @@ class Generators:
                 raise PodiumError(f"{handle.group.name} is being restarted")
             yield handle
 
-    def _answer(self, number: int, prompts: Batch, sampling: SamplingParams, asked: _Asked, step: int | None) -> Batch:
+    def _answer(self, number: int, share: _Part, call: Call[Batch] | PodiumError) -> Batch:
         """Wait for the completions. They are sampled again after the loss of this generator, or of one that interrupted
         it."""
-        begun = ""
         while True:
-            begun = asked.journal or begun
             try:
-                batch = asked.result()
+                if isinstance(call, PodiumError):
+                    raise call
+                batch = call.result()
                 return batch if self._keeper is None else self._keeper.keep(batch)
             except PodiumError as error:
-                if self._is_restartable(number, asked.processes):
-                    if step is not None and not isinstance(asked.call, PodiumError):
-                        self._check_suspects(number, [(step, prompts)], error)
+                if self._is_restartable(number, share.processes):
+                    if not isinstance(call, PodiumError):
+                        self._check_suspects(number, [share], error)
                     number = self._restart_or_leave_out(number, error)
-                elif not self._was_interrupted_after_sync(asked.sent_s):
+                elif not self._was_interrupted_after_sync(share.sent_s):
                     raise
-                again = prompts.with_meta(begun=begun) if begun else prompts
-                asked = self._ask(number, again, sampling, step is not None)
+                call = self._ask(number, share)
 
-    def _check_suspects(self, number: int, drawn: Sequence[tuple[int, Batch]], error: PodiumError) -> None:
-        """Note that a generator was lost while it drew these prompts, each part with its step.
+    def _check_suspects(self, number: int, drawn: Sequence[_Part], error: PodiumError) -> None:
+        """Note that a generator was lost while it drew these parts of steps.
 
         Raises:
             RunLost: For some of them it was the second time.
         """
-        parts = [self.suspect("generator", step, prompts.dense(fields.GROUP).tolist()) for step, prompts in drawn]
-        if not (sentences := "; ".join(filter(None, parts))):
+        places = [(part.step, part.prompts.dense(fields.GROUP).tolist()) for part in drawn if part.step]
+        if not (sentences := "; ".join(filter(None, [self.suspect("generator", *place) for place in places]))):
             return
         what = self._losses.add(self._causes(number, error), error, self._name(number))
         raise RunLost(f"{what}; {sentences}") from error
@@ -405,20 +417,12 @@ class Generators:
             self._fail(self._failed)
 
     def _send(self, number: int, part: _Part) -> None:
-        part.sent_s, part.processes = time.monotonic(), ()
         try:
-            with self._collect_answer(number) as handle:
-                part.lost = part.processes = handle.group.pids  # lost before it got the part, until it is sent
-                journal = self._journal(number)
-                self._check_alive(handle)
-                files = {"journal": journal, "begun": part.journal} if journal else {}
-                draw = handle.generate_beside.within(timeout_s=self._timeout_s or handle.group.timeout_s)
-                call = draw.submit(part.prompts.with_meta(**files), part.sampling)
+            call = self._submit(number, part, self._timeout_s or self._handles[number].group.timeout_s)
         except PodiumError as error:
             self._queue.finished(number)
             self._find_failed_part(number, part, error)
             return
-        part.journal, part.lost = journal, ()
         call.when_done(lambda: self._todo.put(partial(self._end, number, part, call)))
 
     def _end(self, number: int, part: _Part, call: Call[Batch]) -> None:
@@ -476,7 +480,7 @@ class Generators:
             lost = [other for other in self._in_flight if other.processes == part.processes != other.lost]
             for other in lost:
                 other.lost = part.processes
-            self._check_suspects(number, [(other.step, other.prompts) for other in lost], error)
+            self._check_suspects(number, lost, error)
             self._lose(number, error)
             again()
         elif isinstance(error, PodiumError) and (self._syncing or self._is_interrupted(part.sent_s)):
@@ -533,18 +537,3 @@ class Generators:
         for part in parts:
             if not part.drawn.done():
                 part.drawn.set_exception(error)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A call for a generator's share of a batch, or the error with which its submission failed."""
-
-    call: Call[Batch] | PodiumError
-    processes: Sequence[int]
-    journal: str
-    sent_s: float
-
-    def result(self) -> Batch:
-        if isinstance(self.call, PodiumError):
-            raise self.call
-        return self.call.result()
