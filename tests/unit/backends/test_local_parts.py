@@ -161,6 +161,17 @@ def test_the_command_of_chosen_ranks_begins_with_a_prefix_which_may_report_at_th
             cluster.start(Counter.bind(), options={"prefix": {0: ["no-such-profiler"]}})
 
 
+def test_a_worker_that_closes_its_sockets_ends_with_the_reason() -> None:
+    """The script may hear of the closed sockets first, or of the end of the process."""
+    with podium.connect("local", preload=(), echo=False) as cluster:
+        group = cluster.start(Counter.bind(), distributed=False).group
+        why = r"closed the descriptor of its socket|because its socket to the controller had closed"
+        with pytest.raises(WorkerDied, match=why):
+            group.run(lambda worker: os.closerange(3, 1000))
+        group.restart()
+        assert group.run(lambda worker: worker.ctx.rank) == [0]
+
+
 def _profiled(worker: Counter) -> str | None:
     return os.environ.get("PROFILED")
 

@@ -7,6 +7,8 @@
 The end of the control socket means that the controller is gone.
 """
 
+import contextlib
+import errno
 import os
 import pickle
 import signal
@@ -37,6 +39,11 @@ from podium.backends.process import Surroundings, run_to_the_end
 from podium.runtime.worker_process import Outcome, Values, WorkerProcess, pack_outcome
 
 __all__ = ["main"]
+
+_CLOSED = (
+    "podium: process {} cannot answer and ends: code in it has closed the descriptor of its socket to the script ({}), "
+    "as os.closerange() does; close the descriptors that it has opened, and no others"
+)
 
 
 def main(fds: Sequence[int], surroundings: tuple[Any, ...], store: tuple[int | None, str]) -> NoReturn:
@@ -136,7 +143,10 @@ class _Child:
             self._releases.held = False
             if self._releases.late:
                 self._releases.flush()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.ENOTSOCK):
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{_CLOSED.format(os.getpid(), error)}\n".encode())
             os.killpg(0, signal.SIGKILL)  # nobody left to answer
 
     def _pack(self, value: Any) -> Parcel:
