@@ -30,9 +30,11 @@ from podium.rollout.tasks.messages import (
 from podium.rollout.tasks.spans import TurnFinder, read_marks, text_differs_at
 from podium.rollout.tasks.templates import (
     GENERATION,
+    PROBED_TOOL,
     Looping,
     Texts,
     chat_template,
+    check_opening,
     list_variables,
     run_in_time,
     template_options,
@@ -99,13 +101,10 @@ class ChatEncoder:
         if self._template is None:
             return ()
         user, *answers = ({"role": role, "content": text} for role, text in _PROBES)
-        try:
-            texts = [run_in_time(lambda a=answer: self._render([user, a], None, opened=False)) for answer in answers]
-        except Looping:
-            raise
-        except ConfigError:  # one that writes prompts only
+        texts = [self._write_probe([user, answer]) for answer in answers]
+        if None in texts:  # one that writes prompts only
             return ()
-        written, other = texts
+        written, other = cast("list[str]", texts)
         if written == other:  # it writes no answers
             return ()
         common = text_differs_at(written[::-1], other[::-1])  # a template may change the case of a text, or quote it
@@ -115,6 +114,22 @@ class ChatEncoder:
             return ()
         names = {token_id: name for name, token_id in self._encoder.special.items()}
         return tuple((names[token], token) for token in takewhile(names.__contains__, ids[first:]))
+
+    def _write_probe(self, messages: Messages, *, opened: bool = False) -> str | None:
+        """Write messages of probes, with a tool if the template writes nothing without one; None if it refuses both."""
+        for tools in (None, [PROBED_TOOL]):
+            try:
+                return run_in_time(lambda tools=tools: self._render(messages, tools, opened=opened))
+            except Looping:
+                raise
+            except ConfigError:
+                continue
+        return None
+
+    def check_opening(self) -> None:
+        """As :func:`.check_opening`, for the template of this encoder."""
+        if self._template is not None:
+            check_opening(self._write_probe, self._encoder.special)
 
     @property
     def end(self) -> tuple[str, int] | None:
@@ -145,10 +160,7 @@ class ChatEncoder:
         """The special tokens that the template writes around a message of the user, or after one of the assistant."""
         if self._template is None:
             return frozenset()
-        try:
-            text = run_in_time(lambda: self._render([{"role": "user", "content": "podium"}], None, opened=False))
-        except ConfigError:
-            return frozenset()
+        text = self._write_probe([{"role": "user", "content": "podium"}]) or ""
         return frozenset(name for name in self._encoder.special if name in text) | {name for name, _ in self.ends}
 
     def _check_signs(self, messages: Messages) -> Messages:
@@ -173,7 +185,7 @@ class ChatEncoder:
 
     @cached_property
     def _finder(self) -> TurnFinder:
-        return TurnFinder([name for name, _ in self.ends], [*self._encoder.special], self._find_marks)
+        return TurnFinder([name for name, _ in self.ends], [*self._encoder.special], self.words, self._find_marks)
 
     @property
     def turns(self) -> list[int]:
@@ -184,6 +196,11 @@ class ChatEncoder:
     def words(self) -> frozenset[str]:
         """The texts that the tokenizer reads as one token of their own, added to its vocabulary."""
         return frozenset(token.content for token in self._tokenizer.added_tokens_decoder.values())
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of the tokenizer's special tokens."""
+        return frozenset(name for name in self._encoder.special if name)
 
     @property
     def unwritten(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -222,7 +222,8 @@ def encode_pairs(
     says how many. ``noun`` is what notes and errors call the examples.
 
     Raises:
-        ConfigError: As :func:`encode_prompts`, or no token ends an answer.
+        ConfigError: As :func:`encode_prompts`, no token ends an answer, or the template opens one
+            where none is asked for.
         DataError: As :func:`encode_prompts`; or an answer is missing, vast, or neither text nor messages.
     """
     encoder = ChatEncoder(tokenizer, config)
@@ -231,6 +232,8 @@ def encode_pairs(
         raise ConfigError(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop: set eos_token"
         )
+    if not all(example.is_text for example in examples):
+        encoder.check_opening()
     if config.split_turns:
         rows = [row for example in examples for row in split_turns(example)]
         emit(Note(f"data.split_turns makes {len(rows):,} rows of {len(examples):,}, one for each turn that is learned"))

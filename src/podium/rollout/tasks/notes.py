@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from podium.rollout.tasks.fields import is_speech
 from podium.rollout.tasks.forms import CONVERSATIONS, NESTED_ANSWERS, Example, list_systems, list_tools
 from podium.rollout.tasks.media import find_links
-from podium.rollout.tasks.messages import Messages, message_text
+from podium.rollout.tasks.messages import Messages, message_text, strip_end
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ def note_unwritten(fields: Mapping[str, int], messages: Mapping[str, int]) -> It
 def note_texts(examples: Sequence[Example], encoder: ChatEncoder, *, answers: bool) -> Iterator[str]:
     """Yield notes on prompts that are empty or written already, on answers that all begin with their prompts, and on
     what the chat template writes before answers that are messages."""
+    yield from _list_signs(examples, encoder, answers)
     if empty := sum(not whole_text(example.prompt).strip() for example in examples):
         yield f"{empty} of {len(examples)} prompts are empty"
     messages = [e for e in examples if not e.is_text] if encoder.template is not None else []
@@ -181,6 +182,32 @@ def note_texts(examples: Sequence[Example], encoder: ChatEncoder, *, answers: bo
     pairs = ((last_text(example.prompt).strip(), example) for example in examples)
     if answers and all(text and (e.answer or "").lstrip().startswith(text) and not e.is_text for text, e in pairs):
         yield "every answer begins with its prompt, which the model reads and then learns to repeat"
+
+
+def _list_signs(examples: Sequence[Example], encoder: ChatEncoder, answers: bool) -> Iterator[str]:
+    """Yield a note on special tokens in the texts of messages, which are tokens to the model and no texts. An
+    assistant's may have those that the template itself mentions, such as the ones around reasoning."""
+    if encoder.template is None or not (names := encoder.special_texts):
+        return
+    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    counts = Counter[tuple[str, str]]()
+    for example in examples:
+        if example.is_text:
+            continue
+        prompt = example.prompt if isinstance(example.prompt, list) else [{"role": "user", "content": example.prompt}]
+        answer = [{"role": "assistant", "content": example.answer}] if example.answer and not example.turns else []
+        for message in (*prompt, *((*example.turns, *answer) if answers else ())):
+            text, role = message_text(message), str(message["role"])
+            if role == "assistant":
+                text = strip_end(text, encoder.closings)
+            signs = {*pattern.findall(text)}
+            counts.update((sign, role) for sign in signs if role != "assistant" or sign not in str(encoder.template))
+    if counts:
+        named = ", ".join(f"{sign!r} in {n:,} of the role {role!r}" for (sign, role), n in counts.most_common(5))
+        yield (
+            f"texts of messages have special tokens of the tokenizer, {named}: the model reads each as that token and "
+            "not as its letters; write it otherwise, as with a space in it, where a text only speaks of it"
+        )
 
 
 def note_unlearned(examples: Sequence[Example]) -> Iterator[str]:

@@ -166,6 +166,7 @@ class TurnFinder:
     Attributes:
         ends: The tokens with which the template ends a turn, in their order.
         special: The texts of the tokenizer's special tokens.
+        words: The texts of all tokens that were added to the vocabulary, the special ones among them.
         find_marks: Returns where the template marks the assistant's text, in characters.
         turns: Turns that were found; of these, those that the template writes otherwise than the row has them, those
             whose end is not learned, those that the template marks only in part, and those that stand after another
@@ -174,6 +175,7 @@ class TurnFinder:
 
     ends: Sequence[str]
     special: Sequence[str]
+    words: Collection[str]
     find_marks: Callable[[Texts], list[tuple[int, int]]]
     turns: list[int] = field(default_factory=lambda: [0, 0, 0, 0, 0])
     _proved: set[tuple[Any, ...]] = field(default_factory=set[tuple[Any, ...]])
@@ -218,7 +220,7 @@ class TurnFinder:
         joined = "".join(self.ends)
         signs = [sign for sign in dict.fromkeys((joined, *self.ends[:1])) if sign]
         return [
-            _find_turn(texts, index, signs, self.special)
+            _find_turn(texts, index, signs, self.special, self.words)
             for index in range(first, len(texts.messages))
             if texts.messages[index]["role"] == "assistant"
         ]
@@ -246,8 +248,12 @@ class TurnFinder:
         turns = {at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"}
         _check_others(text, parts[::2], messages, turns)
         learned = "\0".join(parts[1::2])
+        partial = {at for at in turns if any(t in text and t not in learned for t in list_speech(messages[at]))}
+        begin = len(texts(len(messages) - 1, opened=True))
+        if not any(span.start <= begin < span.stop for span in spans):  # the model generates what stands before a mark
+            partial.add(len(messages) - 1)
         self.turns[0] += len(turns)
-        self.turns[3] += sum(any(t in text and t not in learned for t in list_speech(messages[at])) for at in turns)
+        self.turns[3] += len(partial)
 
     def _prove(self, texts: Texts, first: int, *, marked: bool) -> None:
         """Check a conversation of the same roles in which each message says what no other does: in the conversation
@@ -285,7 +291,7 @@ class TurnFinder:
                 raise _refuse_message(messages, index, "a part of it would not be learned")
 
 
-def _find_turn(texts: Texts, index: int, ends: Sequence[str], special: Collection[str]) -> Span:
+def _find_turn(texts: Texts, index: int, ends: Sequence[str], special: Collection[str], words: Collection[str]) -> Span:
     """Find the assistant's turn of the message ``index`` in the text of all messages.
 
     A turn begins after what the template writes to open it. It ends with the template's sign: with that of the text
@@ -295,6 +301,7 @@ def _find_turn(texts: Texts, index: int, ends: Sequence[str], special: Collectio
         texts: Writes the conversation.
         ends: The signs that end the last turn of a conversation, the longest first.
         special: The texts of the tokenizer's special tokens.
+        words: The texts of all tokens that were added to the vocabulary.
 
     Raises:
         ConfigError: The template writes the turn otherwise than it is generated, or its end cannot be told.
@@ -307,11 +314,14 @@ def _find_turn(texts: Texts, index: int, ends: Sequence[str], special: Collectio
     start = len(opened) if text.startswith(opened) else text_differs_at(text, opened)
     # An earlier turn may stand without a part of what opens an answer, such as <think>. The last may not.
     if start < len(opened) and not (index < len(messages) - 1 and text.startswith(texts(index))):
-        raise _opens_otherwise(opened[start:], f"or {_MARKING}")
+        known = text_differs_at(texts(index), opened)
+        if start < known and index < len(messages) - 1:
+            raise _writes_otherwise(messages, index, opened[max(0, start - 8) : known])
+        raise _opens_otherwise(opened[_begin_token(opened, start, words) :], f"or {_MARKING}")
     probe = {"role": messages[index]["role"], "content": _PROBE}
     probed = [*messages[:index], probe, *messages[index + 1 :]]
-    if start < len(opened):  # the turn itself may begin as that part does
-        start = min(start, text_differs_at(texts.write(probed), opened))
+    if start < len(opened):  # the turn itself may begin as that part does, and a token of it as one of that part
+        start = _begin_token(text, min(start, text_differs_at(texts.write(probed), opened)), words)
     bounds = _find_end(text, texts(index + 1), start, ends, special)
     if bounds is None:
         bounds = _find_common_end(text, texts.write(probed), start, [*ends, *special])
@@ -320,6 +330,12 @@ def _find_turn(texts: Texts, index: int, ends: Sequence[str], special: Collectio
             f"the chat template changes the turn {str(messages[index])[:60]} when later messages follow it: {_MARKING}"
         )
     return Span(index, start, bounds[0], ended=bounds[1], opening=opened[start:])
+
+
+def _begin_token(text: str, at: int, tokens: Collection[str]) -> int:
+    """Return ``at``, or the beginning of the token of ``tokens`` within which it stands: <start> begins as <stop>."""
+    places = (at - back for token in tokens for back in range(1, len(token)) if text.startswith(token, at - back))
+    return min((place for place in places if place >= 0), default=at)
 
 
 def _find_end(
@@ -480,6 +496,15 @@ def _opens_otherwise(opening: str, remedy: str) -> ConfigError:
         f"the chat template opens an answer with {opening[:40]!r}, and writes a conversation's answer without it, so "
         "that the model would learn what it never generates: set data.chat_template_kwargs, as in "
         f"{{enable_thinking: false}}, {remedy}"
+    )
+
+
+def _writes_otherwise(messages: Messages, index: int, changed: str) -> ConfigError:
+    """The error for a template that writes what stands before a turn otherwise once later messages follow."""
+    return ConfigError(
+        f"the chat template writes the messages before message {number_of(messages, index)} otherwise once later "
+        f"messages follow it, near {changed[:40]!r}, so that the model would learn this turn after another text "
+        "than it reads when it generates: set data.split_turns to true, which makes a row of each turn"
     )
 
 

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -27,6 +27,15 @@ T = TypeVar("T")
 
 GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The keyword of transformers around the assistant's text."""
+PROBED_TOOL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "podium",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"podium": {"type": "string", "description": "A text."}}},
+    },
+}
+"""A tool with which templates are tried that write nothing without tools."""
 _KEYWORDS: Final = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which takes milliseconds
 
@@ -140,6 +149,32 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, too
         raise ConfigError(
             f"data.chat_template = {config.chat_template!r} cannot be read: {error}; expected {expected}"
         ) from None
+
+
+def check_opening(write: Callable[..., str | None], special: Collection[str]) -> None:
+    """Check that a template opens no answer after a conversation that ends with one.
+
+    Args:
+        write: Writes messages, with an opened answer or not; returns None for those that the template refuses.
+        special: The texts of the tokenizer's special tokens.
+
+    Raises:
+        ConfigError: It opens one although ``add_generation_prompt`` is false.
+    """
+    user, answer = {"role": "user", "content": "podium"}, {"role": "assistant", "content": "rostra"}
+    asked, closed, further = write([user], opened=True), write([user, answer]), write([user, answer, user])
+    if asked is None or closed is None or further is None:
+        return
+    opening = asked.rpartition(user["content"])[2].rstrip()
+    opening = opening[max([0, *map(opening.rfind, special)]) :]
+    ending, later = (text.partition(answer["content"])[2].rstrip() for text in (closed, further))
+    if opening.strip() and ending.endswith(opening) and not later.startswith(ending):
+        raise ConfigError(
+            f"the chat template opens an answer with {opening[-40:]!r} after each conversation, also where "
+            "add_generation_prompt is false, so that the model would learn to write it after its own answer: put it "
+            "between {% if add_generation_prompt %} and {% endif %} in a copy of the template, and set "
+            "data.chat_template to that file"
+        )
 
 
 def template_options(

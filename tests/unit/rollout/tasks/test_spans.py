@@ -296,3 +296,93 @@ def test_a_token_on_the_border_of_a_span_is_not_masked_by_characters() -> None:
     assert mask_tokens([(0, 2), (2, 2), (2, 4)], [Span(1, 2, 4, True)]) == [False, True, True]
     assert mask_tokens([(0, 3), (3, 4), (4, 6)], [Span(1, 2, 4, True)]) is None
     assert mask_tokens([(0, 2), (2, 5), (5, 6)], [Span(1, 2, 4, True)]) is None
+
+
+OPENS_AS_IT_STRIPS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% if m.reasoning and loop.last %}<|start|>{{ m.reasoning }}{% endif %}<|stop|>{% endif %}{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|><|start|>{% endif %}"
+)
+
+
+def test_a_turn_without_the_opening_of_an_answer_begins_with_a_whole_token() -> None:
+    """Both tokens begin with the same letters, as those do that open and close reasoning. GLM and Cohere open an answer
+    with the one, and write earlier turns after the other."""
+    messages = [*TALK[:3], say("assistant", "delta", reasoning="why")]
+    text, learned, ids = learn(OPENS_AS_IT_STRIPS, messages)
+    assert learned == "<|stop|>beta<|end|>why<|stop|>delta<|end|>"
+    tokenizer = make_tokenizer(OPENS_AS_IT_STRIPS)
+    assert ids == tokenizer.encode(text, add_special_tokens=False), "the tokens are those of the text"
+
+
+OPENS_ALWAYS = "{% for m in messages %}" + TURN + "<|end|>{% endfor %}<|start|>assistant:"
+OPENS_ALWAYS_BY_WORDS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.mark.parametrize("template", [OPENS_ALWAYS, OPENS_ALWAYS_BY_WORDS])
+def test_a_template_that_opens_an_answer_after_each_conversation_is_refused(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"opens an answer with .*assistant:.*where add_generation_prompt is false"):
+        learn(template, TALK)
+    with pytest.raises(ConfigError, match=r"put it between \{% if add_generation_prompt %\}"):
+        encode_pairs([Example("alpha", "beta", {})], make_tokenizer(template), DataConfig())
+
+
+def test_a_template_without_an_opening_is_not_refused_for_it() -> None:
+    assert learn(CHATML.removesuffix(OPEN), TALK)[1] == "<|start|>assistant:beta<|end|><|start|>assistant:delta<|end|>"
+
+
+NEEDS_TOOLS = "{% for t in tools %}[{{ t.function.name }}{{ t.function.description }}]{% endfor %}" + CHATML
+
+
+def test_the_end_that_a_template_for_tools_alone_writes_is_learned_once() -> None:
+    tools = [{"type": "function", "function": {"name": "get", "description": "Gets it."}}]
+    row = {"tools": tools}
+    example = Example(TALK[:3], "delta", row, turns=[TALK[3]], whole=True, place="talk.jsonl, line 1")
+    tokenizer = make_tokenizer(NEEDS_TOOLS)
+    ((ids, mask),) = encode_pairs([example], tokenizer, DataConfig())
+    learned = [token for token, flag in zip(ids, mask, strict=True) if flag]
+    assert tokenizer.decode(learned) == "beta<|end|>delta<|end|>"
+
+
+STRIPS_BEFORE_CALLS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}:"
+    "{% if m.reasoning and loop.index0 > ns.last %}({{ m.reasoning }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}<|end|>{% endfor %}" + OPEN
+)
+
+
+def test_a_history_that_is_written_otherwise_later_names_the_remedy_that_helps() -> None:
+    """A turn after a result of a tool, which reads the reasoning of the call until the next question, as of Qwen3."""
+    messages = [
+        *(say("user", "a"), say("assistant", "b", reasoning="why", tool_calls=[{"function": {"name": "get"}}])),
+        *(say("tool", "5"), say("assistant", "c"), say("user", "d"), say("assistant", "e")),
+    ]
+    with pytest.raises(ConfigError, match=r"before message 4 otherwise once later.*\(why\).*set data\.split_turns"):
+        learn(STRIPS_BEFORE_CALLS, messages)
+    example = Example(messages[:-1], "e", {}, turns=messages[-1:], whole=True)
+    pairs = encode_pairs([example], make_tokenizer(STRIPS_BEFORE_CALLS), DataConfig(split_turns=True))
+    assert len(pairs) == 3, "and it does help"
+
+
+MARKS_LATE = MARKS_ASSISTANT.replace("{% generation %}", " {% generation %}").replace("{{ m.role }}: ", "{{ m.role }}:")
+
+
+def test_what_stands_between_the_opening_of_an_answer_and_its_mark_is_told(notes: list[str]) -> None:
+    assert learn(MARKS_LATE, TALK)[1] == "beta<|end|>delta<|end|>"
+    assert any("marks 1 of 2 turns of the assistant by {% generation %} only in part" in note for note in notes)
+    notes.clear()
+    learn(MARKS_ASSISTANT, TALK)
+    assert notes == []
+
+
+def test_special_tokens_in_texts_are_told_and_those_of_the_template_in_answers_are_not(notes: list[str]) -> None:
+    template = CHATML + "{# <|tool|> #}"
+    talk = [say("user", "what is <|return|>"), say("assistant", "<|tool|>beta<|stop|>"), *TALK[2:]]
+    learn(template, talk)
+    (note,) = [note for note in notes if "special tokens" in note]
+    assert "'<|return|>' in 1 of the role 'user'" in note and "'<|stop|>' in 1 of the role 'assistant'" in note
+    assert "'<|tool|>'" not in note
+    notes.clear()
+    learn(CHATML, [say("user", "what is < |return|>"), *TALK[1:]])
+    assert notes == []
