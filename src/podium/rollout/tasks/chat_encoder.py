@@ -113,7 +113,8 @@ class ChatEncoder:
         if first is None:
             return ()
         names = {token_id: name for name, token_id in self._encoder.special.items()}
-        return tuple((names[token], token) for token in takewhile(names.__contains__, ids[first:]))
+        ends = dict.fromkeys(takewhile(names.__contains__, ids[first:]))  # a template may write the end twice
+        return tuple((names[token], token) for token in ends)
 
     def _write_probe(self, messages: Messages, *, opened: bool = False) -> str | None:
         """Write messages of probes, with a tool if the template writes nothing without one; None if it refuses both."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FORM: Final = 7  # of the files of token ids; another one makes all earlier files unused
+_FORM: Final = 8  # of the files of token ids; another one makes all earlier files unused
 _FROM: Final = 2000  # examples; fewer are encoded in less time than a tokenizer is compared
 _CODING: Final = ("utf-8", "surrogatepass")
 _CHUNK: Final = 256  # examples that are written and encoded together

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -226,14 +227,16 @@ class TurnFinder:
         ]
 
     def _find_marked(self, texts: Texts, first: int) -> list[Span]:
-        """A turn is what the template marks, with the token that ends it, and without what opens the last one."""
+        """A turn is what the template marks, with the token that ends it, and without what opens it."""
         text, opened = texts.whole, texts(len(texts.messages) - 1, opened=True)
         if not text.startswith(opened):
             raise _opens_otherwise(opened[text_differs_at(text, opened) :], "or data.chat_template to another file")
         start = len(texts(first, opened=True)) if first else 0
         spans = _read_spans(text, self.find_marks(texts), start, self.ends, self.special)
-        last = len(opened)
-        spans = [replace(s, start=last) if s.start < last < s.stop else s for s in spans]
+        for opening in _list_openings(texts, first).values():
+            if text.startswith(opening):  # a mark may begin within what opens the answer, which is not generated
+                begin = len(opening)
+                spans = [replace(s, start=begin) if s.start < begin < s.stop else s for s in spans]
         if not spans:
             raise ConfigError(
                 f"the chat template marks nothing of {str(texts.messages)[:60]} as the assistant's text: {_MARKING}"
@@ -252,8 +255,11 @@ class TurnFinder:
         begin = len(texts(len(messages) - 1, opened=True))
         if not any(span.start <= begin < span.stop for span in spans):  # the model generates what stands before a mark
             partial.add(len(messages) - 1)
+        written = "".join(text.split())
         self.turns[0] += len(turns)
+        self.turns[1] += sum("".join(message_text(messages[at]).split()) not in written for at in turns)
         self.turns[3] += len(partial)
+        self.turns[4] += sum(not text.startswith(opening) for opening in _list_openings(texts, first).values())
 
     def _prove(self, texts: Texts, first: int, *, marked: bool) -> None:
         """Check a conversation of the same roles in which each message says what no other does: in the conversation
@@ -289,6 +295,17 @@ class TurnFinder:
             if probe and is_turn and not marked and probe not in part_of.get(index, ""):
                 self._proved.discard(shape)
                 raise _refuse_message(messages, index, "a part of it would not be learned")
+
+
+def _list_openings(texts: Texts, first: int) -> dict[int, str]:
+    """Return what the template writes up to each answer of the messages from ``first`` on, when it is generated. An
+    answer after messages of which alone it writes none is left out."""
+    openings: dict[int, str] = {}
+    for at in range(max(first, 1), len(texts.messages)):
+        if texts.messages[at]["role"] == "assistant":
+            with suppress(ConfigError):
+                openings[at] = texts(at, opened=True)
+    return openings
 
 
 def _find_turn(texts: Texts, index: int, ends: Sequence[str], special: Collection[str], words: Collection[str]) -> Span:
@@ -349,6 +366,8 @@ def _find_end(
     if text.startswith(closed):
         for sign in ends:
             if (at := text.rfind(sign, start, len(closed))) >= 0:
+                while (turn := text[start:at].rstrip()).endswith(sign):  # a template may write the end twice
+                    at = start + len(turn) - len(sign)
                 return at + len(sign), True
         turn = closed.rstrip()
         if ends and len(turn) > start and any(turn.endswith(token) for token in special):
@@ -359,7 +378,9 @@ def _find_end(
     for token in special:
         for at in range(max(start, differs - len(token) + 1), differs + 1):
             if text.startswith(token, at) and _is_special(closed[at:], special):
-                return at + len(token), True
+                turn = text[start:at].rstrip()  # a template may write more than the end after the last turn
+                has_ended = any(turn.endswith(sign) for sign in ends)
+                return start + len(turn) if has_ended else at + len(token), True
     return None
 
 

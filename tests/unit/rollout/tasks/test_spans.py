@@ -386,3 +386,35 @@ def test_special_tokens_in_texts_are_told_and_those_of_the_template_in_answers_a
     notes.clear()
     learn(CHATML, [say("user", "what is < |return|>"), *TALK[1:]])
     assert notes == []
+
+
+MARKS_EARLY = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% generation %}:{{ m.content }}{% endgeneration %}{% else %}:{{ m.content }}{% endif %}<|end|>{% endfor %}" + OPEN
+)
+MARKS_WITHOUT_REASONING = (
+    "{% for m in messages %}<|start|>{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}"
+    "{{ '<t></t>' if loop.last }}{{ m.content.split('!')[-1] }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant:<t></t>{% endif %}"
+)
+
+
+def test_a_mark_that_covers_what_opens_an_answer_is_not_learned_there() -> None:
+    assert learn(MARKS_EARLY, TALK)[1] == "beta<|end|>delta<|end|>"
+
+
+def test_marked_turns_that_are_changed_or_opened_otherwise_are_told(notes: list[str]) -> None:
+    messages = [TALK[0], say("assistant", "hm!beta"), *TALK[2:]]
+    assert learn(MARKS_WITHOUT_REASONING, messages)[1] == "beta<|end|>delta<|end|>"
+    assert any("changes the text of 1 of 2 turns" in note for note in notes)
+    assert any("begins 1 of 2 turns of the assistant in another way" in note for note in notes)
+
+
+@pytest.mark.parametrize("rest", ["{{ '\n' }}<|end|>", "<|end|>", "{{ '\n' }}<|return|>"])
+def test_what_a_template_writes_after_the_end_of_the_last_turn_is_not_learned(rest: str) -> None:
+    """As Phi-3's template, which writes the end-of-sequence token, which may be the one that ends a turn."""
+    template = CHATML.removesuffix(OPEN) + OPEN.replace("{% endif %}", f"{{% else %}}{rest}{{% endif %}}")
+    assert learn(template, TALK)[1] == "beta<|end|>delta<|end|>"
+    ((ids, mask),) = encode_pairs([Example("alpha", "beta", {})], make_tokenizer(template), DataConfig())
+    learned = [token for token, flag in zip(ids, mask, strict=True) if flag]
+    assert make_tokenizer(template).decode(learned) == "beta<|end|>"
