@@ -30,6 +30,7 @@ from podium.rewards.signatures import (
     is_empty,
     is_unused,
     list_partial_keywords,
+    list_texts,
     read_signature,
 )
 
@@ -143,6 +144,7 @@ class Form:
     takes_lists = False
     _given = frozenset(EXTRAS)  # what it gets of the run by these names, although the data have such columns
     _reserved = frozenset[str]()  # columns that it gets under other names
+    _of_rest = frozenset[str]()  # what ``**kwargs`` gets of the run although the code of the function does not name it
 
     def __init__(self, reward: Callable[..., Any], name: str, steps: int = 0) -> None:
         self.reward, self.name, self.steps = reward, name, steps
@@ -155,10 +157,8 @@ class Form:
         self.rest = next((parameter.name for parameter in every if parameter.kind is parameter.VAR_KEYWORD), None)
         self.bound = list_partial_keywords(reward)
         self._code = find_code(reward)
-        in_rest = {name for name in (self._code.co_consts if self._code else ()) if isinstance(name, str)}
-        self.extras = frozenset(
-            name for name in EXTRAS if name in self.parameters or (self.rest is not None and name in in_rest)
-        )
+        in_rest = {*list_texts(self._code), *self._of_rest} if self.rest is not None else set[str]()
+        self.extras = frozenset(EXTRAS) & (self.parameters.keys() | in_rest)
         if "completions_ids" in self.parameters:
             self.extras |= {"completion_ids"}
         self._calls: dict[tuple[str, ...], _Call] = {}
@@ -399,6 +399,7 @@ class _ListForm(Form):
     takes_lists = True
     _given = frozenset({*EXTRAS, *_LISTS})
     _reserved = _RESERVED
+    _of_rest = frozenset({"completion_ids", "trainer_state"})  # always, as in TRL: it may pass them on
 
     def _find(self, parameter: inspect.Parameter, columns: frozenset[str]) -> Getter | None:
         name = parameter.name

@@ -61,6 +61,13 @@ def describe_place(reward: Callable[..., Any]) -> str:
     return f" ({shown}, line {code.co_firstlineno})"
 
 
+def list_texts(code: CodeType | None) -> list[str]:
+    """The constant texts of a function's code, and of the functions within it."""
+    constants = code.co_consts if code else ()
+    inner = [text for constant in constants if isinstance(constant, CodeType) for text in list_texts(constant)]
+    return [*(constant for constant in constants if isinstance(constant, str)), *inner]
+
+
 def find_code(reward: Callable[..., Any]) -> CodeType | None:
     """The code of a function; None where Python does not know it."""
     function = inspect.unwrap(find_function(reward))

@@ -317,7 +317,28 @@ def test_what_the_trainer_knows_is_given_where_a_signature_asks_for_it() -> None
     }
     assert score_of(by_row).problem == "asks for completion_ids, which a run knows: Grader.grade gets it as extras"
     assert score_of(lambda completion, row, completion_ids=None: float(completion_ids is None)).score == 1.0
-    assert Panel([RIGHT["trl"]]).extras == frozenset()
+    assert Panel([RIGHT["column"]]).extras == frozenset()
+
+
+def test_the_rest_of_trls_form_may_be_passed_on() -> None:
+    """TRL gives them always, so that a wrapper that names none of them hands them to the function that reads them."""
+
+    def base(completions: Any, completion_ids: Any = None, trainer_state: Any = None, **kwargs: Any) -> list[float]:
+        return [-1.0 if None in (completion_ids, trainer_state) else len(completion_ids[0]) + trainer_state.global_step]
+
+    def scaled(completions: Any, answer: Any, **kwargs: Any) -> list[float]:
+        return [score / 2 for score in base(completions, **kwargs)]
+
+    assert Panel([scaled], columns=["answer"]).extras == {"completion_ids", "trainer_state"}
+    assert score_of(scaled, completion_ids=[1, 2, 3], trainer_state=5).score == 4.0
+
+
+def test_a_function_within_a_reward_reads_what_the_trainer_knows() -> None:
+    def by_row(completion: str, answer: str, **kwargs: Any) -> float:
+        return max((lambda: float(len(kwargs.get("completion_ids") or ())))(), 0.0)
+
+    assert Panel([by_row], columns=["answer"]).extras == {"completion_ids"}
+    assert score_of(by_row, completion_ids=[1, 2]).score == 2.0
 
 
 def test_the_rest_of_each_form_gets_what_the_trainer_knows() -> None:

@@ -84,9 +84,9 @@ class Conversion:
         translation = chosen.translate(value)
         here = value if translation is None else translation.value
         key = (translation and translation.key) or chosen.key
-        usual = _equal(value, default) or _equal(here, self.values.get(key)) or chosen.group == "same"
+        usual = _equal(value, default) or _equal(here, self.values.get(key, self.defaults.get(key)))
         listed = any(line.startswith(f"{name}=") for line in self.lost)
-        return None if usual or listed or not chosen.key else chosen
+        return None if usual or listed or not chosen.key or chosen.group in ("same", "intervals") else chosen
 
     def is_set(self, name: str) -> bool:
         """Whether the file gives the setting a value."""

@@ -157,6 +157,8 @@ def _convert_evaluation(c: Conversion) -> None:
     if c.get("eval_strategy") in ("no", False) and not c.is_set("eval_steps"):
         c.set("eval.items", 0, "TRL evaluates only where eval_strategy is set, and holds no examples out.")
         c.set("data.holdout", 0.0)
+        if c.get("eval_on_start"):
+            c.lose("eval_on_start", "nothing is evaluated here where eval_strategy is no: set eval.items")
         return
     c.set("eval.at_start", bool(c.get("eval_on_start")))
 
