@@ -179,14 +179,14 @@ class CallContract:
         assert wait([slow, slow], timeout_s=0.1) == ([], [slow, slow])
         assert wait([slow], first=0) == wait([slow], first=0, timeout_s=9.0) == ([], [slow])
         assert wait([]) == ([], [])
-        live.set_event()
-        assert wait([slow, quick]) == ([slow, quick], [])
-        refuses(ConfigError, r"wait\(first=3\): .* the 2 calls", wait, [slow, quick], first=3)
         with pytest.raises(CallCancelled):
-            cancelled = live.wait_for_event.submit(60.0)
+            cancelled = live.note.submit("behind the slow one")
             assert cancelled.cancel()
             assert wait([cancelled]) == ([cancelled], [])
             cancelled.result()
+        live.set_event()
+        assert wait([slow, quick]) == ([slow, quick], [])
+        refuses(ConfigError, r"wait\(first=3\): .* the 2 calls", wait, [slow, quick], first=3)
 
     def test_a_queued_call_is_dropped(self, live: Handle[Sleeper]) -> None:
         busy = live.wait_for_event.submit(60.0, "busy")
