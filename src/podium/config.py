@@ -36,7 +36,7 @@ from podium.errors import ConfigError
 from podium.exceptions import read_text
 from podium.plain_values import TOO_MUCH, check_plain
 from podium.secrecy import find_masked, mask, mask_command, variable_of
-from podium.spelling import nearest_spellings
+from podium.spelling import nearest_spellings, suggest
 
 C = TypeVar("C")
 
@@ -420,16 +420,16 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str, without: 
 def _hint_value(path: str, value: object, field: FieldInfo) -> str:
     """The end of a message about a wrong value: what another project's is here, or the choice that was mistyped."""
     if translation := load_answers().find_translation(path, value):
-        meant = "there is none" if translation.missing else f"did you mean {show_value(translation.value)}?"
-        return f"; {meant}{': ' if translation.missing else ' '}{translation.remark}".rstrip()
+        meant = "; there is none:" if translation.missing else suggest(show_value(translation.value))
+        return f"{meant} {translation.remark}".rstrip()
     arms = _arms(field.annotation)
     if isinstance(value, str) and any(
         typing.get_origin(arm) is tuple and str in _arms(typing.get_args(arm)[0]) for arm in arms
     ):
-        return f"; did you mean [{value}]?"
+        return suggest(f"[{value}]")
     literals = [arm for arm in arms if typing.get_origin(arm) is typing.Literal]
     near = nearest_spellings(str(value), [str(choice) for arm in literals for choice in typing.get_args(arm)])
-    return f"; did you mean {near[0]}?" if near else ""
+    return suggest(*near[:1])
 
 
 def _unknown(root: type, prefix: str, names: Sequence[str], key: object, value: object) -> Iterator[tuple[str, str]]:
@@ -461,7 +461,7 @@ def _suggest(root: type, prefix: str, names: Sequence[str], name: str, value: ob
     section = _section_of(_locate(root, names)[1].annotation)
     siblings = list(_fields(section))
     if near := [sibling for sibling in nearest_spellings(name, siblings) if _takes(section, sibling, value)]:
-        return f": did you mean {f'{inside}.{near[0]}'.strip('.')}?"
+        return suggest(f"{inside}.{near[0]}".strip("."))
     same = [path for path in _paths(root, prefix) if path.endswith(f".{name}")]
     hint = f": keys of this name are {', '.join(same)};" if same else ":"
     return f"{hint} {inside or 'the configuration'} has {', '.join(siblings)}{'' if prefix else explain_no_answers()}"

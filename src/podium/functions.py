@@ -1,6 +1,5 @@
 """Functions that a configuration names: rewards, advantages, losses and schedules."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -24,7 +23,7 @@ from podium.errors import ConfigError, PodiumError
 from podium.exceptions import read_text
 from podium.extras import explain_packages, find_package
 from podium.installed import list_entry_points
-from podium.spelling import nearest_spellings
+from podium.spelling import nearest_spellings, suggest, suggest_nearest
 
 Known = Mapping[str, "str | Callable[..., Any]"]
 
@@ -59,10 +58,10 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN, grou
     message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function"
     translation = load_answers().find_translation(key, spec)
     if translation and translation.value != spec:  # a name of Podium's own, of a package that is not installed
-        meant = "" if translation.missing else f"did you mean {translation.value}? "
-        message = f"{message}; {meant}{translation.remark}".rstrip()
+        meant = ";" if translation.missing else suggest(str(translation.value))
+        message = f"{message}{meant} {translation.remark}".rstrip()
     elif (near := nearest_spellings(spec, [*known, *installed])) and not (group and find_package(group, spec)):
-        message += f" (did you mean {near[0]!r}?)"
+        message += suggest(near[0])
     if spec.isidentifier():
         message += f"; your own function is path/file.py:{spec} or module:{spec}"
     raise ConfigError(f"{message}; {explain_packages(group, spec)}" if group else message)
@@ -258,9 +257,9 @@ def describe_object(value: Any) -> str:
 def nearest(name: str, names: Iterable[str], group: str = "") -> str:
     """Words behind an error on a name that suggest the nearest of ``names``; "" if none is near, or a package that is
     not installed has the name itself, as an entry point of ``group``."""
-    matches = difflib.get_close_matches(name, list(names), n=1)
-    is_absent = group and name not in matches and find_package(group, name)
-    return f" (did you mean {matches[0]!r}?)" if matches and not is_absent else ""
+    known = list(names)
+    is_absent = group and name not in known and find_package(group, name)
+    return "" if is_absent else suggest_nearest(name, known)
 
 
 def _list_defined_names(module: ModuleType, wanted: str) -> str:

@@ -1,6 +1,9 @@
-"""Plain values: those of a configuration that a file of a run can hold."""
+"""Plain values: those of a configuration that a file of a run can hold, and why a JSON text holds none."""
 
+import contextlib
 import datetime
+import json
+import sys
 import types
 from collections.abc import Mapping
 from itertools import chain, islice
@@ -35,3 +38,43 @@ def check_plain(value: object) -> None:
         if len(level) > _LARGEST:
             break
     raise ValueError(TOO_MUCH)
+
+
+class _LongNumber(str):
+    """The digits of a whole number that Python does not read."""
+
+
+def explain_json(error: ValueError | RecursionError, text: str | bytes) -> str:
+    """Return why ``json.loads`` could not read ``text``; of a number with too many digits, the field that holds it.
+
+    >>> explain_json(RecursionError(), "[[[")
+    'it is nested too deeply'
+    """
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if type(error) is not ValueError or not (most := sys.get_int_max_str_digits()):
+        return str(error)
+    fields = list[tuple[str, str]]()
+
+    def note_fields(pairs: list[tuple[str, object]]) -> None:
+        fields.extend((name, digits) for name, value in pairs for digits in _list_long_numbers(value))
+
+    def read_digits(digits: str) -> object:
+        return _LongNumber(digits) if len(digits.lstrip("-")) > most else 0
+
+    with contextlib.suppress(ValueError, RecursionError):  # of another fault behind the number
+        whole = json.loads(text, parse_int=read_digits, object_pairs_hook=note_fields)
+        fields += [("", digits) for digits in _list_long_numbers(whole)]
+    if not fields:
+        return str(error)
+    name, digits = fields[0]
+    return (
+        f"{repr(name) if name else 'it'} holds a whole number of {len(digits.lstrip('-')):,} digits, and at most "
+        f"{most:,} can be read: write it as a text, in quotes, or shorten it"
+    )
+
+
+def _list_long_numbers(value: object) -> list[str]:
+    items = cast("list[object]", value) if isinstance(value, list) else [value]
+    nested = [digits for item in items if isinstance(item, list) for digits in _list_long_numbers(item)]
+    return [item for item in items if isinstance(item, _LongNumber)] + nested

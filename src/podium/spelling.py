@@ -1,5 +1,6 @@
-"""Typing errors: names that differ by a letter or two, and characters that are no text."""
+"""Words of messages: counts of things, names that differ by a letter or two, and characters that are no text."""
 
+import difflib
 import re
 from collections.abc import Iterable
 
@@ -29,6 +30,46 @@ def nearest_spellings(name: str, names: Iterable[str]) -> list[str]:
     distances = {other: _count_edits(name.lower(), other.lower()) for other in names}
     near = [other for other, edits in distances.items() if edits <= (1 if min(len(name), len(other)) <= 4 else 2)]
     return sorted(near, key=distances.__getitem__)
+
+
+def write_count(count: float, singular: str, plural: str = "") -> str:
+    """Return a whole number with the words for the things that it counts; ``plural`` is by default ``singular`` with
+    the ending of a plural.
+
+    >>> write_count(1, "row"), write_count(2500, "batch"), write_count(0, "row has", "rows have")
+    ('1 row', '2,500 batches', '0 rows have')
+    """
+    ending = "es" if singular.endswith(("s", "x", "ch")) else "s"
+    return f"{count:,.0f} {singular if count == 1 else plural or singular + ending}"
+
+
+def write_share(part: int, total: int, noun: str, singular_verb: str, plural_verb: str) -> str:
+    """Return how many of how many things do something; the noun follows ``total``, and the verb ``part``.
+
+    >>> write_share(1, 3, "prompt", "is", "are"), write_share(0, 1, "rank", "has", "have")
+    ('1 of 3 prompts is', '0 of 1 rank have')
+    """
+    return f"{part:,} of {write_count(total, noun)} {singular_verb if part == 1 else plural_verb}"
+
+
+def suggest(*names: str) -> str:
+    """Return the end of a message that suggests what was meant; "" without ``names``.
+
+    >>> suggest("optim.lr")
+    '; did you mean optim.lr?'
+    """
+    words = [name if name.isprintable() and name == name.strip() else repr(name) for name in names]
+    return f"; did you mean {' or '.join(words)}?" if words else ""
+
+
+def suggest_nearest(name: str, names: Iterable[str], *, prefix: str = "", count: int = 1, likeness: float = 0.6) -> str:
+    """Return the end of a message that suggests up to ``count`` of ``names`` that are like ``name``, each behind
+    ``prefix``; "" if none is.
+
+    ``likeness`` is the least ratio of :mod:`difflib` at which a name is like another one, between 0 and 1.
+    """
+    near = difflib.get_close_matches(name, list(names), n=count, cutoff=likeness)
+    return suggest(*(prefix + other for other in near))
 
 
 def _count_edits(first: str, second: str) -> int:

@@ -114,8 +114,8 @@ def test_what_is_wrong_is_told_before_anything_starts(folder: Path, capsys: pyte
         PPOTrainer(config, cluster="inline", show=False).fit()
     common = ["train", "grpo", "--dry-run", "--data.train", str(folder / "sources.jsonl"), "--reward.name", "exact"]
     for arguments, message in [
-        (["--algorithm.loss", f"{folder}/mine.py:sequence_reinfroce"], "did you mean 'sequence_reinforce'?"),
-        (["--algorithm.loss", "gsop"], "did you mean 'gspo'?"),
+        (["--algorithm.loss", f"{folder}/mine.py:sequence_reinfroce"], "did you mean sequence_reinforce?"),
+        (["--algorithm.loss", "gsop"], "did you mean gspo?"),
         (
             ["--algorithm.loss", "clip_cov", "--algorithm.options.cov_shar", "0.1"],
             "did you mean algorithm.options.cov_share?",

@@ -114,7 +114,7 @@ def test_a_package_that_is_broken_is_named_with_its_error(name: str, says: str) 
 def test_what_is_no_environment_or_has_no_such_option_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"environment\.name = 'plain' is no environment"):
         resolve_environment(EnvironmentConfig(name="plain"))
-    with pytest.raises(ConfigError, match=r"its options are ask, judge, modules, notes.*did you mean 'ask'"):
+    with pytest.raises(ConfigError, match=r"its options are ask, judge, modules, notes.*did you mean ask"):
         resolve_environment(EnvironmentConfig(name="counting", options={"aks": "?"}))
 
 
@@ -122,7 +122,7 @@ def test_a_name_that_is_not_installed_is_answered_with_those_that_are(capsys: py
     assert main(["train", "grpo", "--environment.name", "countin"]) == 2
     words = " ".join(capsys.readouterr().err.split())
     assert "environment.name = 'countin': no environment of this name is installed; installed are absent" in words
-    assert "did you mean 'counting'?); an environment of your own is path/file.py:countin or module:countin" in words
+    assert "did you mean counting?; an environment of your own is path/file.py:countin or module:countin" in words
     assert "packages add others through the entry point group podium.environments" in words
     assert {"counting", *MODULES} <= find_environments().keys()
 

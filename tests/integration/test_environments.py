@@ -526,9 +526,9 @@ def test_settings_without_a_use_in_sessions_are_said_once(tmp_path: Path) -> Non
         (
             "twice",
             {"time_limit": 2},
-            r"'time_limit';.* also takes time_limit_s, at_once, .*\(did you mean 'time_limit_s'",
+            r"'time_limit';.* also takes time_limit_s, at_once, .*; did you mean time_limit_s",
         ),
-        ("Guess", {"turn": 2}, r"its options are turns, and .*\(did you mean 'turns'\?\)$"),
+        ("Guess", {"turn": 2}, r"its options are turns, and .*; did you mean turns\?$"),
         ("twice", {"time_limit_s": -1}, r"time_limit_s"),
         ("WORLDS", {}, "has no 'WORLDS'"),
         ("Step", {}, "no environment"),

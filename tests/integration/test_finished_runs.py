@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,4 +54,15 @@ def test_a_prompt_with_characters_that_the_tokenizer_lacks_is_named(
 ) -> None:
     run_folder = str(finished_grpo / "runs" / "run")
     assert main(["sample", run_folder, "--prompt", "1é=", "--backend", "inline", "--engine.name", "transformers"]) == 0
-    assert "1 of 1 prompts hold characters that the tokenizer does not know, such as 'é'" in capsys.readouterr().err
+    assert "1 of 1 prompt holds characters that the tokenizer does not know, such as 'é'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", [["1="], ["1=", "", "2="]])
+def test_answers_to_lines_of_stdin_are_told_apart(
+    finished_grpo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, typed: list[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed)))
+    run_folder = str(finished_grpo / "runs" / "run")
+    assert main(["sample", run_folder, "--backend", "inline", "--engine.name", "transformers"]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("---")]
+    assert heads == [f"--- prompt {number}, completion 1" for number in range(1, len(list(filter(None, typed))) + 1)]

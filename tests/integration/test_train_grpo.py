@@ -76,7 +76,7 @@ def test_steps_whose_completions_are_all_left_out_are_noted(tmp_path: Path) -> N
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused_at_the_start(tmp_path: Path) -> None:
     smaller = {"config": {**MODEL["config"], "vocab_size": 12}}
-    with pytest.raises(ConfigError, match=r"token\(s\) of the tokenizer, such as '8' \(12\), are beyond the model's"):
+    with pytest.raises(ConfigError, match=r"tokens? of the tokenizer, such as '8' \(12\), (is|are) beyond the model's"):
         train(tiny(GRPOConfig, tmp_path, model=smaller))
 
 
@@ -254,7 +254,7 @@ def test_what_fails_before_the_first_step_leaves_the_name_free(tmp_path: Path) -
         ({"data": {"max_prompt_tokens": 2}}, DataError, "each of the .* prompts is longer"),
         ({"sampling": {"max_new_tokens": 64}}, ConfigError, "more than the model's 32 positions"),
         ({"model": {"tokenizer": "./absent"}}, ConfigError, "this directory does not exist"),
-        ({"engine": {"name": "nativ"}}, ConfigError, "did you mean 'native'"),
+        ({"engine": {"name": "nativ"}}, ConfigError, "did you mean native"),
         ({"algorithm": {"advantage": "absent.py:mine"}}, ConfigError, "no file"),
         ({"placement": {"ranks": 2}}, ConfigError, "use the backend local"),
         ({"reward": {"name": "broken.py:score"}}, ConfigError, r"broken\.py:1: RuntimeError: at the import"),

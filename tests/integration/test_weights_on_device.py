@@ -134,7 +134,7 @@ def test_weights_that_arrive_damaged_come_through_host_memory_in_the_same_sync(g
     assert (policy.lent_count(), generator.holds()) == ([0], [(1, False)])
     damaged = "model.embed_tokens.weight arrived damaged on the device"
     lent, noticed, avoided = [note for note in group.notes if note.startswith("weight sync")]
-    assert "1 of 1 generators copy" in lent
+    assert "1 of 1 generator copies" in lent
     assert damaged in noticed
     assert f"1 get them through host memory: {damaged}" in avoided
 
@@ -191,7 +191,7 @@ def test_weights_that_cannot_be_lent_go_through_host_memory(
         sync.sync(version)
     check(trained, drawing, 2)
     (note,) = [note for note in group.notes if note.startswith("weight sync")]
-    assert "0 of 1 generators copy" in note
+    assert "0 of 1 generator copy" in note
     assert why in note
     assert drawing.holds() == [(tries, False)]
 

@@ -112,8 +112,8 @@ SECTIONS = "steps, model, optim, extra"
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"optim": {"lrr": 1}}, "unknown key optim.lrr (value 1): did you mean optim.lr?"),
-        ({"optimm": {}}, "unknown key optimm (value {}): did you mean optim?"),
+        ({"optim": {"lrr": 1}}, "unknown key optim.lrr (value 1); did you mean optim.lr?"),
+        ({"optimm": {}}, "unknown key optimm (value {}); did you mean optim?"),
         ({"lora_rnk": 2}, f"unknown key lora_rnk (value 2): the configuration has {SECTIONS}"),  # of another section
         (
             {"warmup": 2},
@@ -159,7 +159,7 @@ def test_every_mistake_is_reported_at_once() -> None:
     assert sorted(str(caught.value).splitlines()) == [
         "run.yaml: optim.lr = 'y': expected a number above 0 and at most 10",
         "run.yaml: steps = 'x': expected an integer",
-        "run.yaml: unknown key optim.llr (value 1): did you mean optim.lr?",
+        "run.yaml: unknown key optim.llr (value 1); did you mean optim.lr?",
     ]
 
 
@@ -171,7 +171,7 @@ def test_a_section_is_checked_where_it_is_built() -> None:
             "optim.lr = -1: expected a number above 0 and at most 10",
             "optim.warmup = -1: expected an integer of at least 0",
         ]
-    with pytest.raises(ConfigError, match=r"unknown key optim\.lrr \(value 1\): did you mean optim\.lr\?"):
+    with pytest.raises(ConfigError, match=r"unknown key optim\.lrr \(value 1\); did you mean optim\.lr\?"):
         Optim(lrr=1)  # pyright: ignore[reportCallIssue] - the point of the test
     with pytest.raises(ConfigError, match=r"^optim\.warmup needs a schedule$"):
         Optim(warmup=3)
@@ -215,7 +215,7 @@ def test_options_are_checked_under_the_key_that_holds_them() -> None:
         build_config(Options, {"alpha": 2, "alhpa": 1}, key="algorithm.options")
     assert str(caught.value).splitlines() == [
         "algorithm.options.alpha = 2: expected a number from 0 to 1",
-        "unknown key algorithm.options.alhpa (value 1): did you mean algorithm.options.alpha?",
+        "unknown key algorithm.options.alhpa (value 1); did you mean algorithm.options.alpha?",
     ]
     with pytest.raises(ConfigError, match=r"^algorithm.options.alpha = '1': expected a number from 0 to 1$"):
         build_config(Options, {"alpha": "1"}, key="algorithm.options")
@@ -302,7 +302,7 @@ def test_an_optional_section_is_off_until_a_key_of_it_is_given(tmp_path: Path) -
     assert load_config(Root, path).extra is None
     assert load_config(Root, path, ["--extra.rank", "4"]).extra == Extra(rank=4)
     assert load_config(Root, None, ["--extra", "null"]).extra is None
-    with pytest.raises(ConfigError, match=r"unknown key extra\.rnk \(value 4\): did you mean extra\.rank\?"):
+    with pytest.raises(ConfigError, match=r"unknown key extra\.rnk \(value 4\); did you mean extra\.rank\?"):
         load_config(Root, path, ["--extra.rnk", "4"])
 
 

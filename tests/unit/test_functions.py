@@ -91,7 +91,7 @@ def test_two_files_of_one_name_are_two_modules(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("lenght", "did you mean 'length'"),
+        ("lenght", "did you mean length"),
         ("zzz", r"expected one of length, mean, module:function, or path/file\.py:function"),
         ("module:", "expected one of"),
         (":function", "expected one of"),
@@ -109,9 +109,9 @@ def test_a_wrong_form_is_refused_before_anything_is_imported(spec: str, message:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("functions_under_tset:plain", "no module 'functions_under_tset'.*did you mean 'functions_under_test'"),
+        ("functions_under_tset:plain", "no module 'functions_under_tset'.*did you mean functions_under_test"),
         ("functions_under_tset:plain", r"name a file by its path: functions_under_tset\.py:plain"),
-        ("functions_under_test:plian", r"functions_under_test has no 'plian' \(did you mean 'plain'"),
+        ("functions_under_test:plian", r"functions_under_test has no 'plian'; did you mean plain"),
         ("functions_under_test:zzz", "has no 'zzz'; it defines Rule, plain"),
         ("empty_under_test:zzz", "has no 'zzz'; it defines no function"),
         ("functions_under_test:LIMIT", "'LIMIT' in functions_under_test is not a function but of type int"),
@@ -134,7 +134,7 @@ def test_a_file_beside_that_cannot_be_imported_is_not_its_own_nearest_name(
         ConfigError, match=r"no module 'functions_under_test' on .*: functions_under_test\.py:plain"
     ) as caught:
         load("functions_under_test:plain")
-    assert "did you mean 'functions_under_test'" not in str(caught.value)
+    assert "did you mean functions_under_test" not in str(caught.value)
 
 
 @pytest.mark.parametrize("form", ["broken_under_test:f", "broken_under_test.py:f"])

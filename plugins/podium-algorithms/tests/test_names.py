@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import podium
 from podium.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, AlgorithmConfig, NamedFunctions, check_functions
 from podium.cli.presets import list_presets, read_preset
 from podium.errors import ConfigError
@@ -24,6 +27,18 @@ def test_each_module_is_a_name_of_its_group(kind: str) -> None:
     assert modules == GROUPS[f"podium.{kind}"].keys()
     for name in modules:
         assert KINDS[kind].declaration(name).function == f"podium_algorithms.{kind}.{name}:{name}"
+
+
+def test_the_core_names_no_function_of_the_package() -> None:
+    names = {name for kind in KINDS for name in GROUPS[f"podium.{kind}"]} - {"pass_at_k"}  # a figure of the core's, too
+    word = re.compile(rf"\b({'|'.join(names)})\b")
+    named = list[str]()
+    for path in Path(podium.__file__).parent.rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings and help of settings
+        texts = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in prose)
+        named += [f"{path.name}:{node.lineno}: {node.value}" for node in texts if word.search(str(node.value))]
+    assert named == []
 
 
 def test_each_preset_is_a_file() -> None:

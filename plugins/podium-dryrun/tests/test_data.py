@@ -40,7 +40,7 @@ def test_the_dry_run_says_which_columns_are_prompt_and_answer(tmp_path: Path) ->
     )
     config = tiny(GRPOConfig, tmp_path, data={"train": str(tmp_path / "verl.jsonl"), "holdout": 0.0}, eval={"items": 0})
     said = " ".join(describe_data(PPOTrainer(config, cluster="inline").read_data).split())
-    assert "verl.jsonl: the answers of 1 rows are those in reward_model.ground_truth" in said
+    assert "verl.jsonl: the answers of 1 row are those in reward_model.ground_truth" in said
     read = "prompt 'prompt', answer 'reward_model.ground_truth'; not read: 'extra_info'"
     assert f"verl.jsonl, line 1: {read}" in said
 

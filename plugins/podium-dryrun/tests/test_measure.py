@@ -64,7 +64,7 @@ def test_a_step_and_the_run_are_timed_and_nothing_is_left(
     lines = {name.strip(): text for name, text in lines.items()}
     assert re.search(r"rows of \d+ tokens on 1 rank: .*update .*; optimizer step", lines["micro-step"])
     assert lines["a step"].startswith("about ") and "to learn" in lines["a step"]
-    assert re.match(r"about .*: 20 steps, and 3 evaluation\(s\) of about", lines["the run"])
+    assert re.match(r"about .*: 20 steps, and 3 evaluations of about", lines["the run"])
     assert ("decoding" in lines) == (recipe in ("grpo", "ppo")) == ("to generate" in lines["a step"])
     assert "their mean" in lines["assumed"]
     assert list_files(tmp_path) == before

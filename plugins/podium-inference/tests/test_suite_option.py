@@ -46,7 +46,7 @@ def test_a_suite_of_a_package_takes_the_task_and_the_arguments() -> None:
         ("helm", "expected NAME:TASK"),
         ("helm:", "expected NAME:TASK"),
         (":x", "expected NAME:TASK"),
-        ("held:x", "did you mean 'helm'.*installed are helm; .*group podium.suites.*pip install ./plugins/podium-NAME"),
+        ("held:x", "did you mean helm.*installed are helm; .*group podium.suites.*pip install ./plugins/podium-NAME"),
         ("helm:unknown", "no such task"),
     ],
 )

@@ -211,8 +211,8 @@ def test_a_value_that_podium_lacks_says_what_is_nearest() -> None:
 def test_the_answer_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "grpo", "--learning-rate", "1e-6", "--num_generations=8"]) == 2
     said = (
-        "podium train: unknown key learning_rate (value 1e-06): did you mean optim.lr?\n"
-        "unknown key num_generations (value 8): did you mean sampling.n?\n"
+        "podium train: unknown key learning_rate (value 1e-06); did you mean optim.lr?\n"
+        "unknown key num_generations (value 8); did you mean sampling.n?\n"
     )
     assert capsys.readouterr().err == said
     page = Path(__file__).parents[3] / "docs" / "coming-from-trl.md"
@@ -235,7 +235,7 @@ def test_the_answers_to_a_file_of_trl(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(GRPOConfig, path)
     first, second, third = str(caught.value).splitlines()
-    assert "unknown key max_completion_length (value 512): did you mean sampling.max_new_tokens? 256 by" in first
+    assert "unknown key max_completion_length (value 512); did you mean sampling.max_new_tokens? 256 by" in first
     assert "did you mean algorithm.kl_coef? set algorithm.kl_in to loss" in second
     assert "gradient_accumulation_steps (value 4): there is none, and it needs none" in third
 
@@ -259,7 +259,7 @@ def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
         "trainer.total_training_steps": "run.steps",
     }.items():
         assert f"unknown key {theirs} " in str(caught.value)
-        assert f": did you mean {ours}?" in next(line for line in str(caught.value).splitlines() if theirs in line)
+        assert f"; did you mean {ours}?" in next(line for line in str(caught.value).splitlines() if theirs in line)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +325,11 @@ def test_the_answer_in_python_needs_no_torch() -> None:
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout == "unknown key learning_rate (value 1e-06): did you mean optim.lr?\n[]\n"
+    assert done.stdout == "unknown key learning_rate (value 1e-06); did you mean optim.lr?\n[]\n"
 
 
 def test_a_section_in_python_answers_with_a_key_of_another_section() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.num_generations \(value 4\): did you mean sampling\.n\?"):
+    with pytest.raises(ConfigError, match=r"algorithm\.num_generations \(value 4\); did you mean sampling\.n\?"):
         AlgorithmConfig(num_generations=4)  # pyright: ignore[reportCallIssue] - the mistake under test
 
 

@@ -149,7 +149,7 @@ def test_options_are_those_of_the_loss_with_the_papers_values_as_defaults() -> N
     explained = explain_options(PreferenceConfig(options={"beta": 0.5}))
     assert explained["beta"] == (0.5, "yours")
     assert explained["label_smoothing"].origin.startswith("default of the loss dpo: Rafailov et al. 2023")
-    with pytest.raises(ConfigError, match=r"algorithm\.options\.bta .*did you mean 'beta'"):
+    with pytest.raises(ConfigError, match=r"algorithm\.options\.bta .*did you mean beta"):
         read_preference_options(PreferenceConfig(options={"bta": 0.5}))
     with pytest.raises(ConfigError, match=r"algorithm\.options\.label_smoothing = 0\.5"):
         read_preference_options(PreferenceConfig(options={"label_smoothing": 0.5}))

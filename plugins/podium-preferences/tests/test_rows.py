@@ -244,12 +244,12 @@ def test_pairs_that_teach_nothing_are_left_out_and_told(tmp_path: Path) -> None:
     finally:
         unsubscribe()
     assert len(kept) == 1
-    assert "1 of 2 pairs have two equal answers and are left out: they teach nothing" in heard
+    assert "1 of 2 pairs has two equal answers and is left out: they teach nothing" in heard
 
 
 def test_a_prompt_column_that_is_not_there_is_answered_by_the_nearest(tmp_path: Path) -> None:
     message = (
-        r"line 1: no column 'promt' for the prompt; the columns are .*nearest: 'prompt'.*; set data\.prompt_column"
+        r"line 1: no column 'promt' for the prompt; the columns are .*; did you mean prompt\?; set data\.prompt_column"
     )
     with pytest.raises(DataError, match=message):
         load(tmp_path, [GOOD], prompt_column="promt")
@@ -268,7 +268,7 @@ def test_what_is_counted_by_answer_says_so(tmp_path: Path) -> None:
 
 
 def test_labels_and_pairs_do_not_mix(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="1 of 2 rows are answers with labels, and the others are pairs"):
+    with pytest.raises(DataError, match="1 of 2 rows is an answer with a label, and the others are pairs"):
         load(tmp_path, [GOOD, {"prompt": SUM, "completion": "7", "label": True}], labels=True)
 
 
@@ -286,8 +286,8 @@ def test_labels_of_one_kind_and_contradictions_are_told(tmp_path: Path) -> None:
     (note,) = notes_of(lambda: load(tmp_path, [good, {**good, "completion": "77"}], labels=True))
     assert note == "all 2 answers have the label true: labels teach by both kinds"
     (note,) = notes_of(lambda: load(tmp_path, [good, bad, {**good, "label": False}], labels=True))
-    assert note == "1 answers or pairs are the better ones in one row, and the worse ones in another"
+    assert note == "1 answer or pair is the better one in one row, and the worse one in another"
     swapped = {**GOOD, "chosen": GOOD["rejected"], "rejected": GOOD["chosen"]}
     (note,) = notes_of(lambda: load(tmp_path, [GOOD, GOOD, swapped]))
-    assert note.startswith("1 answers or pairs are the better ones in one row")
+    assert note.startswith("1 answer or pair is the better one in one row")
     assert notes_of(lambda: load(tmp_path, [GOOD, {**GOOD, "chosen": "9"}])) == []

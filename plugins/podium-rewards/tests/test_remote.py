@@ -89,7 +89,7 @@ def test_a_service_that_is_busy_is_asked_again() -> None:
     [
         (401, "status 401: its key is wrong"),
         (413, "status 413: lower batch"),
-        ({"scores": [1.0]}, r"gives no answer like .*1 scores for 2 items"),
+        ({"scores": [1.0]}, r"gives no answer like .*1 score for 2 items"),
         ({"score": 1.0}, "gives no answer like"),
         ({"scores": ["good", "bad"]}, "'good' is no score"),
         ({"scores": [True, False]}, "True is no score"),

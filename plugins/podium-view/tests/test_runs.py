@@ -130,6 +130,6 @@ def test_a_command_of_no_package_is_refused_with_the_remedy(
     monkeypatch.setattr("podium.cli.list_entry_points", lambda group: [own, entry])
     assert main(["runs", "count", "a", "b", "c"]) == 3, "what the function returns for its words"
     assert main(["runs", "cuont", "a"]) == 2
-    assert "did you mean 'count'?); its commands are clean, count" in capsys.readouterr().err
+    assert "did you mean count?; its commands are clean, count" in capsys.readouterr().err
     make_run(tmp_path / "count")
     assert main(["runs", "count"]) == 0, "a run of this name is shown"

@@ -67,6 +67,8 @@ class Declaration:
             whose advantages are all 0 then leads to the same bits without forward and backward passes.
         reads: Those of the keys ``clip_low``, ``clip_high``, ``gamma``, ``lam`` and ``value_clip`` that the loss or the
             estimator reads. The setting of another one has no effect, which a run says. None says nothing of them.
+        flat_options: Options of the loss whose term has no gradient where the ratio is 1, so that they have no effect
+            in a step of one update, which a run says.
         weighs: The weights of the correction lead from the generator to the old policy. It is then refused beside a
             loss or a correction whose ratio is to the generator already, where they would count twice.
         by_ratio: The weight that the correction gives to a token depends on the token's own ratio alone, so that score
@@ -92,6 +94,7 @@ class Declaration:
     needs_teacher: bool = False
     scales_advantage: bool = False
     reads: tuple[str, ...] | None = None
+    flat_options: tuple[str, ...] = ()
     weighs: bool = False
     by_ratio: bool = False
     imitates: bool = False

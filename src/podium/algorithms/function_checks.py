@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from podium.algorithms.declarations import (
 from podium.annotations import signature_of
 from podium.config import build_config
 from podium.errors import ConfigError
+from podium.spelling import suggest_nearest
 
 if TYPE_CHECKING:
     from podium.algorithms.config import AlgorithmConfig
@@ -126,10 +126,11 @@ def _check_corrections(config: AlgorithmConfig) -> list[Declaration]:
             f"importance weights of {weighing[0]} would count twice; leave it out"
         )
     if len(weighing) > 1:
+        masks = CORRECTIONS.list_where(lambda declared: not declared.weighs and declared.ratio_to == "old")[:3]
         raise ConfigError(
             f"algorithm.correction = {list(config.corrections)}: {' and '.join(weighing)} are importance weights of "
             "the same tokens, and their product would count the difference more than once: keep one of them, beside "
-            "masks such as two_sided, geometric and trust_region"
+            f"masks{' such as ' * bool(masks)}{', '.join(masks)}"
         )
     return declared if config.correction != "auto" else [CORRECTIONS.own["truncate"]]
 
@@ -139,16 +140,15 @@ def _check_options(config: AlgorithmConfig, sections: Sequence[type]) -> None:
     for name, value in config.options.items():
         if name in names:
             continue
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean algorithm.options.{near[0]}?" if near else f"the options are {', '.join(names)}"
+        hint = suggest_nearest(name, names, prefix="algorithm.options.") or f"; the options are {', '.join(names)}"
         if not sections:
             hint = (
-                "none of them declares options. To give your own function options, decorate a class with "
+                "; none of them declares options. To give your own function options, decorate a class with "
                 '@section("algorithm.options"), and the function with @Declaration(options=CLASS)'
             )
         raise ConfigError(
             f"unknown key algorithm.options.{name} (value {value!r}) with algorithm.advantage = "
-            f"{config.advantage!r}, algorithm.loss = {config.loss!r} and algorithm.correction = {config.correction!r}: "
+            f"{config.advantage!r}, algorithm.loss = {config.loss!r} and algorithm.correction = {config.correction!r}"
             f"{hint}"
         )
     for section in sections:

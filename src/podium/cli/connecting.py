@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from podium.config import read_values
 from podium.errors import ConfigError
+from podium.spelling import suggest
 
 PREFIX = "--backend."
 
@@ -79,7 +80,7 @@ def check_options(parser: argparse.ArgumentParser, arguments: Sequence[str], res
             if position == 0 or not rest[position - 1].startswith("--") or "=" in rest[position - 1]:
                 raise ConfigError(f"{word!r} is no setting: write --config {word}")
         if (near := _mistyped(word, options)) is not None:
-            raise ConfigError(f"there is no option {word}: did you mean {near}?")
+            raise ConfigError(f"there is no option {word}{suggest(near)}")
 
 
 def _takes_one(action: argparse.Action) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, TypeVar, cast
@@ -16,6 +15,7 @@ from podium.data.jagged import Jagged, JoinedRows, TakenRows
 from podium.data.refs import RowIndex, TensorRef, concat_values, row_numbers
 from podium.data.rows import Rows, part_name
 from podium.errors import DataError
+from podium.spelling import suggest_nearest
 
 __all__ = ["Batch", "Column"]
 
@@ -74,8 +74,7 @@ class Batch(Rows):
         try:
             return self._columns[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self._columns, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = suggest_nearest(name, self._columns)
             raise DataError(f"no column {name!r} in this batch; it has {sorted(self._columns)}{hint}") from None
 
     def __repr__(self) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,6 +31,7 @@ from podium.models.manifest import refusal_of
 from podium.models.progress import counting_transformers
 from podium.models.tokenizers import load_tokenizer
 from podium.models.weight_files import read_stored_tensors, read_stored_value_head
+from podium.spelling import suggest_nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -454,9 +454,8 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
     kind = fields.pop("model_type", None)
     known_kinds = transformers.CONFIG_MAPPING
     if kind not in known_kinds:
-        raise ConfigError(
-            f"model.config.model_type = {kind!r}: transformers has no such model type{_nearest(str(kind), known_kinds)}"
-        )
+        hint = suggest_nearest(str(kind), known_kinds)
+        raise ConfigError(f"model.config.model_type = {kind!r}: transformers has no such model type{hint}")
     tokenizer = load_tokenizer(config.tokenizer_source)
     token_ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
     fields = {
@@ -468,7 +467,7 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
     defaults = known_kinds[kind]()
     for name in fields:
         if not hasattr(defaults, name):
-            raise ConfigError(f"model.config.{name} is no field of {kind!r}{_nearest(name, defaults.to_dict())}")
+            raise ConfigError(f"model.config.{name} is no field of {kind!r}{suggest_nearest(name, defaults.to_dict())}")
     try:
         settings = transformers.AutoConfig.for_model(kind, **fields)
     except Exception as error:
@@ -483,11 +482,6 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
             f"model.config.num_key_value_heads = {shared}{origin}: expected a divisor of num_attention_heads = {heads}"
         )
     return settings
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 @contextmanager

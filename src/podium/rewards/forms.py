@@ -33,6 +33,7 @@ from podium.rewards.signatures import (
     list_texts,
     read_signature,
 )
+from podium.spelling import write_count
 
 EXTRAS: Final = ("completion_ids", "prompt_ids", "trainer_state", "max_new_tokens", "stop_text")
 """What the trainer knows of a completion beside its text and row, and gives to a function that asks for it."""
@@ -533,7 +534,7 @@ def _read_list(value: Any) -> Any:
     ):
         raise CallError(f"returned {value!r:.60} for a list of one completion: expected a list of one number")
     if len(value) != 1:
-        raise CallError(f"returned {len(value)} scores for a list of one completion: expected one")
+        raise CallError(f"returned {write_count(len(value), 'score')} for a list of one completion: expected one")
     return value[0]
 
 

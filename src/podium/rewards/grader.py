@@ -23,6 +23,7 @@ from podium.rewards.dispatcher_client import GradingProcesses
 from podium.rewards.in_script import GradingInScript
 from podium.rewards.resolve import Rewards, Source, check_weights, list_rewards, name_of
 from podium.rewards.text import find_reader, reads_answers
+from podium.spelling import write_count
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 
@@ -136,7 +137,10 @@ class Grader:
             ConfigError: There is no such reward, the grader is closed, or the lengths differ.
         """
         if len(completions) != len(rows):
-            raise ConfigError(f"{len(completions)} completions and {len(rows)} rows: expected one row for each")
+            raise ConfigError(
+                f"{write_count(len(completions), 'completion')} and {write_count(len(rows), 'row')}: expected one "
+                "row for each"
+            )
         with Counting("rows graded", len(completions)) as count:
             sent = self._send(completions, rows, extras, count)
             return self._wait([sent], sent.result)
@@ -162,8 +166,8 @@ class Grader:
         if failed:
             emit(
                 Note(
-                    f"the reward {self.name} failed on {len(failed)} of {len(grades)} completions, which got "
-                    f"{self.config.failure_score:g}; the first: {failed[0].error}"
+                    f"the reward {self.name} failed on {len(failed)} of {write_count(len(grades), 'completion')}, "
+                    f"which got {self.config.failure_score:g}; the first: {failed[0].error}"
                 )
             )
         return grades

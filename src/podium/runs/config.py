@@ -30,6 +30,7 @@ from podium.runs.sections import (
     RunConfig,
     SaveConfig,
 )
+from podium.spelling import write_count
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, REWARD_MARGIN, TOKEN_ACCURACY, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 from podium.training import OptimConfig, ParallelConfig
@@ -98,8 +99,9 @@ class InferenceConfig:
         self._check_evaluated("items", "turns evaluation off")
         if (count := count_draws(figure)) > self.eval.sampling.n:
             raise ConfigError(
-                f"eval.metric = {self.eval.metric!r} needs {count} completions of each held-out prompt, and "
-                f"eval.temperature has n = {self.eval.sampling.n}: write {{temperature: 0.6, n: {count}}}, for example"
+                f"eval.metric = {self.eval.metric!r} needs {write_count(count, 'completion')} of each held-out "
+                f"prompt, and eval.temperature has n = {self.eval.sampling.n}: write "
+                f"{{temperature: 0.6, n: {count}}}, for example"
             )
         if figure != "auto":
             check_goal(Metric(figure), self.eval.stop_at)
@@ -236,8 +238,9 @@ class PPOConfig(_TrainingConfig):
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
             raise ConfigError(
-                f"batch.prompts x sampling.n = {self.taken} x {self.sampling.n} = {rows} completions do not "
-                f"divide into algorithm.minibatches = {cuts}; a divisor of {rows} does, such as {_divisor(rows, cuts)}"
+                f"batch.prompts x sampling.n = {self.taken} x {self.sampling.n} = {write_count(rows, 'completion')} "
+                f"do not divide into algorithm.minibatches = {cuts}; a divisor of {rows} does, such as "
+                f"{_divisor(rows, cuts)}"
             )
         if self.sampling.temperature == 0:
             raise ConfigError(
@@ -270,8 +273,8 @@ class PPOConfig(_TrainingConfig):
         for role in {"policy", "critic"} & {*self.roles}:
             if rows < (ranks := self.placement.ranks_of(role)):
                 raise ConfigError(
-                    f"a minibatch has {rows} completions (batch.prompts x sampling.n / algorithm.minibatches) for "
-                    f"{self.placement.key_of(role)} = {ranks}: each rank needs at least one"
+                    f"a minibatch has {write_count(rows, 'completion')} (batch.prompts x sampling.n / "
+                    f"algorithm.minibatches) for {self.placement.key_of(role)} = {ranks}: each rank needs at least one"
                 )
         self._check_critic()
         estimator = ADVANTAGES.declaration(self.algorithm.advantage)

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator
 
 from podium.runs.run_json import Amount, Count, Figure
+from podium.spelling import write_count
 from podium.telemetry import Sample
 from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, REWARD_MARGIN, Metric
 
@@ -122,12 +123,12 @@ def check_scores(evaluation: Evaluation) -> Evaluation:
     """Return an evaluation that was read, whose figures are the means of its scores. Raises ValueError for another."""
     items, weights = evaluation.items, evaluation.weights
     if len(weights) not in (0, items):
-        raise ValueError(f"weights has {len(weights)} numbers for {items} items")
+        raise ValueError(f"weights has {write_count(len(weights), 'number')} for {write_count(items, 'item')}")
     if evaluation.scores and (names := evaluation.scores.keys() ^ (evaluation.figures.keys() - {PERPLEXITY})):
         raise ValueError(f"{min(names)} is in only one of figures and scores")
     for name, column in evaluation.scores.items():
         if len(column) != items:
-            raise ValueError(f"scores.{name} has {len(column)} scores for {items} items")
+            raise ValueError(f"scores.{name} has {write_count(len(column), 'score')} for {write_count(items, 'item')}")
         scores, by_item = _present(column, weights)
         figure, mean = evaluation.figures[name], _mean(scores, by_item) if sum(by_item) else math.nan
         if not (math.isclose(figure, mean, rel_tol=1e-6, abs_tol=1e-9) or math.isnan(figure + mean)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig, check_goal
 from podium.runs.evaluation import Evaluation
+from podium.spelling import write_count
 from podium.telemetry.held_out import ACCURACY, MAJ, REWARD, REWARD_MARGIN, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
@@ -58,13 +59,13 @@ def _explain_missing(config: InferenceConfig, figure: str, evaluation: Evaluatio
     if _counts_correct(figure):
         scores = [score for score in evaluation.scores.get(REWARD, ()) if score not in (0, 1)]
         return (
-            f"{subject}, and {len(scores)} of {evaluation.items} held-out scores are neither 0 nor 1, such as "
-            f"{scores[0]:g}: set reward.correct_at to the lowest score of a correct completion, or eval.metric to "
-            "reward"
+            f"{subject}, and {len(scores)} of {write_count(evaluation.items, 'held-out score')} "
+            f"{'is' if len(scores) == 1 else 'are'} neither 0 nor 1, such as {scores[0]:g}: set reward.correct_at to "
+            "the lowest score of a correct completion, or eval.metric to reward"
         )
     if figure == REWARD_MARGIN:
         return f"{subject}, and the held-out answers have labels, not margins: set eval.metric to accuracy or loss"
     if figure == REWARD:
-        return f"{subject}, and the reward returned None for all {evaluation.items} held-out completions"
+        return f"{subject}, and the reward returned None for all {write_count(evaluation.items, 'held-out completion')}"
     names = ", ".join(name for name in evaluation.figures if name.startswith(REWARD_PART_PREFIX))
     return f"{subject}, and the evaluation has no such part: the reward returned {names or 'no parts'}"

@@ -21,6 +21,7 @@ from podium.runs.curves import CurveText, load_drawer
 from podium.runs.evaluation import Evaluation, Gain, Interval, gain
 from podium.runs.run_reader import RunRecord
 from podium.runs.run_writer import RunDirectory, Summary
+from podium.spelling import write_count
 from podium.telemetry import Note, Sample, emit
 from podium.telemetry.formatting import duration, plain, visible
 from podium.telemetry.held_out import Metric
@@ -89,7 +90,9 @@ def render(
     draws the learning curve for a width."""
     width = min(console.width, 120)
     console.print()
-    heading = Text.assemble((title, "bold"), f"  {summary.steps} steps{_amount(summary)} in {duration(summary.wall_s)}")
+    heading = Text.assemble(
+        (title, "bold"), f"  {write_count(summary.steps, 'step')}{_amount(summary)} in {duration(summary.wall_s)}"
+    )
     for reason, count in summary.dropped.items():
         heading.append(f", {count:,} dropped: {reason}", "yellow")
     console.print(Rule(heading, align="left", style="dim", characters="─"), width=width)
@@ -114,7 +117,7 @@ def _amount(summary: Summary) -> str:
         return ""
     trained, examples = summary.prompts["trained"], summary.examples
     epochs = f" ({trained / examples:.1f} epochs of {examples:,})" if 0 < examples < trained else ""
-    return f" on {trained:,} prompts{epochs}"
+    return f" on {write_count(trained, 'prompt')}{epochs}"
 
 
 def _results(judge: Metric, first: Evaluation, last: Evaluation, steps: int, width: int) -> Iterator[Text]:
@@ -173,7 +176,7 @@ def _describe_gain(found: Gain, judge: Metric) -> Text:
         return text
     text.append("  may be chance", "yellow")
     few = found.interval is not None and not found.interval[0] <= 0 <= found.interval[1]
-    return text.append(f": {found.changed} items changed", "dim") if few else text
+    return text.append(f": {write_count(found.changed or 0, 'item')} changed", "dim") if few else text
 
 
 def _other_figures(judge: Metric, measured: Sequence[Evaluation]) -> Iterator[str]:

@@ -30,6 +30,7 @@ from podium.runtime.pool import Inventory, ResourcePool, Strategy, whole_numbers
 from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
 from podium.runtime.profiling import Profile
 from podium.runtime.worker import Bound, Worker
+from podium.spelling import write_count
 
 if TYPE_CHECKING:
     from podium.data import TensorStore
@@ -337,8 +338,8 @@ class Cluster:
         if (alive := len(processes.calls.handles)) < processes.size:
             processes.close()
             raise ConfigError(
-                f"group {name!r} has lost {processes.size - alive} of its {processes.size} ranks; end it with "
-                f"cluster.stop({name!r})"
+                f"group {name!r} has lost {processes.size - alive} of its {write_count(processes.size, 'rank')}; end "
+                f"it with cluster.stop({name!r})"
             )
         handles = {role_name: self._add_group(processes, role_name, role) for role_name, role in record.roles.items()}
         return Colocated(handles) if len(handles) > 1 else next(iter(handles.values()))
@@ -516,7 +517,10 @@ def _slot_by_slot(
     total = sum(layout)
     for name, values in lists.items():
         if len(values) != total:
-            raise ConfigError(f"pool({[*layout]}): {total} slots, and {len(values)} amounts of {name}: {values}")
+            raise ConfigError(
+                f"pool({[*layout]}): {write_count(total, 'slot')}, and {write_count(len(values), 'amount')} of "
+                f"{name}: {values}"
+            )
     return [
         {name: lists[name][at] if name in lists else cast(float, amount) for name, amount in amounts.items()}
         for at in range(total)
@@ -537,8 +541,8 @@ def _check_env(env: Mapping[str, str]) -> dict[str, str]:
             raise ConfigError(f"start(env={{{name!r}: {value!r}}}): expected the name of a variable and its text")
         if len(entry) > LONGEST_VARIABLE:
             raise ConfigError(
-                f"start(env={{{name!r}: ...}}): {len(value)} characters are too long for Linux, which gives a "
-                "program at most 128 KiB of each variable; pass the text to the constructor, or a file's name"
+                f"start(env={{{name!r}: ...}}): {len(value):,} characters are too long for Linux, which "
+                "gives a program at most 128 KiB of each variable; pass the text to the constructor, or a file's name"
             )
     return dict(env)
 
@@ -565,5 +569,5 @@ def _with_default(meshes: Mapping[str, Mesh] | None, ranks: int) -> Mapping[str,
         if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"start(meshes={{{name!r}: {mesh!r}}}): expected a mesh, as in Mesh(dp={ranks})")
         if mesh.size != ranks:
-            raise ConfigError(f"mesh {name!r} is {mesh} of {mesh.size} ranks; the group has {ranks}")
+            raise ConfigError(f"mesh {name!r} is {mesh} of {write_count(mesh.size, 'rank')}; the group has {ranks}")
     return MappingProxyType({"default": Mesh(dp=ranks), **(meshes or {})})

@@ -11,6 +11,7 @@ from podium.data import Rows
 from podium.errors import ConfigError, DataError
 from podium.runtime.dispatch import RowPlan, Split
 from podium.runtime.rows import concat_rows, count_rows, is_scalar, kind_of, open_rows, slice_rows, take_rows
+from podium.spelling import write_count
 
 __all__ = ["Collect", "check_ranks", "concat", "first", "gather", "nothing", "reduce"]
 
@@ -105,8 +106,8 @@ class concat(Collect[Any, Any]):
         sent, got = len(plan.rows[at]), count_rows(part)
         if got != sent:
             raise DataError(
-                f"{name} has {got} rows for the {sent} rows that it got; with pad=True and with balance='tokens' an "
-                "endpoint returns a row for every row"
+                f"{name} has {write_count(got, 'row')} for the {write_count(sent, 'row')} that it got; with pad=True "
+                "and with balance='tokens' an endpoint returns a row for every row"
             )
         return slice_rows(part, 0, plan.sizes[at]) if plan.padding[at] else part
 
@@ -138,8 +139,8 @@ def _check_counts(names: Sequence[str], results: Sequence[Any], plan: RowPlan) -
         if got != rows_per_result * sent:
             beside = f", and {other} has {first_got} for its {first_sent}" if name != other else ""
             raise DataError(
-                f"{name} has {got} rows for the {sent} rows that it got{beside}; an endpoint returns a row for every "
-                "row, or the same number of rows for every row on all ranks"
+                f"{name} has {write_count(got, 'row')} for the {write_count(sent, 'row')} that it got{beside}; an "
+                "endpoint returns a row for every row, or the same number of rows for every row on all ranks"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
 from podium.runtime.rows import count_rows, open_rows, row_groups, slice_rows, take_rows, token_lengths
+from podium.spelling import write_count
 
 __all__ = ["Among", "Arguments", "Checked", "Dispatch", "Mesh", "PerRank", "Ranks", "RowPlan", "Shipped", "Split"]
 __all__ += ["World", "broadcast", "check_count", "join_meshes", "only", "per_rank", "scatter", "shard"]
@@ -57,7 +58,9 @@ class Mesh:
             if type(at) is not int:
                 raise ConfigError(f"output of axis {axis!r} is {at!r}; expected a coordinate, or -1 for the last one")
             if not -self.axis_size(axis) <= at < self.axis_size(axis):
-                raise ConfigError(f"output of axis {axis!r} is at {at}, but the axis has {self.axes[axis]} coordinates")
+                raise ConfigError(
+                    f"output of axis {axis!r} is at {at}, but the axis has {write_count(self.axes[axis], 'coordinate')}"
+                )
             self.output[axis] = at % self.axes[axis]
         self.size = math.prod(self.axes.values())
         grid = itertools.product(*(range(size) for size in self.axes.values()))
@@ -122,7 +125,7 @@ class Mesh:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the coordinate of ``rank`` on each axis. Raises ConfigError if the mesh has no such rank."""
         if not 0 <= rank < self.size:
-            raise ConfigError(f"rank {rank} is outside {self} of {self.size} ranks")
+            raise ConfigError(f"rank {rank} is outside {self} of {write_count(self.size, 'rank')}")
         return dict(self._places[rank])
 
     def along(self, axis: str) -> tuple[int, ...]:
@@ -182,7 +185,7 @@ class RowPlan:
     def fault(self) -> str:
         """What is wrong in a plan that a user wrote, by which rows would change places; empty if nothing is."""
         if len(self.padding) != len(self.rows):
-            return f"has padding for {len(self.padding)} of {len(self.rows)} parts"
+            return f"has padding for {len(self.padding)} of {write_count(len(self.rows), 'part')}"
         sent = [row for rows, size in zip(self.rows, self.sizes, strict=True) for row in rows[:size]]
         if self.contiguous and sent != sorted(sent):
             return f"is contiguous=True, and sends rows in another order: {reprlib.repr(sent)}"
@@ -260,7 +263,9 @@ class only(Dispatch):
     def split(self, arguments: Arguments, world: World) -> Split:
         arguments.refuse_per_rank()
         if not -world.size <= self.rank < world.size:
-            raise ConfigError(f"{arguments.method}: only(rank={self.rank}) in a group of {world.size} ranks")
+            raise ConfigError(
+                f"{arguments.method}: only(rank={self.rank}) in a group of {write_count(world.size, 'rank')}"
+            )
         ranks = (self.rank % world.size,)
         return Split(ranks, arguments.values, None, ranks)
 
@@ -275,7 +280,8 @@ class scatter(Dispatch):
         for name, values in apart.items():
             if len(values) != world.size:
                 raise ConfigError(
-                    f"{arguments.method}: argument {name!r} has {len(values)} values for {world.size} ranks"
+                    f"{arguments.method}: argument {name!r} has {write_count(len(values), 'value')} for "
+                    f"{write_count(world.size, 'rank')}"
                 )
         ranks = range(world.size)
         shared = {name: value for name, value in arguments.values.items() if name not in apart}
@@ -362,8 +368,8 @@ class shard(Dispatch):
         size, groups = self.group_size, total // self.group_size
         if groups * size != total:
             raise ConfigError(
-                f"{method}: {total} rows are no whole number of groups of {size} rows, which shard(group_size={size}) "
-                "keeps together"
+                f"{method}: {write_count(total, 'row is', 'rows are')} no whole number of groups of "
+                f"{write_count(size, 'row')}, which shard(group_size={size}) keeps together"
             )
         tokens: tuple[int, ...] = ()
         if self.balance == "rows":
@@ -419,9 +425,13 @@ class Among(Outer):
                 raise TypeError
             self.ranks: list[int] = [every[rank] for rank in ([chosen] if is_single else chosen)]
         except (IndexError, TypeError):
-            raise ConfigError(f"on({ranks!r}) in {group}, which has {size} ranks: a rank, a slice or a list") from None
+            raise ConfigError(
+                f"on({ranks!r}) in {group}, which has {write_count(size, 'rank')}: a rank, a slice or a list"
+            ) from None
         if not self.ranks or len({*self.ranks}) < len(self.ranks):
-            raise ConfigError(f"on({ranks!r}) in {group} of {size} ranks: at least one rank, and none of them twice")
+            raise ConfigError(
+                f"on({ranks!r}) in {group} of {write_count(size, 'rank')}: at least one rank, and none of them twice"
+            )
         super().__init__(inner)
         self._world = World(len(self.ranks), {"default": Mesh(dp=len(self.ranks))})
 
@@ -448,11 +458,13 @@ class Checked(Outer):
         elif len({*split.ranks}) < len(split.ranks):
             wrong = f"has ranks={[*split.ranks]}, some of them twice"
         elif split.own is not None and len(split.own) != len(split.ranks):
-            wrong = f"has {len(split.own)} entries in own= for {len(split.ranks)} ranks; it needs one for each"
+            entries, ranks = write_count(len(split.own), "entry", "entries"), write_count(len(split.ranks), "rank")
+            wrong = f"has {entries} in own= for {ranks}; it needs one for each"
         elif odd := {*split.collectors} - {*split.ranks}:
             wrong = f"collects from ranks {sorted(odd)}, which it does not call"
         elif split.plan is not None and len(split.plan.rows) != len(split.collectors):
-            wrong = f"plans rows for {len(split.plan.rows)} parts and collects from {len(split.collectors)} ranks"
+            parts, collectors = write_count(len(split.plan.rows), "part"), write_count(len(split.collectors), "rank")
+            wrong = f"plans rows for {parts} and collects from {collectors}"
         elif split.plan is not None and (fault := split.plan.fault()):
             wrong = f"has a RowPlan that {fault}"
         else:

@@ -18,6 +18,7 @@ from podium.runtime.calls.call import Call
 from podium.runtime.codec import Reading
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
 from podium.runtime.dispatch import Arguments, Checked, Dispatch, broadcast, check_count, shard
+from podium.spelling import write_count
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -81,7 +82,7 @@ class EndpointSpec:
         values = dict(zip(self.names, args, strict=False))
         wrong = ""
         if len(args) > len(self.names):
-            wrong = f"takes {len(self.names)} positional arguments and got {len(args)}"
+            wrong = f"takes {write_count(len(self.names), 'positional argument')} and got {len(args)}"
         elif doubled := values.keys() & kwargs.keys():
             wrong = f"got {sorted(doubled)} twice"
         elif not self.open_ended and (unknown := kwargs.keys() - set(self.names)):

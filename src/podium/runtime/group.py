@@ -34,6 +34,7 @@ from podium.runtime.endpoints import Endpoint, EndpointSpec, endpoints_of, spec_
 from podium.runtime.pool import ResourcePool
 from podium.runtime.process_set import ProcessSet, Role
 from podium.runtime.worker import Worker
+from podium.spelling import write_count
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -185,7 +186,7 @@ class WorkerGroup(Generic[W]):
     def run_on(self, rank: int, function: Shippable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function(worker, *args, **kwargs)`` on one rank, and return its result. Raises ConfigError."""
         if not hasattr(rank, "__index__") or not -self.world_size <= rank < self.world_size:
-            raise ConfigError(f"run_on(rank={rank!r}) in {self.name}, which has {self.world_size} ranks")
+            raise ConfigError(f"run_on(rank={rank!r}) in {self.name}, which has {write_count(self.world_size, 'rank')}")
         return self.function(function, on=rank, collect=first())(*args, **kwargs)
 
     def stores(self) -> list[Usage | None]:
@@ -453,7 +454,7 @@ class Replicas(Sequence[H], Generic[H]):
     def restart(self, number: int) -> None:
         """Restart one replica. Raises what WorkerGroup.restart raises."""
         if not 0 <= number < len(self):
-            raise ConfigError(f"restart({number}): there are {len(self)} replicas, from 0")
+            raise ConfigError(f"restart({number}): there are {write_count(len(self), 'replica')}, from 0")
         self[number].group.restart()
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Call[Any]]:

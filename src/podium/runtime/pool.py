@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, overload
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
 from podium.runtime.messages import Node, Place, Resources
+from podium.spelling import write_count
 
 __all__ = ["Inventory", "Reservation", "ResourcePool", "Slot", "Strategy", "whole_numbers"]
 
@@ -97,10 +98,14 @@ class ResourcePool:
         sizes = whole_numbers(sizes, "split")
         if isinstance(sizes, int):
             if sizes < 1 or len(self) % sizes:
-                raise ConfigError(f"split({sizes}): a size from 1 up that divides the pool's {len(self)} slots")
+                raise ConfigError(
+                    f"split({sizes}): a size from 1 up that divides the pool's {write_count(len(self), 'slot')}"
+                )
             sizes = [sizes] * (len(self) // sizes)
         if sum(sizes) != len(self) or any(size < 1 for size in sizes):
-            raise ConfigError(f"split({sizes}): sizes from 1 up that add to the pool's {len(self)} slots")
+            raise ConfigError(
+                f"split({sizes}): sizes from 1 up that add to the pool's {write_count(len(self), 'slot')}"
+            )
         bounds = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
         return [self[start:stop] for start, stop in itertools.pairwise(bounds)]
 
@@ -248,13 +253,13 @@ class Inventory:
         want = _total(wants)
         if isinstance(slots, int):
             one_slot = ", ".join(f"{amount:g} {name}" for name, amount in wants[0].items())
-            request = f"{slots} slots of {one_slot or 'nothing'} each, on any nodes"
+            request = f"{write_count(slots, 'slot')} of {one_slot or 'nothing'} each, on any nodes"
         else:
             left = iter(wants)
             totals = [_total(list(itertools.islice(left, count))) for count in slots]
             parts = [", ".join(f"{amount:g} {name}" for name, amount in total.items()) for total in totals]
-            sizes = [part or f"{count} slots" for part, count in zip(parts, slots, strict=True)]
-            request = f"{' + '.join(sizes)} on {len(slots)} node{'s' * (len(slots) > 1)}"
+            sizes = [part or write_count(count, "slot") for part, count in zip(parts, slots, strict=True)]
+            request = f"{' + '.join(sizes)} on {write_count(len(slots), 'node')}"
         if labels:
             request += f" with the labels {dict(labels)}"
             if not nodes:

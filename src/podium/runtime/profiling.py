@@ -8,6 +8,7 @@ from typing import Any
 
 from podium.errors import ConfigError
 from podium.functions import nearest
+from podium.spelling import write_count
 
 __all__ = ["Profile", "Recorded"]
 
@@ -41,7 +42,9 @@ class Profile:
             if name not in endpoints:
                 raise ConfigError(f"Profile(calls=...): {name!r} is no endpoint here{nearest(name, endpoints)}")
         if odd := [rank for rank in self.ranks if rank not in range(ranks)]:
-            raise ConfigError(f"Profile(ranks={[*self.ranks]}): the group has {ranks} ranks, and no rank {odd[0]}")
+            raise ConfigError(
+                f"Profile(ranks={[*self.ranks]}): the group has {write_count(ranks, 'rank')}, and no rank {odd[0]}"
+            )
         if self.skip < 0 or self.count < 1:
             raise ConfigError(f"Profile(skip={self.skip}, count={self.count}): skip is 0 or more, count 1 or more")
 

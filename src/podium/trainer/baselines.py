@@ -15,6 +15,7 @@ import torch
 from podium.data import fields
 from podium.errors import RewardError
 from podium.rollout.sampling import SamplingParams
+from podium.spelling import write_count
 from podium.trainer.completions import ScoredBatch
 
 
@@ -38,9 +39,10 @@ def add_baselines(scored: ScoredBatch, greedy: ScoredBatch, ranks: int) -> tuple
     missing = sorted({*scored.groups} - baselines.keys())
     if len(rows) < min(ranks, len(scored.groups)):
         raise RewardError(
-            f"step {scored.step}: the reward returned None for the greedy completions of {len(missing)} prompts, which "
-            f"are the baselines of the others, so that {len(rows)} completions are left to train on: return a number "
-            "for every completion, or choose an estimator without such a baseline"
+            f"step {scored.step}: the reward returned None for the greedy completions of "
+            f"{write_count(len(missing), 'prompt')}, which are the baselines of the others, so that "
+            f"{write_count(len(rows), 'completion is', 'completions are')} left to train on: return a number for "
+            "every completion, or choose an estimator without such a baseline"
         )
     scored = scored.with_rows(rows) if missing else scored
     column = torch.tensor([baselines[group] for group in scored.groups], dtype=torch.float32)

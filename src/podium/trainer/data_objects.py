@@ -21,6 +21,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import DataConfig
 from podium.rollout.tasks.rows import tell_splits
 from podium.runs.config import PPOConfig, SFTConfig
+from podium.spelling import write_count
 from podium.telemetry import Waiting, emit
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
@@ -112,7 +113,7 @@ def _write_lines(rows: Iterable[Any], path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows, start=1):
             if number % _ROWS == 0:
-                emit(Waiting(f"reading data of the script, {number:,} rows so far"))
+                emit(Waiting(f"reading data of the script, {write_count(number, 'row')} so far"))
             if not isinstance(row, Mapping):
                 raise DataError(f"row {number} of data is a {type(row).__name__}; expected a mapping of columns")
             columns = cast("Mapping[str, Any]", row)

@@ -16,6 +16,7 @@ from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation
 from podium.runs.run_files import RunFiles
 from podium.runtime import Handle
+from podium.spelling import write_count
 from podium.telemetry import Note, emit
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
 from podium.telemetry.progress import Counting
@@ -128,10 +129,10 @@ def _collect(scored: ScoredBatch, grader: Grader, items: Sequence[list[Sampled]]
 def _explain_scores(grades: Sequence[Grade], set_name: str) -> str:
     scores = [grade.score for grade in grades if grade.correct is None]
     return (
-        f"{len(scores)} of {len(grades)} held-out scores{f' of {set_name}' * bool(set_name)} are neither 0 nor 1, such "
-        f"as {scores[0]:g}, and the run is judged by accuracy: a completion counts as correct from a score "
-        "of 1 on. eval.metric = reward judges a run by the scores themselves, and reward.correct_at sets another "
-        "lowest score"
+        f"{len(scores)} of {write_count(len(grades), 'held-out score')}{f' of {set_name}' * bool(set_name)} "
+        f"{'is' if len(scores) == 1 else 'are'} neither 0 nor 1, such as {scores[0]:g}, and the run is judged by "
+        "accuracy: a completion counts as correct from a score of 1 on. eval.metric = reward judges a run by the "
+        "scores themselves, and reward.correct_at sets another lowest score"
     )
 
 

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Final
 
 from podium.runs.sections import PromptChoice
+from podium.spelling import write_count
 from podium.telemetry import Note, emit
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import row_passes
@@ -61,8 +62,8 @@ class PassRates:
                 self._noted = True
                 emit(
                     Note(
-                        f"step {step}: {reason}, and so are all {self._examples} prompts, so that they are trained "
-                        "nevertheless: add harder prompts to data.train, or end the run (eval.stop_at)"
+                        f"step {step}: {reason}, and so are all {write_count(self._examples, 'prompt')}, so that "
+                        "they are trained nevertheless: add harder prompts to data.train, or end the run (eval.stop_at)"
                     )
                 )
             self._in_row = 0

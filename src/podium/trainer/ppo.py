@@ -33,6 +33,7 @@ from podium.rollout.tasks import PromptStream
 from podium.runs.checkpoints import TrainerState
 from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
+from podium.spelling import write_count
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.progress import Counting
 from podium.trainer import step_columns as columns
@@ -223,7 +224,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             batch = batch.with_columns({fields.GROUP: batch.dense(fields.GROUP) + start})
         elif len(batch) < (ranks := self.run.roles.policy.group.world_size):
             raise PodiumError(
-                f"step {step}: the sessions gave {len(batch)} rows, and the policy trains on {ranks} ranks"
+                f"step {step}: the sessions gave {write_count(len(batch), 'row')}, and the policy trains on "
+                f"{write_count(ranks, 'rank')}"
             )
         scored = self._select_ungraded(batch, prompts, step)
         places = sorted({*scored.groups})

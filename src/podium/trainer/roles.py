@@ -26,6 +26,7 @@ from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
+from podium.spelling import write_count
 from podium.telemetry import Note, Waiting, emit
 from podium.trainer.checks.placement import (
     check_placement,
@@ -136,9 +137,10 @@ class Roles:
             for steps, _, wrong in ranks:
                 if wrong:
                     raise PodiumError(
-                        f"the parameter {wrong} of the {role} is not finite after {steps} optimizer steps, so "
-                        "nothing is saved: lower the learning rate (optim.lr, critic.lr) or optim.weight_decay, and "
-                        "begin again, or resume from the latest checkpoint"
+                        f"the parameter {wrong} of the {role} is not finite after "
+                        f"{write_count(steps, 'optimizer step')}, so nothing is saved: lower the learning rate "
+                        "(optim.lr, critic.lr) or optim.weight_decay, and begin again, or resume from the latest "
+                        "checkpoint"
                     )
 
     def check_learned(self) -> None:
@@ -147,13 +149,18 @@ class Roles:
             steps, skipped, _ = ranks[0]
             if 0 < steps == skipped:
                 raise PodiumError(
-                    f"each of the {steps} optimizer steps of the {role} was skipped, because its loss or gradient was "
-                    "not finite; nothing was learned, and no model is written: look at the data and the loss "
-                    "(algorithm.loss), or lower the learning rate"
+                    f"each of the {write_count(steps, 'optimizer step')} of the {role} was skipped, because its loss "
+                    "or gradient was not finite; nothing was learned, and no model is written: look at the data and "
+                    "the loss (algorithm.loss), or lower the learning rate"
                 )
             if skipped:
                 why = "loss or gradient was not finite"
-                emit(Note(f"{skipped} of the {steps} optimizer steps of the {role} were skipped: {why}"))
+                emit(
+                    Note(
+                        f"{skipped} of the {write_count(steps, 'optimizer step')} of the {role} "
+                        f"{'was' if skipped == 1 else 'were'} skipped: {why}"
+                    )
+                )
 
     def _progress(self) -> dict[str, list[Progress]]:
         """Return the progress of each rank, by trained role."""

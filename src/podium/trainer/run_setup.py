@@ -33,6 +33,7 @@ from podium.runs.paths import run_path
 from podium.runs.run_writer import RunDirectory
 from podium.runs.schedules import ScheduleDeclaration, declaration_of
 from podium.runtime import Cluster, backend_class, connect
+from podium.spelling import write_count
 from podium.telemetry import Event, Note, OutputLost, WorkerLost, emit, subscribe
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpointing import ModelExtras, Saver
@@ -364,9 +365,9 @@ def count_steps(config: PPOConfig | SFTConfig, examples: int) -> PPOConfig | SFT
         given = f"run.steps = {steps}" if epochs is None else f"run.epochs = {epochs:g}"
         emit(
             Note(
-                f"{key} = {config.taken}, and there are only {examples} examples to train on: a step has some of them "
-                f"several times, and {given} means {steps * config.taken / examples:.1f} passes over them; a step of "
-                f"no example twice needs {key} = {examples} or less"
+                f"{key} = {config.taken}, and there are only {write_count(examples, 'example')} to train on: a step "
+                f"has some of them several times, and {given} means {steps * config.taken / examples:.1f} passes over "
+                f"them; a step of no example twice needs {key} = {examples} or less"
             )
         )
     return config if epochs is None else replace(config, run=replace(config.run, steps=steps, epochs=None))

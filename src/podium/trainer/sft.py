@@ -88,7 +88,9 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
     def load_data(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> PromptStream[Pair]:
         del sampling
         data, seed = self.config.data, self.config.run.seed
-        pairs = encode_pairs(load_examples(data.train, data, "train", seed), tokenizer, data)
+        evaluates = bool(self.config.eval.items or self.config.engine.replayed_run)  # a replay has no evaluations
+        examples = load_examples(data.train, data, "train", seed, evaluates=evaluates)
+        pairs = encode_pairs(examples, tokenizer, data)
         kept = find_fitting(self.config.model, data, "training", pairs.token_ids.lengths, pairs.examples)
         pairs = pairs if kept is None else pairs.take(kept)
         check_tokens(self.config.model, "training", int(pairs.token_ids.values.max()))

@@ -7,6 +7,7 @@ from podium.algorithms import ADVANTAGES, LOSSES
 from podium.data import fields
 from podium.errors import PodiumError, RewardError
 from podium.runs.config import PPOConfig
+from podium.spelling import write_count
 from podium.telemetry import Note, emit, metrics as names
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import explain_flat
@@ -44,10 +45,11 @@ class StepWatch:
         if scored.left_out is None:
             return
         count, rows = len(scored.left_out.batch), len(scored.batch)
-        what = f"step {scored.step}: the reward {reward} returned None for {count} of {count + rows} completions"
+        total = write_count(count + rows, "completion")
+        what = f"step {scored.step}: the reward {reward} returned None for {count} of {total}"
         if rows < ranks:
             raise RewardError(
-                f"{what}, and the policy trains on {ranks} rank{'s' * (ranks > 1)}: a function that ends without "
+                f"{what}, and the policy trains on {write_count(ranks, 'rank')}: a function that ends without "
                 "`return` returns None; return a number for each completion that the policy should be trained on"
             )
         if not self._noted_left_out:
@@ -72,8 +74,8 @@ class StepWatch:
         if bound is not None and oldest is not None and scored.step - 1 - oldest > bound:
             raise PodiumError(
                 f"step {scored.step}: a token was drawn by version {oldest} of the weights, which is more than the "
-                f"{bound} updates behind that run.schedule = {self.config.run.schedule!r} allows: the generator did "
-                "not take newer weights"
+                f"{write_count(bound, 'update')} behind that run.schedule = {self.config.run.schedule!r} allows: the "
+                "generator did not take newer weights"
             )
 
     def _tell_parts(self, scored: ScoredBatch) -> None:
@@ -127,4 +129,4 @@ class StepWatch:
         if self._flat_steps not in _FLAT_STEPS:
             return
         what = explain_flat(metrics, self.config.sampling.max_new_tokens)
-        emit(Note(f"nothing is learned: for {self._flat_steps} steps, up to step {step}, {what}"))
+        emit(Note(f"nothing is learned: for {write_count(self._flat_steps, 'step')}, up to step {step}, {what}"))

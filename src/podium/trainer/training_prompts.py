@@ -33,7 +33,9 @@ def load_training(
         sessions = load_sessions(config.environment.shown)
         sessions.check_conversations(tokenizer, data)
         return PromptStream[Prompt].of(sessions.load_tasks(data, config.environment, "train", seed), data, seed)
-    prompts = encode_rows(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
+    evaluates = bool(config.eval.items or config.engine.replayed_run)  # a replay has no evaluations
+    examples = load_examples(data.train, data, "train", seed, evaluates=evaluates)
+    prompts = encode_rows(examples, tokenizer, data, "training")
     lengths = prompts.token_ids.lengths
     kept = find_fitting(config.model, data, "training", lengths, prompts.examples, max_new_tokens)
     prompts = prompts if kept is None else prompts.take(kept)

@@ -20,6 +20,7 @@ from podium.rollout.environments import load_sessions
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.rollout.tasks.config import DataConfig
 from podium.runtime import concat, endpoint, shard
+from podium.spelling import write_count
 from podium.workers.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -143,8 +144,8 @@ class Generator(WeightReceiver):
         seeds = prompts.dense(fields.SEED)
         if seeds.numel() != len(rows) * sampling.n:
             raise DataError(
-                f"{fields.SEED} is {list(seeds.shape)}; {len(rows)} prompts with n={sampling.n} need one seed for each "
-                "completion"
+                f"{fields.SEED} is {list(seeds.shape)}; {write_count(len(rows), 'prompt')} with n={sampling.n} need "
+                "one seed for each completion"
             )
         begun = read_journals(path) if (path := prompts.meta.get("begun")) else None
         journal = self._journal_at(prompts.meta["journal"]) if prompts.meta.get("journal") else None

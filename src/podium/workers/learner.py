@@ -29,6 +29,7 @@ from podium.models.other_parts import find_other_parts, freeze_other_parts
 from podium.models.untrained import OtherParts
 from podium.models.value_head import is_of_value_head
 from podium.runtime import Worker, endpoint, first, nothing
+from podium.spelling import write_count
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout
 from podium.training.engine import TrainEngine
 from podium.training.sharded_loading import load_parallel
@@ -158,7 +159,7 @@ class Learner(Worker):
         """
         if waiting := self.engine.waiting_count:
             raise CheckpointError(
-                f"the gradients of {waiting} minibatch{'es' * (waiting > 1)} wait for an optimizer step, and a "
+                f"the gradients of {write_count(waiting, 'minibatch')} wait for an optimizer step, and a "
                 "checkpoint does not keep them: call step() before"
             )
         with self.engine.awake():

@@ -263,7 +263,7 @@ def test_two_importance_weights_of_the_same_tokens_are_refused(name: str) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"correction": "icepo"}, "did you mean 'icepop'"),
+        ({"correction": "icepo"}, "did you mean icepop"),
         ({"correction": ("none", "opsm")}, "expected auto or none alone"),
         ({"correction": "opsm", "options": {"opsm_treshold": 1.0}}, r"did you mean algorithm\.options\.opsm_threshold"),
         ({"correction": "truncate", "options": {"weight_cap": 0.5}}, "weight_cap"),

@@ -91,16 +91,16 @@ def test_mistakes_and_help_wait_for_no_heavy_import(words: str, said: str, neede
     [
         (
             ["trian"],
-            "there is no command 'trian' (did you mean 'train'?); the commands are train, backends, ",
+            "there is no command 'trian'; did you mean train?; the commands are train, backends, ",
         ),
-        (["EVAL"], "(did you mean 'eval'?)"),
+        (["EVAL"], "; did you mean eval?"),
         (["fly"], "there is no command 'fly'; the commands are train, "),
         (["grpo", "--optim.lr", "1"], "'grpo' is a recipe: write podium train grpo"),
         (
             ["train", "grop"],
-            "there is no recipe 'grop' (did you mean 'grpo'?); grpo learns from rewards",
+            "there is no recipe 'grop'; did you mean grpo?; grpo learns from rewards",
         ),
-        (["train", "GRPO"], "there is no recipe 'GRPO' (did you mean 'grpo'?)"),
+        (["train", "GRPO"], "there is no recipe 'GRPO'; did you mean grpo?"),
         (
             ["train", "fsdp"],
             "there is no recipe 'fsdp'; grpo learns from rewards, ppo learns from rewards",
@@ -138,7 +138,7 @@ def test_a_recipe_of_a_package_that_is_absent_is_answered_by_the_package_alone(
     assert "plugins/podium-preferences" in said
     with pytest.raises(SystemExit):
         main(["train", "ppi"])
-    assert "there is no recipe 'ppi' (did you mean 'ppo'?)" in capsys.readouterr().err
+    assert "there is no recipe 'ppi'; did you mean ppo?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["eval", "--help"], ["sample", "--help"], ["--version"]])
@@ -170,7 +170,7 @@ def test_a_command_of_a_package_that_is_absent_says_how_it_is_installed(
 def test_a_mistake_is_one_clean_message(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
     status, out, err = run(capsys, "train", "grpo", "--config", str(yaml), "--optim.lrr", "1e-4")
     assert (status, out) == (2, "")
-    assert err == "podium train: unknown key optim.lrr (value 0.0001): did you mean optim.lr?\n"
+    assert err == "podium train: unknown key optim.lrr (value 0.0001); did you mean optim.lr?\n"
 
 
 def test_debug_shows_where_it_was_raised(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
@@ -194,9 +194,9 @@ def test_debug_shows_where_it_was_raised(capsys: pytest.CaptureFixture[str], yam
         (["sample", "a", "--best", "1.jsonl", "--best", "2.jsonl"], "--best is given 2 times"),
         (["export", "a", "--to", "b", "--to", "c"], "--to is given 2 times (b, c)"),
         (["train", "grpo", "--optim.lr", "1", "run.yaml"], "'run.yaml' is no setting: write --config run.yaml"),
-        (["train", "grpo", "--dryrun", "--optim.lr", "1"], "there is no option --dryrun: did you mean --dry-run?"),
-        (["train", "sft", "--dry_run"], "there is no option --dry_run: did you mean --dry-run?"),
-        (["sample", "a", "--prompts", "x"], "there is no option --prompts: did you mean --prompt?"),
+        (["train", "grpo", "--dryrun", "--optim.lr", "1"], "there is no option --dryrun; did you mean --dry-run?"),
+        (["train", "sft", "--dry_run"], "there is no option --dry_run; did you mean --dry-run?"),
+        (["sample", "a", "--prompts", "x"], "there is no option --prompts; did you mean --prompt?"),
         (["export", "a", "--to", "b", "--optim.lr", "1"], "--optim.lr is no setting of podium export, which reads"),
         (["export", "a", "--to", "b", "--format", "gguf"], "--format is no setting of podium export"),
         (["train", "sft", "--run.resume", "absent"], "no run at absent: it has no config.yaml"),
@@ -283,7 +283,7 @@ def test_a_disk_that_is_full_is_one_line(
 def test_a_backend_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
     status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--backend", "inlin")
     assert status == 2
-    assert "did you mean 'inline'?" in err
+    assert "did you mean inline?" in err
 
 
 def test_a_run_of_another_recipe_is_not_resumed(capsys: pytest.CaptureFixture[str], yaml: Path, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_dry_run_prints_settings_and_plan_and_starts_nothing(
     assert "process 0    cpu     policy, reference" in out
     assert "process 2    cpu     generator" in out
     assert "4 prompts x 8 completions = 32 rows" in out
-    assert "1 epoch(s) x 4 minibatch(es) = 4 optimizer step(s) of 8 rows; 4 a rank" in out
+    assert "1 epoch x 4 minibatches = 4 optimizer steps of 8 rows; 4 a rank" in out
     assert "200 steps = 800 optimizer steps" in out
     assert "reference weights" in out
     assert not (tmp_path / "runs").exists()
@@ -360,7 +360,7 @@ def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[s
     status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--data.train", "")
     assert status == 2
     assert "data.train is not set" in err
-    wrong = {"lokal": "did you mean 'local'?", "local://here": "unexpected keyword argument 'address'"}
+    wrong = {"lokal": "did you mean local?", "local://here": "unexpected keyword argument 'address'"}
     wrong |= {"local --backend.ecko true": "unexpected keyword argument 'ecko'"}
     for backend, said in wrong.items():
         words = ["--config", str(yaml), "--dry-run", "--backend", *backend.split()]

@@ -72,7 +72,7 @@ def test_a_dry_run_prints_the_paper_and_the_settings(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["grpo", "--recipe", "dapoo"], "there is no such preset (did you mean 'dapo'?); there are cispo, dapo"),
+        (["grpo", "--recipe", "dapoo"], "there is no such preset; did you mean dapo?; there are cispo, dapo"),
         (["sft", "--recipe", "dapo"], "has settings of podium train grpo, not of podium train sft"),
         (["grpo", "--recipe", "dapo", "--resume", "runs/x"], "leave out --recipe"),
         (["dapo"], "dapo is a preset of the recipe grpo: podium train grpo --recipe dapo"),

@@ -45,8 +45,8 @@ def test_from_scratch_takes_vocabulary_and_special_tokens_from_the_tokenizer() -
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "qwen33"}, "did you mean 'qwen3'"),
-        ({**SHAPE, "hiden_size": 8}, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
+        ({"model_type": "qwen33"}, "did you mean qwen3"),
+        ({**SHAPE, "hiden_size": 8}, r"model\.config\.hiden_size.*did you mean hidden_size"),
         ({**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 3}, r"num_key_value_heads = 3: expected a divisor"),
         ({"model_type": "qwen3", "num_attention_heads": 2}, r"num_key_value_heads = 32, the default of 'qwen3': exp"),
     ],

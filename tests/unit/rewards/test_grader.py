@@ -324,7 +324,7 @@ def test_a_reward_in_a_file_and_one_from_a_closure(tmp_path: Path, monkeypatch: 
 
 
 def test_mistakes_show_at_start(tmp_path: Path) -> None:
-    with Grader(RewardConfig(name="gsm8")) as grader, pytest.raises(ConfigError, match="did you mean 'gsm8k'"):
+    with Grader(RewardConfig(name="gsm8")) as grader, pytest.raises(ConfigError, match="did you mean gsm8k"):
         grader.start()
     (tmp_path / "broken.py").write_text("raise RuntimeError('no licence')\n")
     with (
@@ -337,7 +337,7 @@ def test_mistakes_show_at_start(tmp_path: Path) -> None:
         grader.start()
     with Grader(reward=misbehave) as grader, pytest.raises(RewardError, match="item 0, completion 'ok' cannot be sent"):
         grader.grade(["ok"], [{"lock": lock}])
-    with Grader(reward=misbehave) as grader, pytest.raises(ConfigError, match="2 completions and 1 rows"):
+    with Grader(reward=misbehave) as grader, pytest.raises(ConfigError, match="2 completions and 1 row"):
         grader.grade(["ok", "ok"], [{}])
     with pytest.raises(ConfigError, match="closed"):
         grader.grade(["ok"], [{}])

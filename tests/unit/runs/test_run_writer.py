@@ -424,7 +424,7 @@ def test_a_package_brings_a_tracker_by_name(tmp_path: Path, monkeypatch: pytest.
     assert (first, second) == (["run sums False", number], ["run sums True", number])
     assert [path.read_text() for path in (tmp_path / "run" / "notes").iterdir()] == ["StepFinished"] * 2
     for name, message in (
-        ("note", r"run\.trackers names 'note', and no tracker .*did you mean 'notes'.* group podium\.trackers"),
+        ("note", r"run\.trackers names 'note', and no tracker .*did you mean notes.* group podium\.trackers"),
         ("missing", "install pen and paper"),
         ("wrong", r"run\.trackers names 'wrong': .*:Path is no class of podium\.telemetry\.sinks\.Tracker"),
     ):

@@ -161,19 +161,19 @@ def test_an_endpoint_may_return_several_rows_for_every_row() -> None:
 
 def test_what_cannot_be_joined_is_named() -> None:
     parts = split(shard(balance="tokens"), 2, x=Jagged.from_rows([torch.ones(3), torch.ones(1), torch.ones(1)]))
-    with pytest.raises(ConfigError, match=r"w\.m: the result of rank 1 has 1 rows for the 2 rows that it got"):
+    with pytest.raises(ConfigError, match=r"w\.m: the result of rank 1 has 1 row for the 2 rows that it got"):
         concat().collect("w.m", [[1], [2]], parts)
     with pytest.raises(ConfigError, match=r"the result of rank 0 is list and the result of rank 1 is Tensor"):
         concat().collect("w.m", [[1], torch.ones(2)], parts)
-    with pytest.raises(ConfigError, match=r"rank 0 has 1 rows for the 2 rows that it got; with pad=True"):
+    with pytest.raises(ConfigError, match=r"rank 0 has 1 row for the 2 rows that it got; with pad=True"):
         concat().collect("w.m", [[1], [2, 3]], split(shard(pad=True), 2, x=[1, 2, 3]))
     with pytest.raises(
-        ConfigError, match=r"w\.m: the result of rank 1 has 1 rows for the 2 rows that it got, .* for its 2"
+        ConfigError, match=r"w\.m: the result of rank 1 has 1 row for the 2 rows that it got, .* for its 2"
     ):
         concat().collect("w.m", [[1, 2], [3]], split(shard(), 2, x=[1, 2, 3, 4]))
     with pytest.raises(ConfigError, match=r"rank 1 has 2 rows for the 2 rows that it got, .* rank 0 has 4 for its 2"):
         concat().collect("w.m", [[1, 1, 2, 2], [3, 4]], split(shard(), 2, x=[1, 2, 3, 4]))
-    with pytest.raises(ConfigError, match=r"rank 0 has 1 rows for the 0 rows that it got"):
+    with pytest.raises(ConfigError, match=r"rank 0 has 1 row for the 0 rows that it got"):
         concat().collect("w.m", [[9], [1]], split(shard(), 2, x=[1]))
     with pytest.raises(ConfigError, match=r"rank 0 has entries with unequal numbers of rows: {'a': 2, 'b': 1}"):
         concat().collect("w.m", [{"a": [1, 2], "b": [1]}] * 2, split(shard(), 2, x=[1, 2, 3, 4]))

@@ -98,7 +98,7 @@ def test_a_run_waits_for_cores_that_others_hold(tmp_path: Path) -> None:
         cores = int(cluster.nodes[0].resources["cpu"])
         held = cluster.pool([1], cpus=cores)
         placement = {"cpus": cores, "wait_s": 0.0}
-        with pytest.raises(PlacementError, match=f"placement of 1 ranks .*asked for 1 slots? of {cores} cpu"):
+        with pytest.raises(PlacementError, match=f"placement of 1 rank .*asked for 1 slots? of {cores} cpu"):
             PPOTrainer(tiny(GRPOConfig, tmp_path, placement=placement), cluster=cluster, show=False).fit()
         given_back = threading.Timer(0.5, cluster.release, [held])
         given_back.start()

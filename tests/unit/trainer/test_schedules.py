@@ -381,7 +381,7 @@ def test_a_schedule_is_a_name_or_a_function_in_a_file(tmp_path: Path) -> None:
     assert load_schedule("sync") is sync
     (tmp_path / "mine.py").write_text("def twice(steps):\n    pass\n")
     assert load_schedule(f"{tmp_path}/mine.py:twice").__name__ == "twice"
-    with pytest.raises(ConfigError, match=r"run\.schedule = 'sinc': expected one of sync.*did you mean 'sync'"):
+    with pytest.raises(ConfigError, match=r"run\.schedule = 'sinc': expected one of sync.*did you mean sync"):
         load_schedule("sinc")
 
 

@@ -25,6 +25,7 @@ import torch
 from podium.data import Batch, fields
 from podium.errors import ConfigError, NoRowsError, PodiumError
 from podium.rewards import Grade, Grader, RewardConfig
+from podium.spelling import write_count, write_share
 from podium.telemetry import Note, emit, metrics as names
 from podium.telemetry.formatting import percent
 from podium.trainer.completions import ScoredBatch
@@ -287,8 +288,8 @@ class Sessions:
             self._said.add("unknown")
             emit(
                 Note(
-                    f"{rows} of {total} rows hold characters that the tokenizer does not know, in what the environment "
-                    "or the chat template says: the model sees its unknown token in their place"
+                    f"{write_share(rows, total, 'row', 'holds', 'hold')} characters that the tokenizer does not know, "
+                    "in what the environment or the chat template says: the model sees its unknown token in their place"
                 )
             )
 
@@ -302,9 +303,9 @@ class Sessions:
             what = " and ".join(f"reward.{name} = {getattr(reward, name)!r}" for name in chosen)
             emit(
                 Note(
-                    f"{what} has scored nothing yet: each of the first {len(ended)} sessions of environment.name = "
-                    f"{self._config.environment.name!r} returned a score, and the reward scores only "
-                    "sessions that return None"
+                    f"{what} has scored nothing yet: each of the first {write_count(len(ended), 'session')} of "
+                    f"environment.name = {self._config.environment.name!r} returned a score, and the reward scores "
+                    "only sessions that return None"
                 )
             )
 
@@ -320,8 +321,8 @@ class Sessions:
         if failed:
             emit(
                 Note(
-                    f"{when}: {failed} of {report.sessions} sessions failed and {'is' if failed == 1 else 'are'} not "
-                    f"trained ({percent(failed / report.sessions)}): {text}"
+                    f"{when}: {failed} of {write_count(report.sessions, 'session')} failed and "
+                    f"{'is' if failed == 1 else 'are'} not trained ({percent(failed / report.sessions)}): {text}"
                 )
             )
 

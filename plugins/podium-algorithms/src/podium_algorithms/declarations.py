@@ -273,6 +273,7 @@ GMPO: Final = Declaration(
 KL_COV: Final = Declaration(
     options=KlCovOptions,
     minibatch="podium_algorithms.losses.kl_cov:highest_covariance",
+    flat_options=("kl_cov_coef",),
     source="Cui et al. 2025, arXiv:2505.22617, section 4.2, and its authors' code",
     reads=(),
     function="podium_algorithms.losses.kl_cov:kl_cov",

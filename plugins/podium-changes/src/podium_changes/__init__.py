@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from podium.errors import ConfigError
+from podium.spelling import write_count
 
 __all__ = ["run_changes"]
 
@@ -60,7 +61,9 @@ def _show(first: Path, second: Path, count: int) -> None:
     if not is_accuracy:
         sys.stdout.write(f"metric    {metric.title}\n")
     for name, path, mean in (("before", first, changes.means[0]), ("after", second, changes.means[1])):
-        items = f"{round(mean * changes.items)} of {changes.items}" if is_accuracy else f"{changes.items} items"
+        items = (
+            f"{round(mean * changes.items)} of {changes.items}" if is_accuracy else write_count(changes.items, "item")
+        )
         sys.stdout.write(f"{name:<9} {metric.write(mean)}  ({items})  {visible(str(path))}\n")
     kinds = {
         ("broke" if is_accuracy else "worse"): changes.worse,

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import UNCOMPARED, RunRecord
+from podium.spelling import write_count
 from podium_curves.drawing import smooth
 
 __all__ = ["differing", "groups_of", "plot_runs"]
@@ -52,7 +53,7 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
         rows = [smooth([curve[step] for step in steps]) for curve in curves]
         means = [sum(values) / len(values) for values in zip(*rows, strict=True)]
-        label = f"{name} ({len(curves)} seeds)" if len(curves) > 1 else name
+        label = f"{name} ({write_count(len(curves), 'seed')})" if len(curves) > 1 else name
         axes.plot(steps, means, color=color, linewidth=2, label=label)
         if len(curves) > 1:
             low, high = ([pick(values) for values in zip(*rows, strict=True)] for pick in (min, max))

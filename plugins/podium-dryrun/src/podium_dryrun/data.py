@@ -19,6 +19,7 @@ from podium.errors import PodiumError
 from podium.rollout.tasks import DataConfig, EncodedExamples, EncodedPairs, Example
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.named_files import remarks
+from podium.spelling import write_count
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.formatting import percent, visible
 from podium.trainer.prompts import HeldOut, Prompts, Tasks
@@ -85,7 +86,7 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
     what, batch, count = "examples" if isinstance(config, SFTConfig) else "prompts", config.taken, len(examples)
     if isinstance(examples, Tasks):
         what = "tasks"
-        yield f"training     {count:,} tasks"
+        yield f"training     {write_count(count, 'task')}"
     else:
         lengths = _token_counts(examples)
         index = max(range(count), key=lengths.__getitem__)
@@ -94,7 +95,7 @@ def _lengths(data: RunData[Any]) -> Iterator[str]:
     taken = config.run.steps * batch
     epochs = taken / count
     yield (
-        f"epochs       {config.run.steps:,} steps x {batch:,} {what} = {taken:,} of {count:,} = "
+        f"epochs       {write_count(config.run.steps, 'step')} x {batch:,} {what} = {taken:,} of {count:,} = "
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
     yield from _sources(config.data, examples.examples, taken)
@@ -142,8 +143,8 @@ def _examples(data: RunData[Any]) -> Prompts | EncodedExamples | Tasks:
 
 def _span(lengths: Sequence[int]) -> str:
     if min(lengths) == max(lengths):
-        return f"{lengths[0]:,} tokens each"
-    return f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths) / len(lengths):,.0f} on average"
+        return f"{write_count(lengths[0], 'token')} each"
+    return f"{min(lengths):,} to {write_count(max(lengths), 'token')}, {sum(lengths) / len(lengths):,.0f} on average"
 
 
 def _first(data: RunData[Any]) -> Iterator[str]:
@@ -161,13 +162,15 @@ def _first(data: RunData[Any]) -> Iterator[str]:
         yield describe_where(first)
     if isinstance(examples, EncodedPairs):
         learned = [token for token, counts in zip(ids, examples.loss_mask[0], strict=True) if counts]
-        yield from describe_tokens("number 0", f"{len(ids)} tokens, with the answer:", tokenizer, ids)
+        yield from describe_tokens("number 0", f"{write_count(len(ids), 'token')}, with the answer:", tokenizer, ids)
         yield from describe_tokens("to learn", f"{len(learned)} of these tokens:", tokenizer, learned)
         mask = [*examples.loss_mask[0], False]
         ends = dict.fromkeys(ids[at] for at in range(len(ids)) if mask[at] and not mask[at + 1])
         yield f"ends         a learned turn ends with {' or '.join(repr(tokenizer.decode([token])) for token in ends)}"
     else:
-        yield from describe_tokens("number 0", f"{len(ids)} tokens, as the model reads them:", tokenizer, ids)
+        yield from describe_tokens(
+            "number 0", f"{write_count(len(ids), 'token')}, as the model reads them:", tokenizer, ids
+        )
         answer = examples.examples[0].answer
         yield f"answer       {'none' if answer is None else repr(visible(answer, _SHOWN_CHARACTERS))}"
 

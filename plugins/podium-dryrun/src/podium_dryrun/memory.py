@@ -20,6 +20,7 @@ from podium.rollout.engines.engine_lookup import engine_class
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import backend_class
+from podium.spelling import write_count
 from podium_dryrun.plan import is_accelerated
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def _advise_fewer_ranks(config: PPOConfig | SFTConfig, size: ModelSize) -> Itera
     if config.rows <= ROW_QUANTUM and matrices >= _LARGE_MATRICES:
         key = config.placement.key_of("generator")
         yield (
-            f"fewer ranks  {generators} generators on one machine each read {_amount(matrices / _GIB)} of matrices for "
-            f"every token; one that has all cores reads them once and is faster: {key}: 1"
+            f"fewer ranks  {write_count(generators, 'generator')} on one machine each read {_amount(matrices / _GIB)} "
+            f"of matrices for every token; one that has all cores reads them once and is faster: {key}: 1"
         )
 
 

@@ -10,6 +10,7 @@ from podium.config import config_to_yaml
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import Node, backend_class
+from podium.spelling import write_count
 from podium.telemetry.held_out import ACCURACY, Metric
 from podium.trainer.checks.placement import check_placement, sharing
 from podium.trainer.checks.preflight import check_settings
@@ -40,10 +41,11 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
 def _placement(config: PPOConfig | SFTConfig, backend: str, nodes: Sequence[Node]) -> Iterator[str]:
     roles_by_process = [roles for roles, count in config.processes for _ in range(count)]
     devices = _devices(nodes, len(roles_by_process))
-    yield f"backend      {backend}: {len(roles_by_process)} worker process(es), {_layout(config)}"
+    yield f"backend      {backend}: {write_count(len(roles_by_process), 'worker process')}, {_layout(config)}"
     for number, (roles, device) in enumerate(zip(roles_by_process, devices, strict=True)):
         yield f"process {number:<4} {device:<7} {', '.join(roles)}"
-    yield f"strategy     {config.parallel.strategy} over {config.placement.ranks_of('policy')} data-parallel rank(s)"
+    ranks = write_count(config.placement.ranks_of("policy"), "data-parallel rank")
+    yield f"strategy     {config.parallel.strategy} over {ranks}"
 
 
 def _devices(nodes: Sequence[Node], processes: int) -> list[str]:
@@ -66,10 +68,11 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
     ranks = config.placement.ranks_of("policy")
     if isinstance(config, SFTConfig):
         examples = config.batch.examples
-        yield f"step         {examples} examples, one optimizer step; {_share(examples, ranks)} a rank"
+        yield f"step         {write_count(examples, 'example')}, one optimizer step; {_share(examples, ranks)} a rank"
     else:
         algorithm, n = config.algorithm, config.sampling.n
-        yield f"step         {config.taken} prompts x {n} completions = {config.rows} rows"
+        prompts, rows = write_count(config.taken, "prompt"), write_count(config.rows, "row")
+        yield f"step         {prompts} x {write_count(n, 'completion')} = {rows}"
         if config.replays:
             yield f"replay       of {config.engine.replayed_run}: its completions and rewards; nothing is sampled"
         elif (choice := config.batch.choice).filter != "none":
@@ -79,22 +82,27 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
             )
         rows = config.rows // algorithm.minibatches
         yield (
-            f"updates      {algorithm.passes.count} epoch(s) x {algorithm.minibatches} minibatch(es) = "
-            f"{algorithm.updates} optimizer step(s) of {rows} rows; {_share(rows, ranks)} a rank"
+            f"updates      {write_count(algorithm.passes.count, 'epoch')} x "
+            f"{write_count(algorithm.minibatches, 'minibatch')} = {write_count(algorithm.updates, 'optimizer step')} "
+            f"of {write_count(rows, 'row')}; {_share(rows, ranks)} a rank"
         )
         if algorithm.has_value_head:
             trunk = algorithm.critic.critic_trunk
             yield f"critic       a value head on the policy's model, no model of its own (critic_trunk {trunk})"
     evaluated = "before and after" if config.eval.at_start else "after"
-    evaluated = f"every {config.eval.every} steps" if config.eval.every else evaluated
-    evaluation = f"at most {config.eval.items} held-out items {evaluated}" if config.eval.items else "none"
+    evaluated = f"every {write_count(config.eval.every, 'step')}" if config.eval.every else evaluated
+    evaluation = (
+        f"at most {write_count(config.eval.items, 'held-out item')} {evaluated}" if config.eval.items else "none"
+    )
     if config.eval.items:
         yield f"judged by    {_judge(config)}"
     rhythm = {"steps": config.save.every, "minutes": config.save.minutes}
     saved = " and ".join([f"every {most:g} {unit}" for unit, most in rhythm.items() if most] + ["at the end"])
-    steps = f"{config.run.steps} steps = {config.optimizer_steps} optimizer steps"
+    steps = f"{write_count(config.run.steps, 'step')} = {write_count(config.optimizer_steps, 'optimizer step')}"
     if config.run.epochs is not None:
-        steps = f"{config.run.epochs:g} epoch(s), whose number of steps follows from the data"
+        steps = (
+            f"{config.run.epochs:g} epoch{'s' * (config.run.epochs != 1)}, whose number of steps follows from the data"
+        )
     yield f"run          {steps}; evaluation: {evaluation}; checkpoint {saved}"
 
 
@@ -133,7 +141,9 @@ def _judge(config: PPOConfig | SFTConfig) -> str:
         bound = "at least" if Metric(figure).higher_is_better else "at most"
         ends.append(f"it is {bound} {goal:g}")
     if config.eval.patience:
-        ends.append(f"{config.eval.patience} evaluations in a row bring no new best")
+        ends.append(
+            f"{write_count(config.eval.patience, 'evaluation brings', 'evaluations in a row bring')} no new best"
+        )
     early = f"; the run ends early once {' or '.join(ends)}" if ends else ""
     return f"held-out {title}{f' of {set_name}' if set_name else ''}{early}"
 

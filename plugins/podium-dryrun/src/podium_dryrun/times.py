@@ -21,6 +21,7 @@ from podium.data import Batch, Jagged, fields
 from podium.errors import PodiumError
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runtime import Call, connect
+from podium.spelling import write_count
 from podium.telemetry.formatting import duration
 from podium.trainer.ppo import PPOTrainer
 from podium.trainer.preload import PRELOAD
@@ -166,7 +167,7 @@ def _time_decoding(
     if more:
         times.decoding = max(0.0, _seconds(lambda: draw(1 + more)) - first) / more
     times.prefill = max(0.0, first - (times.decoding or 0.0))
-    each = f"{duration(times.decoding or first)} a step of {times.sequences:,} completions at a time"
+    each = f"{duration(times.decoding or first)} a step of {write_count(times.sequences, 'completion')} at a time"
     times.lines.append(("decoding", f"{each}, {duration(times.prefill)} for their prompts"))
 
 
@@ -205,7 +206,8 @@ def _time_learning(
     tokens = _tokens_of(_join(trainer, rows))
     times.tokens = len(tokens.values)
     passed = ", ".join(f"{name} {duration(seconds)}" for name, seconds in times.passes.items() if seconds > _NOTHING_S)
-    what = f"{len(tokens.lengths):,} rows of {times.tokens:,} tokens on {ranks} rank{'s' * (ranks > 1)}"
+    rows, size = write_count(len(tokens.lengths), "row"), write_count(times.tokens, "token")
+    what = f"{rows} of {size} on {write_count(ranks, 'rank')}"
     stepped = f"; optimizer step {duration(times.optimizer)}" if len(parts) > 2 else ", with its optimizer step"
     times.lines.append(("micro-step", f"{what}: {passed}{stepped}"))
 
@@ -311,12 +313,12 @@ def _conclude(times: _Times, config: PPOConfig | SFTConfig, data: RunData[Any], 
         evaluation_s = times.evaluate(config, data.held_out, sampled)
         count = config.eval.at_start + _count_after(config)
         if evaluation_s is None:
-            evaluation = f", and {count} evaluation(s), which are not counted: nothing like them was timed"
+            evaluation = f", and {write_count(count, 'evaluation')}, not counted: nothing like them was timed"
         else:
-            evaluation = f", and {count} evaluation(s) of about {duration(evaluation_s)}"
+            evaluation = f", and {write_count(count, 'evaluation')} of about {duration(evaluation_s)}"
             total_s += count * evaluation_s
     about = "about" if complete else "at least"
-    yield "the run", f"{about} {duration(total_s)}: {config.run.steps:,} steps{evaluation}"
+    yield "the run", f"{about} {duration(total_s)}: {write_count(config.run.steps, 'step')}{evaluation}"
 
 
 def _count_after(config: PPOConfig | SFTConfig) -> int:

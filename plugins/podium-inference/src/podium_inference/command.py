@@ -25,6 +25,7 @@ from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.recipes import find_recipe, recipe_of
 from podium.runs.run_reader import RunRecord, flatten, is_run
+from podium.spelling import write_count
 from podium.telemetry import subscribe
 from podium.telemetry.formatting import visible
 
@@ -134,7 +135,7 @@ def _describe(evaluation: Evaluation, judge: Metric) -> Iterator[str]:
         line = f"{metric.title:<{width}} {metric.write(value)}"
         bounds = evaluation.interval(name)
         if metric == judge:
-            items = f"{evaluation.count(name)} items"
+            items = write_count(evaluation.count(name), "item")
             if name == ACCURACY and evaluation.is_binary(name):
                 items = f"{round(value * evaluation.count(name))} of {evaluation.count(name)}"
             interval = "" if bounds is None else f"; 95% interval {' to '.join(map(metric.write, bounds))}"
@@ -149,7 +150,7 @@ def run_sample(arguments: Sequence[str]) -> int:
         "--prompt",
         metavar="TEXT",
         action="append",
-        help="complete this prompt and exit; may be given several times; without --prompt, prompts are read from stdin",
+        help="complete this prompt and exit; may be given several times; without it, the lines of stdin are prompts",
     )
     parser.add_argument(
         "--best",
@@ -163,17 +164,18 @@ def run_sample(arguments: Sequence[str]) -> int:
     prompts: Iterable[str] = options.prompt if options.prompt is not None else _read_typed_prompts()
     answered = 0
     with contextlib.ExitStack() as stack:
-        stack.enter_context(explained(lambda: f"{answered:,} prompts were completed"))
+        stack.enter_context(explained(lambda: f"{write_count(answered, 'prompt was', 'prompts were')} completed"))
         with StatusSink(f"loading {options.model}"):
             config = stack.enter_context(open_config(options.model, options.config, overrides))
             from podium_inference.evaluation import open_sampler
 
             sample = stack.enter_context(open_sampler(config, stack.enter_context(connect(backend))))
         stack.callback(subscribe(write_note))
+        several = not sys.stdin.isatty() if options.prompt is None else len(options.prompt) > 1
         for number, prompt in enumerate(prompts):
             completions = list(sample(prompt, number))
             for place, completion in enumerate(completions, 1):
-                if len(completions) > 1 or len(options.prompt or ()) > 1:
+                if several or len(completions) > 1:
                     sys.stdout.write(f"--- prompt {number + 1}, completion {place}\n")
                 sys.stdout.write((visible(completion) if sys.stdout.isatty() else completion) + "\n")
             sys.stdout.flush()
@@ -191,7 +193,11 @@ def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: 
 
     count = BestOfN()
     with (
-        explained(lambda: f"{path} has the best of {count.kept:,} prompts" if path.exists() else "nothing is kept"),
+        explained(
+            lambda: (
+                f"{path} has the best of {write_count(count.kept, 'prompt')}" if path.exists() else "nothing is kept"
+            )
+        ),
         StatusSink(f"loading {options.model}"),
         open_config(options.model, options.config, overrides, needs=("data.train", *_SCORES)) as config,
         connect(backend) as cluster,
@@ -205,8 +211,15 @@ def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: 
         "no completion is correct (reward.correct_at)": count.wrong,
         "each completion was cut off or left out": count.unfinished,
     }
-    reasons = "".join(f"; {number:,} prompts have none: {why}" for why, number in left_out.items() if number)
-    sys.stdout.write(f"{path}: the best of {config.sampling.n} completions of {count.kept:,} prompts{reasons}\n")
+    reasons = "".join(
+        f"; {write_count(number, 'prompt has', 'prompts have')} none: {why}"
+        for why, number in left_out.items()
+        if number
+    )
+    sys.stdout.write(
+        f"{path}: the best of {write_count(config.sampling.n, 'completion')} of "
+        f"{write_count(count.kept, 'prompt')}{reasons}\n"
+    )
     return 0
 
 

@@ -15,6 +15,7 @@ from podium.runs.evaluation import Evaluation
 from podium.runs.judging import knows_accuracy
 from podium.runs.model_paths import resolve_models
 from podium.runtime import Cluster
+from podium.spelling import write_count
 from podium.telemetry import Waiting, emit
 from podium.trainer.checks.preflight import check_answers, check_reward, find_columns, with_stop_tokens
 from podium.trainer.evaluate import load_held_out_pairs, score_answers, score_held_out
@@ -85,7 +86,7 @@ def evaluate_model(
             beside = share_processes(roles.rollout, roles.generator)
             generators = () if beside else (roles.generator,)
             sessions = load_sessions(config.environment.shown).Sessions(roles.rollout, generators, config, sampling)
-        emit(Waiting(f"evaluating {sum(map(len, sets.values())):,} prompts"))
+        emit(Waiting(f"evaluating {write_count(sum(map(len, sets.values())), 'prompt')}"))
         for name, prompts in sets.items():
             evaluations[name] = score_held_out(
                 config,

@@ -23,6 +23,7 @@ from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import RunRecord, flatten, name_data
 from podium.runs.stored_models import StoredModel
 from podium.secrecy import mask
+from podium.spelling import write_count
 from podium.telemetry.held_out import Metric
 
 __all__ = ["export_model", "open_model"]
@@ -190,7 +191,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     what = "Adapters (LoRA) of" if adapters else "A model that began as"
     what = "A reward model that began as" if kind == "text-classification" else what
     lines = ["---", *head, "tags: [podium]", "---", "", f"# {found.run.absolute().name}", ""]
-    lines.append(f"{what} {origin}, trained by Podium for {step} steps.")
+    lines.append(f"{what} {origin}, trained by Podium for {write_count(step, 'step')}.")
     if last is not None:
         lines += ["", *_results(judge, first, last)]
     lines += ["", "| setting | value |", "|---|---|"]

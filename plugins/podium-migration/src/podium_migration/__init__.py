@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from podium.errors import ConfigError
+from podium.spelling import write_count
 from podium_migration.conversion import Conversion
 from podium_migration.sources import read_trl, read_verl
 from podium_migration.trl import convert_trl
@@ -54,7 +55,9 @@ def run_config(arguments: Sequence[str]) -> int:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{options.output} exists: name another file by --output, or remove it") from None
-    sys.stdout.write(f"{options.output}: {len(conversion.values)} settings for podium train {conversion.recipe}\n")
+    sys.stdout.write(
+        f"{options.output}: {write_count(len(conversion.values), 'setting')} for podium train {conversion.recipe}\n"
+    )
     sys.stdout.writelines(f"  {line}\n" for line in conversion.list_lost(most=4))
     sys.stdout.write(f"to check it: {command} --dry-run\n")
     return 0

@@ -6,6 +6,7 @@ from collections.abc import Collection
 import yaml
 
 from podium.answers import Answers, Translation, show_value
+from podium.spelling import suggest
 from podium_migration.tables import Equivalent, find_equivalent, find_translation
 
 __all__ = ["ProjectAnswers"]
@@ -73,7 +74,8 @@ def _describe(answer: Equivalent, value: object) -> str:
     if translation.missing:
         return f": {key} has no such value: {remark}"
     differs = translation.value is not None and (translation.value != value or translation.key)
-    return f": did you mean {key}{f': {show_value(translation.value)}' if differs else ''}? {remark}".rstrip()
+    setting = f"{key}: {show_value(translation.value)}" if differs else key
+    return f"{suggest(setting)} {remark}".rstrip()
 
 
 def _read_value(text: str) -> object:

@@ -10,6 +10,7 @@ import yaml
 from podium.config import keys_of, load_config
 from podium.errors import ConfigError, PodiumError
 from podium.runs.recipes import find_recipe, list_recipes
+from podium.spelling import write_count
 from podium_migration.sources import Settings
 from podium_migration.tables import Equivalent, Table, read_tables
 
@@ -186,7 +187,7 @@ class Conversion:
         lines = list[str]()
         for reason, of_reason in names.items():
             of_reason = list(dict.fromkeys(of_reason))
-            others = f" and {len(of_reason) - most} others" if len(of_reason) > most else ""
+            others = f" and {write_count(len(of_reason) - most, 'other')}" if len(of_reason) > most else ""
             lines.append(f"{', '.join(of_reason[:most])}{others}: {reason}")
         return lines
 

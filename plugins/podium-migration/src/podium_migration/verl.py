@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+from podium.spelling import write_count
 from podium_migration.conversion import Conversion, convert_settings, is_installed
 from podium_migration.sources import Settings
 
@@ -78,7 +79,8 @@ def _convert_batches(c: Conversion) -> None:
     if prompts % size and prompts > size:
         c.lose(
             f"{ACTOR}.ppo_mini_batch_size",
-            f"{prompts} prompts do not divide by {size}; {minibatches} minibatches are taken",
+            f"{write_count(prompts, 'prompt')} do not divide by {size}; {write_count(minibatches, 'minibatch')} are "
+            "taken",
         )
     note = f"data.train_batch_size / ppo_mini_batch_size = {prompts} / {size}, both in prompts."
     c.set("algorithm.minibatches", minibatches, note)
@@ -91,7 +93,7 @@ def _convert_filter(c: Conversion) -> None:
     if not c.get(f"{group}.enable") or "data.train_batch_size" in c.settings.undecided:
         return
     metric, draws = c.get(f"{group}.metric"), max(0, c.get(f"{group}.max_num_gen_batches", 0))
-    theirs = f"at most {draws} draws" if draws else "draws without a limit"
+    theirs = f"at most {write_count(draws, 'draw')}" if draws else "draws without a limit"
     note = f"verl has {theirs}, and ends the run if they do not suffice; here the step trains with what it has."
     if metric not in (None, "acc", "score", "seq_reward", "seq_final_reward"):
         c.lose(f"{group}.metric", "groups are compared by their rewards, or by what is correct (filter: accuracy)")
@@ -103,13 +105,17 @@ def _convert_warmup(c: Conversion, updates: int) -> None:
     steps, share = c.get(f"{ACTOR}.optim.lr_warmup_steps"), c.get(f"{ACTOR}.optim.lr_warmup_steps_ratio")
     total = c.settings.values.get("trainer.total_training_steps")
     if steps is not None and steps > 0:
-        c.set("optim.warmup_steps", steps * updates, f"{steps} training steps of {updates} optimizer steps each.")
+        c.set(
+            "optim.warmup_steps",
+            steps * updates,
+            f"{write_count(steps, 'training step')} of {write_count(updates, 'optimizer step')} each.",
+        )
     elif share and total:
         count = int(share * total)
         c.set(
             "optim.warmup_steps",
             count * updates,
-            f"{share:g} of {total} training steps, of {updates} optimizer steps each.",
+            f"{share:g} of {write_count(total, 'training step')}, of {write_count(updates, 'optimizer step')} each.",
         )
     elif share:
         c.lose(
@@ -124,7 +130,7 @@ def _convert_micro_batches(c: Conversion) -> None:
         c.set("parallel.micro_batch_tokens", c.get(f"{ACTOR}.ppo_max_token_len_per_gpu"))
     elif rows:
         tokens = rows * (c.get("data.max_prompt_length") + c.get("data.max_response_length"))
-        c.set("parallel.micro_batch_tokens", tokens, f"{rows} rows of the longest prompt and response.")
+        c.set("parallel.micro_batch_tokens", tokens, f"{write_count(rows, 'row')} of the longest prompt and response.")
 
 
 def _convert_objective(c: Conversion) -> None:
@@ -231,11 +237,10 @@ def _convert_placement(c: Conversion) -> None:
     if any(map(c.is_set, names)) and not set(names) & set(c.settings.undecided):
         devices, nodes = map(c.get, names)
         rows = c.get("data.train_batch_size") * c.get(f"{ROLLOUT}.n") // c.values.get("algorithm.minibatches", 1)
-        note = f"{nodes} x {devices} devices; 1 on a machine without them."
+        note = f"{nodes} x {write_count(devices, 'device')}; 1 on a machine without them."
         if devices * nodes > rows:
-            note = (
-                f"Of {nodes} x {devices} devices, one for each of a minibatch's {rows} completions: no model is split."
-            )
+            each = write_count(rows, "completion")
+            note = f"Of {nodes} x {devices} devices, one for each of a minibatch's {each}: no model is split."
         c.set("placement.ranks", min(devices * nodes, rows), note)
     if c.values.get("placement.ranks", 1) > 1 and c.theirs == "fsdp":
         c.set("parallel.strategy", "fsdp2", "replicate is faster where the model fits.")

@@ -31,6 +31,7 @@ from podium.rollout.tasks.forms import (
     read_messages,
 )
 from podium.rollout.tasks.rows import columns_hint
+from podium.spelling import write_count, write_share
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class EncodedPreferences(EncodedExamples):
                 yield describe_where(answer, columns)
             name = "better" if chosen else "worse"
             yield from describe_tokens(
-                name, f"{len(ids)} tokens, of which {sum(mask)} are the answer's:", tokenizer, ids
+                name, f"{write_count(len(ids), 'token')}, of which {sum(mask)} are the answer's:", tokenizer, ids
             )
         if row.margin is not None:
             yield f"margin       {row.margin:g}"
@@ -372,30 +373,38 @@ def encode_preferences(
             rows.append(example)
             places += present
     if halves:
-        emit(Note(f"{halves:,} pairs are left out, of which only one answer can be used"))
+        emit(Note(f"{write_count(halves, 'pair is', 'pairs are')} left out, of which only one answer can be used"))
     if equal:
-        emit(Note(f"{equal:,} of {len(examples):,} pairs have two equal answers and are left out: they teach nothing"))
+        emit(
+            Note(
+                f"{write_share(equal, len(examples), 'pair', 'has', 'have')} two equal answers and "
+                f"{'is' if equal == 1 else 'are'} left out: they teach nothing"
+            )
+        )
     if not rows:
-        raise DataError(f"none of the {len(examples):,} rows of preferences can be used: see the notes above")
+        raise DataError(
+            f"none of the {write_count(len(examples), 'row')} of preferences can be used: see the notes above"
+        )
     single = sum(len(list_answers(row)) == 1 for row in rows)
     if 0 < single < len(rows):
         raise DataError(
-            f"{single:,} of {len(rows):,} rows are answers with labels, and the others are pairs: give either, in data "
-            "of their own"
+            f"{single:,} of {write_count(len(rows), 'row')} "
+            f"{'is an answer with a label' if single == 1 else 'are answers with labels'}, and the others are pairs: "
+            "give either, in data of their own"
         )
     if tied := sum(row.preference is not None and row.preference.tied for row in rows):
         emit(
             Note(
-                f"{tied:,} of {len(rows):,} pairs have answers of equal scores or ranks: their columns alone say which "
-                "answer is the better one; take such rows out if they are ties"
+                f"{tied:,} of {write_count(len(rows), 'pair')} have answers of equal scores or ranks: their columns "
+                "alone say which answer is the better one; take such rows out if they are ties"
             )
         )
     _tell_labels(rows)
     with_margin = sum(row.preference is not None and row.preference.margin is not None for row in rows)
     if 0 < with_margin < len(rows):
         raise DataError(
-            f"column 'margin' has a number in {with_margin:,} of {len(rows):,} rows: give all rows one, 0 where an "
-            "answer is better by nothing in particular, or take the column out"
+            f"column 'margin' has a number in {with_margin:,} of {write_count(len(rows), 'row')}: give all rows one, "
+            "0 where an answer is better by nothing in particular, or take the column out"
         )
     return EncodedPreferences(encoded.take(places), _starts(rows), rows)
 
@@ -412,10 +421,15 @@ def _tell_labels(rows: Sequence[Example]) -> None:
             pair = _write(row), _write(preference.rejected)
             labels.setdefault((str(row.prompt), "\0".join(sorted(pair))), set()).add(pair[0])
     if contradicted := sum(len(marks) > 1 for marks in labels.values()):
-        emit(Note(f"{contradicted:,} answers or pairs are the better ones in one row, and the worse ones in another"))
+        better = write_count(contradicted, "answer or pair is the better one", "answers or pairs are the better ones")
+        emit(Note(f"{better} in one row, and the worse one{'s' * (contradicted > 1)} in another"))
     marks = {mark for several in labels.values() for mark in several}
     if len(marks) == 1 and len(rows) > 1 and isinstance(mark := next(iter(marks)), bool):
-        emit(Note(f"all {len(rows):,} answers have the label {str(mark).lower()}: labels teach by both kinds"))
+        emit(
+            Note(
+                f"all {write_count(len(rows), 'answer')} have the label {str(mark).lower()}: labels teach by both kinds"
+            )
+        )
 
 
 def _write(answer: Example) -> str:

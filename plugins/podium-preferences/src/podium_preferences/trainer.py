@@ -230,7 +230,9 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
     ) -> PromptStream[EncodedPreference]:
         del sampling
         data, seed = self.config.data, self.config.run.seed
-        examples = load_examples(data.train, data, "train", seed, read=self._read)
+        examples = load_examples(
+            data.train, data, "train", seed, read=self._read, evaluates=bool(self.config.eval.items)
+        )
         rows = self._encode(examples, tokenizer, "training")
         return PromptStream[EncodedPreference].of(rows, data, seed)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import time
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.extras import install_command
+from podium.spelling import suggest_nearest
 from podium.telemetry import Note, emit
 
 __all__ = ["generate_rows"]
@@ -56,16 +56,15 @@ def _check(spec: str, options: Mapping[str, Any]) -> None:
     task = spec.removeprefix(_PREFIX)
     registry: dict[str, Any] = reasoning_gym.factory.DATASETS
     if task not in registry:
-        near = difflib.get_close_matches(task, registry, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(_PREFIX + name for name in near)}?" if near else f"it has {len(registry)}"
-        raise ConfigError(f"{spec}: reasoning-gym {reasoning_gym.__version__} has no task {task!r}; {hint}")
+        near = suggest_nearest(task, registry, prefix=_PREFIX, count=3, likeness=0.5)
+        hint = near or f"; it has {len(registry)}"
+        raise ConfigError(f"{spec}: reasoning-gym {reasoning_gym.__version__} has no task {task!r}{hint}")
     names = [field.name for field in dataclasses.fields(registry[task][1]) if field.name not in _RESERVED]
     for name in options:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+            hint = suggest_nearest(name, names) or f"; it has {', '.join(names)}"
             why = " (Podium sets it)" if name in _RESERVED else ""
-            raise ConfigError(f"data.options.{name}: {spec} has no such option{why}; {hint}")
+            raise ConfigError(f"data.options.{name}: {spec} has no such option{why}{hint}")
 
 
 @lru_cache(maxsize=8)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.spelling import write_count
 from podium_rewards.endpoint import PAUSE_S, Endpoint, pauses_s
 
 __all__ = ["RemoteReward", "ask_service"]
@@ -122,7 +123,7 @@ class RemoteReward:
         def read(reply: Any) -> list[Any]:
             scores = reply["scores"]
             if not isinstance(scores, list) or len(scores) != len(items):
-                raise ValueError(f"{len(scores)} scores for {len(items)} items")
+                raise ValueError(f"{write_count(len(scores), 'score')} for {write_count(len(items), 'item')}")
             for score in scores:
                 if isinstance(score, bool) or not isinstance(score, int | float | dict | None):
                     raise ValueError(f"{score!r:.60} is no score")

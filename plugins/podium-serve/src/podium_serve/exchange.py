@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from podium.plain_values import explain_json
 from podium_agents.service.keys import root_of
 from podium_agents.service.wire import Refusal
 from podium_serve.concurrency import all_of
@@ -75,7 +76,12 @@ def as_json(raw: bytes) -> Any:
     except UnicodeEncodeError:
         raise Refusal(400, "the body has half of a surrogate pair, which is no character") from None
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
+        raise Refusal(400, f"the body is not JSON: {_explain(error, raw)}") from None
+
+
+def _explain(error: ValueError | RecursionError, raw: bytes) -> str:
+    text = "" if isinstance(error, UnicodeError) else raw.decode(json.detect_encoding(raw))
+    return explain_json(error, text)
 
 
 def _read_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ system, messages of blocks, tools ─▶ messages ─▶ an answer ─▶ blocks
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -77,6 +78,7 @@ _MESSAGE: Final = frozenset(
     {"role", "content", "id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container"}
 )
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_TELLS_ERROR: Final = re.compile(r"\W*(\w+_)?error\b", re.IGNORECASE)
 _STOPS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS: Final = {
     401: "authentication_error",
@@ -214,6 +216,10 @@ def _read_user(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
             yield {"role": "user", "content": text}
             text = ""
         content = list_parts(block.get("content"), f"{where}.{number}.content", _TEXT)
+        if (failed := block.get("is_error")) not in (None, True, False):
+            raise refuse(f"{where}.{number}.is_error", failed, "expected true or false")
+        if failed and not _TELLS_ERROR.match(content):  # templates have no other place for it
+            content = f"error: {content}"
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
     if text or not blocks:
         yield {"role": "user", "content": text}

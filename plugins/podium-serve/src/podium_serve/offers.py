@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from podium.spelling import write_count
 from podium_agents.environments.client import Reply
 from podium_agents.environments.contract import Outcome
 from podium_agents.environments.runner import Ending
@@ -93,7 +94,9 @@ class Offer:
         if self.client is None:
             raise ValueError(f"the session {self.name!r} has its reward already, or is left out")
         if not 0 <= turn < self.client.turns:
-            raise ValueError(f"turn is {turn}, and the session has {self.client.turns} answers, the first of them 0")
+            raise ValueError(
+                f"turn is {turn}, and the session has {write_count(self.client.turns, 'answer')}, the first of them 0"
+            )
         self.client.reward(value, Reply({}, "", self.client.session_id, turn))
 
 

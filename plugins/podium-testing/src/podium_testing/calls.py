@@ -249,7 +249,7 @@ class CallContract:
         assert sleeper.sleep.within(timeout_s=LIMIT_S)(0.2) == ["sync"]
 
     def test_a_function_and_chosen_ranks_keep_a_deadline_of_their_own(self, live: Handle[Sleeper]) -> None:
-        with pytest.raises(DeadlineExceeded, match=r"sleeper\S*\._rest passed its deadline of 0\.2 s; 1 of 1 ranks"):
+        with pytest.raises(DeadlineExceeded, match=r"sleeper\S*\._rest passed its deadline of 0\.2 s; 1 of 1 rank"):
             live.group.function(_rest, on=1).within(timeout_s=0.2)()
         second = live.group.on(1).wait_for_event
         error, _ = _pass_deadline(live, lambda seconds: second.within(timeout_s=seconds)(600.0), ranks=1)

@@ -113,7 +113,7 @@ class DispatchContract:
         says = r"shared_grid\.over_grid shards over mesh 'grid', which needs all ranks"
         refuses(ConfigError, says, grid.group.on([0, 1]).over_grid, [1])
         refuses(
-            ConfigError, r"argument 'own' has 3 values for 1 ranks", probe.group.on(0).scattered, per_rank([1, 2, 3])
+            ConfigError, r"argument 'own' has 3 values for 1 rank", probe.group.on(0).scattered, per_rank([1, 2, 3])
         )
 
     def test_functions_are_shipped_with_every_dispatch_and_collect(
@@ -329,7 +329,7 @@ class DispatchContract:
             ("twice", r"has ranks=\[0, 0\], some of them twice"),
             ("own", r"has 1 entries in own= for 3 ranks; it needs one for each"),
             ("collectors", r"collects from ranks \[1\], which it does not call"),
-            ("plan", "plans rows for 1 parts and collects from 3 ranks"),
+            ("plan", "plans rows for 1 part and collects from 3 ranks"),
             ("order", r"has a RowPlan that is contiguous=True, and sends rows in another order: \[0, 3, 1, 2\]"),
             ("padding", "has a RowPlan that has padding for 1 of 3 parts"),
         ],
@@ -368,7 +368,7 @@ class DispatchContract:
                 "helper",
                 r"'helper' is no endpoint of Probe; its endpoints are .*'echo'.*put @endpoint before it, or call",
             ),
-            ("ecko", r"'ecko' is no endpoint of Probe; .* \(did you mean 'echo'\?\)"),
+            ("ecko", r"'ecko' is no endpoint of Probe; .*; did you mean echo\?"),
             ("restart", r"shared_probe\.group\.restart"),
         ):
             refuses(AttributeError, says, getattr, probe, name)

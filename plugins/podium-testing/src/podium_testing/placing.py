@@ -119,7 +119,7 @@ class PlacingContract:
         assert counter.add(1) == [2, 2, 2]
         counter.group.close()
         cluster.release(pool)
-        refuses(ConfigError, r"pool\(\[2\]\): 2 slots, and 1 amounts of cpu", cluster.pool, [2], cpus=[1])
+        refuses(ConfigError, r"pool\(\[2\]\): 2 slots, and 1 amount of cpu", cluster.pool, [2], cpus=[1])
         refuses(ConfigError, r"pool\(spread=2\): slots that differ", cluster.pool, spread=2, cpus=[1, 0.5])
 
     def test_nodes_are_chosen_by_label_and_strategy(self, cluster: Cluster) -> None:
@@ -285,7 +285,7 @@ class PlacingContract:
         trace = (tmp_path / "traces" / "told_on-1-double-1.json").read_text()
         assert "aten::mul" in trace
         for wrong, says in (
-            (Profile(calls=["duble"]), r"'duble' is no endpoint here \(did you mean 'double'\?\)"),
+            (Profile(calls=["duble"]), r"'duble' is no endpoint here; did you mean double\?"),
             (Profile(calls="double"), r"expected a list of endpoints, as in \['update'\]"),
             (Profile(calls=["double"], ranks=[0, 2]), "the group has 2 ranks, and no rank 2"),
             (Profile(calls=["double"], count=0), "count 1 or more"),

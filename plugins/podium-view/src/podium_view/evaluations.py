@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from podium.errors import DataError
 from podium.runs.files import SET
 from podium.runs.run_files import RunFiles
+from podium.spelling import write_count
 from podium_view.completions import CompletionsFile
 from podium_view.numbers import number
 
@@ -59,7 +60,7 @@ class Evaluations:
         """
         rows = self._rows(place, step)
         if row >= len(rows):
-            raise DataError(f"step {step} evaluated {len(rows)} prompts")
+            raise DataError(f"step {step} evaluated {write_count(len(rows), 'prompt')}")
         return rows[row]
 
     def _folders(self) -> list[tuple[tuple[str, ...], list[int]]]:

@@ -12,6 +12,7 @@ from podium.runs.ledger import Entry
 from podium.runs.run_files import RunFiles
 from podium.runs.run_json import read_json
 from podium.runs.run_reader import LEDGER
+from podium.spelling import write_count
 from podium_view.curves import Curves
 from podium_view.growing_file import GrowingFile
 from podium_view.timeline import Timeline
@@ -55,7 +56,7 @@ class Failures:
         ]
         self._read_ledger()
         failures += [
-            {"kind": "dropped", "step": step, "says": f"{count:,} prompt{'s' * (count > 1)}: {reason}"}
+            {"kind": "dropped", "step": step, "says": f"{write_count(count, 'prompt')}: {reason}"}
             for (reason, step), count in self._dropped.items()
         ]
         logs = list(self._logs())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import nearest
+from podium.spelling import write_count
 
 if TYPE_CHECKING:
     from podium.runs.run_reader import RunRecord
@@ -128,7 +129,7 @@ def _describe_run(run: RunRecord) -> str:
     if run.judged is not None:
         facts.append(f"held-out {describe_held_out(run)}")
     prompts = run.prompts
-    facts += [f"{count} prompts {name.replace('_', ' ')}" for name, count in prompts.counts().items()]
+    facts += [f"{write_count(count, 'prompt')} {name.replace('_', ' ')}" for name, count in prompts.counts().items()]
     facts += [f"({count} dropped: {visible(reason)})" for reason, count in prompts.reasons.items()]
     return ", ".join(facts)
 
@@ -180,14 +181,14 @@ def _clean(arguments: Sequence[str]) -> int:
     for run in removable:
         with run.files.lock():  # somebody may have resumed the run since the question was asked
             run.files.remove_run()
-    sys.stdout.write(f"removed {len(removable)} run{'s' * (len(removable) != 1)}\n")
+    sys.stdout.write(f"removed {write_count(len(removable), 'run')}\n")
     return 0
 
 
 def _ask_for_consent(count: int) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("podium runs clean asks before it removes anything: give --yes where nobody can answer")
-    return input(f"Remove {count} run{'s' * (count != 1)}? [y/N] ").strip().lower() in ("y", "yes")
+    return input(f"Remove {write_count(count, 'run')}? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def write_table(lines: Sequence[Sequence[str]]) -> None:

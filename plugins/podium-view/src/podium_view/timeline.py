@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from podium.errors import DataError
 from podium.runs.run_files import RunFiles
 from podium.runs.run_json import Amount, Count, read_json
+from podium.spelling import write_count
 from podium_view.growing_file import GrowingFile
 from podium_view.numbers import number
 
@@ -146,7 +147,9 @@ class Timeline:
         """
         self.update()
         if not 0 <= first <= last <= len(self.steps):
-            raise DataError(f"the trace has {len(self.steps)} steps; {first} to {last} are not among them")
+            raise DataError(
+                f"the trace has {write_count(len(self.steps), 'step')}; {first} to {last} are not among them"
+            )
         begin = self.steps[first - 1][1] if first else 0.0
         until = self.steps[last][1] if last < len(self.steps) else None
         # What began in these steps may have ended, and so been written, in the next one.

@@ -16,7 +16,7 @@ from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import is_installed
 from podium.installed import list_entry_points
-from podium.spelling import nearest_spellings
+from podium.spelling import nearest_spellings, suggest
 
 AUTO: Final = "auto"
 NATIVE: Final = "native"
@@ -49,10 +49,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.name not in (AUTO, REPLAY) and self.name not in find_engines():
-            near = nearest_spellings(self.name, [AUTO, *find_engines()])
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = suggest(*nearest_spellings(self.name, [AUTO, *find_engines()])[:1])
             if translation := load_answers().find_translation("engine.name", self.name):
-                hint = f"; {translation.remark}" if translation.missing else f"; did you mean {translation.value!r}?"
+                hint = f"; {translation.remark}" if translation.missing else suggest(str(translation.value))
             raise ConfigError(
                 f"engine.name = {self.name!r}: expected {AUTO} or an installed engine: "
                 f"{', '.join(sorted(find_engines()))}{hint}; an engine of your own is chosen by the name of its "

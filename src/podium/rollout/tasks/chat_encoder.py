@@ -40,6 +40,7 @@ from podium.rollout.tasks.templates import (
     template_options,
 )
 from podium.rollout.tasks.text_encoder import Kept, TextEncoder
+from podium.spelling import write_share
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -393,7 +394,7 @@ class ChatEncoder:
         signs = sorted(set().union(*texts))
         strange = [sign for sign, ids in zip(signs, self._encoder.encode(signs), strict=True) if self.unknown in ids]
         spoken = (
-            f"{rows} of {total} {what} hold characters that the tokenizer does not know, such as "
+            f"{write_share(rows, total, what, 'holds', 'hold')} characters that the tokenizer does not know, such as "
             f"{', '.join(map(repr, strange[:5])) or repr(texts[0][:20])}"
         )
         unknown = self._tokenizer.unk_token
@@ -412,8 +413,9 @@ class ChatEncoder:
         if rows := sum(not lost.isdisjoint(text) for text in texts):
             emit(
                 Note(
-                    f"{rows} of {len(texts)} {what} hold characters for which the tokenizer has no token, such as "
-                    f"{', '.join(map(repr, sorted(lost)[:5]))}: the model does not see them; set model.tokenizer"
+                    f"{write_share(rows, len(texts), what, 'holds', 'hold')} characters for which the tokenizer "
+                    f"has no token, such as {', '.join(map(repr, sorted(lost)[:5]))}: the model "
+                    "does not see them; set model.tokenizer"
                 )
             )
 

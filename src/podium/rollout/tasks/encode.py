@@ -41,6 +41,7 @@ from podium.rollout.tasks.notes import (
     whole_text,
 )
 from podium.rollout.tasks.spans import find_mark, split_turns
+from podium.spelling import write_count, write_share
 from podium.telemetry import Note, Waiting, emit
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class EncodedExamples(Sequence[Any]):
     def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         """Yield the lines of a dry run on the first row."""
         del tokenizer
-        yield f"number 0     {self.row_lengths[0]} tokens"
+        yield f"number 0     {write_count(self.row_lengths[0], 'token')}"
 
 
 class EncodedPairs(EncodedExamples):
@@ -236,11 +237,20 @@ def encode_pairs(
         encoder.check_opening()
     if config.split_turns:
         rows = [row for example in examples for row in split_turns(example)]
-        emit(Note(f"data.split_turns makes {len(rows):,} rows of {len(examples):,}, one for each turn that is learned"))
+        emit(
+            Note(
+                f"data.split_turns makes {write_count(len(rows), 'row')} of {len(examples):,}, one for each turn "
+                "that is learned"
+            )
+        )
         examples = rows
     if empty := sum(not _says_something(example) for example in examples):
         effect = ": the model learns to say nothing after these prompts"
-        emit(Note(f"{empty} of {len(examples)} answers are empty{effect if noun != 'answers' else ''}"))
+        emit(
+            Note(
+                f"{write_share(empty, len(examples), 'answer', 'is', 'are')} empty{effect if noun != 'answers' else ''}"
+            )
+        )
     content = (
         (_content(e), e.row.get("answer", e.answer), e.turns, e.whole, find_mark(e.row, e.fields)) for e in examples
     )
@@ -350,7 +360,7 @@ def _check_unknown(
     if encoder.unknown is None:
         kept = [examples[index] for index in found["kept"].tolist()]
         texts = [whole_text(example.prompt) if not answers else example.answer or "" for example in kept]
-        encoder.check_lost("answers" if answers else "prompts", texts)
+        encoder.check_lost("answer" if answers else "prompt", texts)
         return
     hits = found["values"].eq(encoder.unknown)
     if answers is not None:
@@ -358,7 +368,7 @@ def _check_unknown(
     rows = torch.searchsorted(found["offsets"], hits.nonzero()[:, 0], right=True).sub(1).unique()
     places = found["kept"][rows[:_EXAMINED]].tolist()
     texts = [last_text(examples[index].prompt) if not answers else examples[index].answer or "" for index in places]
-    encoder.check_unknown("answers" if answers else "prompts", texts, len(rows), len(found["kept"]))
+    encoder.check_unknown("answer" if answers else "prompt", texts, len(rows), len(found["kept"]))
 
 
 def _check_answer(example: Example) -> None:
@@ -386,7 +396,9 @@ def _check_answer(example: Example) -> None:
         )
     length = sum(len(message_text(turn)) for turn in example.turns) or len(example.answer or "")
     if length > _LONGEST_ANSWER:
-        raise DataError(f"the answer has {length:,} characters, more than {_LONGEST_ANSWER:,}; take the row out")
+        raise DataError(
+            f"the answer has {write_count(length, 'character')}, more than {_LONGEST_ANSWER:,}; take the row out"
+        )
 
 
 def check_media(example: Example, words: Collection[str], *, answer: bool = False) -> None:
@@ -475,7 +487,7 @@ class _Encoding:
         encoder, examples, most = self._encoder, self._examples, self._encoder.config.max_prompt_tokens
         shortest: float = float("inf")
         for start in range(0, len(examples), _CHUNK):
-            emit(Waiting(f"tokenizing {len(examples):,} examples", start, len(examples)))
+            emit(Waiting(f"tokenizing {write_count(len(examples), 'example')}", start, len(examples)))
             places = range(start, min(start + _CHUNK, len(examples)))
             chunk: list[tuple[int, str | Messages, list[int]]] = []
             for index, tokens in zip(places, self._encode([examples[number] for number in places]), strict=True):
@@ -499,8 +511,8 @@ class _Encoding:
         if self._dropped and not self._kept:
             fact = f"the shortest has {shortest:.0f}" if shortest < float("inf") else "each has far more"
             raise DataError(
-                f"each of the {self._dropped} prompts is longer than data.max_prompt_tokens = {most} ({fact}); "
-                f"raise it{'' if encoder.config.overlong == 'cut' else ', or set data.overlong to cut'}"
+                f"each of the {write_count(self._dropped, 'prompt')} is longer than data.max_prompt_tokens = {most} "
+                f"({fact}); raise it{'' if encoder.config.overlong == 'cut' else ', or set data.overlong to cut'}"
             )
 
     def _encode(self, examples: Sequence[Example]) -> Iterator[list[int] | RowError | None]:

@@ -33,6 +33,7 @@ from podium.rollout.tasks.forms import (
     explain_preference,
     fill_template,
     has_column,
+    is_missing,
     is_template,
     list_fields,
     list_names,
@@ -65,6 +66,7 @@ from podium.rollout.tasks.rows import (
     split_names,
     tell_splits,
 )
+from podium.spelling import write_count
 from podium.telemetry import Note, emit
 
 RowReader = Callable[[str, dict[str, Any], DataConfig], "Example"]
@@ -83,6 +85,7 @@ def load_examples(
     seed: int = 0,
     limit: int | None = None,
     read: RowReader | None = None,
+    evaluates: bool = True,
 ) -> list[Example]:
     """Load the examples of one side of the data.
 
@@ -96,6 +99,7 @@ def load_examples(
         limit: Largest number of examples: the first ones of each source of "train", a fixed pseudo-random choice of
             "test".
         read: Makes an example of a row; by default :func:`map_columns`.
+        evaluates: Whether the run evaluates held-out examples. If not, a note says how to train on them as well.
 
     Raises:
         ConfigError: The specification or the options are wrong.
@@ -106,7 +110,8 @@ def load_examples(
     first_source = next(iter(config.eval_sets.values()))  # of several, whoever loads takes one at a time
     if held_out and first_source:
         shares = first_source == spec or (not isinstance(spec, str) and first_source in spec)
-        examples = _load_source(first_source, config.of_source(first_source), shares, held_out, seed, limit, read)
+        config = config.of_source(first_source)
+        examples = _load_source(first_source, config, shares, held_out, seed, limit, read, evaluates)
         return examples or _refuse_empty(first_source, config, held_out)
     sources = (spec,) if isinstance(spec, str) else tuple(spec)
     if not any(sources):
@@ -116,7 +121,7 @@ def load_examples(
         limit = config.train_items
     several, examples = len(sources) > 1, list[Example]()
     for source, name in zip(sources, name_sources(sources), strict=True):
-        loaded = _load_source(source, config.of_source(source), True, held_out, seed, limit, read)
+        loaded = _load_source(source, config.of_source(source), True, held_out, seed, limit, read, evaluates)
         if not loaded and not held_out:
             _refuse_empty(source, config, held_out)
         examples += [replace(example, source=name) for example in loaded] if several else loaded
@@ -125,12 +130,19 @@ def load_examples(
 
 
 def _load_source(
-    source: str, config: DataConfig, shares: bool, held_out: bool, seed: int, limit: int | None, read: RowReader
+    source: str,
+    config: DataConfig,
+    shares: bool,
+    held_out: bool,
+    seed: int,
+    limit: int | None,
+    read: RowReader,
+    evaluates: bool,
 ) -> list[Example]:
     """Load the examples of one side of one source. ``shares`` says whether the training side is from this source,
     too."""
     if not is_generated(source):
-        return _read_examples(source, config, held_out, limit, read)
+        return _read_examples(source, config, held_out, limit, read, evaluates)
     shared = shares and bool({"", source} & {*config.eval_sets.values()})  # both sides are picked from one task
     side = (config.holdout if held_out else 1 - config.holdout) if shared else 1.0
     return _generate_examples(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
@@ -185,14 +197,17 @@ def _generate_examples(
     if held_out and 0 < len(examples) < wanted:
         emit(
             Note(
-                f"{spec} has few different problems: {len(examples)} held-out problems were found, and {wanted} are "
-                "needed; widen data.options or raise data.holdout"
+                f"{spec} has few different problems: "
+                f"{write_count(len(examples), 'held-out problem was', 'held-out problems were')} found, "
+                f"and {wanted} are needed; widen data.options or raise data.holdout"
             )
         )
     return list(examples.values())
 
 
-def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | None, read: RowReader) -> list[Example]:
+def _read_examples(
+    spec: str, config: DataConfig, held_out: bool, limit: int | None, read: RowReader, evaluates: bool
+) -> list[Example]:
     rows, shared = _open(spec, config, held_out)
     everything, bad, untaken = _map_rows(rows, config, None if shared or held_out else limit, read)
     if not (shared and held_out):  # the training side has told of the same rows
@@ -206,12 +221,15 @@ def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | N
     mine = [e for e in everything if _is_held_out(_text(e.prompt), config.holdout) == held_out]
     if held_out:
         return _choice(mine, limit)
-    emit(
-        Note(
-            f"{len(everything) - len(mine)} of the {len(everything)} examples of {spec} are held out for evaluation "
-            "(data.eval names other data, data.holdout another share)"
-        )
+    count = len(everything) - len(mine)
+    shown = (
+        f"{count} of the {write_count(len(everything), 'example')} of {spec} {'is' if count == 1 else 'are'} held out"
     )
+    if evaluates:
+        emit(Note(f"{shown} for evaluation (data.eval names other data, data.holdout another share)"))
+    elif count:
+        why = "although the run evaluates none (eval.items = 0): set data.holdout to 0 to train on all of them"
+        emit(Note(f"{shown} for podium eval, {why}"))
     return mine[:limit]
 
 
@@ -265,7 +283,7 @@ def _list_untaken(row: Mapping[str, Any], example: Example, config: DataConfig) 
         if column not in (None, part) and part not in fields and row.get(part) not in (None, example.row[part]):
             yield part, ""
         for field in fields:
-            if has_column(row, field) and read_column(row, field) is None:
+            if has_column(row, field) and is_missing(read_column(row, field)):
                 yield part, field
 
 
@@ -326,8 +344,7 @@ def _read(row: dict[str, Any], part: str, column: str | None) -> Any:
             f"data.{part}_column = {column!r} cannot be filled: {error}; a column is {{question}}, a part of one "
             "{metadata.expression}, a brace {{ or }}"
         ) from None
-    missing = isinstance(value, float) and math.isnan(value)  # which pandas writes where there is no value
-    read = read_messages(None if missing else value, column)
+    read = read_messages(None if is_missing(value) else value, column)
     if isinstance(read, str) and (_WRITTEN_OUT.match(read) or is_conversation([parse_json(read, "{")])):
         raise DataError(
             f"column {column!r} holds a conversation as text, {read[:60]!r}; expected a list of messages, which JSON "

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from podium.errors import DataError
+from podium.plain_values import explain_json
 from podium.rollout.tasks.bad_rows import name_place
 from podium.rollout.tasks.messages import Messages, parse_json
 from podium.rollout.tasks.rows import read_object
+from podium.spelling import write_count
 
 CONVERSATIONS: Final = ("messages", "conversations", "conversation")
 """The columns that hold a whole conversation where the data have no prompt."""
@@ -174,6 +176,11 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
     return text
 
 
+def is_missing(value: Any) -> bool:
+    """Return whether a column has no value: null, or NaN, which pandas and Arrow write in the place of one."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 class _Template(string.Formatter):
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._row = row
@@ -182,8 +189,7 @@ class _Template(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         name = field_name if field_name in self._row else _dotted(field_name)
         value = read_column(self._row, name)
-        missing = value is None or (isinstance(value, float) and math.isnan(value))
-        return ("" if missing else value), name
+        return ("" if is_missing(value) else value), name
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, Mapping | list):
@@ -278,9 +284,10 @@ def _read_calls(text: Any, where: str) -> list[dict[str, Any]]:
             {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
             for call in listed
         ]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f" ({explain_json(error, text)})" if isinstance(error, ValueError | RecursionError) else ""
         raise DataError(
-            f"{where} is a call of a function, {str(text)[:60]!r}; expected JSON such as "
+            f"{where} is a call of a function, {str(text)[:60]!r}{reason}; expected JSON such as "
             '{"name": "add", "arguments": {"a": 1}}'
         ) from None
 
@@ -393,8 +400,8 @@ def check_meaning(row: Mapping[str, Any], columns: Sequence[str | None]) -> None
     turns = all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in history)
     if history and (pairs or turns) and "history" not in columns:
         raise DataError(
-            f"column 'history' holds {len(history)} earlier turns, which would be left out of the prompt; "
-            'write them as messages, [{"role": "user", "content": "…"}, …]'
+            f"column 'history' holds {write_count(len(history), 'earlier turn')}, which would be left out of the "
+            'prompt; write them as messages, [{"role": "user", "content": "…"}, …]'
         )
     options = parse_json(row.get("chat_template_kwargs"), "{")
     options = cast("Mapping[str, Any]", options) if isinstance(options, Mapping) else {str(options): options or None}

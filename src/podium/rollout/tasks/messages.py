@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeGuard, cast
 
 from podium.errors import DataError
+from podium.plain_values import explain_json
 from podium.rollout.tasks.rows import read_object
 
 Messages = list[dict[str, Any]]
@@ -156,5 +157,5 @@ def parse_json(value: Any, sign: str, *, strict: bool = False) -> Any:
         except ValueError as error:
             if not strict:
                 return value
-            raise DataError(f"the JSON text {value.strip()[:60]!r}: {error}") from None
+            raise DataError(f"the JSON text {value.strip()[:60]!r}: {explain_json(error, value)}") from None
     return value

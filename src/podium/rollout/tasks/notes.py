@@ -9,9 +9,18 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from podium.rollout.tasks.fields import is_speech
-from podium.rollout.tasks.forms import CONVERSATIONS, NESTED_ANSWERS, Example, list_systems, list_tools
+from podium.rollout.tasks.forms import (
+    CONVERSATIONS,
+    NESTED_ANSWERS,
+    Example,
+    has_column,
+    is_template,
+    list_systems,
+    list_tools,
+)
 from podium.rollout.tasks.media import find_links
 from podium.rollout.tasks.messages import Messages, message_text, strip_end
+from podium.spelling import write_count, write_share
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -62,22 +71,28 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
         for name, text in [*list_systems(e.row).items()][:1]
         if e.prompt[0].get("content") == text
     )
-    yield from (f"column {name!r} is the system message of {count} rows" for name, count in systems.items())
+    yield from (
+        f"column {name!r} is the system message of {write_count(count, 'row')}" for name, count in systems.items()
+    )
     if config.answer_column == "answer":
         answers = Counter(e.columns[1] for e in examples if e.columns[1] in NESTED_ANSWERS)
-        yield from (f"the answers of {count} rows are those in {name}" for name, count in answers.items())
+        yield from (
+            f"the answers of {write_count(count, 'row')} are those in {name}" for name, count in answers.items()
+        )
     if opened := sum(e.columns == ("prompt", None) and bool(e.turns) for e in examples):
         yield (
-            f"the prompts of {opened} rows end with the assistant's turn, which is the answer, and not the beginning "
-            "of an answer that is generated"
+            f"the prompts of {write_count(opened, 'row ends', 'rows end')} with the assistant's turn, which is the "
+            "answer, and not the beginning of an answer that is generated"
         )
     if numbers := [e for e in examples if isinstance(value := e.row.get("answer"), float) and _is_odd(value)]:
         yield (
-            f"the answers of {len(numbers)} rows are numbers such as {numbers[0].answer}, which is also their text: "
-            "write them as texts, or as whole numbers, where they are compared with or learned as others"
+            f"the answers of {write_count(len(numbers), 'row')} are numbers such as {numbers[0].answer}, which is "
+            "also their text: write them as texts, or as whole numbers, where they are compared with or learned as "
+            "others"
         )
     if texts := sum(example.is_text for example in examples):
-        yield f"{texts} rows are texts without prompts, of which every token is learned"
+        rows = write_count(texts, "row is text without a prompt", "rows are texts without prompts")
+        yield f"{rows}, of which every token is learned"
 
 
 def _is_odd(number: float) -> bool:
@@ -88,26 +103,35 @@ def _is_odd(number: float) -> bool:
 def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mapping[Untaken, int]) -> Iterator[str]:
     links = Counter(link for e in examples if (link := find_links(e.row)) is not None)
     for name, count in links.items():
-        yield f"{count} rows have an address in {name!r}, and the model does not see what is there"
+        rows = write_count(count, "row has", "rows have")
+        yield f"{rows} an address in {name!r}, and the model does not see what is there"
     for name, count in Counter(name for e in examples for name in _CONTEXTS if _is_left_out(name, e)).items():
         yield (
-            f"column {name!r} of {count} rows is neither in the prompt nor in the answer: data.prompt_column and "
+            f"column {name!r} of {write_count(count, 'row')} is neither in the prompt nor in the answer: "
+            "data.prompt_column and "
             "data.answer_column may be templates with it, such as '{context}\\n{question}'"
         )
     for (part, field), count in untaken.items():
         column = getattr(config, f"{part}_column")
         if not field:
             yield (
-                f"a reward that reads {part!r} of {count} rows gets what data.{part}_column = {column!r} names, and "
-                f"not the column {part!r}: rename that column for a reward that reads it"
+                f"a reward that reads {part!r} of {write_count(count, 'row')} gets what data.{part}_column = "
+                f"{column!r} names, and not the column {part!r}: rename that column for a reward that reads it"
             )
         else:
-            yield f"{count} rows have no value in {field!r}, in the place of which data.{part}_column puts nothing"
+            rows = write_count(count, "row has", "rows have")
+            yield f"{rows} no value in {field!r}, in the place of which data.{part}_column puts nothing"
+    empty = [e for e in examples if e.answer is None and not e.turns and has_column(e.row, e.columns[1] or "")]
+    if empty and not is_template(config.answer_column, empty[0].row):
+        yield (
+            f"{write_share(len(empty), len(examples), 'row', 'has', 'have')} no answer in {empty[0].columns[1]!r} "
+            "(null or NaN): a reward gets None in its place; take the rows out, or put the answers in"
+        )
     untold = [e for e in examples if isinstance(e.prompt, str) and not e.is_text and e.row.get("tools")]
     if untold := [example.row["tools"] for example in untold if list_tools(example.row["tools"]) is None]:
         yield (
-            f"column 'tools' of {len(untold)} rows is not written, since it holds no JSON schemas of tools: "
-            f"{str(untold[0])[:40]!r}"
+            f"column 'tools' of {write_count(len(untold), 'row')} is not written, since it holds no JSON schemas of "
+            f"tools: {str(untold[0])[:40]!r}"
         )
 
 
@@ -124,32 +148,32 @@ def note_turns(turns: int, rewritten: int, endless: int, partial: int, opened: i
     """Yield notes on turns that are not learned as their rows have them."""
     if rewritten:
         yield (
-            f"the chat template changes the text of {rewritten} of {turns} turns of the assistant; many templates "
-            "leave out the reasoning of earlier turns. The model learns the text that the template writes. "
-            "data.split_turns makes a row of each turn, and the model then learns the whole turn"
+            f"the chat template changes the text of {rewritten} of {write_count(turns, 'turn')} of the assistant; "
+            "many templates leave out the reasoning of earlier turns. The model learns the text that the template "
+            "writes. data.split_turns makes a row of each turn, and the model then learns the whole turn"
         )
     if opened:
         yield (
-            f"the chat template begins {opened} of {turns} turns of the assistant in another way than an answer that "
-            "the model generates; many templates do so if later messages follow. data.split_turns makes a row of each "
-            "turn, which begins like a generated answer"
+            f"the chat template begins {opened} of {write_count(turns, 'turn')} of the assistant in another way than "
+            "an answer that the model generates; many templates do so if later messages follow. data.split_turns "
+            "makes a row of each turn, which begins like a generated answer"
         )
     if partial:
         yield (
-            f"the chat template marks {partial} of {turns} turns of the assistant by {{% generation %}} only in part, "
-            "or not at all: the model does not learn the rest"
+            f"the chat template marks {partial} of {write_count(turns, 'turn')} of the assistant by "
+            f"{{% generation %}} only in part, or not at all: the model does not learn the rest"
         )
     if endless:
         yield (
-            f"the chat template ends {endless} of {turns} turns of the assistant without a special token, so the model "
-            "does not learn to stop there"
+            f"the chat template ends {endless} of {write_count(turns, 'turn')} of the assistant without a special "
+            "token, so the model does not learn to stop there"
         )
 
 
 def note_unwritten(fields: Mapping[str, int], messages: Mapping[str, int]) -> Iterator[str]:
     """Yield notes on fields of messages that the template does not write, and on messages that it writes otherwise."""
     if fields:
-        named = ", ".join(f"{name!r} of {count:,} messages" for name, count in sorted(fields.items()))
+        named = ", ".join(f"{name!r} of {write_count(count, 'message')}" for name, count in sorted(fields.items()))
         yield f"the chat template does not write {named}: these fields are taken for meta data"
     if messages:
         named = ", ".join(f"{count:,} of the role {role!r}" for role, count in sorted(messages.items()))
@@ -164,20 +188,20 @@ def note_texts(examples: Sequence[Example], encoder: ChatEncoder, *, answers: bo
     what the chat template writes before answers that are messages."""
     yield from _list_signs(examples, encoder, answers)
     if empty := sum(not whole_text(example.prompt).strip() for example in examples):
-        yield f"{empty} of {len(examples)} prompts are empty"
+        yield f"{write_share(empty, len(examples), 'prompt', 'is', 'are')} empty"
     messages = [e for e in examples if not e.is_text] if encoder.template is not None else []
     if openings := [match[0] for example in messages if (match := _OPENING.search(last_text(example.prompt)))]:
         yield (
-            f"{len(openings)} of {len(examples)} prompts end with {openings[0].strip()!r}, as if a template had opened "
-            "the answer, and the chat template writes them as messages: data.chat_template = none takes prompts as "
-            "they are"
+            f"{write_share(len(openings), len(examples), 'prompt', 'ends', 'end')} with {openings[0].strip()!r}, as "
+            "if a template had opened the answer, and the chat template writes them as messages: data.chat_template "
+            "= none takes prompts as they are"
         )
     lone = sum(not example.turns for example in messages) if answers else 0
     if lone and encoder.lead:
         yield (
             f"the chat template writes {encoder.lead!r} before an answer that is a message, and {lone} of "
-            f"{len(examples)} answers are texts, which are learned without it: write prompt and completion as messages "
-            "to learn what the template writes"
+            f"{write_count(len(examples), 'answer is text, which is', 'answers are texts, which are')} learned "
+            "without it: write prompt and completion as messages to learn what the template writes"
         )
     pairs = ((last_text(example.prompt).strip(), example) for example in examples)
     if answers and all(text and (e.answer or "").lstrip().startswith(text) and not e.is_text for text, e in pairs):
@@ -221,7 +245,7 @@ def note_unlearned(examples: Sequence[Example]) -> Iterator[str]:
         and (example.answer or name) not in str(example.row[name])
     )
     for name, count in unread.items():
-        yield f"column {name!r} of {count:,} rows is not learned: data.prompt_column = {name} learns it"
+        yield f"column {name!r} of {write_count(count, 'row')} is not learned: data.prompt_column = {name} learns it"
     columns = Counter(
         name
         for example in examples
@@ -230,8 +254,8 @@ def note_unlearned(examples: Sequence[Example]) -> Iterator[str]:
     )
     for name, count in columns.items():
         yield (
-            f"column {name!r} of {count:,} rows is not learned: data.answer_column can be a template that puts it into "
-            f"the answer, as in '<think>{{{name}}}</think>{{answer}}'"
+            f"column {name!r} of {write_count(count, 'row')} is not learned: data.answer_column can be a template "
+            f"that puts it into the answer, as in '<think>{{{name}}}</think>{{answer}}'"
         )
 
 

@@ -20,6 +20,8 @@ from podium.exceptions import read_text
 from podium.extras import explain_packages
 from podium.functions import find_installed, load_installed
 from podium.hub import explain_offline, look_for_hub
+from podium.plain_values import explain_json
+from podium.spelling import suggest_nearest, write_count
 from podium.telemetry import Note, emit
 
 PlacedRow = tuple[str, dict[str, Any] | DataError]
@@ -149,7 +151,7 @@ def _json_array(path: Path, data: bytes) -> Iterator[PlacedRow]:
     try:
         items: list[object] = json.loads(data, object_pairs_hook=read_object)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON array: {_reason(error)}") from None
+        raise DataError(f"{path} is no JSON array: {explain_json(error, data)}") from None
     for number, item in enumerate(items, start=1):
         if not isinstance(item, dict):
             item = DataError(f"{path}, item {number}: {_NO_OBJECT}, found {_json_kind(item)}")
@@ -169,7 +171,9 @@ def _csv(path: Path, file: _Binary, delimiter: str) -> Iterator[PlacedRow]:
                     if repeated := [name for name in header if header.count(name) > 1]:
                         raise DataError(f"{location}: the header names the column {repeated[0]!r} twice")
                 elif line:
-                    count = f"{len(line)} fields where the header names {len(header)} columns"
+                    count = (
+                        f"{write_count(len(line), 'field')} where the header names {write_count(len(header), 'column')}"
+                    )
                     fits = len(line) == len(header)
                     yield location, dict(zip(header, line, strict=True)) if fits else DataError(f"{location}: {count}")
         except (csv.Error, UnicodeDecodeError) as error:
@@ -185,10 +189,6 @@ def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 f"one object has the name {name!r} twice, with different values: keep the one that is meant"
             )
     return entries
-
-
-def _reason(error: ValueError | RecursionError) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any] | DataError:
@@ -209,7 +209,7 @@ def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any] | DataEr
             f"{location}, column {error.pos + 1}: {expected}, near {near!r}; each line must be one whole JSON object"
         )
     except (ValueError, RecursionError) as error:
-        return DataError(f"{location} is no JSON that can be read: {_reason(error)}")
+        return DataError(f"{location} is no JSON that can be read: {explain_json(error, line)}")
     if not isinstance(row, dict):
         hint = f"; {_ONE_A_LINE}" if isinstance(row, list) and number == 1 else ""
         return DataError(f"{location}: {_NO_OBJECT}, found {_json_kind(row)}{hint}")
@@ -265,7 +265,7 @@ def _plain_rows(table: Any, name: str, before: int) -> Iterator[PlacedRow]:
             for column, reader in readers.items():
                 row[column] = reader(row[column])
         except (ValueError, RecursionError) as error:
-            yield location, DataError(f"{location}: column {column!r} cannot be read: {_reason(error)}")
+            yield location, DataError(f"{location}: column {column!r} cannot be read: {explain_json(error, '')}")
         else:
             yield location, row
 
@@ -285,7 +285,7 @@ def _reader(kind: Any, inside: bool) -> Callable[[Any], Any] | None:
 
     if (storage := getattr(kind, "storage_type", None)) is not None:
         if kind.extension_name == "arrow.json":
-            return lambda value: None if value is None else json.loads(value, object_pairs_hook=read_object)
+            return _read_text
         return _reader(storage, inside)
     if types.is_map(kind):
         read_item = _reader(kind.item_type, inside) or _keep
@@ -312,10 +312,18 @@ def _keep(value: Any) -> Any:
     return value
 
 
+def _read_text(value: str | None) -> Any:
+    """Return what Arrow's JSON text holds. Raises ValueError for an object with two values of one name, and for a
+    number of too many digits."""
+    try:
+        return None if value is None else json.loads(value, object_pairs_hook=read_object)
+    except ValueError as error:
+        raise ValueError(explain_json(error, value or "")) from None
+
+
 def columns_hint(wanted: str, columns: Sequence[str]) -> str:
     """Say for an error about a missing column which columns exist, and which is the nearest."""
-    near = difflib.get_close_matches(wanted, columns, n=1, cutoff=0.5)
-    return f"the columns are {', '.join(map(repr, columns))}" + (f" (nearest: {near[0]!r})" if near else "")
+    return f"the columns are {', '.join(map(repr, columns))}{suggest_nearest(wanted, columns, likeness=0.5)}"
 
 
 def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:
@@ -359,8 +367,7 @@ def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[
 
     names = split_names(spec, options)
     if split not in names:
-        near = difflib.get_close_matches(split, names, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = suggest_nearest(split, names, likeness=0.4)
         raise DataError(
             f"{spec} has no split {split!r} but {', '.join(names)}{hint}; set data.train_split and data.eval_split"
         )

@@ -33,6 +33,7 @@ from podium.runtime.calls.stacks import collective_of, outside_stack
 from podium.runtime.collect import Collect, gather
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
+from podium.spelling import write_share
 from podium.telemetry.bus import AS_EVENT
 from podium.telemetry.events import Count
 
@@ -443,7 +444,7 @@ class ProcessCalls:
         """Who has not answered, what each runs, who waits for whom in a collective, and which calls wait behind."""
         answers = self._ask_all(ranks, "status", STATUS_S)
         statuses = {rank: self._status(rank, answers.get(rank)) for rank in ranks}
-        lines = [f"{len(ranks)} of {len(flight.split.ranks)} ranks have not answered:"]
+        lines = [f"{write_share(len(ranks), len(flight.split.ranks), 'rank', 'has', 'have')} not answered:"]
         lines += [f"  rank {rank} ({self._node(rank)}): {status}" for rank, status in statuses.items()]
         if collective := collective_of(statuses):
             lines.append(f"  {collective}")

@@ -33,6 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podium.errors import PodiumError
+from podium.spelling import write_count
 from podium.telemetry import events, metrics
 from podium.telemetry.bus import emit
 from podium.telemetry.events import CompletionsSampled, Count, EvalFinished, Event, PhaseStarted, StepFinished, Waiting
@@ -308,7 +309,7 @@ class ConsoleSink(Sink):
             self._say(Text(f"workers  {counts}", "dim"))
             self._workers.clear()
         resumed = f", from step {phase.first_step}" if phase.first_step > 1 else ""
-        self._rule(Text.assemble((phase.name, "bold"), f"  {phase.total_steps} steps{resumed}"))
+        self._rule(Text.assemble((phase.name, "bold"), f"  {write_count(phase.total_steps, 'step')}{resumed}"))
         self._start_bar(phase.first_step - 1)
 
     def _start_bar(self, completed: int) -> None:
@@ -406,9 +407,13 @@ class ConsoleSink(Sink):
         (task,) = self._progress.tasks
         done, total = (sum(counts) for counts in zip(*self._read.values(), strict=True)) if self._read else (0, 0)
         parts = self._made + sum(read / of for read, of in self._read.values() if of)
-        tensors = f"  {done:,} of {total:,} tensors" if done < total else f"  {total:,} tensors read, preparing"
+        tensors = (
+            f"  {done:,} of {write_count(total, 'tensor')}"
+            if done < total
+            else f"  {write_count(total, 'tensor')} read, preparing"
+        )
         tensors *= total > 0  # what follows the last tensor, such as a first forward pass, may take longer
-        state = f"{self._made}/{task.total:.0f} workers{tensors}" if task.total else ""
+        state = f"{self._made}/{write_count(task.total, 'worker')}{tensors}" if task.total else ""
         self._progress.update(task.id, completed=parts, state=state)
 
     def _stop_bar(self) -> None:

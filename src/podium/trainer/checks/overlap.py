@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from podium.rollout.tasks import EncodedExamples, Example
 from podium.runs.config import InferenceConfig
+from podium.spelling import write_count
 from podium.trainer.prompts import HeldOut
 
 
@@ -26,9 +27,9 @@ def describe_overlaps(
         if count := sum(identity in trained for identity in identities):
             source = f" of {name}" if len(sets) > 1 else ""
             yield (
-                f"{count} of the {len(identities)} held-out prompts{source} are also in the training data, with the "
-                "same answer: what the run gains on them says nothing of prompts that it has not seen; take them out "
-                "of one of the two"
+                f"{count} of the {write_count(len(identities), 'held-out prompt')}{source} "
+                f"{'is' if count == 1 else 'are'} also in the training data, with the same answer: what the run gains "
+                "on them says nothing of prompts that it has not seen; take them out of one of the two"
             )
 
 

@@ -19,6 +19,7 @@ from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.sections import PlacementConfig
 from podium.runtime import Capabilities, Cluster, Node, ResourcePool, Worker
 from podium.runtime.pool import Slot
+from podium.spelling import write_count
 
 T = TypeVar("T")
 
@@ -51,8 +52,9 @@ def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabiliti
     cores = [int(node.resources.get("cpu", 0)) for node in nodes]
     if nodes and placement.cpus and sum(count // placement.cpus for count in cores) < processes:
         raise ConfigError(
-            f"placement.cpus = {placement.cpus}: {processes} worker process(es) of so many cores do not fit "
-            f"into {' + '.join(map(str, cores))} cores; lower it, or leave it out for an equal share"
+            f"placement.cpus = {placement.cpus}: {write_count(processes, 'worker process', 'worker processes')} of so "
+            f"many cores {'does' if processes == 1 else 'do'} not fit into {' + '.join(map(str, cores))} cores; "
+            "lower it, or leave it out for an equal share"
         )
 
 
@@ -63,7 +65,7 @@ def check_ports(config: InferenceConfig, workers: int) -> None:
         return
     first, named = ports[0], config.environment.limits.ports
     raise ConfigError(
-        f"environment.options.ports = {named!r} has {len(ports)} port{'s' * (len(ports) != 1)}, and {workers} rollout "
+        f"environment.options.ports = {named!r} has {write_count(len(ports), 'port')}, and {workers} rollout "
         f"workers on one machine need a port each: set it to a range of {workers}, such as "
         f"{first}-{first + workers - 1}, or to 0 for any free ports"
     )
@@ -128,7 +130,9 @@ def reserve_places(cluster: Cluster, processes: int, placement: PlacementConfig)
             pool = cluster.pool(spread=processes, gpus=gpus, **how)
     except PlacementError as error:
         keys = "pools" if placement.pools else "ranks"
-        raise PlacementError(f"placement of {processes} ranks (placement.{keys}, placement.cpus): {error}") from error
+        raise PlacementError(
+            f"placement of {write_count(processes, 'rank')} (placement.{keys}, placement.cpus): {error}"
+        ) from error
     try:
         yield pool
     finally:
@@ -143,7 +147,7 @@ def describe_placement(parts: Iterable[tuple[Sequence[str], Sequence[Slot]]]) ->
     parts = [*parts]
     named = len({slot.node for _, slots in parts for slot in slots}) > 1
     sentences = [
-        f"{', '.join(roles)}: {len(slots)} process{'es' * (len(slots) != 1)} on {_describe_devices(slots, named=named)}"
+        f"{', '.join(roles)}: {write_count(len(slots), 'process')} on {_describe_devices(slots, named=named)}"
         for roles, slots in parts
     ]
     return f"placement  {'; '.join(sentences)}"

@@ -33,6 +33,7 @@ from podium.runs.run_reader import check_run
 from podium.runs.schedules import find_schedule
 from podium.runs.trackers import load_tracker
 from podium.runtime import Bound
+from podium.spelling import write_count, write_share
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -231,9 +232,9 @@ def check_lengths(
         why = ", beyond which longrope changes the rotation of all tokens, generated ones included" if longer else ""
         shorter = f", or data.max_prompt_tokens to {room} (data.overlong decides what happens to longer prompts)"
         raise ConfigError(
-            f"the longest {what} prompt{_describe_place(examples[index])} has {lengths[index]} tokens, which with "
-            f"{key} = {max_new_tokens} is more than the model's {most} positions{why}: lower {key}"
-            + (shorter if room > 0 else "")
+            f"the longest {what} prompt{_describe_place(examples[index])} has {write_count(lengths[index], 'token')}, "
+            f"which with {key} = {max_new_tokens} is more than the model's {write_count(most, 'position')}{why}: "
+            f"lower {key}" + (shorter if room > 0 else "")
         )
 
 
@@ -261,7 +262,9 @@ def find_fitting(
     beyond = [at for at, length in enumerate(lengths) if length > most]
     if not beyond or len(beyond) == len(lengths):  # all of them are refused with the settings that would help
         return None
-    shown = ", ".join(f"{examples[at].place or f'number {at}'} ({lengths[at]} tokens)" for at in beyond[:3])
+    shown = ", ".join(
+        f"{examples[at].place or f'number {at}'} ({write_count(lengths[at], 'token')})" for at in beyond[:3]
+    )
     room = f" and sampling.max_new_tokens = {max_new_tokens}" if max_new_tokens is not None else ""
     emit(
         Note(
@@ -283,8 +286,8 @@ def check_tokens(model: ModelConfig, what: str, largest: int) -> None:
 
     if largest >= (vocabulary := vocabulary_size(model)):
         raise ConfigError(
-            f"the {what} data have the token {largest}, and the model has a vocabulary of {vocabulary} tokens: the "
-            "tokenizer is not the model's own; set model.tokenizer"
+            f"the {what} data have the token {largest}, and the model has a vocabulary of "
+            f"{write_count(vocabulary, 'token')}: the tokenizer is not the model's own; set model.tokenizer"
         )
 
 
@@ -305,8 +308,8 @@ def check_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sto
     if beyond:
         id, token = next(iter(beyond.items()))
         what = (
-            f"{len(beyond)} token(s) of the tokenizer, such as {token!r} ({id}), are beyond the model's vocabulary of "
-            f"{vocabulary_size(model)}"
+            f"{write_count(len(beyond), 'token')} of the tokenizer, such as {token!r} ({id}), "
+            f"{'is' if len(beyond) == 1 else 'are'} beyond the model's vocabulary of {vocabulary_size(model)}"
         )
         if {*beyond} - special:
             raise ConfigError(f"{what}: {remedy} (resize_token_embeddings of transformers)")
@@ -337,10 +340,10 @@ def check_examples(model: ModelConfig, lengths: Sequence[int], examples: Sequenc
     if most is not None and (beyond := sum(length > most for length in lengths)):
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         raise ConfigError(
-            f"{beyond} of the {len(lengths)} {what} examples are longer than the model's {most} positions; the "
-            f"longest{_describe_place(examples[longest])} has {lengths[longest]} tokens, its answer included: take "
-            "them out of the data, shorten their answers, or lower data.max_prompt_tokens (data.overlong decides what "
-            "happens to longer prompts)"
+            f"{beyond} of the {len(lengths)} {what} examples are longer than the model's "
+            f"{write_count(most, 'position')}; the longest{_describe_place(examples[longest])} has "
+            f"{write_count(lengths[longest], 'token')}, its answer included: take them out of the data, shorten their "
+            "answers, or lower data.max_prompt_tokens (data.overlong decides what happens to longer prompts)"
         )
 
 
@@ -376,8 +379,8 @@ def check_answers(examples: Iterable[Example], config: RewardConfig, reward: Rew
     if empty:
         emit(
             Note(
-                f"{empty} of {count} answers are empty: the reward {names!r} has nothing to compare their "
-                "completions with"
+                f"{write_share(empty, count, 'answer', 'is', 'are')} empty: the reward {names!r} has nothing to "
+                "compare their completions with"
             )
         )
 
@@ -434,7 +437,8 @@ def with_stop_tokens(
         emit(
             Note(
                 "the tokenizer has no end-of-sequence token, so every completion has sampling.max_new_tokens = "
-                f"{sampling.max_new_tokens} tokens: set eos_token in the tokenizer, or sampling.stop_token_ids"
+                f"{write_count(sampling.max_new_tokens, 'token')}: set eos_token in the tokenizer, or "
+                "sampling.stop_token_ids"
             )
         )
     check_vocabulary(model, tokenizer, stop_ids)

@@ -55,13 +55,6 @@ def _list_of_training(config: PPOConfig | SFTConfig) -> Iterator[str]:
         for key, value in {"eval.every": config.eval.every, "save.keep_best": config.save.keep_best}.items():
             if value:
                 yield f"{key} = {value} has no effect with eval.items = 0, which leaves all evaluations out"
-        data = config.data
-        is_shared = data.holdout > 0 and not any(data.eval_sets.values()) and not config.environment.name
-        if is_shared and data.train_sources and all(map(means_files, data.train_sources)):
-            yield (
-                f"data.holdout = {data.holdout:g} keeps examples for podium eval, although the run evaluates none "
-                "(eval.items = 0): set data.holdout to 0 to train on all of them"
-            )
 
 
 def _list_of_data(config: InferenceConfig) -> Iterator[str]:
@@ -146,12 +139,15 @@ def _list_of_algorithm(config: PPOConfig) -> Iterator[str]:
 def _list_without_signal(config: PPOConfig) -> Iterator[str]:
     """Yield a sentence for what leaves nothing to learn."""
     algorithm = config.algorithm
-    if "kl_cov" in algorithm.losses and algorithm.updates == 1 and algorithm.ratio_to == "old":
+    declared = (LOSSES.declaration(name) for name in algorithm.losses if name in LOSSES)
+    flat = [option for loss in declared for option in loss.flat_options]
+    for option in flat if flat and algorithm.updates == 1 and algorithm.ratio_to == "old" else ():
         yield (
-            "algorithm.options.kl_cov_coef has no effect where a step is one update: its penalty is |log r|, which has "
-            "no gradient where the ratio r is 1; raise algorithm.epochs.count or algorithm.minibatches"
+            f"algorithm.options.{option} has no effect where a step is one update: its term has no gradient where the "
+            "ratio to the policy before the update is 1; raise algorithm.epochs.count or algorithm.minibatches"
         )
-    if config.reward.weights and not any(config.reward.weights) and algorithm.advantage != "gdpo":
+    weighs_parts = algorithm.advantage in ADVANTAGES and ADVANTAGES.declaration(algorithm.advantage).weighs_parts
+    if config.reward.weights and not any(config.reward.weights) and not weighs_parts:
         scored = "a completion that the environment does not score" if config.environment.name else "every completion"
         yield f"reward.weights are all 0, so that {scored} scores 0 and nothing is learned of the rewards"
 

@@ -13,6 +13,7 @@ from podium.errors import ConfigError, DataError, PodiumError
 from podium.exceptions import read_text
 from podium.models.buckets import cut
 from podium.runtime import Call, Handle, wait
+from podium.spelling import write_share
 from podium.telemetry import Note, emit
 from podium.workers.weight_sync.on_device import route
 
@@ -402,7 +403,8 @@ class DeviceLoans:
         return refused
 
     def _say(self, opened: int, why: list[str]) -> None:
-        text = [f"{opened} of {opened + len(why)} generators copy the policy's weights on their device, by CUDA IPC"]
+        lent = write_share(opened, opened + len(why), "generator", "copies", "copy")
+        text = [f"{lent} the policy's weights on {'its' if opened == 1 else 'their'} device, by CUDA IPC"]
         text += [f"{why.count(reason)} get them through host memory: {reason}" for reason in dict.fromkeys(why)]
         if text != self._said:
             self._said = text

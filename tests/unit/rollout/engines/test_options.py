@@ -81,13 +81,13 @@ def test_an_engine_reads_the_options_that_its_class_declares(install: Install, m
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mine", {"dept": 1}, "unknown key engine.options.dept (value 1): did you mean engine.options.depth?"),
+        ("mine", {"dept": 1}, "unknown key engine.options.dept (value 1); did you mean engine.options.depth?"),
         ("mine", {"depth": "far"}, "engine.options.depth = 'far': expected an integer"),
         ("mine", {"depth": "12"}, "engine.options.depth = '12': expected an integer"),
         (
             "native",
             {"cuda_graph": True},
-            "unknown key engine.options.cuda_graph (value True): did you mean engine.options.cuda_graphs?",
+            "unknown key engine.options.cuda_graph (value True); did you mean engine.options.cuda_graphs?",
         ),
         ("transformers", {"depth": 1}, "unknown key engine.options.depth (value 1): engine.options has float32_output"),
         ("auto", {"depth": 1}, "unknown key engine.options.depth (value 1): set engine.name to the engine that has it"),

@@ -435,7 +435,7 @@ def test_a_text_is_learned_token_by_token(tmp_path: Path) -> None:
         (
             {"instruction": "a", "output": "b", "history": [["c", "d"]]},
             {"prompt_column": "instruction", "answer_column": "output"},
-            "column 'history' holds 1 earlier turns",
+            "column 'history' holds 1 earlier turn",
         ),
         (
             {"messages": [USER, LAST], "chat_template_kwargs": {"enable_thinking": False}},
@@ -458,7 +458,7 @@ def test_a_text_is_learned_token_by_token(tmp_path: Path) -> None:
             "column 'chosen' begins with a message of the role 'user' that is not the prompt in column 'prompt'",
         ),
         ({"prompt": [USER], "a": {"b": "c"}}, {"answer_column": "a.d"}, r"no column 'a\.d' .*'a\.b'"),
-        ({"prompt": [USER], "a": {"label": "c"}}, {"answer_column": "label"}, r"nearest: 'a\.label'"),
+        ({"prompt": [USER], "a": {"label": "c"}}, {"answer_column": "label"}, r"did you mean a\.label"),
     ],
 )
 def test_a_row_that_means_something_else_is_refused(

@@ -164,7 +164,7 @@ def test_a_prompt_that_ends_in_a_call_of_a_tool_has_no_text_to_cut() -> None:
 def test_a_template_longer_than_the_limit_leaves_nothing_and_says_so() -> None:
     config = DataConfig(max_prompt_tokens=10, overlong="cut", system_prompt=LONG)
     with pytest.raises(
-        DataError, match=r"each of the 1 prompts is longer than data\.max_prompt_tokens = 10 \(the shortest"
+        DataError, match=r"each of the 1 prompt is longer than data\.max_prompt_tokens = 10 \(the shortest"
     ):
         encode_prompts([example("a")], byte_tokenizer(CHATML), config)
 
@@ -217,9 +217,9 @@ def test_empty_answers_are_told() -> None:
     tokenizer = byte_tokenizer()
     rows = [example("a", ""), example("b", "c")]
     (note,) = notes_of(lambda: encode_pairs(rows, tokenizer, DataConfig()))
-    assert note == "1 of 2 answers are empty: the model learns to say nothing after these prompts"
+    assert note == "1 of 2 answers is empty: the model learns to say nothing after these prompts"
     (note,) = notes_of(lambda: check_answers(rows, RewardConfig()))
-    assert note == "1 of 2 answers are empty: the reward 'exact' has nothing to compare their completions with"
+    assert note == "1 of 2 answers is empty: the reward 'exact' has nothing to compare their completions with"
 
 
 # -- what a tokenizer cannot read ------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_unknown_characters_are_told_and_nothing_else_is_refused() -> None:
         with pytest.raises(DataError, match=said + r" nothing but <unk>; set model\.tokenizer"):
             encode([blind, blind, fine], tokenizer, DataConfig())
     assert notes_of(lambda: encode_pairs([some, fine, fine], tokenizer, DataConfig())) == [
-        f"1 of 3 {what} hold characters that the tokenizer does not know, such as {sign!r}: the model sees <unk> in "
+        f"1 of 3 {what} holds characters that the tokenizer does not know, such as {sign!r}: the model sees <unk> in "
         "their place"
         for what, sign in (("prompts", "\u65e5"), ("answers", "\u672c"))
     ]
@@ -261,8 +261,8 @@ def letters_tokenizer() -> PreTrainedTokenizerFast:
 def test_characters_without_any_token_are_told_with_their_share() -> None:
     tokenizer, some, fine = letters_tokenizer(), example("ab\u00e9=", "b\u00fc"), example("a b=", "a")
     assert notes_of(lambda: encode_pairs([some, fine, fine], tokenizer, DataConfig())) == [
-        f"1 of 3 {what} hold characters for which the tokenizer has no token, such as {sign!r}: the model does not see "
-        "them; set model.tokenizer"
+        f"1 of 3 {what} holds characters for which the tokenizer has no token, such as {sign!r}: the model does not "
+        "see them; set model.tokenizer"
         for what, sign in (("prompts", "\u00e9"), ("answers", "\u00fc"))
     ]
     assert len(notes_of(lambda: encode_prompts([some, fine], tokenizer, DataConfig()))) == 1
@@ -291,7 +291,7 @@ def test_a_text_of_30_mb_is_answered_at_once(
     assert encode_prompts([example("a"), example(huge)], tokenizer, DataConfig()).kept == [0]
     cut = encode_prompts([example("a"), example(huge)], tokenizer, DataConfig(overlong="cut"))
     assert cut.cut == 1 and len(cut.token_ids[1]) <= 1024
-    with pytest.raises(DataError, match=r"each of the 1 prompts is longer .*each has far more"):
+    with pytest.raises(DataError, match=r"each of the 1 prompt is longer .*each has far more"):
         encode_prompts([example(huge)], tokenizer, DataConfig())
     with pytest.raises(DataError, match=r"prompt 'a': the answer has 30,000,000 characters, more than"):
         encode_pairs([example("a", huge)], tokenizer, DataConfig())

@@ -163,7 +163,7 @@ def test_a_share_of_the_training_file_is_held_out_by_default(tmp_path: Path, not
     config = DataConfig(train=str(path))
     train, test = (load_examples(config.train, config, split) for split in ("train", "test"))
     (note,) = notes
-    assert note.startswith(f"{len(test)} of the 5000 examples of {path} are held out for evaluation (data.eval names")
+    assert note.startswith(f"{len(test)} of the 5,000 examples of {path} are held out for evaluation (data.eval names")
     prompts = [{str(example.prompt) for example in side} for side in (train, test)]
     assert not prompts[0] & prompts[1]
     assert len(train) + len(test) == 5000
@@ -281,11 +281,11 @@ def test_a_wrong_encoding_names_the_byte(tmp_path: Path) -> None:
     [
         (
             {"prompt_column": "promt"},
-            "row 1: no column 'promt' for the prompt; .* \\(nearest: 'prompt'\\); set data.prompt_col",
+            "row 1: no column 'promt' for the prompt; .* did you mean prompt\\?; set data.prompt_col",
         ),
         (
             {"answer_column": "anwser"},
-            "no column 'anwser' for the answer; .* \\(nearest: 'answer'\\); .*null if there is no",
+            "no column 'anwser' for the answer; .* did you mean answer\\?; .*null if there is no",
         ),
         ({"prompt_column": "zzz"}, r"the columns are 'prompt', 'answer', 'level'; set data\.prompt_column"),
         ({"prompt_column": "level"}, r"row 1: column 'level' holds '0' \(int\); expected text, or a list of messages"),
@@ -302,6 +302,18 @@ def test_a_column_that_one_row_lacks_names_that_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "2"}])
     with pytest.raises(DataError, match="line 2: no column 'answer'"):
         load(path)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(50, 1), (1, 0)])
+def test_held_out_rows_that_no_run_evaluates_are_told_where_there_are_some(
+    tmp_path: Path, notes: list[str], rows: int, count: int
+) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"prompt {n}", "answer": "a"} for n in range(rows)])
+    config = DataConfig(train=str(path))
+    kept = load_examples(config.train, config, "train", evaluates=False)
+    said = f"1 of the {rows} examples of {path} is held out for podium eval, although the run evaluates none"
+    assert len(kept) == rows - count
+    assert len(notes) == bool(count) and all(note.startswith(said) for note in notes)
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
@@ -333,7 +345,10 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
             "line 2: character 1 of '.ud800' is half of a surrogate pair",
         ),
         (b'{"prompt": "a", "answer": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "line 2 .*: it is nested too deeply"),
-        (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "line 2 is no JSON that can be read: Exceeds the limit"),
+        (
+            b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}",
+            "line 2 is no JSON that can be read: 'answer' holds a whole number of 5,000 digits, and at most 4,300 can",
+        ),
     ],
 )
 def test_what_no_tokenizer_could_read_names_the_line(tmp_path: Path, row: bytes, said: str) -> None:

@@ -4,6 +4,7 @@ and remedy, or told."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def turns(**fields: Any) -> list[dict[str, Any]]:
         ({"prompt": "a", "answer": "b", "chat_template_kwargs": "{}"}, None),
         (
             {"instruction": "a", "prompt": "a", "answer": "b", "history": '[["c", "d"]]'},
-            "'history' holds 1 earlier turns",
+            "'history' holds 1 earlier turn",
         ),
         # parts, calls and messages
         (
@@ -138,7 +139,7 @@ def test_tools_are_written_in_every_form_and_others_are_told(tmp_path: Path) -> 
             assert text == json.dumps([TOOL]) + OPENED
     (note,) = notes_of(lambda: learn(tmp_path, {"prompt": "a", "answer": "b", "tools": ["hammer"]}))
     assert note.endswith(
-        "column 'tools' of 1 rows is not written, since it holds no JSON schemas of tools: \"['hammer']\""
+        "column 'tools' of 1 row is not written, since it holds no JSON schemas of tools: \"['hammer']\""
     )
 
 
@@ -161,18 +162,18 @@ def test_an_end_that_the_data_have_is_learned_once(tmp_path: Path, end: str) -> 
 @pytest.mark.parametrize(
     ("rows", "template", "said"),
     [
-        ([{"prompt": "", "answer": "b"}, {"prompt": "a", "answer": "b"}], TOOLS, "1 of 2 prompts are empty"),
+        ([{"prompt": "", "answer": "b"}, {"prompt": "a", "answer": "b"}], TOOLS, "1 of 2 prompts is empty"),
         ([{"prompt": "1+1", "answer": "1+1 = 2"}], TOOLS, "every answer begins with its prompt"),
-        ([{"prompt": [USER, LAST]}], TOOLS, "the prompts of 1 rows end with the assistant's turn, which is the answer"),
+        ([{"prompt": [USER, LAST]}], TOOLS, "the prompts of 1 row ends with the assistant's turn, which is the answer"),
         (
             [{"prompt": "a", "answer": "b", "messages": [USER, LAST]}],
             TOOLS,
-            "column 'messages' of 1 rows is not learned",
+            "column 'messages' of 1 row is not learned",
         ),
         (
             [{"prompt": "a", "answer": "b", "context": "c d"}],
             TOOLS,
-            "column 'context' of 1 rows is neither in the prompt nor",
+            "column 'context' of 1 row is neither in the prompt nor",
         ),
         (
             [{"prompt": "A <b> c", "answer": "b"}],
@@ -187,9 +188,9 @@ def test_an_end_that_the_data_have_is_learned_once(tmp_path: Path, end: str) -> 
         (
             [{"prompt": "[INST] a [/INST]", "answer": "b"}],
             TOOLS,
-            r"1 of 1 prompts end with '\[/INST\]', as if a template",
+            r"1 of 1 prompt ends with '\[/INST\]', as if a template",
         ),
-        ([{"prompt": "Add.\n### Response:\n", "answer": "b"}], TOOLS, "1 of 1 prompts end with '### Response:', as if"),
+        ([{"prompt": "Add.\n### Response:\n", "answer": "b"}], TOOLS, "1 of 1 prompt ends with '### Response:', as if"),
         ([{"prompt": "What is [/INST] for?", "answer": "b"}], TOOLS, None),
         (
             [{"prompt": "a", "answer": "b"}],
@@ -218,19 +219,30 @@ def test_what_is_not_taken_of_columns_beside_templates_and_names_is_told(tmp_pat
     for settings, said in (
         (
             {"answer_column": "solution"},
-            "a reward that reads 'answer' of 1 rows gets what data.answer_column = ",
+            "a reward that reads 'answer' of 1 row gets what data.answer_column = ",
         ),
         ({"answer_column": "{answer}."}, None),
         (
             {"answer_column": "{why} {answer}"},
-            "1 rows have no value in 'why', in the place of which data.answer_column",
+            "1 row has no value in 'why', in the place of which data.answer_column",
         ),
     ):
         notes = notes_of(lambda settings=settings: load(tmp_path, [row], prompt_column="problem", **settings))
         assert len(notes) == (said is not None) and all(str(said) in note for note in notes)
     row = {"problem": "3+4?", "why": "so", "answer": None}
     (note,) = notes_of(lambda: load(tmp_path, [row], prompt_column="problem", answer_column="{why}{answer}"))
-    assert "1 rows have no value in 'answer', in the place of which data.answer_column puts nothing" in note
+    assert "1 row has no value in 'answer', in the place of which data.answer_column puts nothing" in note
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan])
+def test_an_answer_that_is_missing_is_told_whether_it_is_null_or_nan(tmp_path: Path, nothing: float | None) -> None:
+    rows = [{"prompt": "3+4?", "answer": nothing, "why": nothing}, {"prompt": "1+1?", "answer": "2", "why": "so"}]
+    (note,) = notes_of(lambda: load(tmp_path, rows))
+    assert "1 of 2 rows has no answer in 'answer' (null or NaN): a reward gets None in its place" in note
+    (note,) = notes_of(lambda: load(tmp_path, rows, prompt_column="{why}{prompt}", answer_column=None))
+    assert "1 row has no value in 'why', in the place of which data.prompt_column puts nothing" in note
+    assert notes_of(lambda: load(tmp_path, rows[1:])) == []
+    assert notes_of(lambda: load(tmp_path, [{"prompt": "3+4?"}], answer_column=None)) == []
 
 
 def test_a_system_message_is_a_text_a_message_or_parts(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_an_address_of_a_medium_beside_a_text_is_told(tmp_path: Path) -> None:
     path.write_text(json.dumps({**PAIR, "image_url": "https://dots.test/1.png"}) + "\n")
     config = DataConfig(train=str(path), holdout=0)
     assert notes_of(lambda: encode_prompts(load_examples(config.train, config), byte_tokenizer(), config)) == [
-        f"{path}: 1 rows have an address in 'image_url', and the model does not see what is there"
+        f"{path}: 1 row has an address in 'image_url', and the model does not see what is there"
     ]
 
 

@@ -51,7 +51,7 @@ def test_prompts_that_both_sides_have_are_counted(trained: list[Example], held_o
 def test_each_of_several_sets_is_named() -> None:
     sets = {name: prompts(example(name), example("x")) for name in ("easy", "hard")}
     (sentence,) = describe_overlaps(GRPOConfig(), [example("hard"), example("y")], sets)
-    assert sentence.startswith("1 of the 2 held-out prompts of hard are also in the training data")
+    assert sentence.startswith("1 of the 2 held-out prompts of hard is also in the training data")
 
 
 def test_tasks_of_environments_are_not_compared() -> None:

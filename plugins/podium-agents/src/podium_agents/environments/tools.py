@@ -30,6 +30,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
 from podium.exceptions import describe_error, read_text
+from podium.plain_values import explain_json
 from podium_agents.environments.calls import in_thread, is_cancelled, session_counts
 from podium_agents.environments.tool_process import FailedInProcess, in_process, write_value
 
@@ -194,7 +195,7 @@ def _arguments(given: Any) -> Mapping[str, Any]:
     try:
         arguments = json.loads(given or "{}") if isinstance(given, str) or given is None else given
     except (ValueError, RecursionError) as error:
-        raise ToolError(f"the arguments are no valid JSON: {error}") from None
+        raise ToolError(f"the arguments are no valid JSON: {explain_json(error, given or '')}") from None
     if not isinstance(arguments, Mapping):
         raise ToolError(f"the arguments are {type(arguments).__name__}; expected a JSON object")
     return arguments  # pyright: ignore[reportUnknownVariableType]

@@ -22,6 +22,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.engines.stops import Decode, before_stop, count_to_stop, ends_now, find_stop
 from podium.rollout.sampling import RequestParams, SamplingParams
 from podium.rollout.tasks.messages import message_text
+from podium.spelling import write_count
 from podium.telemetry import Note, emit
 from podium_agents.seeds import hash_seed
 from podium_agents.service.answer_forms import conversation_grammar
@@ -32,6 +33,7 @@ from podium_agents.service.histories import Departure, rename_results, tools_key
 from podium_agents.service.session_recording import RecordedCall, Sampled, Session
 from podium_agents.service.session_store import SessionStore
 from podium_agents.service.structured import AnswerGrammar, compile_grammars, text_grammar
+from podium_agents.service.tool_calls import CALL_ENDS, ToolCall
 from podium_agents.service.wire import WISHES, ChatRequest, Refusal, texts_of
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Asked:
         constraint: What may be drawn, if not everything.
         top: How many of the most probable tokens are told at each place.
         exact: Whether equal requests with equal seeds get the same bits: somebody chose the seed.
+        one_call: Whether an answer ends with its first call of a tool.
     """
 
     prompt: Sequence[int]
@@ -89,6 +92,7 @@ class Asked:
     constraint: Constraint | None = None
     top: int = 0
     exact: bool = True
+    one_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,6 +297,7 @@ class Service:
             continues=continues,
             departure=departure,
             top=request.top_logprobs,
+            one_call=request.parallel_tool_calls is False,
         )
 
     def _say_mark(self, mark: tuple[str, str] | None) -> None:
@@ -348,7 +353,7 @@ class Service:
             limit = min(limit or room, self.rules.max_new_tokens, max(room, 1))
         if room < 1 or (limit is not None and limit > room):
             wanted = f" and max_tokens is {limit}" if limit is not None else ""
-            raise self._full(f"the prompt has {len(prompt)} tokens{wanted}", session)
+            raise self._full(f"the prompt has {write_count(len(prompt), 'token')}{wanted}", session)
         if named := self.sessions.get(session):
             limit = named.budget.begin(len(prompt), sampling.n, limit)
         texts = getattr(sampling, "stops", ())
@@ -494,7 +499,7 @@ class Service:
             try:
                 async for event in events:
                     if isinstance(event, Sampled):
-                        yield cut_at_stop(event, asked.stops, self.decode)
+                        yield self._cut_at_call(asked, cut_at_stop(event, asked.stops, self.decode))
                         return
                     ids += event.token_ids
                     logprobs += event.logprobs
@@ -508,8 +513,30 @@ class Service:
             except ConfigError as error:
                 raise Refusal(400, str(error)) from None
 
+    def _cut_at_call(self, asked: Asked, drawn: Sampled) -> Sampled:
+        """What was sampled up to the end of the first call, where the request wants no more than one."""
+        if not asked.one_call or len(every := self._read_calls(asked, drawn.ids)) < 2:
+            return drawn
+        count = len(drawn.ids)  # calls in one list are there at once
+        for end, token_id in enumerate(drawn.ids, 1):
+            if not self.decode([token_id], special=True).rstrip().endswith(("}", "]", ">")):
+                continue
+            calls = self._read_calls(asked, drawn.ids[:end])
+            if len(calls) > 1:
+                break
+            is_whole = calls == every[:1]
+            if is_whole and self.decode(drawn.ids[:end], special=True).rstrip().endswith(CALL_ENDS):
+                count = end
+                break
+            count = min(count, end) if is_whole else count  # of forms without an end, or where it is still to come
+        return drawn if count == len(drawn.ids) else replace(drawn.first(count), finish_reason="stop")
+
+    def _read_calls(self, asked: Asked, ids: Sequence[int]) -> list[ToolCall]:
+        return [*self.form.parse(asked.prompt, ids, asked.tools, special=asked.special).tool_calls]
+
     def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
         reply = self.form.parse(asked.prompt, drawn.ids, asked.tools, special=asked.special)
+        reply = replace(reply, tool_calls=reply.tool_calls[:1]) if asked.one_call else reply
         content = before_stop(reply.content, asked.stops)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}
         if reply.reasoning is not None:

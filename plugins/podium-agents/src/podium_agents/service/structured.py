@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
+from podium.plain_values import explain_json
 from podium_agents.service.wire import Refusal
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _read_json(text: str, param: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"{param} is not JSON: {error}", param) from None
+        raise Refusal(400, f"{param} is not JSON: {explain_json(error, text)}", param) from None
 
 
 def _read_texts(kind: str, value: Any, param: str) -> Rule:

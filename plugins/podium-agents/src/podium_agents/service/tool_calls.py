@@ -19,10 +19,12 @@ from typing import Any, Final, TypeAlias
 
 from podium.rollout.tasks.rows import read_object
 
-__all__ = ["MARKS", "REASONING_ENDS", "CallReader", "Reply", "ToolCall", "read_hermes", "reader_of"]
+__all__ = ["CALL_ENDS", "MARKS", "REASONING_ENDS", "CallReader", "Reply", "ToolCall", "read_hermes", "reader_of"]
 
 _REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
 _HERMES: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+CALL_ENDS: Final = ("</tool_call>", "<|end|>", "<|call|>", "<|return|>")
+"""What ends a call in the forms that have an end."""
 _CHANNEL: Final = re.compile(
     r"(?:<\|start\|>assistant)?(?P<head>(?:(?!<\|message\|>).)*)<\|message\|>"
     r"(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",

@@ -29,7 +29,7 @@ R = TypeVar("R", bound=BaseModel)
 
 _HARMLESS: Final = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("parallel_tool_calls", "include_reasoning", "request_id", "priority", "cache_salt"),
+    *("include_reasoning", "request_id", "priority", "cache_salt"),
 }
 """Parameters that do not change what is sampled."""
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -202,6 +202,7 @@ class ChatRequest(CommonRequest):
     messages: Messages = Field(min_length=1)
     tools: Tools = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
