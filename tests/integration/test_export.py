@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from podium.cli import main
 from podium.errors import ConfigError
 from podium.models.whole_weights import full_weights
-from podium.runs.model_paths import resolve_models
-from podium.runs.paths import resolve_resume
+from podium.runs.paths import resolve_models, resolve_resume
 from podium.runtime import Cluster, endpoint, nothing
 from podium.telemetry.held_out import Metric
 from podium.trainer import GRPOConfig, PPOTrainer, load_config

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from podium.data.gathering import gather_rows
 from podium.errors import CheckpointError, ConfigError
-from podium.models.adapter_base import name_base
+from podium.models.adapters import name_base
 from podium.models.config import ModelConfig
 from podium.models.layout import ModelLayout, Stored
 from podium.models.loading import plain_model, save_pretrained

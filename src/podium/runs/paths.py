@@ -1,7 +1,10 @@
-"""Where the directory of a run is, from its configuration alone."""
+"""Where the directory of a run is, from its configuration alone.
+
+A run may be the path of a model, too: ``model.path: runs/NAME``, ``RUN@STEP`` and ``RUN@best`` mean its model.
+"""
 
 import datetime
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -9,16 +12,21 @@ from typing import Any, Final, TypeVar
 from podium.config import build_config, config_to_dict, read_values
 from podium.errors import ConfigError
 from podium.functions import OF_SCRIPT
-from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.files import free_name
-from podium.runs.model_paths import resolve_models
 from podium.runs.named_files import align_values, find_again
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import CONFIG, RunRecord, flatten, is_run
 from podium.secrecy import mask
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
+M = TypeVar("M", bound=InferenceConfig)
 
+_OF_MODELS: Final = (
+    *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
+    ("algorithm", "options", "teacher"),
+)
+"""The keys whose paths are those of models."""
 _FREE: Final = frozenset({"run", "save", "eval", "placement", "engine", "parallel"})  # not what is learned
 
 
@@ -111,3 +119,52 @@ def find_other_settings(config: PPOConfig | SFTConfig, path: Path, name: str = C
         and key != "run.resume"
         and not (OF_SCRIPT in str(expected.get(key)) and OF_SCRIPT in str(recorded.get(key)))  # edited between runs
     }
+
+
+def resolve_models(config: M) -> M:
+    """Return ``config`` with the directory of the model in place of each path that names a run or a checkpoint.
+
+    Raises:
+        ConfigError: The run has no such model, or the checkpoint holds adapters alone. The message names the key.
+        CheckpointError: The checkpoint is damaged.
+    """
+    for section, key, *option in _OF_MODELS:
+        values: Any = getattr(config, section, None)
+        name = getattr(values, key, None)
+        for inner in option:
+            name = name.get(inner) if isinstance(name, Mapping) else None
+        if not name or not isinstance(name, str):
+            continue
+        try:
+            folder = _find_folder(name)
+        except ConfigError as error:
+            raise ConfigError(f"{'.'.join((section, key, *option))} = {name!r}: {error}") from None
+        if folder is not None:
+            entry = {**getattr(values, key), option[0]: str(folder)} if option else str(folder)
+            config = replace(config, **{section: replace(values, **{key: entry})})
+    return config
+
+
+def _find_folder(name: str) -> Path | None:
+    """Return the directory of the model that ``name`` means; None where it names neither a run nor a checkpoint."""
+    path, run = Path(name), Path(name.rpartition("@")[0] or name)
+    if (path / "config.json").exists() or not (path.is_dir() or is_run(run)):
+        return None
+    from podium.runs.checkpoints import files_of  # the imports take a second
+    from podium.runs.stored_models import find_model
+
+    stored = find_model(name)
+    if stored is None:
+        return None
+    if stored.checkpoint is None:
+        return RunFiles(stored.run).check("model")
+    policy = files_of(stored.checkpoint).check("policy")
+    if not (policy / "config.json").is_file():
+        raise ConfigError(
+            f"this checkpoint holds adapters alone: podium export {name} --merge --to DIR writes the whole model; give "
+            "that directory"
+        )
+    from podium.models.manifest import check_manifest
+
+    check_manifest(policy)
+    return policy

@@ -19,7 +19,7 @@ from podium.data import Batch, fields
 from podium.data.sampled_text import count_sampled
 from podium.devices import choose_device, random_state, set_random_state, total_memory_bytes
 from podium.errors import CheckpointError
-from podium.models.adapter_base import BASE, base_checksum, check_scale
+from podium.models.adapters import BASE, base_checksum, check_scale
 from podium.models.config import ModelConfig
 from podium.models.layout import ModelLayout, model_layout
 from podium.models.loading import plain_model

@@ -65,7 +65,7 @@ PACKAGES = ("cli", "models", "processes", "rewards", "runs", "runtime", "telemet
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "cli/__init__.py": ("os.open", PRIVATE),
     "cli/presets/__init__.py": ("glob read_text", "files of the package"),
-    "models/adapter_base.py": ("read_bytes", LOOKED_AT),
+    "models/adapters.py": ("read_bytes", LOOKED_AT),
     "models/loading.py": ("read_text save_pretrained", LOOKED_AT),
     "models/manifest.py": ("iterdir open read_bytes write_text", LOOKED_AT),
     "models/model_files.py": (

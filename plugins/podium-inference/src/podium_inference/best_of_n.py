@@ -13,7 +13,7 @@ from podium.models import load_tokenizer
 from podium.rewards import Grader, Rewards
 from podium.rollout.tasks import load_examples
 from podium.runs.config import InferenceConfig
-from podium.runs.model_paths import resolve_models
+from podium.runs.paths import resolve_models
 from podium.runtime import Cluster
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_answers, check_lengths, check_reward, find_columns, with_stop_tokens

@@ -13,7 +13,7 @@ from podium.rollout.tasks import Example
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation
 from podium.runs.judging import knows_accuracy
-from podium.runs.model_paths import resolve_models
+from podium.runs.paths import resolve_models
 from podium.runtime import Cluster
 from podium.spelling import write_count
 from podium.telemetry import Waiting, emit

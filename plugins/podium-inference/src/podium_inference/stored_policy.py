@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from podium.errors import CheckpointError, ConfigError
 from podium.exceptions import read_text
-from podium.models.adapter_base import BASE, base_checksum, check_scale, name_base
+from podium.models.adapters import BASE, base_checksum, check_scale, name_base
 from podium.models.config import ModelConfig
 from podium.models.loading import load_model, save_pretrained
 from podium.models.manifest import check_manifest, refusal_of

@@ -17,7 +17,7 @@ from podium.models import load_tokenizer
 from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks.templates import chat_template
 from podium.runs.config import InferenceConfig
-from podium.runs.model_paths import resolve_models
+from podium.runs.paths import resolve_models
 from podium.runtime import Cluster, Handle
 from podium.trainer.checks.preflight import with_stop_tokens
 from podium.workers import Generator
