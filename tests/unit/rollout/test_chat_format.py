@@ -52,6 +52,20 @@ def test_a_bridge_keeps_what_was_sampled_and_adds_what_the_template_adds() -> No
     assert added == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("blank", [" ", "{{ '\n\n' }}"])
+def test_an_end_after_a_space_of_the_template_is_not_written_again(blank: str) -> None:
+    """As Llama 2's template writes it: the model itself has ended its turn without the space."""
+    form, tokenizer = make(
+        CHATML.replace("<|im_end|>\n{% endfor %}{% if add", f"{blank}<|im_end|>\n{{% endfor %}}{{% if add")
+    )
+    answer, talk = said("4.", tokenizer), [USER, {"role": "assistant", "content": "4."}]
+    for sampled, after in ((answer, "4.<|im_end|>\n<|im_start|>user"), (answer[:-1], "<|im_end|>\n<|im_start|>user")):
+        whole = form.bridge(form.prompt([USER]), sampled, talk, [{"role": "user", "content": "Sure?"}])
+        assert whole is not None
+        text = tokenizer.decode(whole)
+        assert after in text and text.count("<|im_end|>") == 3, "two questions and one answer"
+
+
 def test_an_answer_that_was_cut_off_is_ended_by_the_template() -> None:
     form, tokenizer = make()
     prompt, answer = form.prompt([USER]), said("It is", tokenizer, end=False)

@@ -155,6 +155,10 @@ class ChatFormat:
         added = self._encoder.encode(text)
         if sampled and added and sampled[-1] in {added[0], *ends} & self._special and added[0] in self._special:
             added = added[1:]  # the model has written the end of its turn itself
+        elif sampled and (at := next((n for n, token in enumerate(added) if token in self._special), 0)):
+            before = str(self._tokenizer.decode(added[:at], skip_special_tokens=False))
+            if added[at] == sampled[-1] and not before.strip():  # and without the space that the template puts there
+                added = added[at + 1 :]
         return [*prompt, *sampled, *added]
 
     def _added(self, said: Messages, new: Messages, tools: Tools) -> str | None:
