@@ -57,6 +57,7 @@ from podium.telemetry.sinks.console import lost_output
 from podium.trainer.checkpointing import load_checkpoint, write_model
 from podium.trainer.checks import preflight
 from podium.trainer.checks.overlap import describe_overlaps
+from podium.trainer.checks.session_fields import describe_session_fields
 from podium.trainer.checks.unused import find_unused_settings
 from podium.trainer.data_objects import write_data
 from podium.trainer.evaluate import score_held_out
@@ -246,7 +247,8 @@ class Trainer(ABC, Generic[C, E, R]):
         stream = self.load_data(tokenizer, sampling)
         sets = self.load_held_out(tokenizer, sampling) if config.eval.items else {}
         examples: list[Example] = list(getattr(stream.examples, "examples", ()))
-        for sentence in (*find_unused_settings(config), *describe_overlaps(config, examples, sets)):
+        notes = (*describe_overlaps(config, examples, sets), *describe_session_fields(config, examples))
+        for sentence in (*find_unused_settings(config), *notes):
             emit(Note(sentence))
         examples += [row.example for rows in sets.values() if not isinstance(rows, EncodedExamples) for row in rows]
         columns = preflight.find_columns(examples, config.reward)
