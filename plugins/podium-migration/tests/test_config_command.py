@@ -436,7 +436,7 @@ def test_the_configuration_passes_the_dry_run(recipe: str, tmp_path: Path, capsy
     lengths = ["--data.max_prompt_tokens", "4", "--sampling.max_new_tokens", "3", "--reward.name", "exact"]
     command = ["train", "ppo" if recipe == "ppo" else "grpo", "--config", str(tmp_path / f"{recipe}.sh.run.yaml")]
     assert main([*command, *words, *model, *lengths, "--parallel.strategy", "replicate", "--dry-run"]) == 0
-    assert "1024 prompts" in capsys.readouterr().out or recipe == "dapo"
+    assert "1,024 prompts" in capsys.readouterr().out or recipe == "dapo"
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

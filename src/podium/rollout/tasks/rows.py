@@ -87,6 +87,8 @@ def find_files(spec: str) -> list[Path]:
         files = sorted(match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file())
         if files:
             return files
+    if os.path.islink(path) and not os.path.exists(path):
+        raise DataError(f"no file {spec}: it is a link to {os.readlink(path)}, which does not exist")
     raise DataError(f"no file {spec}{_nearest(path)}")
 
 
@@ -386,9 +388,17 @@ def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[
     )
 
 
+def _suggest_file(spec: str) -> str:
+    """The end of a message on what is no dataset, where a data file has nearly its name."""
+    folder, name = os.path.split(os.path.expanduser(spec))
+    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") and os.access(folder or ".", os.R_OK) else []
+    near = [other for other in names if other.endswith(_SUFFIXES)]
+    return suggest_nearest(name, near, prefix=os.path.join(folder, ""), likeness=0.8)
+
+
 def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> DataError:
     if offline := explain_offline(error):
-        return DataError(f"{spec}: neither a file nor a dataset that can be loaded: {offline}")
+        return DataError(f"{spec}: neither a file nor a dataset that can be loaded: {offline}{_suggest_file(spec)}")
     reason = read_text(error).strip().partition("\n")[0] or type(error).__name__
     with_options = f" with data.options = {dict(options)!r}" if options else ""
     return DataError(

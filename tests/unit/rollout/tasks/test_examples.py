@@ -316,6 +316,17 @@ def test_held_out_rows_that_no_run_evaluates_are_told_where_there_are_some(
     assert len(notes) == bool(count) and all(note.startswith(said) for note in notes)
 
 
+def test_a_mistyped_ending_and_a_link_to_nothing_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "b"}])
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(DataError, match=r"^train\.jsonll: neither a file nor .*; did you mean train\.jsonl\?"):
+        load_examples("train.jsonll", DataConfig(train="train.jsonll"))
+    with pytest.raises(DataError, match=r"^no file link\.jsonl: it is a link to gone\.jsonl, which does not exist$"):
+        load_examples("link.jsonl", DataConfig(train="link.jsonl"))
+
+
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(DataError, match=r"no file .*trian\.jsonl; .* has train\.jsonl"):
