@@ -275,6 +275,7 @@ def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
         ("actor.ppo_mini_batch_size=64", "write --algorithm.minibatches VALUE: it is how many, not how large"),
         ("trainer.balance_batch=True", "there is none, and it needs none: parallel.batching"),
         ("~trainer.del_local_ckpt_after_load", "leave it out"),
+        ("~data.shuffle", "leave it out: there is none, and it needs none"),
         ("trainer.logger=['console','wandb']", "write --run.trackers VALUE: a list"),
         ("critic.optim.lr=1e-5", "write --critic.lr 1e-5"),
         ("data.train_files=[a.parquet,b.parquet]", "write --data.train '[a.parquet,b.parquet]'"),

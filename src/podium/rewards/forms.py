@@ -187,7 +187,8 @@ class Form:
 
         It gets a copy of row and extras, so that what it changes in them is seen by no other function and completion.
         """
-        item = Item(item.completion, copy.deepcopy(dict(item.row)), copy.deepcopy(dict(item.extras)))
+        extras = {name: [*value] if isinstance(value, list) else value for name, value in item.extras.items()}
+        item = Item(item.completion, copy.deepcopy(dict(item.row)), extras)
         columns = tuple(item.row)
         if (call := self._calls.get(columns)) is None:
             call = self._calls[columns] = self._bind(frozenset(columns))

@@ -32,7 +32,8 @@ class ProjectAnswers(Answers):
         if answer is None:
             return ""
         if removes:
-            return f"leave it out{_describe(answer, None)}"
+            held = f": there is none, and it needs none: {answer.remark}" if answer.holds else _describe(answer, None)
+            return f"leave it out{held}"
         read = _read_value(value)
         translation = answer.translate(read) if answer.key else None
         if not answer.key or (translation is not None and translation.missing):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from podium.rollout.tasks import Example
 from podium.runs.config import InferenceConfig
+from podium.spelling import write_count
 
 _FIELD: Final = re.compile(
     r"(need_)?(tools?|interaction|agent|env|environment)_(name|kwargs|args|config|class)|agent|environment|env"
@@ -23,9 +25,9 @@ def describe_session_fields(config: InferenceConfig, examples: Sequence[Example]
         return
     for name, count in Counter(name for example in examples for name in _list_fields(example.row)).items():
         yield (
-            f"{count} rows have a value in {name!r}, which sessions with tools or an environment read, and each prompt "
-            "is answered once here: name a function of yours in environment.name (docs/environments.md), unless this "
-            "is meant"
+            f"{write_count(count, 'row has', 'rows have')} a value in {name!r}, which sessions with tools or an "
+            "environment read, and each prompt is answered once here: name a function of yours in environment.name "
+            "(docs/environments.md), unless this is meant"
         )
 
 
@@ -37,6 +39,11 @@ def _list_fields(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_of_session(name: object, value: object) -> bool:
-    if not isinstance(name, str) or not _FIELD.fullmatch(name) or not isinstance(value, str | bool | list | Mapping):
+    if not _is_name_of_session(name) or not isinstance(value, str | bool | list | Mapping):
         return False
     return bool(value) and value not in _ONCE
+
+
+@lru_cache(maxsize=1024)  # every row has the same names
+def _is_name_of_session(name: object) -> bool:
+    return isinstance(name, str) and _FIELD.fullmatch(name) is not None

@@ -63,6 +63,19 @@ def test_a_stream_and_an_answer_with_one_call_are_as_they_were_drawn() -> None:
     assert len(cut.sampled.ids) == len(whole.sampled.ids) - 1, "a turn of one call keeps its end"
 
 
+def test_an_answer_that_a_text_ends_has_one_call_too() -> None:
+    """What is trained is what the next prompt has."""
+    service, _, tokenizer = scripted(f"{FIRST}{SECOND}So. And more<|im_end|>")
+
+    async def draw() -> Any:
+        request = ChatRequest(messages=[USER], tools=TOOLS, parallel_tool_calls=False, stop=["So."])
+        return await service.answer(service.chat(request, "s"))
+
+    answer = asyncio.run(draw())
+    assert names_of(answer.message) == ["look"]
+    assert tokenizer.decode(answer.sampled.ids) == FIRST
+
+
 @pytest.mark.parametrize(
     ("written", "said", "sampled"),
     [

@@ -49,3 +49,9 @@ def test_a_field_that_only_a_session_reads_is_told(columns: dict[str, Any], name
 )
 def test_other_fields_are_not(columns: dict[str, Any]) -> None:
     assert describe(GRPOConfig(), **columns) == []
+
+
+def test_one_row_is_counted_in_the_singular() -> None:
+    example = Example("2 + 3", "5", {"prompt": "2 + 3", "answer": "5", "env": {"seed": 1}})
+    (sentence,) = describe_session_fields(GRPOConfig(), [example])
+    assert sentence.startswith("1 row has a value in 'env', ")

@@ -499,7 +499,7 @@ class Service:
             try:
                 async for event in events:
                     if isinstance(event, Sampled):
-                        yield self._cut_at_call(asked, cut_at_stop(event, asked.stops, self.decode))
+                        yield self._cut(asked, event)
                         return
                     ids += event.token_ids
                     logprobs += event.logprobs
@@ -507,14 +507,16 @@ class Service:
                     new = len(event.token_ids)
                     recorded = asked.params.filtered or asked.constraint is not None  # with the last event alone
                     if asked.stops and not recorded and ends_now(ids, new, asked.stops, self.decode):
-                        yield cut_at_stop(Sampled(ids, logprobs, versions, "stop"), asked.stops, self.decode)
+                        yield self._cut(asked, Sampled(ids, logprobs, versions, "stop"))
                         return
                     yield Sampled(ids, logprobs, versions, "")
             except ConfigError as error:
                 raise Refusal(400, str(error)) from None
 
-    def _cut_at_call(self, asked: Asked, drawn: Sampled) -> Sampled:
-        """What was sampled up to the end of the first call, where the request wants no more than one."""
+    def _cut(self, asked: Asked, drawn: Sampled) -> Sampled:
+        """What was sampled up to a text that ends it, and up to the end of the first call, where the request wants no
+        more than one."""
+        drawn = cut_at_stop(drawn, asked.stops, self.decode)
         if not asked.one_call or len(every := self._read_calls(asked, drawn.ids)) < 2:
             return drawn
         count = len(drawn.ids)  # calls in one list are there at once
