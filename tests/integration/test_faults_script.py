@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -59,6 +60,29 @@ def finish(script: subprocess.Popen[str]) -> int:
 def left_over(directory: Path) -> list[str]:
     """What is left of the private directory, whose place the script's TMPDIR says."""
     return sorted(path.name for path in (directory / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_workers_start_from_a_script_whose_streams_are_closed(tmp_path: Path, closed: str) -> None:
+    """The null device takes the place of a closed stream, so that no socket gets its number."""
+    out = tmp_path / "out"
+    speaking = """
+with podium.connect("local", preload=[]) as cluster:
+    cluster.start(Busy.bind(), cluster.pool([2])).work(0.01)
+print("said to nobody", flush=True)
+"""
+    end = f"""
+import pathlib, stat
+kinds = [stat.S_ISSOCK(os.fstat(number).st_mode) for number in range(3)]
+pathlib.Path({str(out)!r}).write_text(str(kinds))
+"""
+    script = tmp_path / "script.py"
+    script.write_text(BUSY + speaking + end)
+    with (tmp_path / "words").open("w") as words:  # for the streams that stay
+        line = f"exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} {closed}"
+        subprocess.run(["sh", "-c", line], stdin=subprocess.DEVNULL, stdout=words, stderr=words, check=False)
+    assert out.exists(), (tmp_path / "words").read_text()
+    assert out.read_text() == "[False, False, False]"
 
 
 @pytest.mark.parametrize("how", ["script", "process group", "os._exit", "while starting"])

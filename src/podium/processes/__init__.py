@@ -48,6 +48,7 @@ from podium.processes.launcher import (
     end_launched as end_launched,
     import_path as import_path,
     open_log as open_log,
+    open_standard_streams as open_standard_streams,
     temporary_directory as temporary_directory,
     working_directory as working_directory,
 )

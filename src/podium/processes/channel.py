@@ -29,8 +29,6 @@ from podium.processes.limits import LONGEST_BODY
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["HEADER", "Channel", "Frame", "FrameError", "Requests", "make_frame", "read_frame"]
-
 Frame = tuple[int, bytes]
 """The number and the body of a message."""
 HEADER: Final = struct.Struct("<QQ")

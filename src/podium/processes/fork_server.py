@@ -21,8 +21,6 @@ from podium.processes.launcher import Launched
 from podium.processes.limits import explain_limit
 from podium.processes.supervisor import Supervisor
 
-__all__ = ["ForkServer", "serve_forks"]
-
 
 class ForkServer(Launched):
     """The controller's side of a process whose ``main`` calls :func:`serve_forks`."""

@@ -11,8 +11,6 @@ from typing import Final
 
 from podium.secrecy import find_secrets
 
-__all__ = ["TAKE", "close_memory", "hide_secrets", "open_own", "take_secrets"]
-
 TAKE: Final = "from podium.processes.handover import take_secrets; take_secrets(); "
 """The code that a process begins with whose environment :func:`hide_secrets` has made."""
 

@@ -20,8 +20,6 @@ from podium.processes.channel import Channel
 from podium.processes.handover import TAKE, hide_secrets
 from podium.processes.table import kill_marked
 
-__all__ = ["Launched", "command", "end_launched", "import_path", "open_log", "temporary_directory", "working_directory"]
-
 _MARK: Final = "PODIUM_LAUNCHED"
 _LAST_END_S: Final = 0.5  # for processes to end by themselves when this one cannot wait
 
@@ -44,6 +42,23 @@ def open_log(path: str | Path, mode: int = 0o666) -> int:
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise
     raise DataError(f"{path} is a link, or no regular file with one name: remove it, so that the log is a new file")
+
+
+def open_standard_streams() -> None:
+    """Open the null device in the place of each standard stream that is closed, as in a script that was started with
+    ``>&-``. Without it, the next socket would get the stream's descriptor, and the processes below no stream."""
+    closed = {name: number for number, name in enumerate(("stdin", "stdout", "stderr")) if getattr(sys, name) is None}
+    for descriptor in closed.values():
+        try:
+            os.fstat(descriptor)
+        except OSError:  # nobody has opened another file in its place
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            os.set_inheritable(descriptor, True)
+    for name in closed:
+        setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115 - until the end
 
 
 class Launched:

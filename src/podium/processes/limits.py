@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = ["LARGEST_KEPT", "LONGEST_BODY", "START_LIMIT_S", "explain_limit", "limit_memory", "raise_descriptor_limit"]
-
 START_LIMIT_S: Final = 300.0  # to import a user's code
 LARGEST_KEPT: Final = 32 << 20
 """Bytes of the largest block that a worker process keeps for itself once it is freed, where malloc is glibc's. glibc

@@ -30,8 +30,6 @@ from podium.exceptions import format_error
 from podium.processes.channel import Channel
 from podium.processes.table import become_subreaper, children_of, descendants_of, kill, kill_with_parent
 
-__all__ = ["Supervisor", "supervise"]
-
 _PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
 
 

@@ -7,9 +7,6 @@ import signal
 from pathlib import Path
 from typing import Final
 
-__all__ = ["become_subreaper", "children_of", "descendants_of", "describe_exit", "end_of", "is_ending", "is_stopped"]
-__all__ += ["kill", "kill_marked", "kill_with_parent"]
-
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PF_EXITING: Final = 4

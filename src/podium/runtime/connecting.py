@@ -16,11 +16,10 @@ from podium.exceptions import describe_error, read_text
 from podium.extras import explain_packages, repair_command
 from podium.functions import nearest
 from podium.installed import list_entry_points
+from podium.processes import open_standard_streams
 from podium.runtime.backend import Backend
 from podium.runtime.cluster import Cluster
 from podium.runtime.worker import current_context
-
-__all__ = ["backend_class", "backends", "connect"]
 
 
 class _Launcher(NamedTuple):
@@ -69,6 +68,7 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
         ConfigError: There is no such backend (the message has the nearest name), it does not have an option, or this
             is one of several processes that a launcher such as torchrun or srun has started.
     """
+    open_standard_streams()
     name, cls = _find_backend(backend, options)
     parameters = signature_of(cls).parameters
     arguments = {name: value for name, value in (hints or {}).items() if name in parameters} | _with_address(

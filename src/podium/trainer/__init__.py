@@ -47,6 +47,6 @@ else:
 
 def _announce_imports() -> None:
     """Say on stderr that a script's first seconds are imports. A program that shows events says it by itself."""
-    if not active():
+    if sys.stderr is not None and not active():
         sys.stderr.write("podium: importing torch and transformers\n")
         sys.stderr.flush()
