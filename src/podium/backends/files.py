@@ -9,8 +9,6 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Files", "Log"]
-
 LAST_LINES = 20
 CRASH, LINES_BEFORE_CRASH = "Fatal Python error", 5
 TAIL_BYTES = 16 << 10

@@ -24,8 +24,6 @@ from podium.runtime.codec import decode, encode
 from podium.runtime.messages import Capabilities, Failure, Node, OnDeath, ProcessSpec, Reply, Request
 from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
 
-__all__ = ["InlineBackend"]
-
 
 class _Copy:
     """A value as bytes; every reader unpickles its own."""

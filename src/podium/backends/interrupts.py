@@ -6,8 +6,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-__all__ = ["Interrupts"]
-
 T = TypeVar("T")
 
 

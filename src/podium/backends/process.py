@@ -21,9 +21,6 @@ from podium.lazy import without_collector
 from podium.processes import LARGEST_KEPT, import_path, open_log, working_directory
 from podium.runtime.messages import Node, ProcessSpec
 
-__all__ = ["MEMORY", "THREAD_VARIABLES", "Surroundings", "accelerators", "environment_of", "interface_of"]
-__all__ += ["keep_freed_memory", "log_to", "machine", "run_to_the_end", "visibility"]
-
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """Bytes of memory that this machine has."""
 NVIDIA_CARDS = Path("/proc/driver/nvidia/gpus")

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Adapter", "merge_adapters"]
-
 
 class Adapter(NamedTuple):
     """An update ``scale * up @ down`` of one weight (Hu et al. 2021, LoRA), whose matrices others hold by name.

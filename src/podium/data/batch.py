@@ -17,8 +17,6 @@ from podium.data.rows import Rows, part_name
 from podium.errors import DataError
 from podium.spelling import suggest_nearest
 
-__all__ = ["Batch", "Column"]
-
 Column = Tensor | TensorRef | Jagged | list[Any]
 ColumnSource = Column | np.ndarray[Any, Any]
 """What a batch can be made of: its kinds of columns, and arrays, which become tensors."""

@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["gather_rows", "is_divided"]
-
 
 def is_divided(tensor: Tensor) -> bool:
     """Whether the tensor's rows are divided among ranks: it is a DTensor."""

@@ -13,8 +13,6 @@ from podium.data.refs import RowIndex, RowRanges, TensorRef, concat_values, row_
 from podium.data.rows import Rows
 from podium.errors import DataError
 
-__all__ = ["Jagged", "JoinedRows", "TakenRows"]
-
 
 def _ints(tensor: Tensor) -> list[int]:
     return cast(list[int], tensor.tolist())  # pyright: ignore[reportUnknownMemberType]

@@ -19,8 +19,6 @@ from podium.data.fields import MASK_BITS, MASK_NUMBERS
 from podium.data.jagged import Jagged
 from podium.errors import DataError
 
-__all__ = ["mask_columns", "pack_ids", "read_mask_columns", "unpack_masks"]
-
 _BITS: Final = 8
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from podium.data.store import Bytes
 
-__all__ = ["concat_tensors", "copy_bytes", "copy_tensor", "flat_bytes", "is_plain", "tensor_over"]
-
 SMALLEST = 1 << 20  # bytes; below it the allocator is as good
 KEPT_IDLE = 1 << 30  # bytes kept while nobody uses them; the longest idle go first
 _NUMPYS = (torch.float32, torch.int64, torch.int32, torch.bool, torch.uint8, torch.float16, torch.float64)

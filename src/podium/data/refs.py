@@ -25,8 +25,6 @@ from podium.data.rows import Rows, alike
 from podium.data.store import Block, BlockInfo, Bytes, PlainBlock, refuse_pickle
 from podium.errors import DataError
 
-__all__ = ["Part", "RowIndex", "RowRanges", "TensorRef", "concat_values", "row_numbers"]
-
 Ints = npt.NDArray[np.int64]
 _NO_RUNS: Final[Ints] = np.zeros((0, 3), np.int64)
 RowIndex = Sequence[int] | Tensor | npt.NDArray[np.integer[Any]]

@@ -6,8 +6,6 @@ from typing import Any, Self
 
 from podium.errors import DataError
 
-__all__ = ["Rows", "alike", "part_name"]
-
 
 class Rows(ABC):
     """A value made of rows: a Batch, a Jagged or a reference.

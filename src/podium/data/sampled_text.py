@@ -18,8 +18,6 @@ from podium.data.jagged import Jagged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["completion_texts", "count_sampled", "decode_sampled", "sampled_tokens", "sum_rows", "text_column"]
-
 # A tokenizer's bytes may decode to lone surrogates, which plain UTF-8 cannot encode.
 _CODING = ("utf-8", "surrogatepass")
 

@@ -22,8 +22,6 @@ import numpy.typing as npt
 
 from podium.errors import DataError, StoreFullError
 
-__all__ = ["ALIGN", "Block", "BlockInfo", "Bytes", "MemoryStore", "PlainBlock", "TensorStore", "Usage", "lay_out"]
-
 Bytes = npt.NDArray[np.uint8]
 
 ALIGN = 64

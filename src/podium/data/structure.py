@@ -19,8 +19,6 @@ from podium.data.refs import TensorRef
 from podium.data.rows import Rows
 from podium.data.store import TensorStore, lay_out
 
-__all__ = ["InPlace", "fetch", "keep", "map_tensors"]
-
 BLOCK_BYTES: Final = 64 << 20
 """Small tensors share a block up to this size. A block takes a descriptor, and moving needs as much memory again."""
 

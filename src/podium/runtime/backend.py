@@ -117,7 +117,10 @@ class Backend(ABC):
 
     @abstractmethod
     def pack(self, value: Any, readers: int) -> Packed:
-        """Make ``value`` ready to be sent to ``readers`` processes, stored once. Raises SerializationError."""
+        """Make ``value`` ready to be sent to ``readers`` processes, stored once. Raises SerializationError.
+
+        What a worker was made of is sent again when its group restarts, so it has to stay what it is until it is let go.
+        """
 
     @abstractmethod
     def unpack(self, payload: Packed) -> Any:

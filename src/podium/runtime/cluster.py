@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from podium.data import TensorStore
     from podium.telemetry.events import Count
 
-__all__ = ["Cluster"]
-
 T = TypeVar("T")
 H = TypeVar("H", bound=type[Worker])
 

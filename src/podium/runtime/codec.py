@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from podium.data import Block, BlockInfo, TensorRef
 
-__all__ = ["Opener", "Reading", "copy_value", "decode", "encode", "read_as", "take_back"]
-
 T = TypeVar("T")
 Rebuild = tuple[Callable[..., Any], tuple[Any, ...]]
 Reading = Literal["tensor", "readonly", "ref"]

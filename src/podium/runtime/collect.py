@@ -13,8 +13,6 @@ from podium.runtime.dispatch import RowPlan, Split
 from podium.runtime.rows import concat_rows, count_rows, is_scalar, kind_of, open_rows, slice_rows, take_rows
 from podium.spelling import write_count
 
-__all__ = ["Collect", "check_ranks", "concat", "first", "gather", "nothing", "reduce"]
-
 Ret = TypeVar("Ret")
 Out = TypeVar("Out")
 

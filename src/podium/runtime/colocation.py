@@ -9,8 +9,6 @@ from podium.errors import ConfigError
 from podium.runtime.group import WorkerHandle
 from podium.runtime.worker import Bound
 
-__all__ = ["Colocated", "colocate", "is_colocated"]
-
 
 class Colocated(dict[str, Any]):
     """Handles of several workers that share the same worker processes: ``both.policy`` or ``both["policy"]``.

@@ -15,9 +15,6 @@ from podium.errors import ConfigError, DataError
 from podium.runtime.rows import count_rows, open_rows, row_groups, slice_rows, take_rows, token_lengths
 from podium.spelling import write_count
 
-__all__ = ["Among", "Arguments", "Checked", "Dispatch", "Mesh", "PerRank", "Ranks", "RowPlan", "Shipped", "Split"]
-__all__ += ["World", "broadcast", "check_count", "join_meshes", "only", "per_rank", "scatter", "shard"]
-
 T = TypeVar("T")
 _HEAVIEST: Final = 1.05  # times the mean of all parts
 Ranks = int | slice | Sequence[int]

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
         readonly: bool
 
 
-__all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "Returns", "endpoint", "endpoints_of", "spec_of_function"]
-
 TAKEN = ("bind", "ctx", "group")
 _NO_METHODS = (staticmethod, classmethod, property, cached_property, partialmethod, type)
 NUMBERS = tuple(map(str, range(100)))

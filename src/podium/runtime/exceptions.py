@@ -19,8 +19,6 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from podium.exceptions import is_readable, read_text
 
-__all__ = ["pack_exception", "unpack_exception"]
-
 _TRUSTED: Final = frozenset({*sys.stdlib_module_names, "podium", "torch", "numpy"}) - {"__main__"}
 _HOOKS: Final = (
     *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__", "__new__"),

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from podium.data import Usage
 
-__all__ = ["Handle", "Replicas", "WorkerGroup", "WorkerHandle"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Out = TypeVar("Out")

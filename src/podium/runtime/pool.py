@@ -18,8 +18,6 @@ from podium.runtime.backend import Backend
 from podium.runtime.messages import Node, Place, Resources
 from podium.spelling import write_count
 
-__all__ = ["Inventory", "Reservation", "ResourcePool", "Slot", "Strategy", "whole_numbers"]
-
 Strategy = Literal["pack", "spread"]
 Shares = dict[int, float]  # by device, what is left of it
 EPSILON = 1e-9  # sums of fractions miss whole numbers by less

@@ -24,8 +24,6 @@ from podium.runtime.pool import Reservation, ResourcePool
 from podium.runtime.profiling import Profile
 from podium.runtime.worker import Bound, WorkerContext
 
-__all__ = ["BUSY_END_S", "START_TIMEOUT_S", "ProcessSet", "Record", "Role", "StartOptions"]
-
 START_TIMEOUT_S = 10 * 60.0
 ATTACH_S = CLOSE_WORKER_S = 30.0
 BUSY_END_S = 0.5  # for processes to close their workers where a call is in flight

@@ -10,8 +10,6 @@ from podium.errors import ConfigError
 from podium.functions import nearest
 from podium.spelling import write_count
 
-__all__ = ["Profile", "Recorded"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:

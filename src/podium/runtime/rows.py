@@ -13,9 +13,6 @@ from podium.data import Rows, fields
 from podium.data.rows import alike
 from podium.errors import DataError
 
-__all__ = ["concat_rows", "count_rows", "is_scalar", "kind_of", "open_rows", "row_groups", "slice_rows", "take_rows"]
-__all__ += ["token_lengths"]
-
 JoinScalars = Callable[[Sequence[Any], Sequence[str]], Any]
 NO_ROWS = "which has no rows; a Batch, a Jagged, a tensor, an array, a list and a dict of them have rows"
 

@@ -19,8 +19,6 @@ from podium.runtime.endpoints import endpoints_of
 if TYPE_CHECKING:
     from podium.runtime.group import Handle, WorkerGroup
 
-__all__ = ["Bound", "Worker", "WorkerContext", "check_made", "current_context"]
-
 P = ParamSpec("P")
 W = TypeVar("W")
 H_co = TypeVar("H_co", covariant=True)

@@ -49,8 +49,6 @@ from podium.telemetry.progress import read_counts
 if TYPE_CHECKING:
     from podium.data import TensorStore, Usage
 
-__all__ = ["Outcome", "Values", "WorkerProcess", "pack_outcome"]
-
 P = TypeVar("P")
 Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """The arguments of a request, or a function that reads them. If it raises, the request has raised."""

@@ -36,8 +36,6 @@ from podium.processes import ForkServer, close_memory, command, raise_descriptor
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Node, OnDeath, ProcessSpec
 
-__all__ = ["LocalBackend", "WorkerServer"]
-
 _NEEDED = {
     **dict.fromkeys(("memfd_create", "eventfd", "pidfd_open"), os),
     **dict.fromkeys(("SOCK_SEQPACKET", "MSG_CMSG_CLOEXEC"), socket),

@@ -38,8 +38,6 @@ from podium.backends.local.wire import (
 from podium.backends.process import Surroundings, run_to_the_end
 from podium.runtime.worker_process import Outcome, Values, WorkerProcess, pack_outcome
 
-__all__ = ["main"]
-
 _CLOSED = (
     "podium: process {} cannot answer and ends: code in it has closed the descriptor of its socket to the script ({}), "
     "as os.closerange() does; close the descriptors that it has opened, and no others"

@@ -23,8 +23,6 @@ from collections.abc import Callable
 from podium.backends.interrupts import Interrupts
 from podium.errors import ConfigError
 
-__all__ = ["INTERRUPTED", "IoLoop"]
-
 TICK_S = 0.004
 HOT_S = 0.004
 TAKE_OVER_S = 0.05

@@ -38,8 +38,6 @@ from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
 if TYPE_CHECKING:
     from podium.backends.local.backend import LocalBackend, WorkerServer
 
-__all__ = ["LocalProcess", "Outbox"]
-
 KILL_S = 10.0
 REPORT_S = 60.0
 _PIDFD_THREAD = os.O_EXCL  # of linux/pidfd.h

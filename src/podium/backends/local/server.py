@@ -19,8 +19,6 @@ from podium.exceptions import describe_error
 from podium.lazy import without_collector
 from podium.processes import Channel, Supervisor, command, hide_secrets, open_log, serve_forks, supervise
 
-__all__ = ["main"]
-
 
 def main(preload: list[str], private: str) -> None:
     """Serve until the controller is gone."""

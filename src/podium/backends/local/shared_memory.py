@@ -44,8 +44,6 @@ from podium.data.store import Bytes, fill_block
 from podium.errors import RefLostError, StoreFullError
 from podium.processes import open_own
 
-__all__ = ["INLINE_LIMIT", "Key", "Lease", "Segment", "SegmentPool"]
-
 INLINE_LIMIT = 32 << 10  # bytes of a parcel that still go in the message; below it, descriptors cost more than copies
 KEPT_IDLE = max(1 << 30, MEMORY // 12)  # bytes of idle segments that a process keeps; the longest idle go first
 KEPT_VIEWS = max(256 << 20, MEMORY // 24)  # bytes that a process keeps mapped, though they may be freed elsewhere

@@ -13,8 +13,6 @@ import numpy as np
 from podium.backends.local.shared_memory import INLINE_LIMIT, Lease, SegmentPool
 from podium.data.store import Block, BlockInfo, Bytes, PlainBlock, TensorStore, fill_block
 
-__all__ = ["LocalBlock", "LocalStore", "bring"]
-
 
 class LocalBlock(Block):
     """A segment that holds tensors. Readers map it copy-on-write: opening takes microseconds, whatever its size."""

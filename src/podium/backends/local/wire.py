@@ -47,9 +47,6 @@ from podium.data.store import ALIGN, Block, Bytes, lay_out
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
 
-__all__ = ["MOST_FDS", "NOTHING", "SEND", "SEND_NOW", "Inbound", "Message", "Parcel", "Receiver", "Releases"]
-__all__ += ["pack", "receive_parcel", "send_message", "short_answer", "short_call", "split_message"]
-
 RECEIVE_LIMIT = 6 * INLINE_LIMIT
 MOST_FDS = 200  # in one message; the kernel takes 253
 

@@ -404,4 +404,5 @@ def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> Data
     return DataError(
         f"{spec}: neither a file nor a dataset that can be loaded{with_options}: {reason}. A file ends in .jsonl, "
         ".json, .csv, .parquet or .arrow; a subset of a hub dataset is named by data.options, as in {name: main}"
+        + _suggest_file(spec)
     )

@@ -24,9 +24,6 @@ from podium.runtime.dispatch import PerRank
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call", "CallArgument", "Here", "Watch", "end_fork", "fill_in", "find_calls", "refuse_in_a_fork"]
-__all__ += ["run_later", "wait"]
-
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 1e6  # one wait of the operating system; a longer wait is several

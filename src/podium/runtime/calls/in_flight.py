@@ -14,8 +14,6 @@ from podium.runtime.collect import Collect
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Packed, Reply
 
-__all__ = ["STALL_S", "Ask", "HearReply", "InFlight", "Kept", "pack_arguments", "return_number", "take_number"]
-
 HearReply = Callable[[int, Reply], object]
 """A function that is called with the rank of a worker process and its reply."""
 

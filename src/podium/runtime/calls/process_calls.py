@@ -37,8 +37,6 @@ from podium.spelling import write_share
 from podium.telemetry.bus import AS_EVENT
 from podium.telemetry.events import Count
 
-__all__ = ["WAITS_FOR_ITSELF", "ProcessCalls", "limit_of"]
-
 WAITS_FOR_ITSELF = (
     "a worker of the same processes called it and would wait for itself. Call the method of self or of "
     "self.ctx.colocated[...], or declare the endpoint with concurrent=True"

@@ -24,8 +24,6 @@ from podium.runtime.messages import Reply
 from podium.telemetry.events import Count
 from podium.telemetry.progress import read_counts
 
-__all__ = ["LOOK_S", "ProgressWatch", "RankCounts"]
-
 LOOK_S = 0.5
 """Between two looks, and how long something takes before it is looked at."""
 

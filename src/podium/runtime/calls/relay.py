@@ -29,9 +29,6 @@ from podium.runtime.codec import decode, encode
 from podium.runtime.exceptions import pack_exception
 from podium.runtime.messages import Failure, Reply
 
-__all__ = ["Outbox", "Reachable", "Relay", "Wanted", "reachable", "travelled"]
-
-
 UNANSWERED_S = 10.0  # after a call's deadline, by which the script has ended the call if it is there
 
 

@@ -12,8 +12,6 @@ nothing.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Collectives", "find_waiting_siblings"]
-
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 1.0  # between two looks, which grow rarer while a rank computes
 
 

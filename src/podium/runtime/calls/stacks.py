@@ -11,8 +11,6 @@ from pathlib import Path
 
 from podium.processes import descendants_of
 
-__all__ = ["collective_of", "is_inside_collective", "outside_stack"]
-
 _DUMP_S = 5.0
 _COLLECTIVE = re.compile(r'distributed_c10d\.py", line \d+, in (\w+)|(\w+) \(\S*distributed_c10d\.py')
 
