@@ -31,7 +31,7 @@ from tests.unit.training.near import Borrower, Lender
 MIB = 2**20
 PROMPTS, ROW_TOKENS = 4, 32
 FREE_S, MOST_LEFT_MIB = 5.0, 512  # 264 were found once: what torch keeps of the checksums in the generator
-WAY = "1 of 1 generators copy the policy's weights on their device"
+WAY = "1 of 1 generator copies the policy's weights on its device"
 
 
 def ipc(stage: Stage) -> None:

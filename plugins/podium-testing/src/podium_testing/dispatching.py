@@ -281,7 +281,7 @@ class DispatchContract:
         ("method", "args", "kwargs", "says"),
         [
             ("echo", (), {}, r"shared_probe\.echo\(\) misses \['value'\]"),
-            ("echo", (1, 2), {}, r"shared_probe\.echo\(\) takes 1 positional arguments and got 2"),
+            ("echo", (1, 2), {}, r"shared_probe\.echo\(\) takes 1 positional argument and got 2"),
             ("echo", (1,), {"value": 2}, r"shared_probe\.echo\(\) got \['value'\] twice"),
             ("echo", (1,), {"wrong": 2}, r"shared_probe\.echo\(\) has no parameter \['wrong'\]"),
             ("echo", (per_rank([1, 2, 3]),), {}, r"shared_probe\.echo: argument 'value' is per_rank"),
@@ -327,7 +327,7 @@ class DispatchContract:
             ("none", r"has ranks=\[\]; they are some of 0\.\.2"),
             ("outside", r"has ranks=\[0, 3\]; they are some of 0\.\.2"),
             ("twice", r"has ranks=\[0, 0\], some of them twice"),
-            ("own", r"has 1 entries in own= for 3 ranks; it needs one for each"),
+            ("own", r"has 1 entry in own= for 3 ranks; it needs one for each"),
             ("collectors", r"collects from ranks \[1\], which it does not call"),
             ("plan", "plans rows for 1 part and collects from 3 ranks"),
             ("order", r"has a RowPlan that is contiguous=True, and sends rows in another order: \[0, 3, 1, 2\]"),

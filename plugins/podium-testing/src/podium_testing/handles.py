@@ -80,7 +80,7 @@ class HandleContract:
         assert (inner.method, inner.rank) == ("fail", 1)
         assert agent.group.run(read_cause) == ["KeyError('why')"] * 2
         for make, error, text in (
-            (make_two_values, ConfigError, r"asked\.echo\(\) takes 1 positional arguments and got 2"),
+            (make_two_values, ConfigError, r"asked\.echo\(\) takes 1 positional argument and got 2"),
             (make_values_of_three_ranks, ConfigError, r"asked\.echo: argument 'value' is per_rank"),
             (make_locks, SerializationError, r"asked\.echo: .*'value' \(lock\)"),
         ):
