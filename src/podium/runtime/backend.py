@@ -119,7 +119,7 @@ class Backend(ABC):
     def pack(self, value: Any, readers: int) -> Packed:
         """Make ``value`` ready to be sent to ``readers`` processes, stored once. Raises SerializationError.
 
-        What a worker was made of is sent again when its group restarts, so it has to stay what it is until it is let go.
+        What a worker is made of is sent again when its group restarts, so it has to stay as it is until it is let go.
         """
 
     @abstractmethod
