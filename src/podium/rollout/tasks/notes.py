@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from podium.rollout.tasks.fields import is_speech
+from podium.rollout.tasks.fields import is_speech, list_texts
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
     NESTED_ANSWERS,
@@ -37,9 +37,9 @@ Untaken = tuple[str, str]
 """A part of an example, "prompt" or "answer", and a field without a value of its template; "" for a column that has the
 name of the part and is not the part."""
 
-_CONTEXTS: Final = (
-    *("input", "context", "passage", "document", "background", "instructions", "developer", "prefix"),
-    *("suffix", "prefill", "assistant_prefix"),
+_CONTEXTS: Final = re.compile(
+    r"(.+_)?(context|passage|document|paragraph|article|story|narrative|evidence|choice|option)s?|"
+    r"input|premise|hypothesis|background|instructions|developer|prefix|suffix|prefill|assistant_prefix"
 )
 """Columns that belong to a question or to an answer."""
 _LONGEST_NUMBER: Final = 12  # characters of a number that somebody wrote
@@ -81,8 +81,8 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
         )
     if opened := sum(e.columns == ("prompt", None) and bool(e.turns) for e in examples):
         yield (
-            f"the prompts of {write_count(opened, 'row ends', 'rows end')} with the assistant's turn, which is the "
-            "answer, and not the beginning of an answer that is generated"
+            f"{write_count(opened, 'row has a prompt that ends', 'rows have prompts that end')} with the assistant's "
+            "turn, which is the answer, and not the beginning of an answer that is generated"
         )
     if numbers := [e for e in examples if isinstance(value := e.row.get("answer"), float) and _is_odd(value)]:
         yield (
@@ -105,7 +105,9 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
     for name, count in links.items():
         rows = write_count(count, "row has", "rows have")
         yield f"{rows} an address in {name!r}, and the model does not see what is there"
-    for name, count in Counter(name for e in examples for name in _CONTEXTS if _is_left_out(name, e)).items():
+    names = dict.fromkeys(chain.from_iterable(example.row for example in examples))
+    contexts = [name for name in names if _CONTEXTS.fullmatch(name.lower())]
+    for name, count in Counter(name for e in examples for name in contexts if _is_left_out(name, e)).items():
         yield (
             f"column {name!r} of {write_count(count, 'row')} is neither in the prompt nor in the answer: "
             "data.prompt_column and "
@@ -137,11 +139,10 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
 
 def _is_left_out(name: str, example: Example) -> bool:
     """Whether a column that belongs to a question or an answer holds a text that is a part of neither."""
-    text, prompt = example.row.get(name), example.prompt
-    if not isinstance(text, str) or not text.strip() or example.is_text or name in (*example.columns, *example.fields):
+    if example.is_text or name in (*example.columns, *example.fields):
         return False
-    shown = prompt if isinstance(prompt, str) else "\n".join(map(message_text, prompt))
-    return text.strip() not in f"{shown}\n{example.answer}"
+    shown = f"{whole_text(example.prompt)}\n{example.answer}"
+    return any(text.strip() not in shown for text in list_texts(example.row.get(name)))
 
 
 def note_turns(turns: int, rewritten: int, endless: int, partial: int, opened: int) -> Iterator[str]:

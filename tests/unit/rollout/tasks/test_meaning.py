@@ -164,7 +164,7 @@ def test_an_end_that_the_data_have_is_learned_once(tmp_path: Path, end: str) -> 
     [
         ([{"prompt": "", "answer": "b"}, {"prompt": "a", "answer": "b"}], TOOLS, "1 of 2 prompts is empty"),
         ([{"prompt": "1+1", "answer": "1+1 = 2"}], TOOLS, "every answer begins with its prompt"),
-        ([{"prompt": [USER, LAST]}], TOOLS, "the prompts of 1 row ends with the assistant's turn, which is the answer"),
+        ([{"prompt": [USER, LAST]}], TOOLS, "1 row has a prompt that ends with the assistant's turn, which is the"),
         (
             [{"prompt": "a", "answer": "b", "messages": [USER, LAST]}],
             TOOLS,
@@ -175,6 +175,17 @@ def test_an_end_that_the_data_have_is_learned_once(tmp_path: Path, end: str) -> 
             TOOLS,
             "column 'context' of 1 row is neither in the prompt nor",
         ),
+        (
+            [{"prompt": "a", "answer": "b", "documents": [{"title": "t", "text": "It was so."}]}],
+            TOOLS,
+            "column 'documents' of 1 row is neither in the prompt nor",
+        ),
+        (
+            [{"prompt": "a", "answer": "b", "answer_choices": {"label": ["A", "B"], "text": ["b", "c"]}}],
+            TOOLS,
+            "column 'answer_choices' of 1 row is neither",
+        ),
+        ([{"prompt": "a: b or c?", "answer": "b", "choices": ["b", "c"], "options": {"n": 2}}], TOOLS, None),
         (
             [{"prompt": "A <b> c", "answer": "b"}],
             "| e",
