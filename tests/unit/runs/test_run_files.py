@@ -78,7 +78,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "models/untrained.py": ("read_bytes rename write_bytes write_text", LOOKED_AT),
     "models/weight_files.py": ("read_text", LOOKED_AT),
     "processes/handover.py": ("os.open", PRIVATE),
-    "processes/launcher.py": ("mkdir os.open tempfile.TemporaryDirectory", LOGS),
+    "processes/launcher.py": ("mkdir open os.open tempfile.TemporaryDirectory", LOGS),
     "processes/limits.py": ("read_text", PRIVATE),
     "processes/supervisor.py": ("os.open", PRIVATE),
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
