@@ -257,9 +257,9 @@ def describe_object(value: Any) -> str:
 def nearest(name: str, names: Iterable[str], group: str = "") -> str:
     """Words behind an error on a name that suggest the nearest of ``names``; "" if none is near, or a package that is
     not installed has the name itself, as an entry point of ``group``."""
-    known = list(names)
-    is_absent = group and name not in known and find_package(group, name)
-    return "" if is_absent else suggest_nearest(name, known)
+    candidates = list(names)
+    is_absent = group and name not in candidates and find_package(group, name)
+    return "" if is_absent else suggest_nearest(name, candidates)
 
 
 def _list_defined_names(module: ModuleType, wanted: str) -> str:

@@ -128,8 +128,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 self.ledger.move(step, "dropped", dropped, reason=choice.reason)
         del self._drawn[step], self._examples_of[step]
         sampled, sessions = self._sampled.pop(step), self.run.sessions
-        drawn = {names.SAMPLED: float(sampled)} if sessions is None else sessions.describe(step)
-        scored = replace(scored, figures={**scored.figures, **drawn})
+        figures = {names.SAMPLED: float(sampled)} if sessions is None else sessions.describe(step)
+        scored = replace(scored, figures={**scored.figures, **figures})
         if self.config.run.show_samples:
             emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
         return scored

@@ -110,8 +110,7 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
     for name, count in Counter(name for e in examples for name in contexts if _is_left_out(name, e)).items():
         yield (
             f"column {name!r} of {write_count(count, 'row')} is neither in the prompt nor in the answer: "
-            "data.prompt_column and "
-            "data.answer_column may be templates with it, such as '{context}\\n{question}'"
+            "data.prompt_column and data.answer_column may be templates with it, such as '{context}\\n{question}'"
         )
     for (part, field), count in untaken.items():
         column = getattr(config, f"{part}_column")
