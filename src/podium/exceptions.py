@@ -20,7 +20,7 @@ LONGEST_TEXT: Final = 20_000
 _LONGEST_TRACEBACK: Final = 200_000
 _MOST_LINES: Final = 200_000  # that the class of an exception executes to write its text
 _MOST_CAUSES: Final = 100
-_cause_of: Final[Callable[[BaseException], BaseException | None]] = vars(BaseException)["__cause__"].__get__
+cause_of: Final[Callable[[BaseException], BaseException | None]] = vars(BaseException)["__cause__"].__get__
 _context_of: Final[Callable[[BaseException], BaseException | None]] = vars(BaseException)["__context__"].__get__
 _name_of: Final[Callable[[type], str]] = type.__dict__["__name__"].__get__  # a metaclass may have another
 _UNCOUNTED: Final = frozenset({traceback.__file__, linecache.__file__, contextlib.__file__, __file__})
@@ -67,19 +67,19 @@ def format_error(error: BaseException, trace: TracebackType | None = None) -> st
     """
     trace = error.__traceback__ if trace is None else trace
     text = ""
-    if not _has_long_chain(error):
+    if not has_long_chain(error):
         text, _ = _ask(lambda: "".join(traceback.format_exception(type(error), error, trace)))
     if not text:
         text = f"{''.join(traceback.format_tb(trace))}{describe_error(error)}\n"
     return _cut(text, _LONGEST_TRACEBACK)
 
 
-def _has_long_chain(error: BaseException) -> bool:
+def has_long_chain(error: BaseException) -> bool:
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen and len(seen) <= _MOST_CAUSES:
         seen.add(id(link))
-        cause = _cause_of(link)
+        cause = cause_of(link)
         link = _context_of(link) if cause is None else cause  # a class may have a truth of its own
     return len(seen) > _MOST_CAUSES
 

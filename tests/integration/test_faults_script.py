@@ -76,13 +76,48 @@ import pathlib, stat
 kinds = [stat.S_ISSOCK(os.fstat(number).st_mode) for number in range(3)]
 pathlib.Path({str(out)!r}).write_text(str(kinds))
 """
-    script = tmp_path / "script.py"
-    script.write_text(BUSY + speaking + end)
-    with (tmp_path / "words").open("w") as words:  # for the streams that stay
-        line = f"exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} {closed}"
-        subprocess.run(["sh", "-c", line], stdin=subprocess.DEVNULL, stdout=words, stderr=words, check=False)
-    assert out.exists(), (tmp_path / "words").read_text()
+    words = run_with_closed(closed, BUSY + speaking + end, tmp_path)
+    assert out.exists(), words
     assert out.read_text() == "[False, False, False]"
+
+
+def run_with_closed(closed: str, text: str, directory: Path) -> str:
+    """Run a script some of whose streams are closed, and return what it wrote to the others."""
+    script, words = directory / "script.py", directory / "words"
+    script.write_text(text)
+    with words.open("w") as others:
+        line = f"exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} {closed}"
+        subprocess.run(["sh", "-c", line], stdin=subprocess.DEVNULL, stdout=others, stderr=others, check=False)
+    return words.read_text()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", "closes", "closes the descriptor"])
+def test_files_in_the_place_of_closed_streams_are_the_scripts_alone(tmp_path: Path, closed: str) -> None:
+    """The script opens files before it connects, which get the numbers of the streams. Its workers print to their log,
+    whether they start from the fork server or in a new interpreter."""
+    before = f"""
+import os, sys
+{"sys.stdout.close()" if closed == "closes" else "os.close(1)" if closed == "closes the descriptor" else ""}
+files = [open({str(tmp_path)!r} + f"/{{number}}", "w") for number in range(3)]
+"""
+    speaking = f"""
+class Speaking(Worker):
+    @endpoint
+    def speak(self) -> None:
+        print("said", flush=True)
+        print("wrong", file=sys.stderr, flush=True)
+        subprocess.run(["echo", "below"], check=True)
+
+for name, env in (("forked", {{}}), ("new", {{"OMP_SCHEDULE": "static"}})):
+    with podium.connect("local", preload=[], log_dir={str(tmp_path)!r}) as cluster:
+        cluster.start(Speaking.bind(), cluster.pool([1]), name=name, env=env).speak()
+for file in files:
+    file.write("its own")
+"""
+    words = run_with_closed("" if "closes" in closed else closed, before + BUSY + speaking, tmp_path)
+    assert [(tmp_path / str(number)).read_text() for number in range(3)] == ["its own"] * 3, words
+    logs = [(tmp_path / f"{name}-0.log").read_text() for name in ("forked", "new")]
+    assert logs == ["said\nwrong\nbelow\n"] * 2
 
 
 @pytest.mark.parametrize("how", ["script", "process group", "os._exit", "while starting"])

@@ -354,6 +354,19 @@ PACKED: dict[str, Callable[[], BaseException]] = {
 }
 
 
+class Slotted(Exception):
+    __slots__ = ("value",)
+
+    def __init__(self, text: str, value: int) -> None:
+        super().__init__(text)
+        self.value = value
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
 def with_value(value: Any) -> BaseException:
     error = ValueError("x")
     error.value = value  # type: ignore[attr-defined] - an attribute of its own
@@ -388,6 +401,8 @@ def test_an_exception_is_made_anew_without_its_class_being_asked(kind: str) -> N
         noted(["a note"]),
         with_value([Path("x"), {1: Decimal("2")}, Point(1, Color.RED), {Point(1, Color.RED): 2}]),
         EndpointError("e", method="m", rank=3, remote_traceback="t"),
+        caused(RuntimeError("outer"), caused(ValueError("inner"), OSError(2, "no file", "x.txt"))),
+        Slotted("x", 7),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -397,6 +412,18 @@ def test_usual_exceptions_arrive_as_they_are(error: BaseException) -> None:
     assert (type(again), str(again), again.__dict__) == (type(error), str(error), error.__dict__)
     for name in ("errno", "filename", "name", "path", "value", "code", "lineno", "reason"):
         assert getattr(again, name, None) == getattr(error, name, None)
+    while error.__cause__ is not None:
+        error, again = error.__cause__, again.__cause__
+        assert (repr(again), str(again)) == (repr(error), str(error))
+
+
+def test_a_chain_of_causes_that_is_long_or_a_ring_ends() -> None:
+    error = first = ValueError(0)
+    for number in range(1, 200):
+        error = caused(ValueError(number), error)
+    assert repr(unpack_exception(pack_exception(error))) == "ValueError(199)"
+    first.__cause__ = error.__cause__
+    assert repr(unpack_exception(pack_exception(error))) == "ValueError(199)"
 
 
 def test_bytes_that_are_no_exception_are_none() -> None:

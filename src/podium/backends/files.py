@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,7 +94,14 @@ class Files:
                 new = file.read()
                 complete = new if self._closing.is_set() else new[: new.rfind(b"\n") + 1]
                 self._printed[path] = label, at + len(complete)
-                for line in complete.decode(errors="replace").splitlines():
-                    sys.stdout.write(f"[{label}] {line}\n")
-                if complete:
-                    sys.stdout.flush()  # a script that is killed says what its workers had said
+                _print_lines(f"[{label}] {line}\n" for line in complete.decode(errors="replace").splitlines())
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    """Write to stdout now: a script that is killed says what its workers had said. Characters that stdout does not have
+    are escaped, as in ``\\xe9``, and a stream that the script has closed is let be."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with contextlib.suppress(ValueError):
+        for line in lines:
+            sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()

@@ -21,6 +21,7 @@ from podium.processes.handover import TAKE, hide_secrets
 from podium.processes.table import kill_marked
 
 _MARK: Final = "PODIUM_LAUNCHED"
+_STREAMS: Final = ("stdin", "stdout", "stderr")  # in the order of their descriptors
 _LAST_END_S: Final = 0.5  # for processes to end by themselves when this one cannot wait
 
 
@@ -47,18 +48,30 @@ def open_log(path: str | Path, mode: int = 0o666) -> int:
 def open_standard_streams() -> None:
     """Open the null device in the place of each standard stream that is closed, as in a script that was started with
     ``>&-``. Without it, the next socket would get the stream's descriptor, and the processes below no stream."""
-    closed = {name: number for number, name in enumerate(("stdin", "stdout", "stderr")) if getattr(sys, name) is None}
-    for descriptor in closed.values():
+    for number in range(len(_STREAMS)):
         try:
-            os.fstat(descriptor)
+            os.fstat(number)
         except OSError:  # nobody has opened another file in its place
             null = os.open(os.devnull, os.O_RDWR)
-            if null != descriptor:
-                os.dup2(null, descriptor)
+            if null != number:
+                os.dup2(null, number)
                 os.close(null)
-            os.set_inheritable(descriptor, True)
-    for name in closed:
-        setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115 - until the end
+            os.set_inheritable(number, True)
+    for name in _STREAMS:
+        stream = getattr(sys, name)
+        if stream is None or getattr(stream, "closed", False):
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115 - until the end
+
+
+def _inherited(number: int) -> int | None:
+    """What a process below gets as this stream, for :class:`subprocess.Popen`: the stream itself, or the null device
+    where the descriptor is that of another file, which was opened after the stream had been closed."""
+    if os.get_inheritable(number):
+        return None
+    try:
+        return number if getattr(sys, _STREAMS[number]).fileno() == number else subprocess.DEVNULL
+    except (AttributeError, OSError, ValueError):  # no file
+        return subprocess.DEVNULL
 
 
 class Launched:
@@ -79,6 +92,7 @@ class Launched:
     def __init__(
         self, line: Sequence[str], *, env: Mapping[str, str] | None = None, log_path: Path | None = None
     ) -> None:
+        open_standard_streams()
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
         mark = secrets.token_hex(8)
@@ -97,8 +111,8 @@ class Launched:
                 self.process = subprocess.Popen(
                     line,
                     stdin=far.fileno(),
-                    stdout=log,
-                    stderr=log,
+                    stdout=log or _inherited(1),
+                    stderr=log or _inherited(2),
                     env=variables,
                     start_new_session=True,
                     pass_fds=() if pipe is None else (pipe,),

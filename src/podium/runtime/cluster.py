@@ -227,7 +227,8 @@ class Cluster:
             meshes: Meshes over the ranks, by name. "default" is ``Mesh(dp=world_size)`` unless given.
             env: Environment variables of the processes, which are set before anything is imported there.
             timeout_s: Default deadline of the group's calls.
-            start_timeout_s: Deadline of the whole start, from the processes to the last constructor.
+            start_timeout_s: Deadline of the whole start, from the processes to the last constructor, and likewise of
+                a restart.
             distributed: Whether the processes form a torch.distributed process group before the constructors run.
                 Default: if torch is loaded and the backend has collectives.
             options: Options of the backend for each process, such as those of an actor.
@@ -267,8 +268,10 @@ class Cluster:
             if profile is not None:
                 methods = [(role, method) for role, bound in bounds.items() for method in endpoints_of(bound.cls)]
                 profile.check([*(method for _, method in methods), *map(".".join, methods)], len(slots))
+            joins_s = None if shared is None else start_timeout_s
             roles = {
-                role: Role(bound, meshes, timeout_s, returns, int(seed), profile) for role, bound in bounds.items()
+                role: Role(bound, meshes, timeout_s, returns, int(seed), profile, joins_s)
+                for role, bound in bounds.items()
             }
             processes = shared or ProcessSet(self._backend, self._watch, slots, label, self._threads(slots), how)
             handles = self._construct(processes, roles, how, until, into_running=shared is not None)

@@ -12,12 +12,15 @@ import copyreg
 import io
 import pickle
 import sys
+from contextlib import suppress
 from enum import EnumMeta
+from itertools import chain
+from types import MemberDescriptorType
 from typing import Any, Final, Generic, Protocol, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-from podium.exceptions import is_readable, read_text
+from podium.exceptions import cause_of, has_long_chain, is_readable, read_text
 
 _TRUSTED: Final = frozenset({*sys.stdlib_module_names, "podium", "torch", "numpy"}) - {"__main__"}
 _HOOKS: Final = (
@@ -29,6 +32,7 @@ _PLAIN_BASES: Final = (object, abc.ABC, Generic, Protocol)  # which make no obje
 _SLOTS: Final = ("name", "path", "filename", "filename2")  # of Python's own classes: neither arguments nor attributes
 _arguments: Final[Any] = BaseException.__dict__["args"]
 _attributes: Final[Any] = BaseException.__dict__["__dict__"]
+_cause: Final[Any] = BaseException.__dict__["__cause__"]
 
 
 def pack_exception(error: BaseException | None) -> bytes | None:
@@ -102,18 +106,33 @@ def _is_trusted(kind: type, hook: str) -> bool:
 
 
 def _take_apart(error: BaseException) -> tuple[Any, ...]:
-    descriptors = {name: _find_slot(type(error), name) for name in _SLOTS}
-    slots = {
-        name: value
-        for name, slot in descriptors.items()
-        if slot is not None and (value := slot.__get__(error)) is not None
-    }
-    state = {"attributes": dict(_attributes.__get__(error)), "slots": slots}
+    slots: dict[str, Any] = {}
+    for name in (*_SLOTS, *_list_slots(type(error))):
+        with suppress(AttributeError):  # nobody has set it
+            if (slot := _find_slot(type(error), name)) is not None and (value := slot.__get__(error)) is not None:
+                slots[name] = value
+    state = {"attributes": dict(_attributes.__get__(error)), "slots": slots, "cause": _find_cause(error)}
     return _make, (type(error), _arguments.__get__(error)), state, None, None, _complete
 
 
+def _find_cause(error: BaseException) -> BaseException | None:
+    """The exception that ``error`` was raised from, unless it cannot be printed or is the last of a long chain."""
+    cause = cause_of(error)
+    return cause if cause is not None and is_readable(cause) and not has_long_chain(error) else None
+
+
+def _list_slots(kind: type[BaseException]) -> list[str]:
+    """The names that classes of users have in ``__slots__``."""
+    members = (vars(cls).items() for cls in kind.__mro__ if cls.__module__ != "builtins")
+    return [name for name, value in chain.from_iterable(members) if type(value) is MemberDescriptorType]
+
+
 def _find_slot(kind: type[BaseException], name: str) -> Any:
-    return next((vars(cls)[name] for cls in kind.__mro__ if cls.__module__ == "builtins" and name in vars(cls)), None)
+    for cls in kind.__mro__:
+        slot = vars(cls).get(name)
+        if slot is not None and (cls.__module__ == "builtins" or type(slot) is MemberDescriptorType):
+            return slot
+    return None
 
 
 def _builtin(kind: type[BaseException]) -> type[BaseException]:
@@ -132,7 +151,9 @@ def _make(kind: type[BaseException], arguments: tuple[Any, ...]) -> BaseExceptio
     return error
 
 
-def _complete(error: BaseException, state: dict[str, dict[str, Any]]) -> None:
+def _complete(error: BaseException, state: dict[str, Any]) -> None:
     _attributes.__get__(error).update(state["attributes"])
+    if state["cause"] is not None:
+        _cause.__set__(error, state["cause"])
     for name, value in state["slots"].items():
         _find_slot(type(error), name).__set__(error, value)

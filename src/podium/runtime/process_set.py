@@ -45,7 +45,8 @@ class StartOptions:
 @dataclass(frozen=True)
 class Role:
     """A worker that runs in every process of a set, with its meshes by name and the default deadline of its calls. Once
-    it is made, ``bound`` is without the arguments."""
+    it is made, ``bound`` is without the arguments. ``join_timeout_s`` is the deadline of its start if it was added to
+    processes that ran."""
 
     bound: Bound[Any]
     meshes: Mapping[str, Mesh]
@@ -53,6 +54,7 @@ class Role:
     returns: Returns
     seed: int = 0
     profile: Profile | None = None
+    join_timeout_s: float | None = None
 
     def seed_of(self, rank: int) -> int:
         """The seed of one rank."""
@@ -149,17 +151,18 @@ class ProcessSet:
             )
             for rank, slot in enumerate(self.pool)
         ]
-        context_by_rank = [{"context": context} for context in contexts]
         shared = {"name": name, "bound": role.bound, "distributed": self.options.distributed, "returns": role.returns}
-        shared |= {"debug": _log.isEnabledFor(logging.DEBUG), "profile": role.profile}
-        if self._rendezvous and self.size > 1:
-            longest_s = self.calls.collectives_s = max(timeout_s, role.timeout_s)
-            shared |= {"collectives_s": limit_of(longest_s), "share_devices": _share_devices(self.pool)}
+        shared |= {"profile": role.profile, "share_devices": _share_devices(self.pool)}
         if visible:  # a restart makes it of these, whatever the script has changed in them meanwhile
             shared = self._arguments.setdefault(name, Kept(shared))
+        now: dict[str, Any] = {"debug": _log.isEnabledFor(logging.DEBUG)}  # and of these, which may be others by then
+        if self._rendezvous and self.size > 1:
+            self.calls.collectives_s = self.calls.collectives_s or timeout_s
+            now["collectives_s"] = limit_of(timeout_s)
+        by_rank = [{"context": context, **now} for context in contexts]
         label = f"{role.bound.cls.__name__}.__init__"
         try:
-            declared = self.calls.request(label, "construct", timeout_s, shared, context_by_rank, until=until)
+            declared = self.calls.request(label, "construct", timeout_s, shared, by_rank, until=until)
         except EndpointError as error:
             raise WorkerStartError(
                 f"{name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback
@@ -186,7 +189,11 @@ class ProcessSet:
         try:
             self._take_up(self._boot(until))
             for name, role in list(self.workers.items()):
-                self.construct(name, role, timeout_s, until)
+                own_s = role.join_timeout_s
+                if own_s is None:
+                    self.construct(name, role, timeout_s, until)
+                else:
+                    self.construct(name, role, own_s, time.monotonic() + own_s)
         except BaseException as error:
             self.calls.lost.clear()
             self.calls.broken = f"its restart failed ({type(error).__name__})"

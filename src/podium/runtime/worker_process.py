@@ -22,23 +22,25 @@ import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from textwrap import indent
-from types import CoroutineType, FrameType, MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from types import FrameType, MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from podium.errors import SerializationError, StoreFullError
 from podium.exceptions import describe_error, format_error, is_readable, name_class, read_text
-from podium.runtime.calls.call import Call, Here, end_fork
+from podium.runtime import event_loop
+from podium.runtime.calls.call import Here, end_fork
 from podium.runtime.calls.relay import Outbox, Wanted
 from podium.runtime.calls.siblings import Collectives
 from podium.runtime.calls.stacks import is_inside_collective
 from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.endpoints import Returns, endpoints_of
+from podium.runtime.event_loop import UNDONE, run_loop, wait_for_result
 from podium.runtime.exceptions import pack_exception, unpack_exception
 from podium.runtime.messages import Failure
 from podium.runtime.profiling import Profile, Recorded
@@ -54,9 +56,6 @@ Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """The arguments of a request, or a function that reads them. If it raises, the request has raised."""
 
 _log = logging.getLogger("podium")
-
-_UNDONE: tuple[type[Any], ...] = (CoroutineType, asyncio.Future, Future, Call)
-"""What an endpoint may return for a result that is still to come."""
 
 _LONG = ("close_worker", "take_call")
 """Requests to the process itself that may take long."""
@@ -185,7 +184,7 @@ class WorkerProcess:
             if current_context.get() is not context:
                 token = current_context.set(context)
             result = function(**(read_as(reads, values) if callable(values) else values)) if values else function()
-            if isinstance(result, _UNDONE):
+            if isinstance(result, UNDONE):
                 result = self._await(running, result)
             if reads == "readonly":
                 take_back(f"{target}.{method}")
@@ -262,7 +261,7 @@ class WorkerProcess:
             raise SerializationError(what) from error
 
     def _await(self, running: _Running, undone: Any) -> Any:
-        coroutine = undone if inspect.iscoroutine(undone) else _wait_for_result(undone)
+        coroutine = undone if inspect.iscoroutine(undone) else wait_for_result(undone)
         loop = self._start_loop()
 
         async def watch() -> tuple[Any, BaseException | None]:
@@ -272,8 +271,12 @@ class WorkerProcess:
                 coroutine.close()
                 raise asyncio.CancelledError
             try:
-                return await _wait_for_result(await coroutine), None
-            except (SystemExit, KeyboardInterrupt) as error:  # raised in a task, either would end the loop's thread
+                return await wait_for_result(await coroutine), None
+            except BaseException as error:
+                if isinstance(error, asyncio.CancelledError) and running.cancelled:
+                    raise
+                # A future has another TimeoutError and another CancelledError, without traceback, notes and cause, and
+                # a SystemExit or a KeyboardInterrupt that is raised in a task ends the loop's thread.
                 return None, error
             finally:
                 _leave_cores()
@@ -287,8 +290,11 @@ class WorkerProcess:
             raise
         finally:
             del future  # an error's traceback leads here, and with it the arguments
-        if left is not None:
-            raise left
+        try:
+            if left is not None:
+                raise left
+        finally:
+            del left
         return result
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
@@ -298,7 +304,7 @@ class WorkerProcess:
             if self._loop is None:
                 runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
                 self._loop_ends = threading.Event()
-                work = partial(_run_loop, runner, self._loop_ends)
+                work = partial(run_loop, runner, self._loop_ends)
                 self._loop_thread = threading.Thread(target=work, name="podium-loop", daemon=True)
                 self._loop = runner.get_loop()
                 self._loop_thread.start()
@@ -382,7 +388,7 @@ class WorkerProcess:
             result = function(self.workers[worker], *args, **named)
         finally:
             current_context.reset(token)
-        return _wait_within(context, result) if isinstance(result, _UNDONE) else result
+        return _wait_within(context, result) if isinstance(result, UNDONE) else result
 
     def do_record(self, record: Any = None) -> Any:
         """Keep ``record`` for controllers that attach later, if one is given. Returns the record that is kept."""
@@ -411,8 +417,8 @@ class WorkerProcess:
         self._functions.clear()
         close = getattr(worker, "close", None)
         closing = close() if callable(close) else None
-        if isinstance(closing, _UNDONE):
-            asyncio.run_coroutine_threadsafe(_wait_for_result(closing), self._start_loop()).result()
+        if isinstance(closing, UNDONE):
+            self._await(_Running(name, "close", time.monotonic_ns()), closing)
 
     def do_shutdown(self) -> None:
         """Close all workers, the last started first, and leave the process group."""
@@ -537,17 +543,10 @@ class WorkerProcess:
         return Failure(name, message, text, original, secondary)
 
 
-async def _wait_for_result(value: Any) -> Any:
-    """``value`` itself, or what comes of it where it is a coroutine or a future."""
-    while isinstance(value, _UNDONE):
-        value = await (asyncio.wrap_future(cast("Future[Any]", value)) if isinstance(value, Future) else value)
-    return value
-
-
 async def _wait_within(context: WorkerContext, undone: Any) -> Any:
     """What comes of ``undone``, which makes workers at the place of ``context``."""
     current_context.set(context)
-    return await _wait_for_result(undone)
+    return await wait_for_result(undone)
 
 
 def _leave_cores() -> None:
@@ -558,23 +557,11 @@ def _leave_cores() -> None:
         end_idle_threads()
 
 
-def _run_loop(runner: asyncio.Runner, ends: threading.Event) -> None:
-    """Serve until ``ends`` is set and the loop stopped. The runner then cancels the tasks that still run, and closes
-    the loop. What one of them does, such as ``loop.stop()`` or ``sys.exit()`` in a callback, does not end the others.
-    """
-    with runner:
-        while not ends.is_set():
-            try:
-                runner.get_loop().run_forever()
-            except (SystemExit, KeyboardInterrupt) as error:
-                _log.error("%s in the event loop, which goes on: %s", name_class(error), format_error(error))
-
-
 def _own_part(error: BaseException) -> TracebackType | None:
     """The traceback from the worker's own first frame on, without this module's frames."""
     step, start = error.__traceback__, error.__traceback__
     while step is not None:
-        if step.tb_frame.f_code.co_filename == __file__ and step.tb_next is not None:
+        if step.tb_frame.f_code.co_filename in (__file__, event_loop.__file__) and step.tb_next is not None:
             start = step.tb_next
         step = step.tb_next
     return start

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from functools import partial
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,24 @@ def test_the_echo_labels_whole_lines_and_prints_the_rest_at_the_end(
         file.write("ee")
     files.close()
     assert capsys.readouterr().out == "[worker-0] one\n[worker-0] two\n[worker-0] three\n"
+
+
+@pytest.mark.parametrize("out", ["ascii", "closed"])
+def test_the_echo_goes_on_whatever_stdout_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    """Characters that it does not have are escaped. The thread of a stream that is closed does not end by an error."""
+    stream = TextIOWrapper(BytesIO(), encoding="ascii", write_through=True)
+    if out == "closed":
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    files = Files(tmp_path, echo=True)
+    files.begin_log("worker-0")
+    (tmp_path / "worker-0.log").write_text("caf\u00e9\n")
+    assert wait_until(lambda: all(at == 6 for _, at in files._printed.values()))
+    with (tmp_path / "worker-0.log").open("a") as file:
+        file.write("later\n")
+    files.close()
+    if out == "ascii":
+        assert stream.buffer.getvalue() == b"[worker-0] caf\\xe9\n[worker-0] later\n"  # type: ignore[attr-defined]
 
 
 def test_the_fork_server_imports_and_never_computes() -> None:

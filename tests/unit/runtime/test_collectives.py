@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch.distributed as dist
 import podium
 from podium import Worker
 from podium.devices import collectives_of
-from podium.errors import ConfigError, DeadlineExceeded, WorkerStartError
+from podium.errors import ConfigError, DeadlineExceeded, SerializationError, WorkerStartError
 from podium.runtime import Cluster
 from podium.runtime.calls import process_calls
+from podium.runtime.calls.process_calls import ProcessCalls
 from podium.runtime.process_set import _share_devices
 from tests.waits import LONG_S
 
@@ -48,6 +50,51 @@ def test_collectives_wait_as_long_as_the_call_in_which_they_are(cluster: Cluster
         assert within(timeout_s=timeout_s)() == [[timeout_s + later] * 2] * 2
     assert within(timeout_s=float("inf"))()[0][0] > 86400
     group.close()
+
+
+def test_collectives_wait_as_long_as_the_call_after_a_restart_and_after_a_start_that_fails(cluster: Cluster) -> None:
+    """The processes know the limit that the script believes they know. A worker that joined has another one."""
+    later = process_calls.COLLECTIVES_LATER_S
+    first = cluster.start(Worker.bind(), cluster.pool([2]), start_timeout_s=500, timeout_s=50, distributed=True)
+    second = cluster.start(Worker.bind(), into=first, start_timeout_s=700, timeout_s=60, name="second")
+    within = second.group.function(limits).within
+    assert within(timeout_s=700)() == within(timeout_s=700)() == [[700 + later]] * 2
+    second.group.restart()
+    for timeout_s in (500.0, 700.0, 60.0):
+        assert within(timeout_s=timeout_s)() == [[timeout_s + later]] * 2
+        second.group.restart()
+        assert within(timeout_s=timeout_s)() == [[timeout_s + later]] * 2
+    with pytest.raises(SerializationError):
+        cluster.start(Unsendable.bind(threading.Lock()), into=first, start_timeout_s=800, timeout_s=900)
+    for timeout_s in (900.0, 800.0):
+        assert within(timeout_s=timeout_s)() == [[timeout_s + later]] * 2
+    first.group.close()
+    second.group.close()
+
+
+class Unsendable(Worker):
+    def __init__(self, lock: object) -> None: ...
+
+
+def test_a_worker_that_joined_has_its_own_limit_when_it_is_restarted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = cluster.start(Worker.bind(), cluster.pool(1), start_timeout_s=500, name="first")
+    cluster.start(Worker.bind(), into=first, start_timeout_s=700, name="second")
+    limits_s = dict[str, float]()
+    request = ProcessCalls.request
+
+    def note_limit(
+        calls: ProcessCalls, label: str, method: str, timeout_s: float, shared: Any, *a: Any, **k: Any
+    ) -> Any:
+        result = request(calls, label, method, timeout_s, shared, *a, **k)
+        limits_s[f"{method} {len(limits_s)}"] = timeout_s
+        return result
+
+    monkeypatch.setattr(ProcessCalls, "request", note_limit)
+    first.group.restart()
+    assert limits_s == {"construct 0": 500, "construct 1": 700}
+    first.group.processes.close()
 
 
 def meet(worker: Worker, late_s: float) -> float:

@@ -13,6 +13,7 @@ import podium
 from podium.errors import CallCancelled, DeadlineExceeded, SerializationError
 from podium.runtime import Call, Reply
 from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Relay, Wanted, reachable
+from podium.runtime.exceptions import unpack_exception
 from podium.runtime.messages import Failure
 from podium_testing.workers import Counter
 from tests.waits import LONG_S
@@ -92,3 +93,21 @@ def test_a_call_that_is_submitted_while_its_worker_dies_is_cancelled() -> None:
     asked.get(timeout=LONG_S)  # the next poll, or the end of this call
     with pytest.raises(CallCancelled):
         calls[0].result(timeout_s=0)
+
+
+def test_what_a_group_raises_is_the_cause_of_the_workers_error() -> None:
+    """Such as the TypeError of an argument too many, which is no error of Podium's."""
+    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    relay = Relay(None, lambda *request: asked.put(request), lambda payload: payload)
+
+    class Group:
+        def submit_for(self, caller: object, wanted: Wanted) -> Call[Any]:
+            raise TypeError("too many arguments")
+
+    group = Group()
+    reachable["key"] = cast(Any, group)
+    relay._make(0, Wanted(1, "key", "group.method"))
+    _, method, answer, _ = asked.get(timeout=LONG_S)
+    assert method == "deliver"
+    assert "in submit_for" in answer["error"].remote_traceback
+    assert repr(unpack_exception(answer["cause"])) == "TypeError('too many arguments')"

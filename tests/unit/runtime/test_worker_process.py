@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -68,8 +68,24 @@ class Subject(Worker):
     def missing(self) -> None:
         raise AttributeError("of the method's own")
 
+    @endpoint
+    async def fail(self, kind: type[BaseException]) -> None:
+        await asyncio.sleep(0)
+        error = kind("its text")
+        error.add_note("a note")
+        raise error
+
+    @endpoint
+    def fail_later(self) -> Future[int]:
+        return ThreadPoolExecutor(1).submit(next, iter([]))
+
     def close(self) -> None:
         self.closed = True
+
+
+class Closing(Worker):
+    async def close(self) -> None:
+        raise TimeoutError("it took too long to close")
 
 
 @pytest.fixture
@@ -162,6 +178,36 @@ def test_a_running_async_request_is_cancelled(process: WorkerProcess) -> None:
     process.do_cancel(9)
     thread.join(LONG_S)
     assert outcomes[0].status == "cancelled"
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, TimeoutError, SystemExit, GeneratorExit, ValueError])
+def test_an_async_endpoints_error_keeps_text_notes_and_traceback(
+    process: WorkerProcess, kind: type[BaseException]
+) -> None:
+    """A future in between would have another exception in the place of the first two."""
+    failure = run(process, "fail", kind=kind).value
+    assert (failure.type_name, failure.message) == (kind.__name__, "its text")
+    assert all(part in failure.traceback for part in ("in fail", "raise error", "a note"))
+    assert "concurrent/futures" not in failure.traceback
+    assert failure.original().__notes__ == ["a note"]
+
+
+def test_a_future_that_fails_with_a_stop_iteration_ends_its_call(process: WorkerProcess) -> None:
+    """``asyncio.wrap_future`` would wait for ever."""
+    outcomes = list[Outcome]()
+    thread = threading.Thread(target=lambda: outcomes.append(run(process, "fail_later")), daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert (outcomes[0].status, outcomes[0].value.message) == ("error", "coroutine raised StopIteration")
+
+
+def test_a_close_that_raises_is_told_with_its_traceback(
+    process: WorkerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    process.do_construct("closing", Closing.bind(), WorkerContext(role="closing"), False)
+    process.do_shutdown()
+    assert "in close" in caplog.text
+    assert "it took too long to close" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["stop", "exit"])

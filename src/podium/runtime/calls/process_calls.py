@@ -154,7 +154,8 @@ class ProcessCalls:
         if not handles:  # another thread has closed the group, and with it failed the call
             return
         timeout_s = flight.call.timeout_s
-        if timeout_s != self.collectives_s != 0 and not concurrent and (flight.target or flight.method == "run"):
+        is_of_worker = flight.target or flight.method in ("run", "construct")
+        if timeout_s != self.collectives_s != 0 and not concurrent and is_of_worker:
             self.collectives_s = timeout_s
             self.tell("limit_collectives", {"timeout_s": limit_of(timeout_s)})
         shared, by_rank = packed

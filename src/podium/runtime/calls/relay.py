@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary
 
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
-from podium.exceptions import describe_error
+from podium.exceptions import describe_error, format_error
 from podium.runtime.calls.call import Call, Here, Watch
 from podium.runtime.calls.in_flight import Ask
 from podium.runtime.codec import decode, encode
@@ -228,7 +228,8 @@ class Relay:
         rank, number = key
         answer = {"number": number, "error": error, "cause": pack_exception(error.__cause__)}
         if not isinstance(error, PodiumError):
-            answer["error"] = EndpointError(describe_error(error), method="", rank=-1)
+            told = EndpointError(describe_error(error), method="", rank=-1, remote_traceback=format_error(error))
+            answer |= {"error": told, "cause": pack_exception(error)}
         self._ask([rank], "deliver", answer, _note_unheard)
 
     def _read(self, reply: Reply) -> Any:
