@@ -11,13 +11,15 @@ the library ``renderers`` may know it (:mod:`.renderers`). This module imports n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from podium.errors import ConfigError
 from podium.rollout.tasks.messages import message_text
+from podium.spelling import write_count
 from podium_agents.service.answer_forms import AnswerForms
 from podium_agents.service.grammars import Grammars
 from podium_agents.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
@@ -40,6 +42,37 @@ _REPEATS: Final = 12
 _VARIANTS: Final = 64  # of variables that requests set
 _VALUES: Final = 16  # of a field, of which it is tried whether the template writes them
 _UNKNOWN: Final = {"podium_field": "podium"}  # which a template writes that writes all fields of a message
+
+
+class Mark(NamedTuple):
+    """A special token in the text of a message.
+
+    Attributes:
+        role: The role of the message.
+        name: The token.
+        is_written: Whether the chat template itself writes the token around messages.
+        text: The text of the message.
+    """
+
+    role: str
+    name: str
+    is_written: bool
+    text: str
+
+    def describe(self, count: int) -> str:
+        """What ``count`` messages of this role with this token mean."""
+        has = "has" if count == 1 else "have"
+        where = f"{write_count(count, 'message')} of the role {self.role!r} {has} {self.name!r}"
+        if self.is_written:
+            return (
+                f"{where}, which the chat template itself writes around messages: the model cannot tell the two apart, "
+                "and a text from elsewhere may speak as another turn. Take it out where the text comes from, unless it "
+                "is meant"
+            )
+        return (
+            f"{where}, a special token of the tokenizer: the model reads it as that token and not as its letters. Take "
+            "it out where the text comes from, unless it is meant"
+        )
 
 
 class ChatFormat:
@@ -295,15 +328,19 @@ class ChatFormat:
                 )
         return [self._names[stop] for stop in stops if stop in self._names]
 
-    def find_mark(self, messages: Messages) -> tuple[str, str] | None:
-        """The role of a question or of a result that has a special token which the template itself writes, and this
-        token: the model cannot tell it from the template's. None for none."""
+    def find_marks(self, messages: Messages) -> Iterator[Mark]:
+        """Yield each special token in the text of a message that is not the model's own, once for each message."""
         for message in messages:
-            if message["role"] in ("user", "tool", "function"):
-                text = message_text(message)
-                if (name := next((name for name in self._written_marks if name in text), None)) is not None:
-                    return message["role"], name
-        return None
+            if message["role"] == "assistant":
+                continue
+            text = message_text(message)
+            for name in sorted({*self._name_pattern.findall(text)} if self._names else ()):
+                yield Mark(str(message["role"]), name, name in self._written_marks, text)
+
+    @cached_property
+    def _name_pattern(self) -> re.Pattern[str]:
+        """Any special token; the longest of those that begin at one place."""
+        return re.compile("|".join(map(re.escape, sorted(filter(None, self._names), key=len, reverse=True))))
 
     @cached_property
     def _written_marks(self) -> list[str]:

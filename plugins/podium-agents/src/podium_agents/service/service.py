@@ -38,7 +38,7 @@ from podium_agents.service.wire import WISHES, ChatRequest, Refusal, texts_of
 
 if TYPE_CHECKING:
     from podium_agents.service.budgets import Budget
-    from podium_agents.service.chat_format import ChatFormat
+    from podium_agents.service.chat_format import ChatFormat, Mark
     from podium_agents.service.constraints import Constraint
     from podium_agents.service.token_source import TokenSource
 
@@ -49,6 +49,7 @@ _SEEDS: Final = 2**62
 _MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
 UNWRITTEN: Final = 4
 """Of so many characters of a conversation with its names and numbers, one may be in the prompt."""
+_MARK_COUNTS: Final = (1, 10, 100, 1000)  # of messages with a special token, at which a note tells of them
 _MOST_BYTES: Final = 1 << 28  # of sessions that are remembered, where nobody closes them
 
 
@@ -161,7 +162,7 @@ class Service:
         self.overruled: Counter[str] = Counter()
         self.unrecognized = 0
         self.aliases: Counter[str] = Counter()
-        self._marks: set[tuple[str, str]] = set()  # of which a note has told
+        self._marks: dict[tuple[str, str], set[int]] = {}  # messages with a special token, by role and token
         self.created_s = int(time.time())
         self._seeds = itertools.count(time.time_ns() % _SEEDS)
         self._seeds_of: dict[str, itertools.count[int]] = {}
@@ -270,7 +271,7 @@ class Service:
                 new if recorded is None else recorded.without_said(new),
                 tools,
             )
-            self._say_mark(form.find_mark(new))
+            self._count_marks(form.find_marks(new))
             if recorded is not None and continues is not None and continues.tools == tools_key(tools, options):
                 messages_before = continues.messages
                 recorded_ids = recorded.ids_of(continues)
@@ -300,18 +301,16 @@ class Service:
             one_call=request.parallel_tool_calls is False,
         )
 
-    def _say_mark(self, mark: tuple[str, str] | None) -> None:
-        """Emit a note, once for each role and token, about a message that says what only the template should say."""
-        if mark is not None and mark not in self._marks:
-            self._marks.add(mark)
-            role, name = mark
-            emit(
-                Note(
-                    f"a message of the role {role!r} has {name!r}, which the chat template itself writes around "
-                    "messages: the model cannot tell the two apart, and a text from elsewhere may speak as another "
-                    "turn. Take it out where the text comes from, unless it is meant"
-                )
-            )
+    def _count_marks(self, marks: Iterable[Mark]) -> None:
+        """Emit a note about messages that have a special token: at the first message of a role with this token, and at
+        the 10th, 100th and 1,000th that says something else."""
+        for mark in marks:
+            texts = self._marks.setdefault((mark.role, mark.name), set())
+            before = len(texts)
+            if before < _MARK_COUNTS[-1]:
+                texts.add(hash(mark.text))
+            if len(texts) > before and len(texts) in _MARK_COUNTS:
+                emit(Note(mark.describe(len(texts))))
 
     def options_of(self, request: ChatRequest, *, hints: bool = False) -> dict[str, Any]:
         """The variables that a request gives to the chat template. Raises Refusal for an effort or a switch of thinking
