@@ -16,6 +16,7 @@ from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.runs.paths import resolve_resume
 from podium.telemetry import metrics
+from podium.telemetry.held_out import Metric
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig
 from podium.workers import RewardModel
 from podium_preferences import DPOConfig, PreferenceTrainer, RMConfig
@@ -105,6 +106,28 @@ def test_each_loss_teaches_the_preference(tmp_path: Path, loss: str) -> None:
     assert summary.after["accuracy"] > 0.9
     assert summary.after["loss"] < summary.before["loss"]
     assert ("reward_margin" in summary.after) == (loss != "kto")
+    assert "perplexity" not in summary.after, "the loss is of preferences, not of tokens"
+
+
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_preferences_that_became_worse_or_better_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str
+) -> None:
+    sections = settings(write_judgements(tmp_path), batch={"examples": 16}, save={"model": False})
+    sections["eval"] = {"items": 40, "metric": metric}
+    config = tiny(DPOConfig, tmp_path, run={"steps": 3}, **sections)
+    after = PreferenceTrainer(config, cluster="inline", show=False).fit().after
+    capsys.readouterr()
+    assert main(["changes", str(tmp_path / "runs" / "run"), "--show", "0"]) == 0
+    out = capsys.readouterr().out
+    judge = Metric(metric)
+    assert f"after     {judge.write(after[metric])}  (40 items)" in out
+    assert "broke" not in out, "before the first step both answers of each pair have the reward 0: none is wrong"
+    rows = [pq.read_table(path).to_pylist() for path in sorted((tmp_path / "runs/run/evaluations").iterdir())]
+    name = "correct" if metric == "accuracy" else metric
+    pairs = [(judge.rank(one[name]), judge.rank(other[name])) for one, other in zip(*rows, strict=True)]
+    worse, better = sum(new < old for old, new in pairs), sum(new > old for old, new in pairs)
+    assert f"worse     {worse}\nbetter    {better}\n" in out
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from podium.algorithms.centering import expected_scores
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.corrections import correction_weights
+from podium.algorithms.corrections import correction_weights, generator_log_ratio
 from podium.algorithms.declarations import LOSSES, TruncateOptions
 from podium.algorithms.entropy import EntropyController
 from podium.algorithms.kl import bounded_exp, kl_estimate
@@ -82,7 +82,8 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
         loss_N = loss_N * weights_N
         metrics |= {WEIGHT_MEAN: weights_N, WEIGHT_SQUARE: weights_N.square(), LEFT_OUT: (weights_N == 0).to(weights_N)}
         if "truncate" in config.corrections:
-            capped_N = weights_N >= config.read_options(TruncateOptions).weight_cap
+            ratio_N = bounded_exp(generator_log_ratio(inputs))  # of truncate alone, without other corrections
+            capped_N = ratio_N >= config.read_options(TruncateOptions).weight_cap
             metrics[WEIGHT_CAPPED] = capped_N.to(weights_N.dtype)
     if config.kl_in == "loss":
         _require(inputs, "ref_logprobs", "algorithm.kl_in = 'loss'")

@@ -15,7 +15,7 @@ from pydantic import AfterValidator
 from podium.runs.run_json import Amount, Count, Figure
 from podium.spelling import write_count
 from podium.telemetry import Sample
-from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, REWARD_MARGIN, Metric
+from podium.telemetry.held_out import ACCURACY, LOSS, PERPLEXITY, TOKEN_ACCURACY, Metric
 
 _Z95: Final = 1.959964  # of the normal distribution, two-sided
 _FEWEST_CHANGES: Final = 6  # of fewer, all may have one sign by chance: 2 / 2^5 is more than 5 %
@@ -66,7 +66,7 @@ class Evaluation:
         """Make an evaluation from the scores of its items. A kind of score that no item has is left out."""
         scores = {name: column for name, column in scores.items() if any(score is not None for score in column)}
         figures = {name: _mean(*_present(column, weights)) for name, column in scores.items()}
-        if LOSS in figures and REWARD_MARGIN not in figures:  # a loss of tokens, not of preferences
+        if LOSS in figures and TOKEN_ACCURACY in figures:  # a loss of tokens, not of preferences
             figures[PERPLEXITY] = _exp(figures[LOSS])
         return Evaluation(
             step=step,

@@ -101,8 +101,10 @@ def scores_of(
 
 
 def _count_correct(items: Sequence[Sequence[Sampled]], figure: str, *, reads_answers: bool) -> dict[str, Scores]:
-    """pass@k and maj@k for powers of two, the number of completions, and the k of ``figure``."""
+    """pass@k and maj@k for powers of two, the number of completions, and the k of ``figure``. An item of which the
+    reward scored fewer than k completions has neither."""
     count, wanted = max(map(len, items), default=1), count_draws(figure)
+    items = [[sample for sample in item if sample.grade is not None] for item in items]
     if count < 2 and not wanted:
         return {}
     powers = [2**power for power in range(count.bit_length())]

@@ -96,6 +96,11 @@ def test_the_mean_of_scores_and_its_interval_are_students() -> None:
     assert scored("reward_mean", [0.5]).interval("reward_mean") is None
 
 
+def test_a_loss_of_preferences_has_no_perplexity() -> None:
+    labels = {"accuracy": [1.0, 0.5], "loss": [0.4, 0.5], "reward_margin": [None, None]}  # answers without pairs
+    assert Evaluation.of(0, 2, labels).figures == {"accuracy": 0.75, "loss": 0.45}
+
+
 def test_a_loss_is_over_tokens_and_its_interval_over_examples() -> None:
     evaluation = Evaluation.of(0, 2, {"loss": [1.0, 2.0], "token_accuracy": [1.0, 0.0]}, weights=[30, 10])
     assert evaluation.figures == {"loss": 1.25, "token_accuracy": 0.75, "perplexity": math.exp(1.25)}
@@ -145,7 +150,7 @@ def test_intervals_of_gains_hold_the_true_gain_19_times_of_20(name: str) -> None
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e5])
 def test_a_loss_beyond_all_bounds_has_no_interval_or_gain_that_is_sure(loss: float) -> None:
-    broken = scored("loss", [loss, 1.0])
+    broken = Evaluation.of(0, 2, {"loss": [loss, 1.0], "token_accuracy": [0.5, 0.5]})
     assert broken.figures["perplexity"] > 1e300 or math.isnan(broken.figures["perplexity"])
     for name in broken.figures:
         bounds = broken.interval(name)

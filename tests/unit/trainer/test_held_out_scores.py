@@ -100,7 +100,17 @@ def test_shares_of_completions_have_the_interval_of_a_mean() -> None:
 
 def test_completions_that_the_reward_left_out_do_not_count_in_the_mean() -> None:
     scores = scores_of([[Sampled(grade(1.0), 3), Sampled(None, 3)], [Sampled(None, 3), Sampled(None, 3)]])
-    assert scores["accuracy"] == [1.0, None]
+    assert scores["accuracy"] == scores["pass@1"] == [1.0, None]
+    assert scores["pass@2"] == [None, None], "of neither item two completions have a verdict"
+
+
+def test_completions_that_the_reward_left_out_do_not_count_in_pass_at_k_and_maj_at_k() -> None:
+    item = [Sampled(grade(1.0), 3, answer="4"), Sampled(None, 3), Sampled(grade(0.0), 3, answer="5")]
+    whole = [Sampled(grade(1.0), 3, answer="4")] * 3
+    scores = scores_of([item, whole], reads_answers=True)
+    assert scores["accuracy"] == scores["pass@1"] == [0.5, 1.0]
+    assert (scores["pass@2"], scores["pass@3"]) == ([1.0, 1.0], [None, 1.0])
+    assert (scores["maj@2"], scores["maj@3"]) == ([0.5, 1.0], [None, 1.0])
 
 
 @pytest.mark.parametrize(

@@ -53,21 +53,20 @@ def run_changes(arguments: Sequence[str]) -> int:
 def _show(first: Path, second: Path, count: int) -> None:
     """Print what changed between the evaluations in two files, and ``count`` prompts of each kind."""
     from podium.telemetry.formatting import visible
-    from podium.telemetry.held_out import ACCURACY
     from podium_changes.evaluations import compare_evaluations
 
     changes = compare_evaluations(first, second)
-    metric, is_accuracy = changes.metric, changes.metric.name == ACCURACY
-    if not is_accuracy:
+    metric, are_verdicts = changes.metric, changes.are_verdicts
+    if not are_verdicts:
         sys.stdout.write(f"metric    {metric.title}\n")
     for name, path, mean in (("before", first, changes.means[0]), ("after", second, changes.means[1])):
         items = (
-            f"{round(mean * changes.items)} of {changes.items}" if is_accuracy else write_count(changes.items, "item")
+            f"{round(mean * changes.items)} of {changes.items}" if are_verdicts else write_count(changes.items, "item")
         )
         sys.stdout.write(f"{name:<9} {metric.write(mean)}  ({items})  {visible(str(path))}\n")
     kinds = {
-        ("broke" if is_accuracy else "worse"): changes.worse,
-        ("mended" if is_accuracy else "better"): changes.better,
+        ("broke" if are_verdicts else "worse"): changes.worse,
+        ("mended" if are_verdicts else "better"): changes.better,
     }
     for name, prompts in kinds.items():
         sys.stdout.write(f"{name:<9} {len(prompts)}\n")
@@ -77,7 +76,7 @@ def _show(first: Path, second: Path, count: int) -> None:
     for name, prompts in kinds.items():
         for change in prompts[:count]:
             sys.stdout.write(f"\n{name:<9} {change.prompt!r}\n")
-            if not is_accuracy:
+            if not are_verdicts:
                 sys.stdout.write(f"{metric.title:<9} {' to '.join(map(metric.write, change.scores))}\n")
             if change.before is not None:
                 sys.stdout.write(f"before    {change.before!r}\nafter     {change.after!r}\n")

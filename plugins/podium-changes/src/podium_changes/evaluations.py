@@ -30,7 +30,7 @@ class Change:
     before: str | None
     after: str | None
     scores: tuple[float, float]
-    weight: float = 1.0  # in the means: the tokens to learn of an example
+    weight: float = 1.0  # in the means: the tokens to learn of an example; 1 of a preference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,11 @@ class Changes:
         apart: Number of prompts that only one of the two evaluations has: their data differ, or a session failed.
         metric: The figure that is compared.
         means: Its mean over these prompts in the first and in the second evaluation.
-        worse: Prompts whose score is worse in the second evaluation, those that changed most first. By accuracy these
+        worse: Prompts whose score is worse in the second evaluation, those that changed most first. By verdicts these
             were correct and are wrong.
         better: Prompts whose score is better in the second evaluation, those that changed most first.
+        are_verdicts: Whether the figure is the accuracy, and each score 0 or 1. The score of a preference is 0.5 where
+            the rewards of both answers are equal.
     """
 
     items: int
@@ -53,6 +55,7 @@ class Changes:
     means: tuple[float, float]
     worse: tuple[Change, ...]
     better: tuple[Change, ...]
+    are_verdicts: bool
 
 
 def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
@@ -95,7 +98,6 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
     """
     judged = RunRecord(find_run(second)).judged
     metric = Metric(ACCURACY) if judged is None or count_draws(judged[0].name) else judged[0]
-    by_token = metric.name in (LOSS, TOKEN_ACCURACY)
     before, after = _rows(first, metric), _rows(second, metric)
     both = [(before[key], after[key]) for key in before if key in after]
     if not both:
@@ -107,7 +109,7 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
             before=a["completion"],
             after=b["completion"],
             scores=(float(a["score"]), float(b["score"])),
-            weight=float(len(b["tokens"] or ())) if by_token else 1.0,
+            weight=float(len(b["tokens"] or ())) if "tokens" in b else 1.0,
         )
         for a, b in both
         if a["score"] is not None and b["score"] is not None
@@ -123,6 +125,7 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
         means=(means[0], means[1]),
         worse=tuple(change for change, gain in zip(changes, gains, strict=True) if gain < 0),
         better=tuple(change for change, gain in zip(changes, gains, strict=True) if gain > 0),
+        are_verdicts=metric.name == ACCURACY and all({*change.scores} <= {0.0, 1.0} for change in changes),
     )
 
 
