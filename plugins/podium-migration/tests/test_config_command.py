@@ -530,3 +530,62 @@ def test_a_generated_configuration_of_verl_refers_to_other_settings(tmp_path: Pa
     assert (config.batch.prompts, config.algorithm.minibatches, config.sampling.n) == (64, 1, 4)
     assert (config.sampling.temperature, config.sampling.top_p, config.run.epochs) == (0.9, 0.9, 30)
     assert "# - data.train_files: the file does not decide this" in written
+
+
+RLOO, KTO = "algorithm.advantage rloo", "podium train dpo with algorithm.loss kto"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.sh", "trl rloo --model_name_or_path q --num_generations 8\n", RLOO),
+        ("a.sh", "accelerate launch --num_processes 2 -m trl.scripts.rloo --num_generations 8\n", RLOO),
+        ("a.sh", "python examples/scripts/rloo/rloo.py --num_generations 8\n", RLOO),
+        ("a.sh", "python trl/scripts/kto.py --beta 0.1\n", KTO),
+        ("a.sh", "python examples/scripts/dpo_online.py --beta 0.1\n", "OnlineDPOTrainer, which is not converted"),
+        ("a.yaml", "num_generations: 8\nreward_clip_range: [-10, 10]\n", RLOO),
+        ("a.yaml", "beta: 0.1\ndesirable_weight: 1.3\n", KTO),
+        ("a.py", "import trl\ntrl.RLOOConfig(num_generations=4)\n", RLOO),
+        ("a.py", "from trl import RLOOConfig as C\nC(num_generations=4)\n", RLOO),
+        ("a.py", "from trl import SFTConfig, KTOConfig\nSFTConfig(packing=True)\nKTOConfig(beta=1)\n", KTO),
+        ("a.py", "from trl import SFTConfig, GRPOConfig\nSFTConfig()\nGRPOConfig(beta=1)\n", "SFTTrainer, GRPOTrainer"),
+        ("a.sh", "trl sft --packing true\ntrl grpo --beta 0.1\n", "SFTTrainer, GRPOTrainer"),
+        ("a.sh", "trl grpo --config missing.yaml --beta 0.1\n", "takes settings from the file missing.yaml"),
+    ],
+)
+def test_other_trainers_of_trl_are_refused_in_each_form_of_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["config", "--from", "trl", str(tmp_path / name), "--output", str(tmp_path / "run.yaml")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_files_of_settings_that_a_script_names_are_read(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("num_generations: 6\nbeta: 0.02\nlearning_rate: 3.0e-6\n")
+    _, values, _ = convert(tmp_path, "trl", "a.sh", "trl grpo --config grpo.yaml --beta 0.5\n")
+    assert (values["sampling"]["n"], values["algorithm"]["kl_coef"], values["optim"]["lr"]) == (6, 0.5, 3e-6)
+
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer]\nactor_rollout_ref: {rollout: {n: 6, top_k: 5}}\n")
+    command = "python3 -m verl.trainer.main_ppo {} data.train_batch_size=8 actor_rollout_ref.rollout.top_k=7\n"
+    _, values, _ = convert(tmp_path, "verl", "b.sh", command.format("--config-name mine"))
+    assert (values["sampling"]["n"], values["sampling"]["top_k"]) == (6, 7)
+    _, _, written = convert(tmp_path, "verl", "c.sh", command.format("--config-path=$X --config-name='other'"))
+    assert "--config-name=other: this file of settings" in written
+    _, _, written = convert(tmp_path, "verl", "d.sh", command.format("--config-name='ppo_trainer.yaml'"))
+    assert "--config-name" not in written
+
+
+def test_a_guess_of_the_trainer_is_told_where_others_have_the_setting(tmp_path: Path) -> None:
+    _, _, written = convert(tmp_path, "trl", "a.yaml", "num_generations: 8\nbeta: 0.05\n")
+    assert "RLOOTrainer has this setting, too" in written.replace("\n#  ", "")
+    _, _, written = convert(tmp_path, "trl", "b.sh", "python -m trl.scripts.grpo --num_generations 8\n")
+    assert "RLOOTrainer" not in written
+    _, values, _ = convert(
+        tmp_path,
+        "trl",
+        "c.py",
+        "from trl import GRPOConfig as C, ModelConfig\nModelConfig(model_name_or_path='q')\nC()\n",
+    )
+    assert values["model"]["path"] == "q"

@@ -117,7 +117,9 @@ class Conversion:
                 self._convert(name, answer)
         for name in self.settings.values:
             answer = self.table.find(name) or self.table.find_above(name)
-            if answer is None:
+            if name.startswith("--"):
+                self.lose(name, "this file of settings is neither here nor beside the script, and was not read")
+            elif answer is None:
                 self.lose(name, f"the table of {self.table.project} {self.table.version} has no such setting")
             elif not answer.key and self._lacks(name, answer):
                 self.lose(name, answer.remark)

@@ -14,14 +14,23 @@ import yaml
 from podium.errors import ConfigError
 from podium_migration.shell import UNDECIDED, read_script
 
-__all__ = ["Settings", "read_leaves", "read_trl", "read_verl"]
+__all__ = ["Settings", "explain_other_trainer", "read_leaves", "read_trl", "read_verl"]
 
 _NUMBER: Final = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _REFERENCE: Final = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*([^${}]*))?\}")
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
+_VERLS_OWN: Final = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")  # files of defaults
 _TRL_CLASSES: Final = {"GRPOConfig": "grpo", "SFTConfig": "sft", "DPOConfig": "dpo", "RewardConfig": "reward"}
 _TRL_TRAINERS: Final = {"GRPOTrainer": "grpo", "SFTTrainer": "sft", "DPOTrainer": "dpo", "RewardTrainer": "reward"}
-_TRL_COMMANDS: Final = ("grpo", "sft", "dpo", "reward")
+_TRL_PARTS: Final = ("ModelConfig", "ScriptArguments", "DatasetMixtureConfig")  # settings of any trainer
+_TRAINER_NAME: Final = re.compile(r"(\w+?)(?:Config|Trainer)")
+_TRL_KINDS: Final = {  # what a command or a script is called, and the name of the trainer
+    **{name: name.upper() for name in ("grpo", "sft", "dpo", "rloo", "kto", "ppo", "orpo", "cpo", "gkd", "bco", "prm")},
+    **{"reward": "Reward", "xpo": "XPO", "nash_md": "NashMD", "online_dpo": "OnlineDPO", "dpo_online": "OnlineDPO"},
+}
+_KINDS_BY_NAME: Final = {name: kind for kind, name in _TRL_KINDS.items()}
+_SCRIPT_NAME: Final = re.compile(rf"(?<![a-z])({'|'.join(sorted(_TRL_KINDS, key=len, reverse=True))})(?![a-z])")
+_LAUNCHERS: Final = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 
 
 class Settings(NamedTuple):
@@ -48,16 +57,12 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """
     text = _read_text(path)
     if path.suffix in (".yaml", ".yml"):
-        content = _read_yaml(path, text)
-        words = []
-        values = dict(
-            read_leaves({name: value for name, value in content.items() if name not in ("defaults", "hydra")})
-        )
+        words, values = [], _read_settings(path, text)
     else:
-        values = {}
         script = read_script(text, os.environ)
         commands = [words for words in script.commands if any("verl" in word for word in words)] or script.commands
         words = [word for command in commands for word in command]
+        values = _read_hydra(path, words)
     undecided = list[str]()
     for word in [*words, *overrides]:
         match = _OVERRIDE.fullmatch(word)
@@ -76,6 +81,23 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> Settings:
             f"{path} gives no setting of verl: expected words such as data.train_batch_size=1024, or YAML"
         )
     return Settings(values, undecided)
+
+
+def _read_settings(path: Path, text: str) -> dict[str, Any]:
+    content = _read_yaml(path, text)
+    return dict(read_leaves({name: value for name, value in content.items() if name not in ("defaults", "hydra")}))
+
+
+def _read_hydra(path: Path, words: Sequence[str]) -> dict[str, Any]:
+    """The settings of the file that words name by ``--config-name``; the option itself where that file is elsewhere."""
+    options = dict(_list_options([word for word in words if not _OVERRIDE.fullmatch(word)]))
+    options = {name.replace("_", "-"): value.removesuffix(".yaml") for name, value in options.items()}
+    name, folder = options.get("config-name", ""), options.get("config-path", "")
+    for place in (Path(folder), path.parent / folder, Path(), path.parent, path.parent / "config"):
+        file = place / f"{name}.yaml"
+        if name and UNDECIDED not in str(file) and file.is_file():
+            return _read_settings(file, _read_text(file))
+    return {} if name in ("", *_VERLS_OWN) else {"--config-name": name.replace(UNDECIDED, "…")}
 
 
 def _resolve(values: Mapping[str, Any], name: str, depth: int = 10) -> Any:
@@ -102,7 +124,7 @@ def read_trl(path: Path, overrides: Sequence[str] = ()) -> Settings:
     elif path.suffix == ".py":
         settings = _read_python(path, text)
     else:
-        settings = _read_options(text)
+        settings = _read_options(path, text)
     for word in overrides:
         name, equals, value = word.removeprefix("--").partition("=")
         if not equals:
@@ -161,26 +183,87 @@ def _with_numbers(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
-def _read_options(text: str) -> Settings:
+def _read_options(path: Path, text: str) -> Settings:
     """The options of ``trl grpo --name value``, or of a script of TRL's form, with those of ``accelerate launch``."""
     values = dict[str, Any]()
     undecided = list[str]()
-    recipe, processes = "", 0
+    kinds, processes = list[str](), 0
     for words in read_script(text, os.environ).commands:
-        recipe = next((word for word in words[1:3] if words[0].endswith("trl") and word in _TRL_COMMANDS), recipe)
-        scripts = [re.search(r"(grpo|sft|dpo|reward)", word) for word in words if word.endswith(".py")]
-        recipe = recipe or next((match[1] for match in scripts if match), "")
-        start = next((index for index, word in enumerate(words) if word.endswith((".py", *_TRL_COMMANDS))), 0)
+        start, kind = _find_trainer(words)
+        kinds += [kind] if kind else []
         launcher = [item for word in words[:start] for item in word.split("=")]  # options of accelerate or torchrun
         for name, value in itertools.pairwise(launcher):
             if name.replace("-", "_") in ("__num_processes", "__nproc_per_node") and value.isdigit():
                 processes = int(value)
-        for name, value in _list_options(words[start:]):
+        options = dict(_list_options(words[start:]))
+        if file := options.pop("config", ""):
+            values |= _read_named(path, file)
+        for name, value in options.items():
             if UNDECIDED in value:
+                values.pop(name, None)
                 undecided.append(name)
-            elif name != "config":
+            else:
                 values[name] = _read_value(value)
-    return Settings(values, undecided, recipe, processes)
+    return Settings(values, undecided, _choose_recipe(path, kinds), processes)
+
+
+def _find_trainer(words: Sequence[str]) -> tuple[int, str]:
+    """Return the place of the word of a command that names a trainer of TRL, and the trainer's kind.
+
+    The word is that behind ``trl``, a script, or a module behind ``-m``. The kind is "" if the word says none.
+    """
+    pairs = [*enumerate(itertools.pairwise(["", *words]))]
+    for index, (before, word) in pairs:
+        if os.path.basename(before) == "trl" and not word.startswith("-"):
+            return index, word if word in _TRL_KINDS else ""
+    scripts = [index for index, (_, word) in pairs if word.endswith(".py")]
+    modules = [index for index, (before, word) in pairs if before == "-m" and word not in _LAUNCHERS]
+    if not scripts and not modules:
+        return 0, ""
+    index = [*scripts, *modules][0]
+    name = os.path.basename(words[index].removesuffix(".py")).rpartition(".")[2]
+    kind = _SCRIPT_NAME.search(name.lower())
+    return index, kind[1] if kind else ""
+
+
+def _read_named(path: Path, file: str) -> dict[str, Any]:
+    """The settings of the YAML file that a script names by ``--config``.
+
+    Raises:
+        ConfigError: There is no such file, here or beside the script, or it cannot be read.
+    """
+    for place in (Path(file), path.parent / file):
+        if UNDECIDED not in file and place.is_file():
+            return _read_yaml(place, _read_text(place))
+    shown = file.replace(UNDECIDED, "…")
+    raise ConfigError(
+        f"{path} takes settings from the file {shown}, which is neither here nor beside the script: start podium "
+        "config where the script starts, or convert that file, with the options of the script behind it as NAME=VALUE"
+    )
+
+
+def _choose_recipe(path: Path, kinds: Sequence[str]) -> str:
+    """Return the one of ``kinds``, trainers of TRL, that a file uses; "" if it uses none.
+
+    Raises:
+        ConfigError: The file uses several, or one that is not converted.
+    """
+    different = list(dict.fromkeys(kinds))
+    for kind in different:
+        if kind not in _TRL_CLASSES.values():
+            raise ConfigError(f"{path} uses TRL's {explain_other_trainer(_TRL_KINDS.get(kind, kind))}")
+    if len(different) > 1:
+        raise ConfigError(
+            f"{path} uses several trainers of TRL, {', '.join(f'{_TRL_KINDS[kind]}Trainer' for kind in different)}: a "
+            "configuration is of one; put each into a file of its own"
+        )
+    return different[0] if different else ""
+
+
+def explain_other_trainer(name: str) -> str:
+    """Return the name of a trainer whose settings are not converted, and what to do with them."""
+    remark = _OTHER_TRAINERS.get(name, "Podium has none; docs/coming-from-trl.md lists what it has")
+    return f"{name}Trainer, which is not converted: {remark}. Those that are converted: {', '.join(_TRL_TRAINERS)}"
 
 
 def _list_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -204,12 +287,7 @@ def _read_python(path: Path, text: str) -> Settings:
     definitions = {
         name: f"{path}:{name}" for node in ast.walk(tree) for name in [getattr(node, "name", "")] if _defines(node)
     }
-    imported = {
-        (alias.asname or alias.name): f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    imported = _list_imported(tree)
     definitions |= {name: origin for name, origin in imported.items() if name not in definitions}
     constants = {
         target.id: node.value
@@ -221,39 +299,51 @@ def _read_python(path: Path, text: str) -> Settings:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     values = dict[str, Any]()
     undecided = list[str]()
-    recipe, other = "", ""
+    kinds = list[str]()
     for call in calls:
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if name in _TRL_CLASSES:
-            recipe = _TRL_CLASSES[name]
+        origin = _trace(call.func, imported)
+        name = origin.rpartition(".")[2]
+        if name in _TRL_CLASSES or name in _TRL_PARTS:
             named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         elif name == "LoraConfig":
             named = {f"lora_{_LORA.get(str(word.arg), word.arg)}": word.value for word in call.keywords if word.arg}
             values["use_peft"] = True
             values |= {key: value for key, value in _OF_PEFT.items() if key not in {*named, *undecided}}
         elif name in _TRL_TRAINERS:
-            recipe = recipe or _TRL_TRAINERS[name]
             named = {_TRAINER[word.arg]: word.value for word in call.keywords if word.arg in _TRAINER}
         elif name == "load_dataset" and call.args and "dataset_name" not in values:
             named = {"dataset_name": call.args[0]}
             named |= {_DATASET[word.arg]: word.value for word in call.keywords if word.arg in _DATASET}
         else:
-            other = name if imported.get(name, "").startswith("trl") and name.endswith(("Config", "Trainer")) else other
-            continue
+            named = {}
+        if (kind := _TRAINER_NAME.fullmatch(name)) and name not in _TRL_PARTS:
+            converted = name in _TRL_CLASSES or name in _TRL_TRAINERS
+            kinds += [_KINDS_BY_NAME.get(kind[1], kind[1])] if converted or origin.startswith("trl.") else []
         for key, node in named.items():
             value = _evaluate(node, constants, definitions)
             if value is UNDECIDED:
                 undecided.append(key)
             else:
                 values[key] = value
-    if other and not recipe:
-        kind = other.removesuffix("Config").removesuffix("Trainer")
-        remark = _OTHER_TRAINERS.get(kind, "Podium has none; docs/coming-from-trl.md lists what it has")
-        raise ConfigError(
-            f"{path} uses TRL's {other}, which is not converted: {remark}. Those that are converted: "
-            f"{', '.join([*_TRL_CLASSES, *_TRL_TRAINERS])}"
-        )
-    return Settings(values, undecided, recipe)
+    return Settings(values, undecided, _choose_recipe(path, kinds))
+
+
+def _list_imported(tree: ast.Module) -> dict[str, str]:
+    """Return what the names that a script imports stand for, with dots."""
+    imported = dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    return imported
+
+
+def _trace(function: ast.expr, imported: Mapping[str, str]) -> str:
+    """Return what is called, by the name under which it is imported: ``trl.RLOOConfig`` for ``C`` of ``import … as
+    C``."""
+    first, dot, rest = ast.unparse(function).partition(".")
+    return f"{imported.get(first, first)}{dot}{rest}"
 
 
 def _defines(node: ast.AST) -> bool:

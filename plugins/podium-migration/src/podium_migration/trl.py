@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium_migration.conversion import Conversion, convert_settings, is_installed
-from podium_migration.sources import Settings
+from podium_migration.sources import Settings, explain_other_trainer
 
 __all__ = ["convert_trl"]
 
@@ -36,7 +36,15 @@ def convert_trl(settings: Settings) -> Conversion:
     Raises:
         ConfigError: Podium has no recipe of this kind.
     """
-    return convert_settings(settings._replace(recipe=settings.recipe or _guess_recipe(settings)), _convert)
+    recipe = settings.recipe or _guess_recipe(settings)
+    conversion = convert_settings(settings._replace(recipe=recipe), _convert)
+    if not settings.recipe and recipe in _ALSO:
+        mark = min(_MARKS[recipe] & settings.values.keys())
+        conversion.lost.append(
+            f"trainer: the file names no trainer, and is taken for settings of {recipe} because of {mark}; "
+            f"{_ALSO[recipe]} has this setting, too"
+        )
+    return conversion
 
 
 def _convert(settings: Settings) -> Conversion:
@@ -59,7 +67,10 @@ def _convert(settings: Settings) -> Conversion:
 
 
 def _guess_recipe(settings: Settings) -> str:
-    """TRL's trainer, by a setting that only this trainer has."""
+    """TRL's trainer, by a setting of this trainer."""
+    for other, names in _OTHER_MARKS.items():
+        if used := sorted(names & settings.values.keys()):
+            raise ConfigError(f"the file has {used[0]}, a setting of TRL's {explain_other_trainer(other)}")
     for recipe, names in _MARKS.items():
         if names & settings.values.keys():
             return recipe
@@ -75,6 +86,17 @@ _MARKS: Final = {
     "reward": {"center_rewards_coefficient"},
     "sft": {"packing", "dataset_text_field", "completion_only_loss", "assistant_only_loss", "packing_strategy"},
 }
+
+
+_OTHER_MARKS: Final = {
+    "RLOO": {"rloo_k", "reward_clip_range", "normalize_advantages"},
+    "KTO": {"desirable_weight", "undesirable_weight"},
+    "PPO": {"num_ppo_epochs", "vf_coef", "cliprange_value"},
+    "CPO": {"cpo_alpha", "simpo_gamma"},
+    "GKD": {"lmbda", "seq_kd"},
+}
+_ALSO: Final = {"grpo": "RLOOTrainer", "dpo": "KTOTrainer"}
+"""Other trainers that have the settings by which a recipe is guessed."""
 
 
 def _convert_batches(c: Conversion) -> None:
