@@ -135,6 +135,8 @@ def encode(
     buffers: list[pickle.PickleBuffer] = []
     try:
         return _dump(value, buffers, blocks), buffers
+    except KeyboardInterrupt:
+        raise
     except _RAISED as error:
         raise SerializationError(f"{where} does not pickle: {_blame(value)}{describe_error(error)}") from error
 
@@ -163,7 +165,7 @@ def decode(
         _here.blocks = blocks
     try:
         return pickle.loads(data, buffers=buffers)
-    except (RefLostError, StoreFullError, DataError):
+    except (RefLostError, StoreFullError, DataError, KeyboardInterrupt):
         raise
     except _RAISED as error:
         raise SerializationError(f"{where} does not unpickle: {describe_error(error)}") from error
@@ -220,6 +222,8 @@ def copy_value(
         loader = cast(Any, _Loader(stream, buffers=[bytearray(buffer.raw()) for buffer in buffers]))
         loader.kept = kept
         return loader.load()
+    except KeyboardInterrupt:
+        raise
     except _RAISED:  # the call itself fails with it, and says where
         return value
 
@@ -231,6 +235,8 @@ def _blame(value: object, depth: int = 6) -> str:
     for key, entry in _parts(value):
         try:
             _dump(entry, [], [])
+        except KeyboardInterrupt:
+            raise
         except _RAISED:
             return f"{key!r} ({type(entry).__name__}): {_blame(entry, depth - 1)}"
     return ""

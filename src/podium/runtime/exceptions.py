@@ -51,6 +51,8 @@ def unpack_exception(data: bytes | None) -> BaseException | None:
     """Return the exception again, or None where its class is not there or refuses."""
     try:
         error = None if data is None else pickle.loads(data)
+    except KeyboardInterrupt:
+        raise
     except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - a module or class raises anything; not Ctrl-C
         return None
     return error if isinstance(error, BaseException) else None

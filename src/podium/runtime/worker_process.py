@@ -425,6 +425,8 @@ class WorkerProcess:
         for name in reversed(list(self.workers)):
             try:
                 self.do_close_worker(name)
+            except KeyboardInterrupt:
+                raise
             except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - the others are closed, too
                 logging.getLogger("podium").error("close() of worker %r raised: %s", name, format_error(error))
         if self._owns_process_group:
