@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from podium.errors import PodiumError
 from podium_agents.service.wire import Refusal
@@ -134,11 +134,17 @@ def as_list(value: Any, name: str) -> list[Any]:
     return cast("list[Any]", value)
 
 
+_PART: Final = frozenset(
+    {"type", "text", "refusal", "cache_control", "citations", "annotations", "logprobs", "parsed", "parsed_output"}
+)
+"""The fields of a part that is a text: those that are read, and what an answer had, which a client sends again."""
+
+
 def list_parts(content: Any, where: str, kinds: Sequence[str]) -> str:
     """Return the text of a content: a text, or parts of which each has a text.
 
     Raises:
-        Refusal: A part is of another type than ``kinds``.
+        Refusal: A part is of another type than ``kinds``, or has a field that nothing reads.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -150,5 +156,6 @@ def list_parts(content: Any, where: str, kinds: Sequence[str]) -> str:
         text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None
         if kind not in kinds or not isinstance(text, str):
             raise Refusal(400, f"{where} has a part of type {str(kind)[:40]!r}; this service reads text alone", where)
+        check_fields(part, _PART, {}, where)
         texts.append(text)
     return "".join(texts)

@@ -77,6 +77,15 @@ _THINKING: Final = frozenset({"type", "budget_tokens", "display"})
 _MESSAGE: Final = frozenset(
     {"role", "content", "id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container"}
 )
+_BLOCKS: Final[Mapping[Any, frozenset[str]]] = {
+    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "caller", "cache_control"}),
+    "thinking": frozenset({"type", "thinking", "signature", "cache_control"}),
+    "redacted_thinking": frozenset({"type", "data", "cache_control"}),
+    "document": frozenset({"type", "source", "title", "context", "cache_control"}),
+}
+"""The fields of each type of block but text."""
+_NO_CITATIONS: Final = {"citations": ({}, {"enabled": False})}
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _TELLS_ERROR: Final = re.compile(r"\W*(\w+_)?error\b", re.IGNORECASE)
 _STOPS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -186,7 +195,7 @@ def _messages(sent: Any, system: Any) -> list[dict[str, Any]]:
 def _answer(blocks: Sequence[Any], where: str) -> dict[str, Any]:
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for number, block in enumerate(blocks):
-        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+        kind = _check_block(block, f"{where}.{number}")
         if kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":
@@ -202,14 +211,25 @@ def _answer(blocks: Sequence[Any], where: str) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
+def _check_block(block: Any, where: str) -> Any:
+    """Return the type of a block. Raises Refusal for a field that nothing reads."""
+    if not isinstance(block, Mapping):
+        return type(block).__name__
+    kind = block.get("type")
+    if isinstance(kind, str) and (known := _BLOCKS.get(kind)) is not None:
+        check_fields(block, known, _NO_CITATIONS if kind == "document" else {}, where)
+    return kind
+
+
 def _read_user(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
     """Results of tools as messages of their own, and what else stands between them."""
     text = ""
     for number, block in enumerate(blocks):
-        if isinstance(block, Mapping) and block.get("type") == "document":
+        kind = _check_block(block, f"{where}.{number}")
+        if kind == "document":
             text += _read_document(block, f"{where}.{number}")
             continue
-        if not (isinstance(block, Mapping) and block.get("type") == "tool_result"):
+        if kind != "tool_result":
             text += list_parts([block], f"{where}.{number}", _TEXT)
             continue
         if text:

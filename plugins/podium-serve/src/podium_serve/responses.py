@@ -62,6 +62,17 @@ _INCLUDED: Final = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
+_CALL: Final = frozenset({"type", "id", "status", "call_id", "name", "created_by", "caller"})
+_OUTPUT: Final = frozenset({"type", "id", "status", "call_id", "output", "created_by", "caller"})
+_ITEMS: Final[Mapping[Any, frozenset[str]]] = {
+    "message": frozenset({"type", "id", "status", "role", "content", "phase", "created_by"}),
+    "reasoning": frozenset({"type", "id", "status", "summary", "content", "encrypted_content", "created_by"}),
+    "function_call": _CALL | {"arguments", "parsed_arguments"},
+    "custom_tool_call": _CALL | {"input"},
+    "function_call_output": _OUTPUT,
+    "custom_tool_call_output": _OUTPUT,
+}
+"""The fields of each type of item."""
 _GRAMMAR: Final = frozenset({"type", "syntax", "definition"})
 _FREE: Final = {
     "type": "object",
@@ -132,6 +143,7 @@ def _messages(sent: Any, instructions: Any) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": sent}] if isinstance(sent, str) else as_list(sent, "input")
     for number, item in enumerate(items):
         message = _message(item, f"input[{number}]")
+        check_fields(item, _ITEMS[item.get("type") or "message"], {}, f"input[{number}]")
         role = message["role"]
         if messages and role == messages[-1]["role"] == "assistant" and not _begins_answer(messages[-1], message):
             _extend(messages[-1], message)

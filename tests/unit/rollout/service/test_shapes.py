@@ -284,9 +284,40 @@ def test_reasoning_of_a_history_is_left_out_in_serving_where_the_template_writes
         assert "reasoning_content" in post(url, path, body).text
 
 
+def in_user(block: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [block]}]}
+
+
+def in_answer(block: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": [block]}, {"role": "user", "content": "hi"}]}
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
+UNREAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("messages", in_user({**RESULT, "structured": {"a": 1}}), "messages.0.content.0.structured"),
+    ("messages", in_user({**RESULT, "content": [{"type": "text", "text": "x", "context": "y"}]}), "content.context"),
+    ("messages", in_user({"type": "text", "text": "hi", "lang": "en"}), "messages.0.content.0.lang"),
+    ("messages", in_user({**DOCUMENT, "citations": {"enabled": True}}), "messages.0.content.0.citations"),
+    ("messages", in_user({**DOCUMENT, "abstract": "A"}), "messages.0.content.0.abstract"),
+    ("messages", in_answer({"type": "thinking", "thinking": "hm", "plan": "x"}), "messages.0.content.0.plan"),
+    (
+        "messages",
+        in_answer({"type": "tool_use", "id": "a", "name": "f", "input": {}, "arguments": {}}),
+        "messages.0.content.0.arguments",
+    ),
+    ("responses", {"input": [{"role": "user", "content": "hi", "name": "Ann"}]}, "input[0].name"),
+    (
+        "responses",
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": "4", "is_error": True}]},
+        "input[0].is_error",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("path", "change", "says"),
     [
+        *UNREAD_FIELDS,
         ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
