@@ -384,6 +384,41 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for_by_the_resumed_run(tm
     assert states[0]["waited"] == states[1]["waited"]
 
 
+@pytest.mark.parametrize(
+    ("every", "steps", "rows"), [(3, 4, [0, 2, 3, 4]), (0, 4, [0, 2, 4]), (2, 4, [0, 2, 4]), (3, 2, [0, 2])]
+)
+def test_an_evaluation_that_no_checkpoint_knows_stays_unless_it_is_made_again(
+    tmp_path: Path, every: int, steps: int, rows: list[int]
+) -> None:
+    """The run was killed between the evaluation and its checkpoint, and resumes with another ``eval.every``."""
+
+    class KilledAtItsCheckpoint(PPOTrainer):
+        def save(self, step: int) -> None:
+            raise KeyboardInterrupt
+
+    def run(steps: int, every: int, **options: Any) -> GRPOConfig:
+        sections: dict[str, Any] = {"eval": {"every": every, "items": 4}, "save": {"every": 2, "model": False}}
+        return tiny(GRPOConfig, tmp_path, run={"steps": steps, **options}, **sections)
+
+    trainer = PPOTrainer(run(4, 0), cluster="inline", show=False)
+
+    def stop_after_two(event: Any) -> None:
+        if isinstance(event, StepFinished) and event.step == 2:
+            trainer.run.stop.request()
+
+    unsubscribe = subscribe(stop_after_two)
+    try:
+        assert not trainer.fit().finished
+    finally:
+        unsubscribe()
+    path = tmp_path / "runs" / "run"
+    with pytest.raises(KeyboardInterrupt):
+        KilledAtItsCheckpoint(run(4, 2, resume=str(path)), cluster="inline", show=False).fit()
+    assert [row["step"] for row in metrics_rows(path, "eval")] == [0, 2]
+    train(run(steps, every, resume=str(path)))
+    assert [row["step"] for row in metrics_rows(path, "eval")] == rows
+
+
 def test_a_resume_is_compared_with_what_its_checkpoint_was_trained_by(tmp_path: Path) -> None:
     """Not with a resume in between that wrote none. One that is refused leaves all metrics as they are."""
 

@@ -334,14 +334,14 @@ class RunDirectory:
             self.files.write(uuid4().hex, _TRACKER_ID)
         return self.files.read_small(_TRACKER_ID).decode("ascii", "replace").strip()
 
-    def open_metrics(self, after: int | None, evaluated: int | None = None) -> JsonlSink:
+    def open_metrics(self, after: int | None, *, again: bool = False) -> JsonlSink:
         """Return the sink of metrics.jsonl, which goes on after the step ``after``; None for a run that begins.
-        ``evaluated`` is that of :meth:`rewind`.
+        ``again`` is that of :meth:`rewind`.
 
         What is later is removed only here, once nothing refuses the resume any more.
         """
         if after is not None:
-            self.rewind(after or None, evaluated)
+            self.rewind(after or None, again=again)
         return JsonlSink(self.metrics_path, self.files.append(METRICS))
 
     def check_rewind(self, step: int | None) -> None:
@@ -366,10 +366,10 @@ class RunDirectory:
         if damage := next((row for row in rows if isinstance(row, DataError)), None):
             raise damage
 
-    def rewind(self, step: int | None, evaluated: int | None = None) -> None:
+    def rewind(self, step: int | None, *, again: bool = False) -> None:
         """Remove what is later than ``step``, the step of the checkpoint from which a run resumes. None removes
-        everything. An evaluation after ``step`` itself is removed if the last one that the checkpoint knows,
-        ``evaluated``, is an earlier one: the run was killed behind it, and evaluates again.
+        everything. With ``again`` the evaluation after ``step`` itself is removed, too: the run was killed behind it,
+        and makes it again.
 
         Otherwise rows of metrics.jsonl and files of completions of later steps would be there twice. It raises what
         :meth:`check_rewind` does.
@@ -377,9 +377,8 @@ class RunDirectory:
         self.check_rewind(step)
         step = -1 if step is None else step
         if self.files.kind(METRICS):
-            known = step if evaluated is None else evaluated
             kept = itertools.takewhile(lambda row: row["step"] <= step, RunRecord(self.path).rows)
-            rows = [row for row in kept if row["kind"] != "eval" or row["step"] < step or known == step]
+            rows = [row for row in kept if row["kind"] != "eval" or row["step"] < step or not again]
             self.files.write("".join(json.dumps(row) + "\n" for row in rows), METRICS)
         elif step > 0:
             logging.getLogger(__name__).warning(

@@ -74,7 +74,7 @@ from podium.trainer.run_setup import (
     open_run,
     read_held_out,
 )
-from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, name_stage
+from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, is_left_out, name_stage
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 E = TypeVar("E")
@@ -286,7 +286,8 @@ class Trainer(ABC, Generic[C, E, R]):
         try:
             first = self.resume() + 1
             after = first - 1 if self.config.run.resume else None
-            stack.enter_context(run.directory.open_metrics(after, self._evaluated))
+            again = is_left_out(first - 1, self.config, self._evaluated if run.data.held_out else None)
+            stack.enter_context(run.directory.open_metrics(after, again=again))
             self._taking, self._passed_over = Lock(), dict[int, str]()
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
             stack.callback(self.ledger.close)

@@ -267,7 +267,7 @@ def test_rewinding_forgets_later_steps(run: RunDirectory) -> None:
     assert len(run.metrics_path.read_text().splitlines()) == 1
 
 
-def test_rewinding_forgets_an_evaluation_that_the_checkpoint_does_not_know(run: RunDirectory) -> None:
+def test_rewinding_forgets_an_evaluation_that_is_made_again(run: RunDirectory) -> None:
     with JsonlSink(run.metrics_path):
         for step in (1, 2):
             emit(StepFinished(step, {"reward/mean": 0.5}))
@@ -277,9 +277,9 @@ def test_rewinding_forgets_an_evaluation_that_the_checkpoint_does_not_know(run: 
         rows = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
         return [(row["kind"], row["step"]) for row in rows]
 
-    run.rewind(2, 2)
+    run.rewind(2)
     assert list_rows() == [("step", 1), ("eval", 1), ("step", 2), ("eval", 2)]
-    run.rewind(2, 1)
+    run.rewind(2, again=True)
     assert list_rows() == [("step", 1), ("eval", 1), ("step", 2)]
 
 

@@ -175,8 +175,9 @@ class Steps:
             ConfigError: The schedule did not learn the step that it was given.
         """
         evaluation, save = self._config.eval, self._config.save
-        skipped = _is_due(self.done, evaluation.every) and self._calls.evaluated not in (None, self.done)
-        if skipped and not self._ends:  # by a request to stop, or since eval.every was another one
+        if is_left_out(
+            self.done, self._config, self._calls.evaluated
+        ):  # by a stop, or since eval.every was another one
             every = f"eval.every = {evaluation.every}"
             emit(Note(f"step {self.done}: it is evaluated before the run goes on, since it was not, and {every}"))
             with self._time_work("evaluation"), name_stage("evaluate", self.done):
@@ -354,3 +355,10 @@ class Steps:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def is_left_out(step: int, config: PPOConfig | SFTConfig, evaluated: int | None) -> bool:
+    """Whether a run that resumes after ``step`` evaluates this step before it goes on or ends. ``evaluated`` is the
+    last step that was evaluated before; None for a run that has no evaluations, or that begins."""
+    is_due = step >= config.run.steps or _is_due(step, config.eval.every)
+    return is_due and evaluated not in (None, step)
