@@ -36,7 +36,7 @@ from podium.errors import ConfigError
 from podium.exceptions import read_text
 from podium.plain_values import TOO_MUCH, check_plain
 from podium.secrecy import find_masked, mask, mask_command, variable_of
-from podium.spelling import nearest_spellings, suggest
+from podium.spelling import nearest_spellings, suggest, words_of
 
 C = TypeVar("C")
 
@@ -174,11 +174,18 @@ def build_config(
     try:
         return _validate(cls, values, text_as_number=not key)
     except pydantic.ValidationError as error:
-        lines = [
-            f"{source}: {line}" if source and not any(f"{name}.".startswith(f"{path}.") for name in typed) else line
-            for line, path in _mistakes(cls, error, key).items()
-        ]
-        raise ConfigError("\n".join(lines)) from None
+        lines = _mistakes(cls, error, key).items()
+        ours = {line for line, path in lines if not source or any(_is_about(name, line, path) for name in typed)}
+        raise ConfigError("\n".join(line if line in ours else f"{source}: {line}" for line, _ in lines)) from None
+
+
+def _is_about(typed: str, line: str, path: str) -> bool:
+    """Whether a mistake at ``path`` is one of the key ``typed``. That of several keys has the path of their section, or
+    none, and its line names them."""
+    if path and not typed.startswith(f"{path}."):
+        return f"{path}.".startswith(f"{typed}.")
+    names = "|".join(map(re.escape, (typed, typed.removeprefix(f"{path}."))))
+    return re.search(rf"(?<![\w.])({names})(?!\w)", line) is not None
 
 
 def find_mistyped(cls: type, values: Mapping[str, Any]) -> list[str]:
@@ -463,8 +470,22 @@ def _suggest(root: type, prefix: str, names: Sequence[str], name: str, value: ob
     if near := [sibling for sibling in nearest_spellings(name, siblings) if _takes(section, sibling, value)]:
         return suggest(f"{inside}.{near[0]}".strip("."))
     same = [path for path in _paths(root, prefix) if path.endswith(f".{name}")]
-    hint = f": keys of this name are {', '.join(same)};" if same else ":"
+    others = same or _find_by_help(root, prefix, name, value)
+    what = "keys of this name" if same else "keys whose help has this word"
+    hint = f": {what} are {', '.join(others)};" if others else ":"
     return f"{hint} {inside or 'the configuration'} has {', '.join(siblings)}{'' if prefix else explain_no_answers()}"
+
+
+def _find_by_help(root: type, prefix: str, name: str, value: object) -> list[str]:
+    """At most three keys that take ``value`` and of whose help the first sentence has the words of ``name``."""
+    words, lengths = words_of(name.replace("_", " ")), dict[str, int]()
+    for path in _paths(root, prefix) if words else ():
+        names, field = _locate(root, path.removeprefix(f"{prefix}.").split("."))
+        sentence = (field.description or "").partition(". ")[0]
+        section = root if len(names) == 1 else _section_of(_locate(root, names[:-1])[1].annotation)
+        if section and words <= words_of(sentence) and _takes(section, names[-1], value):
+            lengths[path] = len(sentence)
+    return sorted(lengths, key=lengths.__getitem__)[:3]
 
 
 def _takes(section: type, name: str, value: object) -> bool:

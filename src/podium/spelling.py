@@ -85,3 +85,12 @@ def _count_edits(first: str, second: str) -> int:
                 edits = min(edits, previous[column - 2] + 1)
             current.append(edits)
     return current[-1]
+
+
+def words_of(text: str) -> set[str]:
+    """Return the words of more than three letters, in lower case and in the singular.
+
+    >>> sorted(words_of("Number of completions"))
+    ['completion', 'number']
+    """
+    return {word.removesuffix("s") for word in re.findall(r"[a-z]{4,}", text.lower())}

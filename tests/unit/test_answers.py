@@ -27,7 +27,8 @@ def test_an_unknown_key_says_how_answers_are_installed() -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(GRPOConfig, {"learning_rate": 1e-6})
     message = str(caught.value)
-    assert message.startswith("unknown key learning_rate (value 1e-06): the configuration has run, model, ")
+    assert message.startswith("unknown key learning_rate (value 1e-06): keys whose help has this word are optim.lr, ")
+    assert "; the configuration has run, model, " in message
     assert "through the entry point group podium.answers" in message
     assert "plugins/podium-migration" in message.rpartition("the missing one by: pip install ")[2]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from podium.config import (
 )
 from podium.errors import ConfigError
 from podium.rewards import RewardConfig
+from podium.trainer import GRPOConfig
 
 
 @section("optim")
@@ -337,3 +339,36 @@ def test_keys_carry_their_documentation() -> None:
     assert list(keys)[:3] == ["steps", "model.path", "model.shape"]
     assert keys["optim.lr"].section == "The optimizer."
     assert keys["extra.rank"].section == "More. extra is off until one of its keys is given."
+
+
+def test_a_mistake_of_several_keys_is_of_the_file_unless_a_typed_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("optim: {warmup: 3}\n")
+    for typed, message in (
+        ([], f"{path}: optim.warmup needs a schedule"),
+        (["--optim.lr", "1"], f"{path}: optim.warmup needs a schedule"),
+        (["--optim.warmup", "4"], "optim.warmup needs a schedule"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(Root, path, typed)
+        assert str(caught.value) == message
+    path.write_text("algorithm: {advantage: grpo}\n")
+    with pytest.raises(ConfigError, match=r"^sampling\.n = 1 with algorithm\.advantage = 'grpo'"):
+        load_config(GRPOConfig, path, ["--sampling.n", "1"])
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}: .*\n?"):
+        path.write_text("algorithm: {advantage: grpo}\nsampling: {n: 1}\n")
+        load_config(GRPOConfig, path, ["--batch.prompts", "2"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("batch.completions", "keys whose help has this word are .*sampling\\.n.*; batch has prompts"),
+        ("optim.sizes", "keys whose help has this word are optim.schedule, optim.lr, optim.warmup; optim has lr,"),
+        ("optim.steps_over", "keys whose help has this word are optim.warmup; optim has lr,"),
+        ("optim.of", "unknown key optim.of .value 4.: optim has lr,"),
+    ],
+)
+def test_an_unknown_key_is_answered_by_those_whose_help_has_its_words(typed: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(GRPOConfig if typed.startswith("batch") else Root, None, [f"--{typed}", "4"])
