@@ -1,4 +1,4 @@
-"""What installed packages register under a name: their entry points, read once."""
+"""Which libraries are installed, and what packages register under a name: their entry points, read once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import os
 import sys
 from functools import lru_cache
 from importlib.metadata import EntryPoints, entry_points
+from importlib.util import find_spec
 from typing import Any
+
+
+def has_library(name: str) -> bool:
+    """Return whether a library can be imported.
+
+    A folder without ``__init__.py`` does not count, such as the one that wandb writes into the working directory or a
+    clone of a library: Python would import it as an empty package.
+    """
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def list_entry_points(group: str, **wanted: str) -> EntryPoints:

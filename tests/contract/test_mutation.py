@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from podium_testing import BackendContract
 from podium_testing.loads import MOST_BYTES, available_bytes
+from podium_testing.target import time_limit
 from tests.contract.broken_backend import FAULTS
 from tests.contract.everyday import NIGHTLY
 from tests.contract.mutants import MUTANTS
@@ -29,6 +32,15 @@ def test_mutants_fit_the_example_and_name_tests_of_the_suite(tmp_path: Path) -> 
         assert mutant.edits, name
         assert hasattr(BackendContract, mutant.test), name
     assert all(hasattr(BackendContract, test) for test in FAULTS.values())
+
+
+def test_the_limit_also_ends_what_waits_after_it() -> None:
+    never = threading.Event()
+    with pytest.raises(pytest.fail.Exception, match=r"longer than 0\.05 s"), time_limit(0.05):
+        with suppress(pytest.fail.Exception):  # as a call that cannot be sent, which is then cancelled
+            never.wait(60)
+        never.wait(60)
+        pytest.fail("the limit passed once")
 
 
 @pytest.mark.timeout(900)

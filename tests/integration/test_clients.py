@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ import pytest
 import torch
 
 import podium
+from podium.installed import has_library
 from podium.models import ModelConfig, load_model
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, InferenceConfig, build_config
@@ -327,7 +327,7 @@ CASES = [
         agent,
         id=f"{library}-{agent.__name__}",
         marks=pytest.mark.skipif(
-            find_spec(LIBRARIES[library]) is None,
+            not has_library(LIBRARIES[library]),
             reason=f"{library} is not installed here: make test-clients has it in an environment of its own",
         ),
     )

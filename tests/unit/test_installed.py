@@ -1,7 +1,8 @@
-"""Entry points are read once, and again where a package came or went."""
+"""Which libraries can be imported; entry points are read once, and again where a package came or went."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from importlib.metadata import entry_points
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from podium import installed
-from podium.installed import list_entry_points
+from podium.installed import has_library, list_entry_points
 
 
 def install(site: Path, package: str, text: str) -> Path:
@@ -52,3 +53,17 @@ def test_packages_that_come_and_go_are_seen(tmp_path: Path, monkeypatch: pytest.
     (first / "METADATA").unlink()
     first.rmdir()
     assert list_entry_points("probe.group").names == {"two"}
+
+
+def test_a_folder_of_the_name_of_a_library_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("folder_alone", "library_of_a_file", "library_of_a_folder"):
+        assert not has_library(name)
+    (tmp_path / "folder_alone" / "run-1").mkdir(parents=True)  # as wandb writes one, and as an uninstalled library
+    (tmp_path / "library_of_a_file.py").touch()
+    (tmp_path / "library_of_a_folder").mkdir()
+    (tmp_path / "library_of_a_folder" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert not has_library("folder_alone")
+    assert has_library("library_of_a_file") and has_library("library_of_a_folder")
+    assert has_library("math") and has_library("json")

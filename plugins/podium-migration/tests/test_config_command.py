@@ -92,8 +92,8 @@ def convert(tmp_path: Path, project: str, name: str, text: str, *words: str) -> 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither vllm nor a tracker is installed, and no variable stands in for those of the scripts."""
-    monkeypatch.setattr("podium_migration.verl.is_installed", lambda name: False)
-    monkeypatch.setattr("podium_migration.trl.is_installed", lambda name: False)
+    monkeypatch.setattr("podium_migration.verl.has_library", lambda name: False)
+    monkeypatch.setattr("podium_migration.trl.has_library", lambda name: False)
     monkeypatch.setenv("HOME", "/home/user")
     for name in ("MODEL_PATH", "FAST"):
         monkeypatch.delenv(name, raising=False)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
+from podium.installed import has_library
 from podium.runs.curves import CurveText
 from podium_curves.drawing import build_curve, describe_curve, draw_curve, plot_curve
 
 __all__ = ["draw", "plot"]
 
 for _library in ("matplotlib", "plotext"):
-    if find_spec(_library) is None:
+    if not has_library(_library):
         raise ModuleNotFoundError(f"No module named {_library!r}", name=_library)
 
 

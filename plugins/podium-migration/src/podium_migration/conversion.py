@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import yaml
@@ -14,7 +13,7 @@ from podium.spelling import write_count
 from podium_migration.sources import Settings
 from podium_migration.tables import Equivalent, Table, read_tables
 
-__all__ = ["Conversion", "convert_settings", "is_installed"]
+__all__ = ["Conversion", "convert_settings"]
 
 
 def convert_settings(settings: Settings, convert: Callable[[Settings], "Conversion"]) -> "Conversion":
@@ -235,8 +234,3 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return list(first) == list(second)
     return first == second and isinstance(first, bool) == isinstance(second, bool)
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
-    return find_spec(package) is not None

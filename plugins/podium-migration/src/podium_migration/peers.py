@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from podium.config import keys_of
+from podium.installed import has_library
 from podium.runs.recipes import find_recipe
 from podium_migration.sources import read_leaves
 from podium_migration.tables import Equivalent, read_tables
@@ -26,7 +27,7 @@ UNKNOWN = object()
 
 def find_package(name: str) -> Path | None:
     """Return the directory of an installed package, or None. The package is not imported."""
-    spec = find_spec(name)
+    spec = find_spec(name) if has_library(name) else None
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 

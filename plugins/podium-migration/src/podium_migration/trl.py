@@ -4,7 +4,8 @@ import math
 from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium_migration.conversion import Conversion, convert_settings, is_installed
+from podium.installed import has_library
+from podium_migration.conversion import Conversion, convert_settings
 from podium_migration.sources import Settings, explain_other_trainer
 
 __all__ = ["convert_trl"]
@@ -316,7 +317,7 @@ def _convert_model(c: Conversion) -> None:
     if c.is_set("fsdp") or c.is_set("deepspeed"):
         c.set("parallel.strategy", "fsdp2")
     if c.settings.values.get("use_vllm"):
-        if is_installed("podium_vllm") and is_installed("vllm"):
+        if has_library("podium_vllm") and has_library("vllm"):
             c.set("engine.name", "vllm")
         else:
             c.values.pop("engine.name", None)
@@ -346,7 +347,7 @@ def _convert_run(c: Conversion) -> None:
     project = c.settings.values.get("project")
     chosen = list[Any]()
     for tracker in [trackers] if isinstance(trackers, str) else trackers:
-        if tracker in ("wandb", "tensorboard", "trackio") and is_installed(tracker):
+        if tracker in ("wandb", "tensorboard", "trackio") and has_library(tracker):
             chosen.append({tracker: {"project": project}} if project and tracker != "tensorboard" else tracker)
         elif tracker != "none":
             c.lose("report_to", f"{tracker} is not installed here, or none of tensorboard, wandb and trackio")

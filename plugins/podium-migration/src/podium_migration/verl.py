@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+from podium.installed import has_library
 from podium.spelling import write_count
-from podium_migration.conversion import Conversion, convert_settings, is_installed
+from podium_migration.conversion import Conversion, convert_settings
 from podium_migration.sources import Settings
 
 __all__ = ["convert_verl"]
@@ -215,7 +216,7 @@ def _convert_sampling(c: Conversion) -> None:
     if c.is_set(f"{ROLLOUT}.val_kwargs.temperature") and not samples and c.get(f"{ROLLOUT}.val_kwargs.temperature"):
         c.notes["eval.temperature"] = "verl ignores val_kwargs.temperature while val_kwargs.do_sample is false."
     engine = c.values.pop("engine.name", None)
-    if engine == "vllm" and is_installed("podium_vllm") and is_installed("vllm"):
+    if engine == "vllm" and has_library("podium_vllm") and has_library("vllm"):
         c.set("engine.name", "vllm")
         for name, option in (
             ("tensor_model_parallel_size", "tensor_parallel_size"),
@@ -299,7 +300,7 @@ def _convert_run(c: Conversion) -> None:
     project = c.settings.values.get("trainer.project_name")
     chosen = list[Any]()
     for tracker in [trackers] if isinstance(trackers, str) else trackers:
-        if tracker in ("wandb", "tensorboard", "trackio") and is_installed(tracker):
+        if tracker in ("wandb", "tensorboard", "trackio") and has_library(tracker):
             chosen.append({tracker: {"project": project}} if project and tracker == "wandb" else tracker)
         elif tracker != "console":
             c.lose("trainer.logger", f"{tracker} is not installed here, or none of tensorboard, wandb and trackio")

@@ -79,14 +79,18 @@ def refuses(error: type[Exception], says: str, function: Callable[..., object], 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Generator[None]:
-    """Fail the test if the block takes longer. A timer that runs already, as pytest-timeout's, goes on after it."""
+    """Fail the test if the block takes longer. A timer that runs already, as pytest-timeout's, goes on after it.
+
+    The limit counts anew after each failure: what then waits for the same thing, such as the cancelling of a call that
+    could not be sent, fails as well.
+    """
 
     def late(number: int, frame: FrameType | None) -> None:
         pytest.fail(f"the test took longer than {seconds:g} s")
 
     began = time.monotonic()
     before = signal.signal(signal.SIGALRM, late)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:

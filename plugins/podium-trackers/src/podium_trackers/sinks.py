@@ -4,12 +4,12 @@ import importlib
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Self
 
 from podium.errors import ConfigError
 from podium.extras import install_command
+from podium.installed import has_library
 from podium.secrecy import mask
 from podium.telemetry.events import (
     CompletionsSampled,
@@ -43,7 +43,7 @@ class TrackerSink(Tracker):
 
     @classmethod
     def check(cls) -> None:
-        if find_spec(cls.package) is None:
+        if not has_library(cls.package):
             raise ConfigError(f"run.trackers names {cls.package}, which is not installed: {_install(cls.package)}")
 
     def _require(self, module: str) -> Any:

@@ -9,7 +9,6 @@ import inspect
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from podium.errors import ConfigError
 from podium.exceptions import read_text
 from podium.extras import library_command
+from podium.installed import has_library
 from podium.rollout.engines.config import AUTO, OWN_OPTIONS, RECORDS, EngineConfig, find_engines
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _check_package(name: str) -> None:
     """Check that a library that an engine's package requires, and after which the engine is named, can be imported."""
     entry = find_engines().get(name)
     command = library_command(entry, name) if entry else ""
-    if command and find_spec(name) is None:
+    if command and not has_library(name):
         raise ConfigError(f"engine.name = {name!r}: {name} is not installed: {command}, or use engine.name=auto")
 
 
