@@ -16,7 +16,14 @@ from podium.errors import ConfigError, DataError
 from podium.exceptions import read_text
 from podium.rollout.tasks.bad_rows import RowError
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.fields import FieldCheck, ToolCheck, check_arguments, order_results, to_tool_calls
+from podium.rollout.tasks.fields import (
+    FieldCheck,
+    ToolCheck,
+    check_arguments,
+    explain_parts,
+    order_results,
+    to_tool_calls,
+)
 from podium.rollout.tasks.forms import Example, list_tools
 from podium.rollout.tasks.messages import (
     INSTRUCTING,
@@ -490,20 +497,23 @@ class ChatEncoder:
         return self._apply_template(messages, tools, add_generation_prompt=opened, tokenize=False)
 
     def _apply_template(self, messages: Messages, tools: list[Any] | None, **options: Any) -> Any:
+        template = self._tool_template if tools else self._template
+        write = partial(self._tokenizer.apply_chat_template, tools=tools, chat_template=template)
+
+        def try_write(messages: Messages) -> str | None:
+            with suppress(Exception):
+                return str(write(cast(Any, messages), tokenize=False, **self._options))
+            return None
+
         try:
-            return self._tokenizer.apply_chat_template(
-                cast(Any, messages),
-                tools=tools,
-                chat_template=self._tool_template if tools else self._template,
-                **options,
-                **self._options,
-            )
+            return write(cast(Any, messages), **options, **self._options)
         except Exception as error:  # templates raise what they like, and Jinja's own errors besides
             system = self.config.system_prompt
             raise ConfigError(
                 f"the chat template cannot write {str(messages)[:120]}: {read_text(error) or type(error).__name__}; "
                 "set data.chat_template to another, or to none for plain text"
                 + ("; the template may not support system prompts" if system else "")
+                + explain_parts(try_write, messages)
             ) from error
 
     def _conversation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
@@ -166,16 +166,38 @@ class FieldCheck:
                     raise ConfigError(
                         f"data.system_prompt = {message['content'][:40]!r} is not written by the chat template: set "
                         "data.chat_template to one that writes a system prompt, or put the text into the prompts"
+                        + explain_parts(texts.try_write, messages)
                     )
                 raise DataError(
                     f"message {number_of(messages, index)} of the role {message['role']!r}, "
                     f"{message_text(message)[:40]!r}, is not written by the chat template, so that the model would not "
                     "see it: set data.chat_template to one that writes such messages, or take the message out"
+                    + explain_parts(texts.try_write, messages)
                 )
             if message["role"] != "assistant" and not _is_in(message_text(message).strip(), text):
                 self.rewritten[message["role"]] += 1
         if len(self._shapes) < _SHAPES:
             self._shapes.add(shape)
+
+
+def explain_parts(write: Callable[[Messages], str | None], messages: Messages) -> str:
+    """Return the end of a message about a template that does not write these texts: that it takes content as a list of
+    parts alone, if this is why. ``write`` returns what the template writes, or None where it raises."""
+    said = [text for message in messages if isinstance(message.get("content"), str) and (text := message_text(message))]
+    parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+    written = (write(parts) if said else None) or ""
+    if not said or not all(_is_in(text, written) for text in said):
+        return ""
+    return (
+        ". The template reads the content of a message as a list of parts alone, [{'type': 'text', 'text': ...}], and "
+        "Podium gives it texts: set data.chat_template to a copy that also writes a content which is a text "
+        "(`message.content is string`)"
+    )
 
 
 def shape_of(messages: Messages) -> tuple[str, ...]:

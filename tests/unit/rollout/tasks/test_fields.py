@@ -167,3 +167,22 @@ def test_rows_with_unwritten_fields_are_left_out() -> None:
 def test_tools_of_a_template_that_writes_them_pass() -> None:
     example = Example([say("user", "a")], "b", {"tools": [TOOL]})
     assert encode_prompts([example], tokenizer_of(QWEN), DataConfig()).kept == [0]
+
+
+@pytest.mark.parametrize(
+    ("content", "takes_parts"),
+    [
+        ("{% for part in m.content %}{{ part.text }}{% endfor %}", True),
+        ("{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}", True),
+        ("{{ m.content[0]['text'] + '' }}", True),
+        ("{% if m.content is string %}{{ raise_exception('parts') }}{% endif %}{{ m.content[0].text }}", True),
+        ("", False),
+        ("{{ raise_exception('never') }}", False),
+    ],
+)
+def test_a_template_that_takes_parts_alone_is_told_as_the_reason(content: str, takes_parts: bool) -> None:
+    template = "{% for m in messages %}<|start|>{{ m.role }}:" + content + "<|end|>{% endfor %}" + OPEN
+    with pytest.raises((ConfigError, DataError), match=r"chat template") as caught:
+        learn(template, [say("user", "three and four"), say("assistant", "seven")])
+    assert ("reads the content of a message as a list of parts alone" in str(caught.value)) == takes_parts
+    assert ("also writes a content which is a text" in str(caught.value)) == takes_parts
