@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from podium.cli import main
 from podium.trainer import GRPOConfig
+from podium_changes.evaluations import compare_evaluations
 from tests.integration.training import metrics_rows, tiny, train, write_copy_task
 
 
@@ -55,3 +58,49 @@ def test_a_run_is_judged_by_pass_at_k_and_evaluated_again_at_a_step(
     assert lines[0].startswith("pass@4 ") and f"{100 * first['pass@4']:.1f}%" in lines[0], lines[:4]
     assert any(line.startswith("maj@4 ") for line in lines)
     assert any("of other" in line for line in lines)
+    assert main(["changes", str(run), "--show", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, *_, last = (list_shares(run, row["step"]) for row in rows)
+    assert [line.split()[:3] for line in lines if line.startswith(("before", "after"))] == [
+        [name, f"{100 * row['accuracy']:.1f}%", f"({row['items']}"]
+        for name, row in (("before", rows[0]), ("after", rows[-1]))
+    ]
+    assert f"worse     {sum(new < old for old, new in zip(first, last, strict=True))}" in lines
+    assert f"better    {sum(new > old for old, new in zip(first, last, strict=True))}" in lines
+
+
+def list_shares(run: Path, step: int) -> list[float]:
+    """The share of correct completions of each prompt."""
+    rows = pq.read_table(run / "evaluations" / f"step-{step:06d}.parquet").to_pylist()
+    return [fmean(row["correct"] for row in of_prompt) for _, of_prompt in itertools.groupby(rows, itemgetter("group"))]
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+def test_a_prompt_with_several_completions_or_sessions_counts_once_by_their_mean(
+    tmp_path: Path, sessions: bool
+) -> None:
+    """Prompts 0 and 2 have the same text. The last row of the second file was left out by the reward."""
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "evaluations").mkdir()
+    verdicts = {
+        0: [(0, 1), (0, 0), (1, 1), (1, 0), (2, 0), (2, 0)],
+        1: [(1, 0), (1, 0), (2, 1), (2, 1), (0, 0), (0, None)],
+    }
+    for step, rows in verdicts.items():
+        table = {
+            "group": pa.array([group for group, _ in rows]),
+            "prompt": pa.array([("twice", "once", "twice")[group] for group, _ in rows]),
+            "completion": pa.array(["-"] * len(rows)),
+            "expected": pa.array(["+"] * len(rows)),
+            "correct": pa.array([None if correct is None else bool(correct) for _, correct in rows]),
+            **({"session": pa.array(range(len(rows)))} if sessions else {}),
+        }
+        pq.write_table(pa.table(table), tmp_path / "evaluations" / f"step-{step:06d}.parquet")
+    changes = compare_evaluations(*sorted((tmp_path / "evaluations").iterdir()))
+    assert (changes.items, changes.apart, changes.are_verdicts) == (3, 0, False)
+    assert changes.means == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert sorted((change.prompt, change.scores) for change in changes.worse) == [
+        ("once", (0.5, 0.0)),
+        ("twice", (0.5, 0.0)),
+    ]
+    assert [(change.prompt, change.scores) for change in changes.better] == [("twice", (0.0, 1.0))]

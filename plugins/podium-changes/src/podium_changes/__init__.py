@@ -78,6 +78,6 @@ def _show(first: Path, second: Path, count: int) -> None:
             sys.stdout.write(f"\n{name:<9} {change.prompt!r}\n")
             if not are_verdicts:
                 sys.stdout.write(f"{metric.title:<9} {' to '.join(map(metric.write, change.scores))}\n")
-            if change.before is not None:
+            if change.before is not None and change.after is not None:
                 sys.stdout.write(f"before    {change.before!r}\nafter     {change.after!r}\n")
             sys.stdout.write(f"expected  {change.expected!r}\n")

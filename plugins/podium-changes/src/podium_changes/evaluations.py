@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,7 +24,7 @@ _COLUMNS = ("prompt", "completion", "expected")
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """A held-out prompt with its answers and scores in two evaluations. Examples of which the loss is computed have no
-    answers but that of the data."""
+    answers but that of the data, and prompts with several completions have their mean score and no answer."""
 
     prompt: str
     expected: str | None
@@ -183,12 +184,13 @@ def _is_number(kind: Any) -> bool:
 
 
 def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the rows by their prompt and by their number among the rows with this prompt.
+    """Return a row of each prompt by the prompt's text and by its number among those with this text.
 
-    The key ``score`` of a row is its score by ``metric``.
+    The key ``score`` of a row is its score by ``metric``. Of several completions or sessions of a prompt, it is the
+    mean over those that have a score, and there is no ``completion``.
 
-    A session is represented by its first row, which has the verdict. Its number is that of its task, because other
-    sessions may have failed.
+    A session is represented by its first row, which has the verdict. The number of its prompt is that of the task,
+    because all sessions of another task may have failed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -203,7 +205,7 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
             names = [name for name in (*_COLUMNS, column, *weighing, "group", "session") if name in present]
             kinds = {field.name: field.type for field in file.schema_arrow}
             checks = {name: _is_text for name in _COLUMNS if name != "completion" or name in present}
-            checks |= {column: _is_number} if column in present else {}
+            checks |= {name: _is_number for name in ("group", column) if name == "group" or name in present}
             for name, is_right in checks.items():
                 if name not in kinds or not is_right(kinds[name]):
                     kind = "texts" if is_right is _is_text else "numbers"
@@ -213,13 +215,18 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if column not in present:
         raise ConfigError(f"{path} has no column {column!r}, which holds the {metric.title} of its items")
-    rows = [{"completion": None, **row, "score": row[column]} for row in rows]
-    if "session" in present:
-        firsts = {row["session"]: row for row in reversed(rows)}
-        return {(row["prompt"], row["group"]): row for row in reversed(firsts.values())}
+    if is_sessions := "session" in present:
+        rows = [*{row["session"]: row for row in reversed(rows)}.values()][::-1]
+    rows_by_group: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        rows_by_group.setdefault(row["group"], []).append(row)
     seen = Counter[str]()
     row_by_key: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in rows:
-        row_by_key[row["prompt"], seen[row["prompt"]]] = row
-        seen[row["prompt"]] += 1
+    for group, of_prompt in sorted(rows_by_group.items()):  # those that the reward left out stand last in the file
+        prompt, scores = of_prompt[0]["prompt"], [row[column] for row in of_prompt if row[column] is not None]
+        completion = of_prompt[0].get("completion") if len(of_prompt) == 1 else None
+        score = fmean(scores) if scores else None
+        key = (prompt, group if is_sessions else seen[prompt])
+        row_by_key[key] = {**of_prompt[0], "completion": completion, "score": score}
+        seen[prompt] += 1
     return row_by_key
