@@ -113,7 +113,7 @@ def _summarize_error(error: PodiumError | OSError) -> str:
     """Return the message of an error. For an error of Podium's that a worker raised, this is the message without the
     worker's traceback."""
     if isinstance(error, OSError) and not isinstance(error, PodiumError):
-        if error.filename is None and not _can_write():
+        if error.filename is None and not isinstance(error, FileNotFoundError) and not _can_write():
             return f"stdout cannot be written ({error.strerror or error})"
         from podium.models.manifest import refusal_of
         from podium.processes import explain_limit
@@ -123,6 +123,8 @@ def _summarize_error(error: PodiumError | OSError) -> str:
 
         if reason := refusal_of(error):
             return f"cannot write {error.filename or 'a file'}: {reason}"
+        if isinstance(error, FileNotFoundError) and not _has_directory():
+            return "the directory in which it was started does not exist any more: cd to one that does"
         prefix = f"{error.filename}: " if error.filename else ""
         return f"{prefix}{error.strerror or error}; check the path, its permissions and the room on the disk"
     text = str(error)
@@ -142,6 +144,15 @@ def _can_write() -> bool:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+def _has_directory() -> bool:
+    """Whether the current directory exists."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
         return False
     return True
 

@@ -492,3 +492,14 @@ def test_the_list_of_settings_says_in_words_what_each_takes(capsys: pytest.Captu
     assert not re.search(r"Annotated|FieldInfo|typing\.|<class", out)
     if recipe == "grpo":
         assert "--algorithm.correction auto  (" in out
+
+
+def test_a_command_in_a_directory_that_was_removed_says_so(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, tempfile; folder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder); "
+        "from podium.cli import main; sys.exit(main(['train', 'grpo', '--data.train', 'a.jsonl', '--model.path', 'm']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "the directory in which it was started does not exist any more" in done.stderr
+    assert "room on the disk" not in done.stderr

@@ -126,4 +126,4 @@ def test_a_task_with_an_image_is_refused_or_left_out(tmp_path: Path, row: dict[s
         load_tasks(DataConfig(train=str(file), holdout=0, answer_column=None), environment, "train")
     config = DataConfig(train=str(file), holdout=0, answer_column=None, bad_rows="drop")
     notes = notes_of(lambda: load_tasks(config, environment, "train"))
-    assert any(note.startswith("1 of 2 rows cannot be used and are left out") for note in notes)
+    assert any(note.startswith("1 of 2 rows cannot be used and is left out: (1)") for note in notes)

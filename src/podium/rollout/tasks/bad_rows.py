@@ -76,4 +76,5 @@ class BadRows:
     def tell(self, count: int, rows: int) -> None:
         """Tell that ``count`` of all ``rows`` are left out, and why the first of them are."""
         reasons = " ".join(f"({number}) {error}" for number, error in enumerate(self._errors, start=1))
-        emit(Note(f"{count:,} of {rows:,} {self._noun} cannot be used and are left out, the first of them: {reasons}"))
+        left = "is left out" if count == 1 else "are left out, the first of them"
+        emit(Note(f"{count:,} of {rows:,} {self._noun} cannot be used and {left}: {reasons}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from podium.rollout.tasks.forms import (
 )
 from podium.rollout.tasks.media import find_links
 from podium.rollout.tasks.messages import Messages, message_text, strip_end
+from podium.rollout.tasks.rows import TOKEN_IDS
 from podium.spelling import write_count, write_share
 from podium.telemetry import Note, emit
 
@@ -96,8 +98,9 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
 
 
 def _is_odd(number: float) -> bool:
-    """Whether a number is hardly written as Python does: 7.0, as pandas makes of 7, or a fraction of float32."""
-    return number.is_integer() or len(str(number)) > _LONGEST_NUMBER
+    """Whether a number is hardly written as Python does: 7.0, as pandas makes of 7, a fraction of float32, or inf,
+    which a number such as 1e999 becomes."""
+    return math.isinf(number) or number.is_integer() or len(str(number)) > _LONGEST_NUMBER
 
 
 def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mapping[Untaken, int]) -> Iterator[str]:
@@ -105,6 +108,10 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
     for name, count in links.items():
         rows = write_count(count, "row has", "rows have")
         yield f"{rows} an address in {name!r}, and the model does not see what is there"
+    ids = Counter(name for e in examples for name, value in e.row.items() if value and TOKEN_IDS.fullmatch(name))
+    for name, count in ids.items():
+        rows = write_count(count, "row")
+        yield f"column {name!r} of {rows} holds token ids, which are not read: texts are tokenized anew"
     names = dict.fromkeys(chain.from_iterable(example.row for example in examples))
     contexts = [name for name in names if _CONTEXTS.fullmatch(name.lower())]
     for name, count in Counter(name for e in examples for name in contexts if _is_left_out(name, e)).items():

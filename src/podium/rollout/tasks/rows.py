@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
@@ -28,10 +29,23 @@ PlacedRow = tuple[str, dict[str, Any] | DataError]
 """The place of a row, as in "train.jsonl, line 3", and its columns, or why it has none."""
 
 _TASKS: Final = "podium.tasks"  # the group of entry points that generate rows
-_Binary = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
+_Binary = io.BufferedReader | gzip.GzipFile
 _PACKED: Final = (".gz", ".bz2", ".xz", ".zst")
 _TEXTS: Final = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _SUFFIXES: Final = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _PACKED), ".parquet", ".arrow")
+_SIGNS: Final = {  # the first bytes of files that are no text
+    b"\x1f\x8b": "a file of gzip (.gz)",
+    **{b"BZh%d1AY&SY" % size: "a file of bzip2 (.bz2)" for size in range(1, 10)},
+    b"\xfd7zXZ\0": "a file of xz (.xz)",
+    b"\x28\xb5\x2f\xfd": "a file of Zstandard (.zst)",
+    b"\x04\x22\x4d\x18": "a file of LZ4",
+    b"PK\3\4": "a ZIP archive, which .xlsx files are, too",
+    b"PAR1\x15": "a Parquet file (.parquet)",
+    b"ARROW1\0": "an Arrow file (.arrow)",
+    b"SQLite format 3\0": "a database of SQLite",
+}
+TOKEN_IDS: Final = re.compile(r"(\w+_)?(input|token|prompt|completion|response|chosen|rejected)_ids")
+"""Names of columns that hold token ids."""
 _OPEN: Final = ("tools", "tool_calls")  # fields whose entries have fields of their own
 _ROWS: Final = 1000  # of a dataset that are in memory at a time
 _LONGEST_FIELD: Final = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is less than a long document
@@ -71,11 +85,16 @@ def generate_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[
 
 
 def means_files(spec: str) -> bool:
-    """Whether ``spec`` means files: it has the ending of one, is a pattern or a path, or names a file that exists."""
+    """Whether ``spec`` means files: it has the ending of one, is a pattern or a path, or names a file that exists.
+
+    A directory is none, also where its name has such an ending, as Spark gives it one.
+    """
     path = os.path.expanduser(spec)
+    if os.path.isdir(path):
+        return False
     if spec.lower().endswith(_SUFFIXES) or glob.has_magic(spec) or os.path.isfile(path):
         return True
-    return spec.startswith((".", "/", "~")) and not os.path.isdir(path)
+    return spec.startswith((".", "/", "~"))
 
 
 def find_files(spec: str) -> list[Path]:
@@ -122,6 +141,10 @@ def read_rows(path: Path) -> Iterator[PlacedRow]:
     name = name.removesuffix(packed)
     try:
         with _open_packed(path, packed) as file:
+            if kind := next((kind for sign, kind in _SIGNS.items() if file.peek(64).startswith(sign)), ""):
+                raise DataError(
+                    f"{path} is no text: it begins as {kind}; unpack it, or give it the ending of what it is"
+                )
             if name.endswith((".csv", ".tsv")):
                 yield from _csv(path, file, "," if name.endswith(".csv") else "\t")
             elif name.endswith(".json") and file.peek(64).lstrip(_BLANK).startswith(b"["):
@@ -133,12 +156,46 @@ def read_rows(path: Path) -> Iterator[PlacedRow]:
 
 
 def _open_packed(path: Path, packed: str) -> _Binary:
+    if packed and not path.stat().st_size:
+        raise EOFError("it has no bytes, and a packed file has some even if nothing is in it")
     if packed == ".zst":
         import pyarrow
 
         return io.BufferedReader(cast(Any, pyarrow.input_stream(str(path), compression="zstd")))
-    openers: dict[str, Callable[[Path], _Binary]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return openers[packed](path) if packed else path.open("rb")
+    if packed in (".bz2", ".xz"):
+        return io.BufferedReader(_Streams(path, bz2.BZ2Decompressor if packed == ".bz2" else lzma.LZMADecompressor))
+    return gzip.open(path) if packed else path.open("rb")
+
+
+class _Streams(io.RawIOBase):
+    """The bytes of a file of one or more packed streams. What follows a stream and is none, as of a damaged copy, is an
+    error, where the modules bz2 and lzma of Python leave it out."""
+
+    def __init__(self, path: Path, begin: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]) -> None:
+        self._file = path.open("rb")
+        self._begin = begin
+        self._stream = begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data.lstrip(b"\0") or self._file.read(io.DEFAULT_BUFFER_SIZE).lstrip(b"\0")
+                if not packed:
+                    return 0
+                self._stream = self._begin()
+            elif self._stream.needs_input and not (packed := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            if data := self._stream.decompress(packed, len(buffer)):
+                buffer[: len(data)] = data
+                return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _json_lines(path: Path, file: _Binary) -> Iterator[PlacedRow]:
@@ -163,34 +220,54 @@ def _json_array(path: Path, data: bytes) -> Iterator[PlacedRow]:
 def _csv(path: Path, file: _Binary, delimiter: str) -> Iterator[PlacedRow]:
     csv.field_size_limit(_LONGEST_FIELD)
     header: list[str] = []
-    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        lines = csv.reader(text, delimiter=delimiter, strict=True)
-        try:
-            for line in lines:
-                location = f"{path}, line {lines.line_num}"
-                if not header:
-                    header = line
-                    if repeated := [name for name in header if header.count(name) > 1]:
-                        raise DataError(f"{location}: the header names the column {repeated[0]!r} twice")
-                elif line:
-                    count = (
-                        f"{write_count(len(line), 'field')} where the header names {write_count(len(header), 'column')}"
-                    )
-                    fits = len(line) == len(header)
-                    yield location, dict(zip(header, line, strict=True)) if fits else DataError(f"{location}: {count}")
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {lines.line_num + 1} is no CSV in UTF-8: {error}") from None
+    lines = csv.reader(_decode_lines(path, file), delimiter=delimiter, strict=True)
+    start = 1
+    try:
+        for line in lines:
+            location, start = f"{path}, line {start}", lines.line_num + 1
+            if not header:
+                header = line
+                if repeated := [name for name in header if header.count(name) > 1]:
+                    raise DataError(f"{location}: the header names the column {repeated[0]!r} twice")
+            elif line:
+                count = f"{write_count(len(line), 'field')} where the header names {write_count(len(header), 'column')}"
+                fits = len(line) == len(header)
+                yield location, dict(zip(header, line, strict=True)) if fits else DataError(f"{location}: {count}")
+    except csv.Error as error:
+        several = f" to {lines.line_num}" if lines.line_num > start else ""
+        quote = ": a quote that opens there is not closed" if "end of data" in str(error) else ""
+        raise DataError(f"{path}, line {start}{several} is no CSV: {error}{quote}") from None
+
+
+def _decode_lines(path: Path, file: _Binary) -> Iterator[str]:
+    """Yield the lines of a file with their ends, which may be those of Windows and of old Macs."""
+    number = 0
+    for part in file:
+        for line in part.splitlines(keepends=True):
+            number += 1
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}, byte {error.start + 1}: no CSV in UTF-8 ({error.reason}); save the file "
+                    "as UTF-8"
+                ) from None
 
 
 def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these names and values. Raises ValueError where one name has two values."""
     entries = dict(pairs)
     for name, value in pairs if len(entries) < len(pairs) else ():
-        if value != entries[name]:
+        if _write_exactly(value) != _write_exactly(entries[name]):
             raise ValueError(
                 f"one object has the name {name!r} twice, with different values: keep the one that is meant"
             )
     return entries
+
+
+def _write_exactly(value: Any) -> str:
+    """A text in which 1, 1.0 and true differ, and NaN is itself."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any] | DataError:
@@ -202,8 +279,9 @@ def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any] | DataEr
     try:
         row = json.loads(line, object_pairs_hook=read_object)
     except json.JSONDecodeError as error:
-        if number == 1 and line.strip() == "[":
-            raise DataError(f"{location}: a JSON array over many lines; {_ONE_A_LINE}") from None
+        if number == 1 and line.strip() in ("[", "{"):
+            kind = "array" if line.strip() == "[" else "object"
+            raise DataError(f"{location}: a JSON {kind} over many lines; {_ONE_A_LINE}") from None
         near = line[max(0, error.pos - 20) : error.pos + 20].strip()
         what = error.msg.removeprefix("Expecting ")
         expected = f"expected {what}" if what != error.msg else error.msg
@@ -218,7 +296,7 @@ def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any] | DataEr
     return row
 
 
-_ONE_A_LINE: Final = "write one object a line, or give the file the ending .json"
+_ONE_A_LINE: Final = "write one object a line, or an array of objects into a file with the ending .json"
 _NO_OBJECT: Final = 'expected a JSON object such as {"prompt": "…"}'
 _BOM: Final = b"\xef\xbb\xbf"
 _BLANK: Final = _BOM + b" \t\r\n"
@@ -324,8 +402,15 @@ def _read_text(value: str | None) -> Any:
 
 
 def columns_hint(wanted: str, columns: Sequence[str]) -> str:
-    """Say for an error about a missing column which columns exist, and which is the nearest."""
-    return f"the columns are {', '.join(map(repr, columns))}{suggest_nearest(wanted, columns, likeness=0.5)}"
+    """Say for an error about a missing column which columns exist, and which is the nearest; and what else the data
+    may be."""
+    names = ", ".join(map(repr, columns))
+    if ids := [name for name in columns if TOKEN_IDS.fullmatch(name)]:
+        return f"the columns are {names}; {ids[0]!r} holds token ids, which are not read: give texts or messages"
+    if len(columns) == 1 and (sign := next((sign for sign in ";\t|" if sign in columns[0]), "")):
+        how = f"a .csv file has commas between its columns, and a .tsv file tabs, not {sign!r}"
+        return f"the header is the one column {names}: {how}"
+    return f"the columns are {names}{suggest_nearest(wanted, columns, likeness=0.5)}"
 
 
 def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:
@@ -399,7 +484,8 @@ def _suggest_file(spec: str) -> str:
 def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> DataError:
     if offline := explain_offline(error):
         return DataError(f"{spec}: neither a file nor a dataset that can be loaded: {offline}{_suggest_file(spec)}")
-    reason = read_text(error).strip().partition("\n")[0] or type(error).__name__
+    causes = [error, *([error.__cause__] if isinstance(error.__cause__, Exception) else [])]  # the first may say little
+    reason = ": ".join(read_text(cause).strip().partition("\n")[0] or type(cause).__name__ for cause in causes)
     with_options = f" with data.options = {dict(options)!r}" if options else ""
     return DataError(
         f"{spec}: neither a file nor a dataset that can be loaded{with_options}: {reason}. A file ends in .jsonl, "

@@ -230,7 +230,7 @@ def test_nothing_to_evaluate_on_is_said_with_the_remedy(tmp_path: Path) -> None:
             "line 1: the JSON text .* one object has the name 'content' twice, with differ",
         ),
         ('{"prompt": [{"role": "user", "role": "tool"}]}\n', "line 1 .* one object has the name 'role' twice"),
-        ("[\n{}\n]\n", "line 1: a JSON array over many lines; write one object a line, or give"),
+        ("[\n{}\n]\n", "line 1: a JSON array over many lines; write one object a line, or an array of objects into"),
     ],
 )
 def test_malformed_json_names_file_line_column_and_what_was_expected(tmp_path: Path, text: str, message: str) -> None:
@@ -461,8 +461,8 @@ def test_fields_of_csv_are_the_text_that_is_there(tmp_path: Path) -> None:
         ("a.jsonl.zst", b"nonsense", "cannot read .*a.jsonl.zst: ZSTD decompress failed"),
         ("a.csv", b"prompt,answer\n1,2\n1,2,3\n", "line 3: 3 fields where the header names 2 columns"),
         ("a.csv", b"prompt,prompt\n1,2\n", "line 1: the header names the column 'prompt' twice"),
-        ("a.csv", b'prompt,answer\n"1,2\n', "is no CSV in UTF-8: unexpected end of data"),
-        ("a.csv", b"prompt,answer\n\xff,2\n", "is no CSV in UTF-8: .*decode"),
+        ("a.csv", b'prompt,answer\n"1,2\n', "line 2 is no CSV: unexpected end of data: a quote that"),
+        ("a.csv", b"prompt,answer\n\xff,2\n", "line 2, byte 1: no CSV in UTF-8 .*; save the file"),
         ("a.json", b'[{"prompt": "1"},', "a.json is no JSON array: Expecting value: line 1 column 18"),
         ("a.json", b'[{"prompt": "1", "answer": "2"}, 3]', "a.json, item 2: expected a JSON object .* found a number"),
         ("a.json", b"[" * 10**5, "a.json is no JSON array: it is nested too deeply"),
@@ -631,3 +631,68 @@ def test_a_package_generates_tasks_and_a_missing_one_is_named(tmp_path: Path, mo
     ):
         with pytest.raises((ConfigError, DataError), match=message):
             load_examples(spec, replace(config, train=spec))
+
+
+MANY = "".join(f'{{"prompt": "{number}", "answer": "{number}"}}\n' for number in range(5000)).encode()
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("bz2", bz2.compress), ("xz", lzma.compress), ("gz", gzip.compress)])
+def test_packed_files_of_several_streams_are_read_whole_or_refused(
+    tmp_path: Path, ending: str, pack: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / f"a.jsonl.{ending}"
+    whole = pack(MANY)
+    path.write_bytes(whole + whole)
+    assert len(load_examples(str(path), DataConfig(train=str(path), holdout=0.0))) == 10_000
+    for broken in (whole + b"x" + whole[1:], whole + whole[: len(whole) // 2], b""):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match=rf"cannot read .*a\.jsonl\.{ending}"):
+            load_examples(str(path), DataConfig(train=str(path), holdout=0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.jsonl", gzip.compress(MANY), "is no text: it begins as a file of gzip"),
+        ("a.csv", bz2.compress(MANY), "is no text: it begins as a file of bzip2"),
+        ("a.json.gz", gzip.compress(lzma.compress(MANY)), "is no text: it begins as a file of xz"),
+        ("a.jsonl.zip", b"PK\3\4...", "is no text: it begins as a ZIP archive"),
+        ("a.csv", b"prompt;answer\n1;2\n", "the header is the one column 'prompt;answer': .* commas"),
+        ("a.json", b'{\n"prompt": "1"}\n', "line 1: a JSON object over many lines"),
+        ("a.jsonl", b'{"input_ids": [1], "labels": [1]}\n', "'input_ids' holds token ids, which are not read"),
+        ("a.jsonl", b'{"prompt": "1", "answer": 1, "answer": true}\n', "has the name 'answer' twice"),
+        ("a.jsonl", b'{"prompt": "1", "answer": 1.0, "answer": 1}\n', "has the name 'answer' twice"),
+        ("a.csv", b"prompt,answer\n" + b"1,2\n" * 3000 + b"\xe9,2\n", "line 3002, byte 1: no CSV in UTF-8"),
+        ("a.csv", b'prompt,answer\n"a\nb",2\n1,2,3\n"a\nb\nc",1,2\n', "line 4: 3 fields where"),
+        ("a.csv", b'prompt,answer\n1,2\n"3,4\n5,6\n', "line 3 to 4 is no CSV: .*a quote that opens there"),
+    ],
+)
+def test_a_file_that_is_another_than_it_seems_is_named_for_what_it_is(
+    tmp_path: Path, name: str, data: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=said):
+        load_examples(str(tmp_path / name), DataConfig(train=str(tmp_path / name), holdout=0.0))
+
+
+def test_a_directory_with_the_ending_of_a_file_is_read_as_a_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "train.jsonl"
+    folder.mkdir()
+    write_jsonl(folder / "part-0.jsonl", [{"prompt": "1", "answer": "1"}])
+    write_jsonl(folder / "part-1.jsonl", [{"prompt": "2", "answer": "2"}])
+    examples = load_examples(str(folder), DataConfig(train=str(folder), holdout=0.0))
+    assert [example.prompt for example in examples] == ["1", "2"]
+    (folder / "part-2.jsonl").write_text("{broken\n")
+    with pytest.raises(DataError, match=r"(JSON parse error|Failed to parse)"):
+        load_examples(str(folder), DataConfig(train=str(folder), holdout=0.0))
+
+
+def test_token_ids_beside_texts_and_answers_beyond_all_numbers_are_told(tmp_path: Path) -> None:
+    notes = list[str]()
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1", "answer": 1e999, "input_ids": [3]}\n')
+    load_examples(str(path), DataConfig(train=str(path), holdout=0.0))
+    unsubscribe()
+    assert any("numbers such as inf" in note for note in notes)
+    assert any("column 'input_ids' of 1 row holds token ids" in note for note in notes)
