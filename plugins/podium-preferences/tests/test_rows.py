@@ -227,7 +227,7 @@ def test_a_malformed_row_is_refused_by_its_place_or_left_out(tmp_path: Path, row
     finally:
         unsubscribe()
     assert [kept.examples[at].answer for at in range(len(kept))] == ["7", "9"]
-    assert any("cannot be used and are left out" in text and "line 2" in text for text in heard)
+    assert any("cannot be used and is left out" in text and "line 2" in text for text in heard)
 
 
 @pytest.mark.parametrize("label", ["good", None, 2, [True]])
