@@ -63,8 +63,8 @@ def explain_json(error: ValueError | RecursionError, text: str | bytes) -> str:
         return _LongNumber(digits) if len(digits.lstrip("-")) > most else 0
 
     with contextlib.suppress(ValueError, RecursionError):  # of another fault behind the number
-        whole = json.loads(text, parse_int=read_digits, object_pairs_hook=note_fields)
-        fields += [("", digits) for digits in _list_long_numbers(whole)]
+        document = json.loads(text, parse_int=read_digits, object_pairs_hook=note_fields)
+        fields += [("", digits) for digits in _list_long_numbers(document)]
     if not fields:
         return str(error)
     name, digits = fields[0]

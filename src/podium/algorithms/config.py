@@ -344,8 +344,8 @@ class AlgorithmConfig:
             origin = " ".join(f"default of the {name}: {declared.source}".rstrip(": ").split())
             values = cast("object", self.read_options(declared.options))
             for option in (field.name for field in fields(cast("Any", declared.options))):
-                own = option in self.options
-                settings[f"options.{option}"] = Setting(getattr(values, option), "yours" if own else origin)
+                is_set = option in self.options
+                settings[f"options.{option}"] = Setting(getattr(values, option), "yours" if is_set else origin)
         return settings
 
     def resolve(self) -> Self:

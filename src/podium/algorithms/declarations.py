@@ -103,9 +103,11 @@ class Declaration:
     function: str = ""
 
     def __post_init__(self) -> None:
-        for name, known in (("columns", COLUMNS), ("defaults", DECLARED_DEFAULTS), ("reads", _READABLE)):
-            if unknown := {*(getattr(self, name) or ())} - {*known}:
-                raise ConfigError(f"Declaration.{name} has {sorted(unknown)}: expected some of {', '.join(known)}")
+        for name, allowed_names in (("columns", COLUMNS), ("defaults", DECLARED_DEFAULTS), ("reads", _READABLE)):
+            if unknown := {*(getattr(self, name) or ())} - {*allowed_names}:
+                raise ConfigError(
+                    f"Declaration.{name} has {sorted(unknown)}: expected some of {', '.join(allowed_names)}"
+                )
         if self.options is not None and not is_pydantic_dataclass(self.options):
             name = getattr(self.options, "__name__", repr(self.options))
             raise ConfigError(

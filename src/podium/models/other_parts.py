@@ -39,8 +39,8 @@ def find_other_parts(model: nn.Module, config: ModelConfig) -> OtherParts:
     inner = plain_model(model)
     if not config.path or not isinstance(inner, transformers.PreTrainedModel):
         return NO_OTHERS
-    whole: Any = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
-    if not any(_is_other(name) for name in whole.sub_configs) and not inner._keys_to_ignore_on_load_unexpected:
+    full_config: Any = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    if not any(_is_other(name) for name in full_config.sub_configs) and not inner._keys_to_ignore_on_load_unexpected:
         return NO_OTHERS
     texts = {name: content for name in _PROCESSORS if (content := _read_file(config.path, name)) is not None}
     stored = _read_tensors(config.path)
@@ -52,11 +52,11 @@ def find_other_parts(model: nn.Module, config: ModelConfig) -> OtherParts:
         if (any(pattern.search(name) for pattern in ignored) or any(fnmatchcase(name, p) for p in config.allow_tensors))
         and not _is_computed(name, modules, inner.base_model_prefix)
     }
-    if type(whole) is type(inner.config):
+    if type(full_config) is type(inner.config):
         return OtherParts(tensors, texts)
     composite = _composite(config.path, inner.config)
     if why := _explain_lost(model, tensors, stored, composite):
-        names = ", ".join(name for name in whole.sub_configs if _is_other(name))
+        names = ", ".join(name for name in full_config.sub_configs if _is_other(name))
         return OtherParts(
             {}, {}, f"what is saved is the text model alone, without {names} of {config.path}, since {why}"
         )

@@ -68,8 +68,8 @@ class Grader:
         rewards = list_rewards(self.config, reward)
         check_weights(self.config, len(rewards))
         self.name = ", ".join(map(name_of, rewards))
-        known = None if columns is None else tuple(columns)
-        self._source = Source(rewards=rewards, columns=known, steps=steps, optional=optional)
+        column_names = None if columns is None else tuple(columns)
+        self._source = Source(rewards=rewards, columns=column_names, steps=steps, optional=optional)
         self._log_path = Path(log_path) if log_path is not None else None
         self._in_script = in_script
         self._lock = threading.RLock()

@@ -214,8 +214,8 @@ class States:
     def _check(self, state: int, prompts: Sequence[int], step: int) -> None:
         """Raise PodiumError if the prompts of ``step`` cannot become ``state``. ``step`` is -1 where it is missing."""
         name, end = _STATES[state], self._first + len(self._states)
-        known = range(self._first, end + len(prompts) * (state == _TAKEN))
-        if len({*prompts}) < len(prompts) or not all(prompt in known for prompt in prompts):
+        numbers = range(self._first, end + len(prompts) * (state == _TAKEN))
+        if len({*prompts}) < len(prompts) or not all(prompt in numbers for prompt in prompts):
             raise PodiumError(f"ledger: {prompts} are no prompts that can become {name}")
         for prompt in prompts:
             own_state = self._states[prompt - self._first] if prompt < end else _RETURNED

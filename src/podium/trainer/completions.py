@@ -90,13 +90,13 @@ class ScoredBatch:
             parts = [grade.parts.get(name, math.nan) for grade in grades]
             is_logged = any(name in grade.logged for grade in grades)
             columns[(_LOGGED if is_logged else fields.PART) + name] = torch.tensor(parts, dtype=torch.float32)
-        whole = replace(self, grades=grades, batch=self.batch.with_columns(columns))
+        graded_rows = replace(self, grades=grades, batch=self.batch.with_columns(columns))
         if not any(grade.abstained for grade in grades):
-            return whole.with_data(data)
+            return graded_rows.with_data(data)
         rows_by_kind: tuple[list[int], list[int]] = ([], [])
         for row, grade in enumerate(grades):
             rows_by_kind[grade.abstained].append(row)
-        scored, others = map(whole.with_rows, rows_by_kind)
+        scored, others = map(graded_rows.with_rows, rows_by_kind)
         return replace(scored, left_out=others).with_data(data)
 
     def grades_of(self, grader: Grader, reward_model: Handle[RewardModel] | None) -> list[Grade]:

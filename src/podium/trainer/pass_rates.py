@@ -98,8 +98,8 @@ class PassRates:
             for at in sorted((at for at in self._known if at > step - self._lag), reverse=True):
                 kept[at], before = self._known[at]
                 rates |= before
-        known = {index: rate for index, rate in rates.items() if rate is not None}
-        state = {"": known, **{str(at): shares for at, shares in sorted(kept.items())}}
+        measured_rates = {index: rate for index, rate in rates.items() if rate is not None}
+        state = {"": measured_rates, **{str(at): shares for at, shares in sorted(kept.items())}}
         return {name: {str(index): share for index, share in shares.items()} for name, shares in state.items()}
 
     def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:

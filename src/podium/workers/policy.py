@@ -313,9 +313,9 @@ class Policy(Learner):
             return self._add_value_loss(policy_loss(inputs, algorithm), micro, scores.values if judges else None)
 
         added_columns = (*columns, *figures, *(VALUE_COLUMNS if judges else ()))
-        whole = batch.with_columns(figures)
+        full_batch = batch.with_columns(figures)
         with _replay_experts(self.model, batch) as replay:
-            minibatch = self.engine.accumulate(whole, compute, columns=added_columns, weight=weight, flat=flat)
+            minibatch = self.engine.accumulate(full_batch, compute, columns=added_columns, weight=weight, flat=flat)
         self._scored = kept_N
         named = {metrics.LOSS: minibatch.loss, **minibatch.metrics, **sampled}
         return named if moments is None else self._split_losses(named, moments, weight)
@@ -478,7 +478,7 @@ class Policy(Learner):
             named = (scores.logprobs, scores.entropy, scores.squares)
             return {name: column for name, column in zip(_SCORES, named, strict=True) if column is not None}
 
-        names = [name for name, asked in zip(_SCORES, (True, entropy, squares), strict=True) if asked]
+        names = [name for name, is_wanted in zip(_SCORES, (True, entropy, squares), strict=True) if is_wanted]
         with _replay_experts(self.model, batch) as replay:
             return self.engine.evaluate(batch, compute, names)
 

@@ -129,8 +129,8 @@ def find_engines() -> Mapping[str, EntryPoint]:
         ConfigError: There is none, because the installation's metadata is older than its code.
     """
     points = list_entry_points(group="podium.engines")
-    own = ("podium.", "podium_")
-    ranked = sorted(points, key=lambda entry: (entry.module.startswith(own), is_installed(entry)))
+    packages = ("podium.", "podium_")
+    ranked = sorted(points, key=lambda entry: (entry.module.startswith(packages), is_installed(entry)))
     entries = {entry.name: entry for entry in ranked}
     if not entries:
         raise ConfigError(

@@ -39,8 +39,10 @@ def check_engine(config: EngineConfig, recorded: Mapping[str, str] = MappingProx
         declared = OWN_OPTIONS[config.name]
     else:
         declared = engine_class(config.name).options
-    own = RECORDS.get(config.name)
-    if missing := {*recorded} - (engine_class(config.name).records if recorded and own is None else own or set()):
+    recordable = RECORDS.get(config.name)
+    if missing := {*recorded} - (
+        engine_class(config.name).records if recorded and recordable is None else recordable or set()
+    ):
         raise ConfigError(
             f"engine.name = {config.name!r} with algorithm.options.{recorded[min(missing)]}: this engine does not "
             "record what that needs; use the engine transformers, or leave the option out"

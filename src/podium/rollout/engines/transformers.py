@@ -205,7 +205,9 @@ class _Drawing(LogitsProcessor):
     @cached_property
     def _experts_BTC(self) -> Tensor:
         """The experts ``[B, T, C]`` of all layers, for the T places that went through the model."""
-        layers = [[experts.view(len(self._live_B), -1, experts.shape[-1]) for experts in one] for one in self.experts]
+        layers = [
+            [experts.view(len(self._live_B), -1, experts.shape[-1]) for experts in passes] for passes in self.experts
+        ]
         return torch.cat([torch.cat(layer, 1) for layer in layers], -1).to("cpu", torch.int16)
 
     def experts_of(self, row: int, prompt: int, length: int) -> Tensor | None:

@@ -331,9 +331,9 @@ def _find_turn(texts: Texts, index: int, ends: Sequence[str], special: Collectio
     start = len(opened) if text.startswith(opened) else text_differs_at(text, opened)
     # An earlier turn may stand without a part of what opens an answer, such as <think>. The last may not.
     if start < len(opened) and not (index < len(messages) - 1 and text.startswith(texts(index))):
-        known = text_differs_at(texts(index), opened)
-        if start < known and index < len(messages) - 1:
-            raise _writes_otherwise(messages, index, opened[max(0, start - 8) : known])
+        earlier_start = text_differs_at(texts(index), opened)
+        if start < earlier_start and index < len(messages) - 1:
+            raise _writes_otherwise(messages, index, opened[max(0, start - 8) : earlier_start])
         raise _opens_otherwise(opened[_begin_token(opened, start, words) :], f"or {_MARKING}")
     probe = {"role": messages[index]["role"], "content": _PROBE}
     probed = [*messages[:index], probe, *messages[index + 1 :]]

@@ -162,10 +162,10 @@ def check_opening(write: Callable[..., str | None], special: Collection[str]) ->
         ConfigError: It opens one although ``add_generation_prompt`` is false.
     """
     user, answer = {"role": "user", "content": "podium"}, {"role": "assistant", "content": "rostra"}
-    asked, closed, further = write([user], opened=True), write([user, answer]), write([user, answer, user])
-    if asked is None or closed is None or further is None:
+    question, closed, further = write([user], opened=True), write([user, answer]), write([user, answer, user])
+    if question is None or closed is None or further is None:
         return
-    opening = asked.rpartition(user["content"])[2].rstrip()
+    opening = question.rpartition(user["content"])[2].rstrip()
     opening = opening[max([0, *map(opening.rfind, special)]) :]
     ending, later = (text.partition(answer["content"])[2].rstrip() for text in (closed, further))
     if opening.strip() and ending.endswith(opening) and not later.startswith(ending):

@@ -46,7 +46,7 @@ class RankCounts:
         """Have ``ask`` ask ``ranks``, and return what those count that answer soon. A rank that has yet to answer is
         not asked."""
         latest: dict[int, Sequence[Count]] = {}
-        asked = {*ranks} - self._open
+        idle_ranks = {*ranks} - self._open
 
         def note_reply(rank: int, reply: Reply) -> None:
             if reply.status == "ok":
@@ -55,9 +55,9 @@ class RankCounts:
                 ]
             self._open.discard(rank)
 
-        self._open |= asked
-        ask(sorted(asked), "counts", {}, note_reply)
-        wait_until(lambda: self._open.isdisjoint(asked), LOOK_S)
+        self._open |= idle_ranks
+        ask(sorted(idle_ranks), "counts", {}, note_reply)
+        wait_until(lambda: self._open.isdisjoint(idle_ranks), LOOK_S)
         self._latest = latest.copy()
         return [count for rank in sorted(self._latest) for count in self._latest[rank]]
 

@@ -228,8 +228,10 @@ class Relay:
         rank, number = key
         answer = {"number": number, "error": error, "cause": pack_exception(error.__cause__)}
         if not isinstance(error, PodiumError):
-            told = EndpointError(describe_error(error), method="", rank=-1, remote_traceback=format_error(error))
-            answer |= {"error": told, "cause": pack_exception(error)}
+            endpoint_error = EndpointError(
+                describe_error(error), method="", rank=-1, remote_traceback=format_error(error)
+            )
+            answer |= {"error": endpoint_error, "cause": pack_exception(error)}
         self._ask([rank], "deliver", answer, _note_unheard)
 
     def _read(self, reply: Reply) -> Any:
