@@ -58,13 +58,24 @@ class TestMutants(BackendContract):
 SELECTION: Final = """
 import json
 import os
+import pytest
 from tests.contract.mutants import MUTANTS
 
 ASKED = dict(json.loads(os.environ["PODIUM_MUTANTS"]))
+FOUND = set()
 
 def pytest_collection_modifyitems(items):
     if not os.environ.get("PODIUM_WHOLE"):
         items[:] = [item for item in items if is_asked(item.originalname, ASKED[item.callspec.params["target"]])]
+
+def pytest_runtest_setup(item):
+    if ASKED[item.callspec.params["target"]] in FOUND:
+        pytest.skip("the mutant is found")  # one that hangs would use up the limit with each of the test's parameters
+
+def pytest_runtest_makereport(item, call):
+    mutant = ASKED[item.callspec.params["target"]]
+    if mutant and call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
+        FOUND.add(mutant)
 
 def is_asked(test, mutant):
     return test == MUTANTS[mutant].test if mutant else test in {MUTANTS[name].test for name in ASKED.values() if name}

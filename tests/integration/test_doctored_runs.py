@@ -23,7 +23,8 @@ import pytest
 import yaml
 
 from podium.cli import main
-from podium.config import find_mistyped
+from podium.config import find_mistyped, read_values
+from podium.errors import ConfigError
 from podium.models.manifest import MANIFEST, file_sums, write_manifest
 from podium.trainer import GRPOConfig
 from tests.integration.finished_runs import copy_folder
@@ -170,7 +171,10 @@ def doctor(run: Path, case: Case) -> bool:
     if is_legitimate(case) or value == was:
         return False
     if case.file == "config.yaml" and case.path:  # a key that is unset may take a number, or a name also a list
-        return bool(find_mistyped(GRPOConfig, yaml.safe_load(file.read_text())))
+        try:
+            return bool(find_mistyped(GRPOConfig, read_values(object, file)))
+        except ConfigError:  # it is refused as a whole
+            return True
     kinds = {type(was), type(value)}
     return len(kinds) > 1 and kinds != {int, float}
 
