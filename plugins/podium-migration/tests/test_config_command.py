@@ -582,6 +582,9 @@ def test_a_guess_of_the_trainer_is_told_where_others_have_the_setting(tmp_path: 
     assert "RLOOTrainer has this setting, too" in written.replace("\n#  ", "")
     _, _, written = convert(tmp_path, "trl", "b.sh", "python -m trl.scripts.grpo --num_generations 8\n")
     assert "RLOOTrainer" not in written
+    command = "accelerate launch --num_processes 2 --module trl.scripts.grpo --num_generations 8\n"
+    _, _, written = convert(tmp_path, "trl", "d.sh", command)
+    assert "RLOOTrainer" not in written and "module" not in written and "num_processes" not in written
     _, values, _ = convert(
         tmp_path,
         "trl",

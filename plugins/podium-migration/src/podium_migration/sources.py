@@ -217,7 +217,7 @@ def _find_trainer(words: Sequence[str]) -> tuple[int, str]:
         if os.path.basename(before) == "trl" and not word.startswith("-"):
             return index, word if word in _TRL_KINDS else ""
     scripts = [index for index, (_, word) in pairs if word.endswith(".py")]
-    modules = [index for index, (before, word) in pairs if before == "-m" and word not in _LAUNCHERS]
+    modules = [index for index, (before, word) in pairs if before in ("-m", "--module") and word not in _LAUNCHERS]
     if not scripts and not modules:
         return 0, ""
     index = [*scripts, *modules][0]

@@ -136,8 +136,10 @@ def as_list(value: Any, name: str) -> list[Any]:
 
 _PART: Final = frozenset(
     {"type", "text", "refusal", "cache_control", "citations", "annotations", "logprobs", "parsed", "parsed_output"}
+    | {"prompt_cache_breakpoint"}
 )
-"""The fields of a part that is a text: those that are read, and what an answer had, which a client sends again."""
+"""The fields of a part that is a text: those that are read, what an answer had, which a client sends again, and marks
+of what a cache may keep."""
 
 
 def list_parts(content: Any, where: str, kinds: Sequence[str]) -> str:

@@ -76,10 +76,12 @@ _TOOL: Final = frozenset(
 _THINKING: Final = frozenset({"type", "budget_tokens", "display"})
 _MESSAGE: Final = frozenset(
     {"role", "content", "id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container"}
+    | {"diagnostics", "context_management", "input_transformations"}
 )
+"""The fields of a message that is sent, and of an answer, which a client sends again."""
 _BLOCKS: Final[Mapping[Any, frozenset[str]]] = {
-    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
-    "tool_use": frozenset({"type", "id", "name", "input", "caller", "cache_control"}),
+    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "toolset_name", "cache_control"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "caller", "toolset_name", "cache_control"}),
     "thinking": frozenset({"type", "thinking", "signature", "cache_control"}),
     "redacted_thinking": frozenset({"type", "data", "cache_control"}),
     "document": frozenset({"type", "source", "title", "context", "cache_control"}),

@@ -63,7 +63,7 @@ _INCLUDED: Final = (
     "message.input_image.image_url",
 )
 _CALL: Final = frozenset({"type", "id", "status", "call_id", "name", "created_by", "caller"})
-_OUTPUT: Final = frozenset({"type", "id", "status", "call_id", "output", "created_by", "caller"})
+_OUTPUT: Final = frozenset({"type", "id", "status", "call_id", "name", "output", "created_by", "caller"})
 _ITEMS: Final[Mapping[Any, frozenset[str]]] = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase", "created_by"}),
     "reasoning": frozenset({"type", "id", "status", "summary", "content", "encrypted_content", "created_by"}),
@@ -73,6 +73,7 @@ _ITEMS: Final[Mapping[Any, frozenset[str]]] = {
     "custom_tool_call_output": _OUTPUT,
 }
 """The fields of each type of item."""
+_NEUTRAL_OF_ITEMS: Final = {"async": (False,), "async_": (False,)}  # as the SDK dumps it by its alias, or by its name
 _GRAMMAR: Final = frozenset({"type", "syntax", "definition"})
 _FREE: Final = {
     "type": "object",
@@ -143,7 +144,7 @@ def _messages(sent: Any, instructions: Any) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": sent}] if isinstance(sent, str) else as_list(sent, "input")
     for number, item in enumerate(items):
         message = _message(item, f"input[{number}]")
-        check_fields(item, _ITEMS[item.get("type") or "message"], {}, f"input[{number}]")
+        check_fields(item, _ITEMS[item.get("type") or "message"], _NEUTRAL_OF_ITEMS, f"input[{number}]")
         role = message["role"]
         if messages and role == messages[-1]["role"] == "assistant" and not _begins_answer(messages[-1], message):
             _extend(messages[-1], message)

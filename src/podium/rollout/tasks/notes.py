@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from podium.rollout.tasks.fields import is_speech, list_texts
 from podium.rollout.tasks.forms import (
@@ -103,16 +103,24 @@ def _is_odd(number: float) -> bool:
     return math.isinf(number) or number.is_integer() or len(str(number)) > _LONGEST_NUMBER
 
 
+def _are_ids(value: Any) -> bool:
+    """Whether a value is a list of whole numbers, or of lists of them."""
+    if not isinstance(value, list) or not value:
+        return False
+    first = cast("list[Any]", value)[0]
+    return isinstance(first, int) or _are_ids(first)
+
+
 def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mapping[Untaken, int]) -> Iterator[str]:
     links = Counter(link for e in examples if (link := find_links(e.row)) is not None)
     for name, count in links.items():
         rows = write_count(count, "row has", "rows have")
         yield f"{rows} an address in {name!r}, and the model does not see what is there"
-    ids = Counter(name for e in examples for name, value in e.row.items() if value and TOKEN_IDS.fullmatch(name))
-    for name, count in ids.items():
+    names = dict.fromkeys(chain.from_iterable(example.row for example in examples))
+    ids = [name for name in names if TOKEN_IDS.fullmatch(name)]
+    for name, count in Counter(name for e in examples for name in ids if _are_ids(e.row.get(name))).items():
         rows = write_count(count, "row")
         yield f"column {name!r} of {rows} holds token ids, which are not read: texts are tokenized anew"
-    names = dict.fromkeys(chain.from_iterable(example.row for example in examples))
     contexts = [name for name in names if _CONTEXTS.fullmatch(name.lower())]
     for name, count in Counter(name for e in examples for name in contexts if _is_left_out(name, e)).items():
         yield (

@@ -45,7 +45,7 @@ _SIGNS: Final = {  # the first bytes of files that are no text
     b"SQLite format 3\0": "a database of SQLite",
 }
 TOKEN_IDS: Final = re.compile(r"(\w+_)?(input|token|prompt|completion|response|chosen|rejected)_ids")
-"""Names of columns that hold token ids."""
+"""Names of columns that hold token ids, if they hold numbers."""
 _OPEN: Final = ("tools", "tool_calls")  # fields whose entries have fields of their own
 _ROWS: Final = 1000  # of a dataset that are in memory at a time
 _LONGEST_FIELD: Final = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is less than a long document
@@ -405,12 +405,14 @@ def columns_hint(wanted: str, columns: Sequence[str]) -> str:
     """Say for an error about a missing column which columns exist, and which is the nearest; and what else the data
     may be."""
     names = ", ".join(map(repr, columns))
-    if ids := [name for name in columns if TOKEN_IDS.fullmatch(name)]:
-        return f"the columns are {names}; {ids[0]!r} holds token ids, which are not read: give texts or messages"
+    ids = [name for name in columns if TOKEN_IDS.fullmatch(name)]
+    nearest = suggest_nearest(wanted, [name for name in columns if name not in ids], likeness=0.5)
+    if ids and not nearest:
+        return f"the columns are {names}; token ids, as {ids[0]!r} may hold them, are not read: give texts or messages"
     if len(columns) == 1 and (sign := next((sign for sign in ";\t|" if sign in columns[0]), "")):
         how = f"a .csv file has commas between its columns, and a .tsv file tabs, not {sign!r}"
         return f"the header is the one column {names}: {how}"
-    return f"the columns are {names}{suggest_nearest(wanted, columns, likeness=0.5)}"
+    return f"the columns are {names}{nearest}"
 
 
 def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,8 @@ import httpx2
 import pytest
 
 from podium.rollout.sampling import SamplingParams
+from podium_serve.messages import Messages
+from podium_serve.responses import Responses
 from tests.unit.rollout.service.scripted import TOKEN
 from tests.unit.rollout.service.test_dialects import CALL, END, THINKS, THOUGHT, openai_client, serve
 
@@ -282,6 +284,52 @@ def test_reasoning_of_a_history_is_left_out_in_serving_where_the_template_writes
         assert "hm" not in service.decode(source.prompts[0], special=True)
     with serve("So." + END, rules=SamplingParams(max_new_tokens=64)) as (url, _, _):
         assert "reasoning_content" in post(url, path, body).text
+
+
+FIELDS_OF_CLIENTS: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}),
+    (
+        "messages",
+        {"role": "assistant", "id": "m", "content": "a", "diagnostics": {"a": 1}, "context_management": {"a": 1}},
+    ),
+    (
+        "messages",
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}, "toolset_name": "s", "caller": {}}],
+        },
+    ),
+    (
+        "messages",
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x", "toolset_name": "s"}],
+        },
+    ),
+    (
+        "responses",
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+        },
+    ),
+    (
+        "responses",
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "async": False, "namespace": None},
+    ),
+    ("responses", {"type": "function_call_output", "call_id": "c", "name": "f", "output": "4"}),
+    ("responses", {"type": "custom_tool_call_output", "call_id": "c", "name": "f", "output": "4"}),
+]
+
+
+@pytest.mark.parametrize(("path", "sent"), FIELDS_OF_CLIENTS)
+def test_fields_of_clients_that_change_no_answer_are_taken(path: str, sent: dict[str, Any]) -> None:
+    """Marks of caches, and what says of a result or an answer only whence it came."""
+    if path == "messages":
+        body = Messages().read({"model": "m", "max_tokens": 9, "messages": [sent]})
+    else:
+        body = Responses().chat({"model": "m", "input": [sent]})
+    assert len(body["messages"]) == 1
 
 
 def in_user(block: dict[str, Any]) -> dict[str, Any]:

@@ -659,7 +659,8 @@ def test_packed_files_of_several_streams_are_read_whole_or_refused(
         ("a.jsonl.zip", b"PK\3\4...", "is no text: it begins as a ZIP archive"),
         ("a.csv", b"prompt;answer\n1;2\n", "the header is the one column 'prompt;answer': .* commas"),
         ("a.json", b'{\n"prompt": "1"}\n', "line 1: a JSON object over many lines"),
-        ("a.jsonl", b'{"input_ids": [1], "labels": [1]}\n', "'input_ids' holds token ids, which are not read"),
+        ("a.jsonl", b'{"input_ids": [1], "labels": [1]}\n', "token ids, as 'input_ids' may hold them, are not read"),
+        ("a.jsonl", b'{"promt": "1", "prompt_ids": ["a"]}\n', "'promt', 'prompt_ids'; did you mean promt"),
         ("a.jsonl", b'{"prompt": "1", "answer": 1, "answer": true}\n', "has the name 'answer' twice"),
         ("a.jsonl", b'{"prompt": "1", "answer": 1.0, "answer": 1}\n', "has the name 'answer' twice"),
         ("a.csv", b"prompt,answer\n" + b"1,2\n" * 3000 + b"\xe9,2\n", "line 3002, byte 1: no CSV in UTF-8"),
@@ -696,3 +697,15 @@ def test_token_ids_beside_texts_and_answers_beyond_all_numbers_are_told(tmp_path
     unsubscribe()
     assert any("numbers such as inf" in note for note in notes)
     assert any("column 'input_ids' of 1 row holds token ids" in note for note in notes)
+
+
+@pytest.mark.parametrize("value", ["a", ["r-7"], [], [[]], 3, None, [1.5]])
+def test_what_is_named_as_token_ids_and_holds_none_is_not_told(tmp_path: Path, value: Any) -> None:
+    notes = list[str]()
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    rows = [{"prompt": "1", "answer": "1", "response_ids": value, "completion_ids": [[4, 5], [6]]}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    load_examples(str(tmp_path / "a.jsonl"), DataConfig(train=str(tmp_path / "a.jsonl"), holdout=0.0))
+    unsubscribe()
+    assert not any("'response_ids'" in note for note in notes), notes
+    assert any("column 'completion_ids' of 1 row holds token ids" in note for note in notes), notes
