@@ -17,7 +17,7 @@ from tests.contract.everyday import NIGHTLY
 from tests.contract.mutants import MUTANTS
 from tests.contract.mutation import PAGE, find_failures, render_page, write_mutant
 
-PARTS = 6
+PARTS = 12
 BY_TEST = sorted(MUTANTS, key=lambda name: MUTANTS[name].test)  # those that share a test, and a run without a fault
 EVERY_DAY = ("swaps replies now and then", "sends concurrent requests twice")
 

@@ -417,6 +417,7 @@ def test_usual_exceptions_arrive_as_they_are(error: BaseException) -> None:
         assert getattr(again, name, None) == getattr(error, name, None)
     while error.__cause__ is not None:
         error, again = error.__cause__, again.__cause__
+        assert again is not None
         assert (repr(again), str(again)) == (repr(error), str(error))
 
 

@@ -100,8 +100,11 @@ class Files:
 def _print_lines(lines: Iterable[str]) -> None:
     """Write to stdout now: a script that is killed says what its workers had said. Characters that stdout does not have
     are escaped, as in ``\\xe9``, and a stream that the script has closed is let be."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    stdout = sys.stdout  # which another thread may replace, and which is None where the script began without one
+    if stdout is None:
+        return
+    encoding = getattr(stdout, "encoding", None) or "utf-8"
     with contextlib.suppress(ValueError):
         for line in lines:
-            sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
+            stdout.write(line.encode(encoding, "backslashreplace").decode(encoding))
+        stdout.flush()

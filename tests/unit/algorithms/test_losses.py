@@ -177,7 +177,7 @@ def test_the_share_of_capped_weights_is_that_of_truncate_beside_other_correction
     columns = {"logprobs": old, "old_logprobs": old, "rollout_logprobs": rollout, "advantages": torch.ones(3)}
     for others, product in (("sequence_truncate", [2.1, 2.1, 2.25]), ("two_sided", [0.0, 0.0, 0.0])):
         options = {"weight_cap": 1.5, **({"ratio_high": 1.3} if others == "two_sided" else {})}
-        config = AlgorithmConfig(correction=["truncate", others], options=options)
+        config = AlgorithmConfig(correction=("truncate", others), options=options)
         loss = policy_loss(LossInputs(offsets_B1=torch.tensor([0, 3]), columns=columns), config)
         assert loss.metrics["mismatch/weight_mean"].tolist() == pytest.approx(product)
         assert loss.metrics["mismatch/weight_capped"].tolist() == [0.0, 0.0, 1.0]

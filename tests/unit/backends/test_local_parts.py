@@ -77,13 +77,13 @@ def test_the_echo_labels_whole_lines_and_prints_the_rest_at_the_end(
     assert capsys.readouterr().out == "[worker-0] one\n[worker-0] two\n[worker-0] three\n"
 
 
-@pytest.mark.parametrize("out", ["ascii", "closed"])
+@pytest.mark.parametrize("out", ["ascii", "closed", "absent"])
 def test_the_echo_goes_on_whatever_stdout_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     """Characters that it does not have are escaped. The thread of a stream that is closed does not end by an error."""
     stream = TextIOWrapper(BytesIO(), encoding="ascii", write_through=True)
     if out == "closed":
         stream.close()
-    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stdout", None if out == "absent" else stream)
     files = Files(tmp_path, echo=True)
     files.begin_log("worker-0")
     (tmp_path / "worker-0.log").write_text("caf\u00e9\n")
