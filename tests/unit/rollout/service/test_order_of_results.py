@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from podium.errors import GenerationError
+from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.fields import order_results
 from podium.telemetry import Note, subscribe
 from podium_agents.environments.client import Client, answer_request, to_messages
+from podium_agents.service.chat_format import chat_format
 from tests.unit.rollout.service.scripted import CHATML, LOOK, USER, say, scripted
+from tests.unit.rollout.tasks.test_chat import tokenizer_of
 
 END = "<|im_end|>"
 NAMED = CHATML.replace("{{ m.content }}", "{{ m.tool_call_id or '' }}{{ m.content }}")
@@ -138,6 +142,18 @@ def test_special_tokens_of_many_results_are_counted() -> None:
     """A message that is said again is the same message."""
     notes = note_results(*(f"page {page} ends with <|eot|>" for page in (*range(6), *range(12))))
     assert [note.partition(" of ")[0] for note in notes] == ["1 message", "10 messages"]
+
+
+def test_of_special_tokens_that_begin_alike_the_longest_is_told() -> None:
+    tokenizer = tokenizer_of(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["~", "~<", "~<a", "~<a>", "~<a>>b", "~<a>>c", "~<b"]})
+    form = chat_format(ChatEncoder(tokenizer, DataConfig()), tokenizer)
+
+    def list_marks(text: str) -> list[str]:
+        return [mark.name for mark in form.find_marks([{"role": "user", "content": text}])]
+
+    assert list_marks("~<a>>c ~<a>>bc") == ["~<a>>b", "~<a>>c"]
+    assert list_marks("~<a>>d ~<ax ~<c ~d <a>") == ["~", "~<", "~<a", "~<a>"]
 
 
 @pytest.mark.parametrize("said", [USER, 5, None, b"hello", ["hello"], [[USER]]])

@@ -40,6 +40,7 @@ _MARK: Final = "podium\u241fmark"  # stands for an answer whose place in a writt
 _KINDS: Final = 4096  # of histories, about which is remembered what their last messages stand for
 _REPEATS: Final = 12
 _VARIANTS: Final = 64  # of variables that requests set
+_START: Final = 3  # characters of special tokens by which they are told apart
 _VALUES: Final = 16  # of a field, of which it is tried whether the template writes them
 _UNKNOWN: Final = {"podium_field": "podium"}  # which a template writes that writes all fields of a message
 
@@ -339,8 +340,12 @@ class ChatFormat:
 
     @cached_property
     def _name_pattern(self) -> re.Pattern[str]:
-        """Any special token; the longest of those that begin at one place."""
-        return re.compile("|".join(map(re.escape, sorted(filter(None, self._names), key=len, reverse=True))))
+        """Any special token; the longest of those that begin at one place. Tokens are grouped by how they begin: a
+        vocabulary may have thousands, and a page thousands of ``<``."""
+        rests_by_start: dict[str, list[str]] = {}
+        for name in sorted(filter(None, self._names), key=len, reverse=True):
+            rests_by_start.setdefault(name[:_START], []).append(re.escape(name[_START:]))
+        return re.compile("|".join(f"{re.escape(start)}(?:{'|'.join(r)})" for start, r in rests_by_start.items()))
 
     @cached_property
     def _written_marks(self) -> list[str]:
