@@ -567,6 +567,12 @@ def test_files_of_settings_that_a_script_names_are_read(tmp_path: Path) -> None:
     _, values, _ = convert(tmp_path, "trl", "a.sh", "trl grpo --config grpo.yaml --beta 0.5\n")
     assert (values["sampling"]["n"], values["algorithm"]["kl_coef"], values["optim"]["lr"]) == (6, 0.5, 3e-6)
 
+    (tmp_path / "serve.yaml").write_text("num_generations: 2\n")
+    for file in ("serve.yaml", "missing.yaml"):
+        script = f"trl vllm-serve --config {file} &\ntrl grpo --config grpo.yaml\npython push.py --config {file}\n"
+        _, values, _ = convert(tmp_path, "trl", f"{file}.sh", script)
+        assert values["sampling"]["n"] == 6
+
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer]\nactor_rollout_ref: {rollout: {n: 6, top_k: 5}}\n")
     command = "python3 -m verl.trainer.main_ppo {} data.train_batch_size=8 actor_rollout_ref.rollout.top_k=7\n"
     _, values, _ = convert(tmp_path, "verl", "b.sh", command.format("--config-name mine"))

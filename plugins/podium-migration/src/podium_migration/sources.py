@@ -187,16 +187,16 @@ def _read_options(path: Path, text: str) -> Settings:
     """The options of ``trl grpo --name value``, or of a script of TRL's form, with those of ``accelerate launch``."""
     values = dict[str, Any]()
     undecided = list[str]()
-    kinds, processes = list[str](), 0
-    for words in read_script(text, os.environ).commands:
-        start, kind = _find_trainer(words)
-        kinds += [kind] if kind else []
+    processes = 0
+    commands = [(words, *_find_trainer(words)) for words in read_script(text, os.environ).commands]
+    kinds = [kind for _, _, kind in commands if kind]
+    for words, start, kind in commands:
         launcher = [item for word in words[:start] for item in word.split("=")]  # options of accelerate or torchrun
         for name, value in itertools.pairwise(launcher):
             if name.replace("-", "_") in ("__num_processes", "__nproc_per_node") and value.isdigit():
                 processes = int(value)
         options = dict(_list_options(words[start:]))
-        if file := options.pop("config", ""):
+        if (file := options.pop("config", "")) and (kind or not kinds):  # of another program, such as a server
             values |= _read_named(path, file)
         for name, value in options.items():
             if UNDECIDED in value:
