@@ -6,7 +6,7 @@ from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig, check_goal
 from podium.runs.evaluation import Evaluation
 from podium.spelling import write_count
-from podium.telemetry.held_out import ACCURACY, MAJ, REWARD, REWARD_MARGIN, Metric, count_draws
+from podium.telemetry.held_out import ACCURACY, MAJ, PASS, REWARD, REWARD_MARGIN, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
 
@@ -50,7 +50,14 @@ def _counts_correct(figure: str) -> bool:
 
 
 def _explain_missing(config: InferenceConfig, figure: str, evaluation: Evaluation) -> str:
-    subject = f"eval.metric = {config.eval.metric!r}"
+    subject, draws = f"eval.metric = {config.eval.metric!r}", count_draws(figure)
+    if REWARD not in evaluation.figures and (figure == REWARD or _counts_correct(figure)):
+        return f"{subject}, and the reward returned None for all {write_count(evaluation.items, 'held-out completion')}"
+    if draws and ACCURACY in evaluation.figures and f"{PASS}{draws}" not in evaluation.figures:
+        return (
+            f"{subject}, and no held-out prompt has {write_count(draws, 'completion')} with a score, because the "
+            "reward returned None for others: return a score for each, or set eval.metric to accuracy"
+        )
     if figure.startswith(MAJ) and ACCURACY in evaluation.figures:
         return (
             f"{subject}, and the reward does not say which answer a completion gives: return a mapping with the answer "
@@ -65,7 +72,5 @@ def _explain_missing(config: InferenceConfig, figure: str, evaluation: Evaluatio
         )
     if figure == REWARD_MARGIN:
         return f"{subject}, and the held-out answers have labels, not margins: set eval.metric to accuracy or loss"
-    if figure == REWARD:
-        return f"{subject}, and the reward returned None for all {write_count(evaluation.items, 'held-out completion')}"
     names = ", ".join(name for name in evaluation.figures if name.startswith(REWARD_PART_PREFIX))
     return f"{subject}, and the evaluation has no such part: the reward returned {names or 'no parts'}"

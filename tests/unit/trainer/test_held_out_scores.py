@@ -140,6 +140,20 @@ def test_a_vote_over_answers_that_nobody_reads_is_refused_with_the_remedy() -> N
         choose_metric(config, Evaluation.of(0, 1, scores_of(items_of(["45"]), "maj@2")))
 
 
+@pytest.mark.parametrize("figure", ["pass@2", "maj@2"])
+@pytest.mark.parametrize("correct", [[1.0, 0.0], [1.0, 1.0], []])
+def test_a_run_cannot_be_judged_by_completions_that_the_reward_left_out(figure: str, correct: list[float]) -> None:
+    """The reward scored one completion of each prompt, or none at all."""
+    config = build_config(InferenceConfig, {"eval": {"metric": figure, "temperature": {"temperature": 1, "n": 2}}})
+    items = [[Sampled(grade(score), 3, answer="4"), Sampled(None, 3)] for score in correct]
+    items += [[Sampled(None, 3), Sampled(None, 3)]] * (3 - len(items))
+    said = (
+        "no held-out prompt has 2 completions with a score, because" if correct else "returned None for all 3 held-out"
+    )
+    with pytest.raises(ConfigError, match=said):
+        choose_metric(config, Evaluation.of(0, 3, scores_of(items, figure, reads_answers=True)))
+
+
 @pytest.mark.parametrize(
     ("section", "error"),
     [
