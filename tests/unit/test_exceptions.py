@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import asyncio
 import copyreg
+import io
 import logging
 import os
 import sys
+import threading
+import urllib.error
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from email.message import Message
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
@@ -428,6 +433,39 @@ def test_a_chain_of_causes_that_is_long_or_a_ring_ends() -> None:
     assert repr(unpack_exception(pack_exception(error))) == "ValueError(199)"
     first.__cause__ = error.__cause__
     assert repr(unpack_exception(pack_exception(error))) == "ValueError(199)"
+
+
+def test_a_cause_or_slot_that_cannot_be_sent_leaves_its_error_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an HTTPError with its connection, or a cause of a library that is installed for the workers alone."""
+    locked, absent = ValueError("inner"), type("Absent", (Exception,), {"__module__": "only_there"})
+    locked.lock = threading.Lock()  # type: ignore[attr-defined] - an attribute of its own
+    answer = urllib.error.HTTPError("http://x", 503, "busy", Message(), io.BytesIO())
+    answer.connection = threading.Lock()  # type: ignore[attr-defined] - as a socket, it does not pickle
+    for cause in (locked, answer, caused(KeyError(7), StopIteration(letter for letter in "ab"))):
+        again = unpack_exception(pack_exception(caused(EndpointError("outer", method="m", rank=3), cause)))
+        assert isinstance(again, EndpointError)
+        assert (again.rank, str(again), again.__cause__) == (3, "outer", None)
+    monkeypatch.setitem(sys.modules, "only_there", ModuleType("only_there"))
+    sys.modules["only_there"].Absent = absent  # type: ignore[attr-defined] - a module of its own
+    packed = pack_exception(caused(RuntimeError("outer"), absent("inner")))
+    monkeypatch.delitem(sys.modules, "only_there")
+    assert repr(unpack_exception(packed)) == "RuntimeError('outer')"
+    again = unpack_exception(pack_exception(Slotted("x", threading.Lock())))  # type: ignore[arg-type] - for no value
+    assert repr(again) == "Slotted('x')"
+    assert not hasattr(again, "value")
+
+
+def test_groups_that_have_their_causes_in_common_are_packed_once() -> None:
+    """By each of the two members alone, the first cause would be packed 2**30 times."""
+    error: Exception = ValueError("first")
+    for number in range(30):
+        first, second = ValueError(f"a{number}"), ValueError(f"b{number}")
+        first.__cause__ = second.__cause__ = error
+        error = ExceptionGroup("g", [first, second])
+    packed = pack_exception(error)
+    assert packed is not None
+    assert len(packed) < 100_000
+    assert repr(unpack_exception(packed)) == repr(error)
 
 
 def test_bytes_that_are_no_exception_are_none() -> None:

@@ -36,35 +36,62 @@ _cause: Final[Any] = BaseException.__dict__["__cause__"]
 
 
 def pack_exception(error: BaseException | None) -> bytes | None:
-    """Return ``error`` as bytes; None for what cannot be made anew elsewhere, or cannot be printed there."""
+    """Return ``error`` as bytes; None for what cannot be made anew elsewhere, or cannot be printed there.
+
+    One with causes or slots is there twice, with and without them: what cannot be sent or made anew in a cause, such as
+    the connection of an HTTPError, does not keep the exception itself from arriving.
+    """
     try:
         if error is None or not is_readable(error):
             return None
-        buffer = io.BytesIO()
-        _ExceptionPickler(buffer, 5).dump(error)  # pyright: ignore[reportUnknownMemberType]
-        return buffer.getvalue()
-    except BaseException:  # noqa: BLE001 - a class may raise anything while it pickles; the text goes in its place
+    except BaseException:  # noqa: BLE001 - a class may raise anything while it is printed
         return None
+    whole, has_more = _pack(error, is_bare=False)
+    bare = _pack(error, is_bare=True)[0] if has_more else None
+    forms = [form for form in (whole, bare) if form is not None]
+    return pickle.dumps(forms) if forms else None
+
+
+def _pack(error: BaseException, *, is_bare: bool) -> tuple[bytes | None, bool]:
+    """The exception as bytes, and whether causes or slots were met, which the bare form has not."""
+    buffer = io.BytesIO()
+    pickler = _ExceptionPickler(buffer, 5)
+    pickler.is_bare = is_bare
+    try:
+        pickler.dump(error)  # pyright: ignore[reportUnknownMemberType]
+    except BaseException:  # noqa: BLE001 - a class may raise anything while it pickles; the text goes in its place
+        return None, pickler.has_more
+    return buffer.getvalue(), pickler.has_more
 
 
 def unpack_exception(data: bytes | None) -> BaseException | None:
     """Return the exception again, or None where its class is not there or refuses."""
+    forms = _load(data)
+    errors = map(_load, cast("list[bytes]", forms) if isinstance(forms, list) else ())
+    return next((error for error in errors if isinstance(error, BaseException)), None)
+
+
+def _load(data: bytes | None) -> object:
     try:
-        error = None if data is None else pickle.loads(data)
+        return None if data is None else pickle.loads(data)
     except KeyboardInterrupt:
         raise
     except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - a module or class raises anything; not Ctrl-C
         return None
-    return error if isinstance(error, BaseException) else None
 
 
 class _ExceptionPickler(cloudpickle.CloudPickler):
+    is_bare = False
+    has_more = False
+
     def reducer_override(self, obj: Any) -> Any:
         kind = cast("type[Any]", type(obj))
         if issubclass(kind, type):
             is_inert = _is_inert_class(cast("type[Any]", obj))
         elif issubclass(kind, BaseException):
-            return _take_apart(obj)
+            slots, cause = _list_slots(kind), _find_cause(obj)
+            self.has_more = self.has_more or bool(slots) or cause is not None
+            return _take_apart(obj, *(([], None) if self.is_bare else (slots, cause)))
         else:
             is_inert = _is_inert_class(kind) and _makes_inert_objects(kind)
         if is_inert:
@@ -107,13 +134,13 @@ def _is_trusted(kind: type, hook: str) -> bool:
     return method is None or module.partition(".")[0] in _TRUSTED
 
 
-def _take_apart(error: BaseException) -> tuple[Any, ...]:
+def _take_apart(error: BaseException, own_slots: list[str], cause: BaseException | None) -> tuple[Any, ...]:
     slots: dict[str, Any] = {}
-    for name in (*_SLOTS, *_list_slots(type(error))):
+    for name in (*_SLOTS, *own_slots):
         with suppress(AttributeError):  # nobody has set it
             if (slot := _find_slot(type(error), name)) is not None and (value := slot.__get__(error)) is not None:
                 slots[name] = value
-    state = {"attributes": dict(_attributes.__get__(error)), "slots": slots, "cause": _find_cause(error)}
+    state = {"attributes": dict(_attributes.__get__(error)), "slots": slots, "cause": cause}
     return _make, (type(error), _arguments.__get__(error)), state, None, None, _complete
 
 
