@@ -106,8 +106,8 @@ def test_completions_that_the_reward_left_out_do_not_count_in_the_mean() -> None
 
 def test_completions_that_the_reward_left_out_do_not_count_in_pass_at_k_and_maj_at_k() -> None:
     item = [Sampled(grade(1.0), 3, answer="4"), Sampled(None, 3), Sampled(grade(0.0), 3, answer="5")]
-    whole = [Sampled(grade(1.0), 3, answer="4")] * 3
-    scores = scores_of([item, whole], reads_answers=True)
+    scored = [Sampled(grade(1.0), 3, answer="4")] * 3
+    scores = scores_of([item, scored], reads_answers=True)
     assert scores["accuracy"] == scores["pass@1"] == [0.5, 1.0]
     assert (scores["pass@2"], scores["pass@3"]) == ([1.0, 1.0], [None, 1.0])
     assert (scores["maj@2"], scores["maj@3"]) == ([0.5, 1.0], [None, 1.0])
@@ -147,10 +147,10 @@ def test_a_run_cannot_be_judged_by_completions_that_the_reward_left_out(figure: 
     config = build_config(InferenceConfig, {"eval": {"metric": figure, "temperature": {"temperature": 1, "n": 2}}})
     items = [[Sampled(grade(score), 3, answer="4"), Sampled(None, 3)] for score in correct]
     items += [[Sampled(None, 3), Sampled(None, 3)]] * (3 - len(items))
-    said = (
+    message = (
         "no held-out prompt has 2 completions with a score, because" if correct else "returned None for all 3 held-out"
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         choose_metric(config, Evaluation.of(0, 3, scores_of(items, figure, reads_answers=True)))
 
 

@@ -93,8 +93,8 @@ def _read_hydra(path: Path, words: Sequence[str]) -> dict[str, Any]:
     options = dict(_list_options([word for word in words if not _OVERRIDE.fullmatch(word)]))
     options = {name.replace("_", "-"): value.removesuffix(".yaml") for name, value in options.items()}
     name, folder = options.get("config-name", ""), options.get("config-path", "")
-    for place in (Path(folder), path.parent / folder, Path(), path.parent, path.parent / "config"):
-        file = place / f"{name}.yaml"
+    for directory in (Path(folder), path.parent / folder, Path(), path.parent, path.parent / "config"):
+        file = directory / f"{name}.yaml"
         if name and UNDECIDED not in str(file) and file.is_file():
             return _read_settings(file, _read_text(file))
     return {} if name in ("", *_VERLS_OWN) else {"--config-name": name.replace(UNDECIDED, "…")}
@@ -232,9 +232,9 @@ def _read_named(path: Path, file: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is no such file, here or beside the script, or it cannot be read.
     """
-    for place in (Path(file), path.parent / file):
-        if UNDECIDED not in file and place.is_file():
-            return _read_yaml(place, _read_text(place))
+    for candidate in (Path(file), path.parent / file):
+        if UNDECIDED not in file and candidate.is_file():
+            return _read_yaml(candidate, _read_text(candidate))
     shown = file.replace(UNDECIDED, "…")
     raise ConfigError(
         f"{path} takes settings from the file {shown}, which is neither here nor beside the script: start podium "

@@ -218,8 +218,8 @@ def _check_block(block: Any, where: str) -> Any:
     if not isinstance(block, Mapping):
         return type(block).__name__
     kind = block.get("type")
-    if isinstance(kind, str) and (known := _BLOCKS.get(kind)) is not None:
-        check_fields(block, known, _NO_CITATIONS if kind == "document" else {}, where)
+    if isinstance(kind, str) and (fields := _BLOCKS.get(kind)) is not None:
+        check_fields(block, fields, _NO_CITATIONS if kind == "document" else {}, where)
     return kind
 
 

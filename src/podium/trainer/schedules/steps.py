@@ -175,9 +175,8 @@ class Steps:
             ConfigError: The schedule did not learn the step that it was given.
         """
         evaluation, save = self._config.eval, self._config.save
-        if is_left_out(
-            self.done, self._config, self._calls.evaluated
-        ):  # by a stop, or since eval.every was another one
+        # A stop, or another eval.every before the resume, may have left the evaluation out.
+        if is_left_out(self.done, self._config, self._calls.evaluated):
             every = f"eval.every = {evaluation.every}"
             emit(Note(f"step {self.done}: it is evaluated before the run goes on, since it was not, and {every}"))
             with self._time_work("evaluation"), name_stage("evaluate", self.done):

@@ -641,10 +641,10 @@ def test_packed_files_of_several_streams_are_read_whole_or_refused(
     tmp_path: Path, ending: str, pack: Callable[[bytes], bytes]
 ) -> None:
     path = tmp_path / f"a.jsonl.{ending}"
-    whole = pack(MANY)
-    path.write_bytes(whole + whole)
+    stream = pack(MANY)
+    path.write_bytes(stream + stream)
     assert len(load_examples(str(path), DataConfig(train=str(path), holdout=0.0))) == 10_000
-    for broken in (whole + b"x" + whole[1:], whole + whole[: len(whole) // 2], b""):
+    for broken in (stream + b"x" + stream[1:], stream + stream[: len(stream) // 2], b""):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=rf"cannot read .*a\.jsonl\.{ending}"):
             load_examples(str(path), DataConfig(train=str(path), holdout=0.0))
