@@ -245,15 +245,9 @@ class Cluster:
             ConfigError: ``worker`` is not a bound Podium worker, a mesh does not fit, or the backend cannot do this.
         """
         self._refuse_unless_open("start", detached)
-        for argument, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
-            if not isinstance(seconds, Real) or not float(seconds) > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ConfigError(f"start({argument}={seconds!r}): expected a number of seconds above 0")
+        _check_start(timeout_s, start_timeout_s, returns, seed)
         start_timeout_s = min(start_timeout_s, threading.TIMEOUT_MAX)
         until = time.monotonic() + start_timeout_s
-        if returns not in ("value", "ref"):
-            raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
-        if not hasattr(seed, "__index__"):
-            raise ConfigError(f"start(seed={seed!r}): a seed is a whole number")
         how = StartOptions(
             env=_check_env(env or {}),
             start_timeout_s=start_timeout_s,
@@ -526,6 +520,17 @@ def _slot_by_slot(
         {name: lists[name][at] if name in lists else cast(float, amount) for name, amount in amounts.items()}
         for at in range(total)
     ]
+
+
+def _check_start(timeout_s: object, start_timeout_s: object, returns: object, seed: object) -> None:
+    """Raise ConfigError for arguments of ``start`` that are of another type or have another value than it takes."""
+    for argument, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
+        if not isinstance(seconds, Real) or not float(seconds) > 0:
+            raise ConfigError(f"start({argument}={seconds!r}): expected a number of seconds above 0")
+    if returns not in ("value", "ref"):
+        raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
+    if not hasattr(seed, "__index__"):
+        raise ConfigError(f"start(seed={seed!r}): a seed is a whole number")
 
 
 def _check_env(env: Mapping[str, str]) -> dict[str, str]:

@@ -46,9 +46,9 @@ def pack_exception(error: BaseException | None) -> bytes | None:
             return None
     except BaseException:  # noqa: BLE001 - a class may raise anything while it is printed
         return None
-    whole, has_more = _pack(error, is_bare=False)
+    complete, has_more = _pack(error, is_bare=False)
     bare = _pack(error, is_bare=True)[0] if has_more else None
-    forms = [form for form in (whole, bare) if form is not None]
+    forms = [form for form in (complete, bare) if form is not None]
     return pickle.dumps(forms) if forms else None
 
 
