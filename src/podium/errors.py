@@ -187,5 +187,6 @@ class RunInterrupted(SystemExit, KeyboardInterrupt):
     """A signal ended a training run before its step was finished and saved.
 
     Where nobody catches it, the script ends with the status ``code``, which is 128 plus the signal's number, and prints
-    no traceback.
+    no traceback, since it is a ``SystemExit``. It is raised to the script once the run is left: within the run the
+    signal raises ``KeyboardInterrupt``, which no handler of ``SystemExit`` takes for a failure of somebody's code.
     """

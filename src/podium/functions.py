@@ -225,7 +225,7 @@ def explain_raised(subject: str, caller: str = __file__) -> Iterator[None]:
     """
     try:
         yield
-    except (PodiumError, KeyboardInterrupt):
+    except PodiumError:
         raise
     except (Exception, SystemExit) as error:
         where, what = _statement(error, caller), read_text(error).strip().partition("\n")[0]

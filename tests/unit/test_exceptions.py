@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import copyreg
 import io
@@ -24,7 +23,7 @@ from typing import Any, NoReturn
 import pytest
 
 import podium
-from podium.errors import EndpointError, RunInterrupted
+from podium.errors import EndpointError
 from podium.exceptions import describe_error, format_error, is_readable, read_text
 from podium.functions import load_function
 from podium.rewards.forms import Item
@@ -576,48 +575,19 @@ def test_a_listener_that_leaves_ends_no_run(error: type[BaseException], tmp_path
 
 
 def test_an_end_by_a_signal_passes_listeners_and_what_explains_a_users_code(tmp_path: Path) -> None:
-    """RunInterrupted is a SystemExit and Ctrl-C at once, so that it is no failure of whoever runs when it comes."""
-
     class Interrupted(Sink):
         def handle(self, event: Event) -> None:
-            raise RunInterrupted(130)
+            raise KeyboardInterrupt
 
     bus = Bus()
-    bus.subscribe(lambda event: leave_by(RunInterrupted(130)))
-    with pytest.raises(RunInterrupted):
+    bus.subscribe(lambda event: leave(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
         bus.emit(Note("x"))
     assert bus.active()
     sink = Interrupted()
     sink(Note("x"))
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(KeyboardInterrupt):
         sink.flush()
-    (tmp_path / "reward.py").write_text("from podium.errors import RunInterrupted\nraise RunInterrupted(143)\n")
-    with pytest.raises(RunInterrupted):
+    (tmp_path / "reward.py").write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
         load_function(f"{tmp_path / 'reward.py'}:reward", key="reward.name")
-
-
-def leave_by(error: BaseException) -> NoReturn:
-    raise error
-
-
-def catches(handler: ast.ExceptHandler) -> set[str]:
-    """The names of the classes that a handler catches; those of a constant of the module codec are written out."""
-    names = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else set[str]()
-    return names | ({"SystemExit"} if "_RAISED" in names else set[str]())
-
-
-def test_no_handler_takes_an_end_by_a_signal_for_a_failure() -> None:
-    root = Path(__file__).parents[2]
-    files = [*(root / "src").rglob("*.py"), *(root / "plugins" / "podium-ray" / "src").rglob("*.py")]
-    tries = [
-        (file, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Try)
-    ]
-    taken, seen = list[str](), 0
-    for file, node in tries:
-        for number, handler in enumerate(node.handlers):
-            if "SystemExit" in catches(handler):
-                seen += 1
-                if not any("KeyboardInterrupt" in catches(other) for other in node.handlers[: number + 1]):
-                    taken.append(f"{file.relative_to(root)}:{handler.lineno}")
-    assert seen > 9
-    assert not taken, "except KeyboardInterrupt: raise has to come first: RunInterrupted is a SystemExit, too"

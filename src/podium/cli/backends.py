@@ -34,8 +34,6 @@ def _describe(point: EntryPoint) -> str:
         else:  # only an instance knows
             with contextlib.closing(backend()) as made:
                 capabilities = dataclasses.asdict(made.capabilities)
-    except KeyboardInterrupt:
-        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - one that does not work here is still worth naming
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         remedy = repair_command(point, error)

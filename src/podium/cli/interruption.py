@@ -15,8 +15,10 @@ from podium.errors import RunInterrupted
 from podium.telemetry.formatting import visible
 
 
-class CommandInterrupted(RunInterrupted):
+class CommandInterrupted(KeyboardInterrupt):
     """SIGTERM ended a command, which has not said so yet. A training run listens for signals itself."""
+
+    code = 128 + signal.SIGTERM
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def ended_by_sigterm() -> Iterator[None]:
         if os.getpid() != process:  # a fork, whose end is nobody's but its own
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        raise CommandInterrupted(128 + number)
+        raise CommandInterrupted
 
     signal.signal(signal.SIGTERM, end)
     try:
@@ -55,11 +57,11 @@ def explained(describe: Callable[[], str]) -> Iterator[None]:
 
 def end_interrupted(command: str, interruption: KeyboardInterrupt) -> int:
     """Say that the command was ended, and what it had done, unless a run has said so. Returns the exit status."""
-    if isinstance(interruption, CommandInterrupted) or not isinstance(interruption, RunInterrupted):
+    if not isinstance(interruption, RunInterrupted):
         what = "ended by SIGTERM" if isinstance(interruption, CommandInterrupted) else "interrupted"
         parts = [f"podium {command}: {what}", *getattr(interruption, "__notes__", ())]
         sys.stderr.write(visible("; ".join(parts)) + "\n")
-    if not isinstance(interruption, RunInterrupted):
+    if not isinstance(interruption, RunInterrupted | CommandInterrupted):
         return 130
     for number in (signal.SIGINT, signal.SIGTERM):  # all is said, and Python's end is not to be disturbed
         signal.signal(number, signal.SIG_IGN)

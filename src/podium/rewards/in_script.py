@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from podium.errors import RewardError
@@ -81,7 +82,8 @@ class GradingInScript:
         """Close the event loop."""
         runner, self._runner = self._runner, None
         if runner is not None:
-            _run_apart(runner.close)
+            with suppress(KeyboardInterrupt):  # which a task has raised already, and raises again as it is cancelled
+                _run_apart(runner.close)
 
     def _judge(self, items: Sequence[Item], count: Counting) -> Iterator[Result]:
         if self._panel.is_async and items:

@@ -232,6 +232,8 @@ class Clock:
                     if task is None or task.cancelling():  # by the time limit, or by the end of the loop
                         raise
                     return _failure(error)  # of something that the function cancelled itself
+                except KeyboardInterrupt:
+                    raise
                 except BaseException as error:  # noqa: BLE001 - SystemExit too: a reward that leaves has failed
                     return _failure(error)
                 finally:

@@ -45,8 +45,6 @@ class Bus:
         for listener in self._listeners:
             try:
                 listener(event)
-            except KeyboardInterrupt:
-                raise
             except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - not Ctrl-C: the run must go on
                 if self._remove(listener):
                     report_failure(listener.func, event, error)

@@ -7,7 +7,8 @@
     SIGHUP, however often          the same: the terminal is gone, and both its shell and the kernel say so
     a second SIGINT or SIGTERM     ends the run now
 
-    the run ends now:  listener ──signal──▶ main thread raises RunInterrupted, and workers are killed on the way out
+    the run ends now:  listener ──signal──▶ main thread raises KeyboardInterrupt, and workers are killed on the way out;
+                       │                    the script gets RunInterrupted in its place
                        └─ main thread still in the run after END_S: end what this process has started, os._exit
 
 Python runs a signal's handler only between two instructions of the main thread, which may compute in C for minutes. The
@@ -87,17 +88,19 @@ def listen_for_stop() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    listener = _Listener(stop)
     try:
-        yield stop
+        listener = _Listener(stop)
+        try:
+            yield stop
+        finally:
+            listener.close()
     except BaseException as error:
-        if stop.forced:
-            gc.freeze()  # or Python looks for cycles in all of torch before it ends, which takes seconds
-            if not isinstance(error, KeyboardInterrupt):
-                raise _interruption(stop.forced) from None
-        raise
-    finally:
-        listener.close()
+        if not stop.forced:
+            raise
+        gc.freeze()  # or Python looks for cycles in all of torch before it ends, which takes seconds
+        in_notebook = hasattr(sys, "ps1")  # which shows KeyboardInterrupt as it should
+        interruption = KeyboardInterrupt() if in_notebook else RunInterrupted(128 + stop.forced)
+        raise interruption.with_traceback(error.__traceback__) from None
 
 
 class _Listener:
@@ -149,7 +152,7 @@ class _Listener:
         if self._told and not self._raised:  # the way out closes what shows the note
             self._raised = True
             os.write(self._writes, bytes([_NO_SIGNAL]))
-            raise _interruption(self._stop.forced)
+            raise KeyboardInterrupt
 
     def _listen(self) -> None:
         incoming = select.poll()  # select() cannot take a descriptor above 1023
@@ -224,11 +227,6 @@ def _forget_listeners() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_listeners)
-
-
-def _interruption(number: int) -> BaseException:
-    """The exception that ends a run now. A notebook shows ``KeyboardInterrupt`` as it should."""
-    return KeyboardInterrupt() if hasattr(sys, "ps1") else RunInterrupted(128 + number)
 
 
 def _exit(stop: StopRequest) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -107,6 +108,20 @@ def test_an_error_may_give_a_score_and_ctrl_c_passes() -> None:
         assert (grade.score, grade.error) == (-1.0, "raised SystemExit: 3")
         with pytest.raises(KeyboardInterrupt):
             grader.grade(["stop"], [{}])
+
+
+def test_ctrl_c_passes_a_reward_that_is_awaited() -> None:
+    """It was the failure of the reward, and a run of a notebook went on."""
+
+    async def score(completion: str, row: Mapping[str, Any]) -> float:
+        await asyncio.sleep(0)
+        raise KeyboardInterrupt if completion == "stop" else SystemExit(3)
+
+    with Grader(RewardConfig(on_error="score", failure_score=-1.0), reward=score, in_script=True) as grader:
+        (grade,) = grader.grade(["a"], [{}])
+        assert (grade.score, grade.error) == (-1.0, "raised SystemExit: 3")
+        with pytest.raises(KeyboardInterrupt):
+            grader.grade(["a", "stop", "a"], [{}] * 3)
 
 
 def test_over_the_time_limit_the_score_counts_and_that_is_noted_once() -> None:

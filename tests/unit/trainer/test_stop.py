@@ -57,6 +57,37 @@ def test_the_first_signal_asks_and_the_second_interrupts(number: signal.Signals)
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.usefixtures("alone")
+def test_within_the_run_a_signal_is_a_keyboard_interrupt_which_no_handler_of_system_exit_takes() -> None:
+    """As those are that explain what a user's code raises. RunInterrupted, a SystemExit, is the script's alone."""
+    with pytest.raises(RunInterrupted) as interruption, training() as stop:
+        send(signal.SIGTERM, stop)
+        try:
+            wait_for_second(signal.SIGTERM)
+        except (Exception, SystemExit) as error:
+            raise AssertionError("the signal was taken for a failure") from error
+        except KeyboardInterrupt as error:
+            assert type(error) is KeyboardInterrupt
+            raise
+    assert "wait_for_second" in [entry.name for entry in interruption.traceback]
+    assert interruption.value.__suppress_context__
+
+
+def wait_for_second(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    threading.Event().wait(60)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_notebook_gets_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(KeyboardInterrupt) as interruption, training() as stop:
+        send(signal.SIGINT, stop)
+        wait_for_second(signal.SIGINT)
+    assert type(interruption.value) is KeyboardInterrupt
+    assert "wait_for_second" in [entry.name for entry in interruption.traceback]
+
+
 @pytest.mark.parametrize("number", [*BOTH, signal.SIGHUP])
 def test_the_first_signal_before_the_training_begins_ends_the_run(number: signal.Signals) -> None:
     with pytest.raises(RunInterrupted), listen_for_stop():

@@ -69,8 +69,6 @@ def engine_class(name: str) -> type[Engine]:
     subject = f"engine.name = {name!r}: {entry.value}"
     try:
         engine_class: Any = entry.load()
-    except KeyboardInterrupt:
-        raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this function's
         lines = [f"{frame.filename}:{frame.lineno}: " for frame in frames if "importlib" not in frame.filename]

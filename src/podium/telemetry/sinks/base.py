@@ -105,8 +105,6 @@ class Sink(ABC):
         self.emitted_ns = emitted_ns
         try:
             self.handle(event)
-        except KeyboardInterrupt:
-            raise
         except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - not Ctrl-C: the run must go on
             if self._unsubscribe is not None:
                 self._unsubscribe()
