@@ -123,7 +123,8 @@ def test_advantages_are_those_of_rows_in_any_order(name: str, seed: int, by_toke
         lambda values_N: torch.cat([rows_of(inputs, values_N)[row] for row in order.tolist()]),
         torch.nn.functional.pad(inputs.offsets_B1.diff()[order].cumsum(0), (1, 0)),
     )
-    expected = torch.cat([rows_of(inputs, estimate(name, inputs))[row] for row in order.tolist()])
+    rows = rows_of(inputs, estimate(name, inputs))
+    expected = torch.cat([rows[row] for row in order.tolist()])
     torch.testing.assert_close(estimate(name, moved), expected)
     assert expected.any()
 

@@ -50,11 +50,11 @@ def list_adapted(model: Any) -> set[str]:
     ("model_type", "expected"),
     [
         ("gpt_oss", {"experts.gate_up_proj", "experts.down_proj"}),
-        ("granitemoe", {"experts.gate_up_proj", "experts.down_proj"}),
-        ("llama4_text", {"experts.gate_up_proj", "shared_expert.gate_proj"}),
-        ("phimoe", {"experts.gate_up_proj", "experts.down_proj"}),
+        pytest.param("granitemoe", {"experts.gate_up_proj", "experts.down_proj"}, marks=pytest.mark.exhaustive),
+        pytest.param("llama4_text", {"experts.gate_up_proj", "shared_expert.gate_proj"}, marks=pytest.mark.exhaustive),
+        pytest.param("phimoe", {"experts.gate_up_proj", "experts.down_proj"}, marks=pytest.mark.exhaustive),
         ("qwen2_moe", {"experts.gate_up_proj", "shared_expert.gate_proj", "shared_expert.down_proj"}),
-        ("qwen3_moe", {"experts.gate_up_proj", "experts.down_proj"}),
+        pytest.param("qwen3_moe", {"experts.gate_up_proj", "experts.down_proj"}, marks=pytest.mark.exhaustive),
         ("hunyuan_v1_moe", {"experts.gate_up_proj", "shared_mlp.gate_proj", "shared_mlp.up_proj"}),
     ],
 )
