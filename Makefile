@@ -93,6 +93,9 @@ test-seconds: $(STAMP)  ## the everyday tests; record the seconds of each file i
 test-alone: $(STAMP)  ## each file of the everyday tests in a process of its own, in random order; continues where it was stopped
 	@$(BIN)/python -m tests.isolation --processes $(TEST_PROCESSES) $(ARGS)
 
+test-busy: $(STAMP)  ## the everyday tests ten times beside four processes that compute; continues where it was stopped
+	@$(BIN)/python -m tests.busy --processes $(TEST_PROCESSES) $(ARGS)
+
 recipes: $(STAMP)  ## train the recipes of agents, each run to its bar, and write their figures: an hour
 	@$(BIN)/python -m bench.recipes $(ARGS)
 
@@ -211,4 +214,4 @@ $(STAMP): $(RUNTIME) $(PLUGINS:%=%/pyproject.toml)
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke real env check lint .lint-text .lint-types format test test-all test-ray test-seconds test-alone test-fast recipes docs fuzz test-monarch test-vllm test-clients test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke real env check lint .lint-text .lint-types format test test-all test-ray test-seconds test-alone test-busy test-fast recipes docs fuzz test-monarch test-vllm test-clients test-newest test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
