@@ -9,6 +9,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
+# Images of containers often set it, and then each interpreter compiles Podium anew: a second of processor time.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The first interpreter found that is new enough; PYTHON=… names another.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \

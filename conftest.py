@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two processes of vLLM may share a core
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it lines are cut into others
+# Images of containers often set it. Each interpreter would compile Podium, and each pytest its tests, anew.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
 # One token for all of Ray's clusters here: by itself Ray wants one of an embedded cluster, which it writes to the home
 # directory, and none of others, and a process keeps to what it did first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
