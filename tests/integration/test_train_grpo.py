@@ -56,6 +56,7 @@ def test_completions_that_were_cut_off_are_left_out(tmp_path: Path, minibatches:
     assert [row[metrics.LEFT_OUT] for row in rows] == [row[metrics.TRUNCATED] for row in rows]
     assert all(0 < row[metrics.LEFT_OUT] < 1 and row[metrics.GRAD_NORM] > 0 for row in rows)
     table = pq.read_table(run / "completions").to_pydict()
+    assert not any("policy/kl_coef" in row for row in rows), "there is no reference"
     assert {"length", "stop"} == {*table["finish_reason"]}
     for reason, apart in zip(table["finish_reason"], table["token_mismatch"], strict=True):
         assert all(math.isnan(value) == (minibatches == 1 and reason == "length") for value in apart)

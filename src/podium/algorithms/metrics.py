@@ -28,6 +28,25 @@ class Maximum(float):
     mean."""
 
 
+class TokenMean(float):
+    """A metric of an optimizer step that is a mean over tokens. A training step with several of them has the mean over
+    the tokens of all.
+
+    Attributes:
+        count: The number of those that the mean is over: tokens, or rows where each row counts the same.
+    """
+
+    count: float = 1.0
+
+    @classmethod
+    def over(cls, count: float, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the ``metrics`` of an optimizer step, of which those are means over ``count`` that are no maxima."""
+        means = {name: cls(value) for name, value in metrics.items() if not isinstance(value, Maximum)}
+        for mean in means.values():
+            mean.count = count
+        return {**metrics, **means}
+
+
 @dataclass(frozen=True)
 class PartialMetrics:
     """What some of the tokens contribute to a step's metrics, as scalars without gradient.

@@ -464,7 +464,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the step's metrics, and update the coefficients of the KL and of the entropy bonus."""
         metrics = {**join_updates(updates), **figures}
-        metrics[KL_COEF] = self.kl.coef
+        if self.config.algorithm.needs_reference:
+            metrics[KL_COEF] = self.kl.coef
         if self.config.algorithm.passes.max_kl is not None or self.config.algorithm.critic.critic_warmup:
             metrics[names.UPDATES] = float(sum(names.LOSS in update for update in updates))
         if self.entropy.target is not None:

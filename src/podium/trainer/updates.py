@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from podium.algorithms import AlgorithmConfig
-from podium.algorithms.metrics import Maximum
+from podium.algorithms.metrics import Maximum, TokenMean
 from podium.data import Batch, fields
 from podium.errors import ConfigError
 from podium.rollout.tasks import Example, PromptStream
@@ -29,14 +29,20 @@ _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_
 
 
 def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of a step's optimizer steps: the mean of each, or of a :class:`Maximum` the largest value."""
+    """Join the metrics of a step's optimizer steps: the mean of each, which is over all tokens for a
+    :class:`TokenMean`, or of a :class:`Maximum` the largest value.
+
+    >>> join_updates([TokenMean.over(30, {"a": 1.0}) | {"b": 1.0}, TokenMean.over(10, {"a": 5.0}) | {"b": 5.0}])
+    {'a': 2.0, 'b': 3.0}
+    """
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
         if name in _LARGEST or isinstance(values[0], Maximum):
             joined[name] = max(values, key=lambda value: math.inf if math.isnan(value) else value)
         else:
-            joined[name] = sum(values) / len(values)
+            counts = [value.count if isinstance(value, TokenMean) else 1.0 for value in values]
+            joined[name] = sum(count * value for count, value in zip(counts, values, strict=True)) / sum(counts)
     return joined
 
 

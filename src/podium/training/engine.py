@@ -57,11 +57,13 @@ class Applied:
     Attributes:
         grad_norm: The global norm before clipping.
         learning_rate: The learning rate of this step.
+        head_learning_rate: That of a value head.
         skipped: Whether the loss or its gradient was not finite, so that the parameters stayed as they were.
     """
 
     grad_norm: float
     learning_rate: float
+    head_learning_rate: float
     skipped: bool
 
 
@@ -230,7 +232,7 @@ class TrainEngine:
         """Accumulate a minibatch and make a step. See :meth:`accumulate` for what is taken and raised."""
         minibatch = self.accumulate(batch, compute, columns=columns, flat=flat)
         applied = self.apply()
-        return StepResult(applied.grad_norm, applied.learning_rate, applied.skipped, minibatch.loss, minibatch.metrics)
+        return StepResult(**vars(applied), loss=minibatch.loss, metrics=minibatch.metrics)
 
     def accumulate(
         self,
@@ -325,7 +327,7 @@ class TrainEngine:
         self._forget()
         self.step_count += 1
         self.skipped_count += skipped
-        return Applied(norm, head_rate if head_alone else rate, skipped)
+        return Applied(norm, rate, head_rate, skipped)
 
     def _forget(self) -> None:
         self.waiting_count, self._has_gradients, self._is_finite = 0, False, True

@@ -18,7 +18,7 @@ from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import run_model
 from podium.training.sharded_loading import load_parallel
 from podium.workers.learner import Learner
-from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments, token_value_loss
+from podium.workers.values import VALUE_COLUMNS, VALUE_LEARNING_RATE, compute_values, gather_moments, token_value_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,10 +93,10 @@ class Critic(ValueModel):
         moments = gather_moments(self.engine, batch)
         result = self.engine.step(batch, compute, columns=VALUE_COLUMNS)
         return {
-            **result.metrics,
+            **self.count_means(batch, result.metrics),
             metrics.VALUE_LOSS: result.loss,
             metrics.EXPLAINED_VARIANCE: explained_variance(moments),
             "value/grad_norm": result.grad_norm,
-            "value/learning_rate": result.learning_rate,
+            VALUE_LEARNING_RATE: result.learning_rate,
             **({"value/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),
         }

@@ -19,6 +19,7 @@ from podium.algorithms import (
     compute_advantages,
     flat_groups,
     kl_estimate,
+    loss_weights,
     penalize,
 )
 from podium.algorithms.token_rows import group_statistics, row_sums, rows_of_tokens
@@ -148,11 +149,29 @@ class Estimator(Worker):
         if LEFT_OUT in batch:
             figures[metrics.LEFT_OUT] = float(batch.dense(LEFT_OUT)[trajectories.first_R].float().mean())
         if fields.OLD_LOGPROBS in batch and bool(mask.values.any()):
-            columns = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
-            old_N, rollout_N = (batch.jagged(name).values[mask.values] for name in columns)
-            apart_N = (old_N - rollout_N).abs()
-            figures |= {metrics.MISMATCH_MEAN: float(apart_N.mean()), metrics.MISMATCH_MAX: float(apart_N.max())}
+            figures |= self._measure_mismatch(batch, trajectories)
         return figures
+
+    def _measure_mismatch(self, batch: Batch, trajectories: Trajectories) -> dict[str, float]:
+        """The mean distance of the log-probabilities under the weights that the loss gives to tokens, as an update
+        reports it, and the largest one. Rows that are left out count where there are no others."""
+        mask = batch.jagged(fields.LOSS_MASK)
+        counted_N = mask.values.bool()
+        if LEFT_OUT in batch:
+            trained_N = counted_N & torch.repeat_interleave(~batch.dense(LEFT_OUT), mask.lengths)
+            counted_N = trained_N if bool(trained_N.any()) else counted_N
+        lengths_B = count_sampled(mask.like(counted_N))
+        weights_N = loss_weights(
+            counted_N,
+            mask.offsets,
+            self.algorithm.aggregation_mode,
+            constant=1.0,  # which scales all weights alike
+            trajectory_tokens_B=trajectories.sums(lengths_B)[trajectories.trajectory_B],
+        )[counted_N].double()
+        old_N, rollout_N = (batch.jagged(n).values[counted_N] for n in (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS))
+        apart_N = (old_N - rollout_N).abs()
+        mean = (weights_N * apart_N).sum() / weights_N.sum()
+        return {metrics.MISMATCH_MEAN: float(mean), metrics.MISMATCH_MAX: float(apart_N.max())}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
+from podium.algorithms.metrics import TokenMean
 from podium.data import Batch, fields
 from podium.data.sampled_text import count_sampled
 from podium.devices import choose_device, random_state, set_random_state, total_memory_bytes
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 LEFT_OUT = "left_out"
 """Column bool ``[B]``: rows without a part in the loss and in its normalization."""
 
+_COUNT = "counted"  # metadata of a batch: the number of tokens or rows over which its metrics are means
 _MODEL, _RANDOM, _LOSS_SCALE = "model.", "random.", "loss_scale"
 _OPTIONAL = (_RANDOM, _LOSS_SCALE)  # a rank or a precision of another run may be new
 _FILE_BYTES = 1 << 30  # a copy is let go of file by file
@@ -312,7 +314,13 @@ class Learner(Worker):
             rows=rows,
             trajectory_tokens_B=trajectory_tokens,
         )
-        return batch.with_columns({fields.LOSS_WEIGHTS: mask.like(weights)})
+        count = float(rows if mode == "sequence-mean" else tokens)
+        return batch.with_columns({fields.LOSS_WEIGHTS: mask.like(weights)}).with_meta(**{_COUNT: count})
+
+    def count_means(self, batch: Batch, figures: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a minibatch that :meth:`weighted` has weighted, so that those of several minibatches
+        are joined as means over all of their tokens, or rows. Others have weights of their own, and count the same."""
+        return TokenMean.over(batch.meta.get(_COUNT, 1.0), figures)
 
     def _state(self, *, whole: bool = False) -> dict[str, Tensor]:
         """Return the engine's own tensors by flat names, so that reading into them is loading.

@@ -52,7 +52,7 @@ from podium.training.routing import (
 from podium.training.scoring import score_tokens, score_values
 from podium.training.sharded_loading import load_parallel
 from podium.workers.learner import Learner
-from podium.workers.values import VALUE_COLUMNS, compute_values, gather_moments, token_value_loss
+from podium.workers.values import VALUE_COLUMNS, VALUE_LEARNING_RATE, compute_values, gather_moments, token_value_loss
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
 from podium.workers.weight_sync.receiver import WeightReceiver
 
@@ -233,11 +233,11 @@ class Policy(Learner):
         minibatch = self.engine.accumulate(batch, compute, columns=VALUE_COLUMNS)
         applied = self.engine.apply(head_alone=True)
         return {
-            **minibatch.metrics,
+            **self.count_means(batch, minibatch.metrics),
             metrics.VALUE_LOSS: minibatch.loss,
             metrics.EXPLAINED_VARIANCE: explained_variance(moments),
             "value/grad_norm": applied.grad_norm,
-            "value/learning_rate": applied.learning_rate,
+            VALUE_LEARNING_RATE: applied.head_learning_rate,
         }
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
@@ -317,7 +317,7 @@ class Policy(Learner):
         with _replay_experts(self.model, batch) as replay:
             minibatch = self.engine.accumulate(full_batch, compute, columns=added_columns, weight=weight, flat=flat)
         self._scored = kept_N
-        named = {metrics.LOSS: minibatch.loss, **minibatch.metrics, **sampled}
+        named = {metrics.LOSS: minibatch.loss, **self.count_means(batch, minibatch.metrics), **sampled}
         return named if moments is None else self._split_losses(named, moments, weight)
 
     def _add_value_loss(self, token_loss: TokenLoss, micro: MicroBatch, values_K: Tensor | None) -> TokenLoss:
@@ -345,7 +345,7 @@ class Policy(Learner):
             grad_clip: In place of ``optim.grad_clip``; 0 clips nothing.
 
         Returns:
-            Norm of the gradient before clipping, learning rate and number of skipped steps, by their names in
+            Norm of the gradient before clipping, learning rates and number of skipped steps, by their names in
             :mod:`podium.telemetry.metrics`.
 
         Raises:
@@ -356,6 +356,7 @@ class Policy(Learner):
         return {
             metrics.GRAD_NORM: applied.grad_norm,
             metrics.LEARNING_RATE: applied.learning_rate,
+            **({VALUE_LEARNING_RATE: applied.head_learning_rate} if self.algorithm.has_value_head else {}),
             metrics.SKIPPED_STEPS: float(self.engine.skipped_count),
             **({"policy/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),
             # so far, on the first rank's accelerator

@@ -15,6 +15,7 @@ from podium.training.micro_batches import MicroBatch
 
 VALUE_COLUMNS: Final = (fields.VALUES, fields.RETURNS)
 """The columns that the loss of values reads."""
+VALUE_LEARNING_RATE: Final = "value/learning_rate"  # of the critic, or of a value head
 
 
 def compute_values(engine: TrainEngine, batch: Batch, values_of: Callable[[MicroBatch], Tensor]) -> Batch:

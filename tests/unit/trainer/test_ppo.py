@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import pickle
+from typing import get_args
 
 import pytest
 import torch
 
 from podium.algorithms import AlgorithmConfig
-from podium.algorithms.metrics import PartialMetrics
+from podium.algorithms.config import Aggregation
+from podium.algorithms.metrics import EFFECTIVE_SIZE, PartialMetrics
 from podium.errors import PodiumError
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig
 from podium.trainer.ppo import join_updates
 from podium.trainer.step_watch import StepWatch
+from podium.training import OptimConfig
+from podium.workers import Critic, Policy
+from tests.unit.workers.tiny import TINY, recorded
 
 
 def test_updates_are_averaged_and_the_largest_ratio_kept() -> None:
@@ -30,6 +35,28 @@ def test_a_maximum_of_a_loss_is_that_of_all_updates_and_nan_is_not_hidden() -> N
     joined = join_updates([pickle.loads(pickle.dumps(part.means())) for part in parts])
     assert joined == {"mine/widest": 4.0}
     assert math.isnan(join_updates([{metrics.RATIO_MAX: 1.0}, {metrics.RATIO_MAX: math.nan}])[metrics.RATIO_MAX])
+
+
+@pytest.mark.parametrize("kind", [Policy, Critic])
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_metrics_of_tokens_are_the_same_however_a_step_is_cut_into_updates(
+    kind: type[Policy | Critic], aggregation: Aggregation
+) -> None:
+    """A mean over few tokens counted as much as one over many."""
+    left_out = torch.tensor([True, False, False, False, False, False, True, False])
+    batch = recorded(max_new_tokens=7.0).drop("loss_weights").with_columns({"left_out": left_out})
+    algorithm = AlgorithmConfig(aggregation=aggregation, kl_in="loss", correction="truncate")
+    worker = kind(TINY, OptimConfig(lr=0.0), algorithm=algorithm)
+    whole = worker.update(batch)
+    parts = [batch.take(rows) for rows in ([7, 0, 3], [1, 5], [2, 4, 6])]
+    joined = join_updates([pickle.loads(pickle.dumps(worker.update(part))) for part in parts])
+    of_updates = {metrics.LOSS, metrics.GRAD_NORM, metrics.VALUE_LOSS, metrics.EXPLAINED_VARIANCE, EFFECTIVE_SIZE}
+    compared = {name for name in whole if name not in {*of_updates, "value/grad_norm"}}
+    assert compared >= (
+        {metrics.ENTROPY, metrics.KL, metrics.CLIP_FRACTION} if kind is Policy else {"value/clip_fraction"}
+    )
+    for name in compared:
+        assert joined[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-7), name
 
 
 def test_a_limit_of_the_mismatch_below_what_is_noted_ends_the_run() -> None:

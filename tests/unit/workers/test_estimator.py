@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import podium
 from podium.algorithms import AdvantageInputs, AdvantageOutputs, AlgorithmConfig, Declaration
+from podium.algorithms.config import Aggregation
 from podium.data import Batch, Jagged, TensorRef, completion_texts, fields, sampled_tokens
 from podium.data.sampled_text import decode_sampled, text_column
 from podium.errors import EndpointError
 from podium.models import char_tokenizer
 from podium.telemetry import metrics
-from podium.workers import Estimator
+from podium.training import OptimConfig
+from podium.workers import Estimator, Policy
 from podium.workers.estimator import Trajectories
+from podium.workers.learner import LEFT_OUT
+from tests.unit.workers.tiny import TINY, recorded
 
 
 def rollouts() -> Batch:
@@ -124,6 +128,32 @@ def test_figures_of_rewards_and_lengths_and_the_mismatch_of_sampled_tokens_only(
         found = estimator.describe(batch.with_columns(columns))
     assert found[metrics.MISMATCH_MEAN] == pytest.approx((7 * 0.5 + 2.0) / 8)
     assert found[metrics.MISMATCH_MAX] == 2.0
+
+
+@pytest.mark.parametrize("left_out", [None, [False, False, True, False]])
+def test_the_mismatch_is_that_of_an_update_of_all_rows(left_out: list[bool] | None) -> None:
+    """With several optimizer steps it was the mean over all tokens, also of rows that are left out of the loss."""
+    batch = recorded((3, 4, 9, 6), max_new_tokens=7.0).drop("loss_weights")
+    batch = batch.with_columns({fields.GROUP: torch.tensor([0, 0, 1, 1]), fields.REWARDS: torch.zeros(4)})
+    if left_out is not None:
+        batch = batch.with_columns({LEFT_OUT: torch.tensor(left_out)})
+    for aggregation in get_args(Aggregation):
+        config = AlgorithmConfig(aggregation=aggregation)
+        with podium.connect("inline") as cluster:
+            found = cluster.start(Estimator.bind(config), cluster.pool([1])).describe(batch)
+        updated = Policy(TINY, OptimConfig(), algorithm=config).update(batch)
+        for name in (metrics.MISMATCH_MEAN, metrics.MISMATCH_MAX):
+            assert found[name] == pytest.approx(updated[name], rel=1e-5)
+
+
+def test_the_mismatch_is_measured_where_all_rows_are_left_out() -> None:
+    batch = recorded((3, 4), max_new_tokens=7.0).with_columns(
+        {fields.GROUP: torch.zeros(2, dtype=torch.int64), fields.REWARDS: torch.zeros(2)}
+    )
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(AlgorithmConfig()), cluster.pool([1]))
+        all_left_out = estimator.describe(batch.with_columns({LEFT_OUT: torch.ones(2, dtype=torch.bool)}))
+        assert all_left_out[metrics.MISMATCH_MEAN] == estimator.describe(batch)[metrics.MISMATCH_MEAN] > 0
 
 
 def test_sampled_tokens_are_those_of_the_completions() -> None:

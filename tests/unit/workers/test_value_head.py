@@ -128,7 +128,7 @@ def test_micro_batches_and_packed_rows_change_nothing(aggregation: Any) -> None:
 @pytest.mark.parametrize("model", [TINY, ADAPTED, replace(TINY, dtype="bfloat16")], ids=["whole", "adapters", "bf16"])
 def test_a_step_of_the_head_alone_leaves_all_else_as_it_is(model: ModelConfig) -> None:
     policy, batch = make(model), recorded()
-    policy.update(batch)
+    assert policy.update(batch)["value/learning_rate"] == 0.05, "as in steps of the head alone"
     body, head, states = parameters_of(policy, head=False), parameters_of(policy, head=True), states_of(policy)
     row = policy.update(batch.with_meta(**{HEAD_ALONE: True}))
     assert "loss" not in row
