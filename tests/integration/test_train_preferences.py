@@ -109,6 +109,24 @@ def test_each_loss_teaches_the_preference(tmp_path: Path, loss: str) -> None:
     assert "perplexity" not in summary.after, "the loss is of preferences, not of tokens"
 
 
+def test_an_evaluation_of_labels_does_not_depend_on_how_many_answers_are_scored_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of KTO subtracts the mean log-ratio of mismatched answers, which was that of a block of rows."""
+    rows = [{"prompt": f"{n}=", "completion": f"{n % 7}{n % 3}", "label": n % 9 > 0} for n in range(100)]
+    data = tmp_path / "labels.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = settings(data, algorithm={"loss": "kto"}, batch={"examples": 16}, save={"model": False})
+    found: list[tuple[float, float]] = []
+    for together in (512, 7):
+        monkeypatch.setattr("podium_preferences.trainer._TOGETHER", together)
+        config = tiny(DPOConfig, tmp_path, run={"steps": 6, "name": str(together)}, **sections)
+        summary = PreferenceTrainer(config, cluster="inline", show=False).fit()
+        found.append((summary.before["loss"], summary.after["loss"]))
+    assert found[0][0] == found[1][0] == 0.5, "the policy is the reference"
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
+
+
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])
 def test_preferences_that_became_worse_or_better_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str

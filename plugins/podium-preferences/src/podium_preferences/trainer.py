@@ -47,7 +47,7 @@ from podium_preferences.scored_rows import encode_for_scorer
 
 __all__ = ["Answers", "PreferenceTrainer"]
 
-_TOGETHER: Final = 256  # held-out rows that are sent to the policy at once
+_TOGETHER: Final = 512  # held-out answers that are sent to the policy at once
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _mismatch(answers: Sequence[Pair], most: int | None) -> list[Pair]:
     parts = [split_answer(pair) for pair in answers]
     others: list[Pair] = []
     for place, (prompt, *_) in enumerate(parts):
-        following = (*parts[place + 1 :], *parts[:place])
+        following = (parts[(place + ahead) % len(parts)] for ahead in range(1, len(parts)))
         other = next(((ids, mask) for start, ids, mask in following if start != prompt), None)
         if other is not None and (most is None or len(prompt) + len(other[0]) <= most):
             others.append(([*prompt, *other[0]], [False] * len(prompt) + other[1]))
@@ -155,19 +155,26 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
 
     def values(self, answers: Answers) -> PreferenceInputs:
         """Compute the value of each answer under the weights as they are, and under the reference."""
-        roles, mask = self.run.roles, answers.batch.jagged(fields.LOSS_MASK)
-        calls = [roles.policy.answer_values.submit(answers.batch)]
+        return self._make_inputs(answers, *self._compute_values(answers.batch))
+
+    def _compute_values(self, batch: Batch) -> list[Tensor]:
+        """The values of a batch's answers, ``[A]``, and those under the reference, if there is one."""
+        roles = self.run.roles
+        calls = [roles.policy.answer_values.submit(batch)]
         if roles.reference is not None:
-            calls.append(roles.reference.answer_values.submit(answers.batch))
-        values, *reference = (call.result().dense(fields.ANSWER_VALUES) for call in calls)
-        count = len(answers.chosen_A)
+            calls.append(roles.reference.answer_values.submit(batch))
+        return [call.result().dense(fields.ANSWER_VALUES) for call in calls]
+
+    def _make_inputs(self, answers: Answers, values_A: Tensor, reference_A: Tensor | None = None) -> PreferenceInputs:
+        """The inputs of the loss, from the values of all answers, mismatched ones included."""
+        mask, count = answers.batch.jagged(fields.LOSS_MASK), len(answers.chosen_A)
         return PreferenceInputs(
-            values_A=values[:count],
+            values_A=values_A[:count],
             chosen_A=answers.chosen_A,
-            reference_A=reference[0][:count] if reference else None,
+            reference_A=None if reference_A is None else reference_A[:count],
             lengths_A=None if isinstance(self.config, RMConfig) else count_sampled(mask)[:count],
             margins_P=answers.margins_P,
-            mismatched_M=values[count:] - reference[0][count:] if reference else None,
+            mismatched_M=None if reference_A is None else values_A[count:] - reference_A[count:],
             paired=answers.paired,
         )
 
@@ -196,16 +203,19 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
     def score_set(self, held_out: HeldOut, step: int, name: str) -> Evaluation:
         if not isinstance(held_out, EncodedPreferences):
             return super().score_set(held_out, step, name)
-        scores: dict[str, list[float | None]] = {ACCURACY: [], LOSS: [], REWARD_MARGIN: []}
-        with Counting("rows", len(held_out)) as count:
-            for start in range(0, len(held_out), _TOGETHER):
-                inputs = self.values(self.join_rows(held_out[start : start + _TOGETHER], step))
-                loss, _ = differentiate(self.config.algorithm, inputs)
-                rows = len(held_out[start : start + _TOGETHER])
-                scores[LOSS] += loss.losses.view(rows, -1).mean(1).tolist()
-                scores[ACCURACY] += agreement(loss, inputs).tolist()
-                scores[REWARD_MARGIN] += margins(loss, inputs).tolist() if inputs.paired else [None] * rows
-                count.done = len(scores[LOSS])
+        answers, parts = self.join_rows(held_out, step), list[list[Tensor]]()
+        with Counting("answers", len(answers.batch)) as count:
+            for start in range(0, len(answers.batch), _TOGETHER):
+                parts.append(self._compute_values(answers.batch.slice(start, start + _TOGETHER)))
+                count.done += len(parts[-1][0])
+        inputs = self._make_inputs(answers, *map(torch.cat, zip(*parts, strict=True)))
+        loss, _ = differentiate(self.config.algorithm, inputs)
+        rows = len(held_out)
+        scores: dict[str, list[float | None]] = {
+            ACCURACY: agreement(loss, inputs).tolist(),
+            LOSS: loss.losses.view(rows, -1).mean(1).tolist(),
+            REWARD_MARGIN: margins(loss, inputs).tolist() if inputs.paired else [None] * rows,
+        }
         folder = self.run.directory.evaluations_of(name)
         folder.make_folder()
         write_preferences(folder, step, held_out, scores)
