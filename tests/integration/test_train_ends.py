@@ -387,10 +387,11 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for_by_the_resumed_run(tm
 @pytest.mark.parametrize(
     ("every", "steps", "rows"), [(3, 4, [0, 2, 3, 4]), (0, 4, [0, 2, 4]), (2, 4, [0, 2, 4]), (3, 2, [0, 2])]
 )
-def test_an_evaluation_that_no_checkpoint_knows_stays_unless_it_is_made_again(
+def test_an_evaluation_that_no_checkpoint_knows_is_made_again(
     tmp_path: Path, every: int, steps: int, rows: list[int]
 ) -> None:
-    """The run was killed between the evaluation and its checkpoint, and resumes with another ``eval.every``."""
+    """The run was killed between the evaluation and its checkpoint, and resumes with another ``eval.every``. The row
+    stayed, and the step was never the best one."""
 
     class KilledAtItsCheckpoint(PPOTrainer):
         def save(self, step: int) -> None:
@@ -417,6 +418,9 @@ def test_an_evaluation_that_no_checkpoint_knows_stays_unless_it_is_made_again(
     assert [row["step"] for row in metrics_rows(path, "eval")] == [0, 2]
     train(run(steps, every, resume=str(path)))
     assert [row["step"] for row in metrics_rows(path, "eval")] == rows
+    last = TrainerState.read(path / "checkpoints" / "step-000002").last
+    assert last is not None
+    assert last.step == 2
 
 
 def test_a_resume_is_compared_with_what_its_checkpoint_was_trained_by(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ is left out. The run waits for its last one before it ends, also when it ends by
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator
 
@@ -96,11 +96,12 @@ class TrainerState:
             waited = self.waited + 1
         return replace(self, first=self.first or evaluation, last=evaluation, best=best, waited=waited)
 
-    def judged_by(self, figure: str, set_name: str) -> TrainerState:
+    def judged_by(self, figure: str, set_name: str, rows: Sequence[Mapping[str, Any]] = ()) -> TrainerState:
         """Return this for a run that is judged by ``figure`` of the evaluation set ``set_name`` from now on.
 
         ``figure`` is "auto" where an evaluation decides. Evaluations of another set, or without the figure, are
-        forgotten, and the best of the others is chosen anew.
+        forgotten. The best one is chosen anew among the others and those of the ``rows`` of metrics.jsonl, and
+        ``eval.patience`` begins anew.
         """
         if figure in ("auto", self.metric) and (self.last is None or self.last.set_name == set_name):
             return self
@@ -110,6 +111,7 @@ class TrainerState:
             for evaluation in (self.first, self.last)
         )
         evaluations = [evaluation for evaluation in (first, last) if evaluation is not None]
+        evaluations = sorted([*evaluations, *Evaluation.of_rows(rows, name, set_name)], key=lambda one: one.step)
         best = max(evaluations, key=lambda evaluation: Metric(name).rank(evaluation.value(name)), default=None)
         return replace(
             self,
@@ -171,7 +173,8 @@ class StoredCheckpoints:
         return next(iter(self.ranked()), None)
 
     def ranked(self) -> list[Path]:
-        """Return the checkpoints whose step was evaluated, the best first by the metric of the newest one.
+        """Return the checkpoints whose step was evaluated, the best first by the metric of the newest one. Those that
+        were judged by another evaluation set than the newest one are left out.
 
         While a run has not decided what judges it, all figures are 0.
         """
@@ -180,10 +183,12 @@ class StoredCheckpoints:
             with suppress(CheckpointError):
                 states.append((TrainerState.read(path), path))
         metric = Metric(next((state.metric for state, _ in reversed(states) if state.metric), REWARD))
+        judged = [(state.last, path) for state, path in states if state.last and state.last.step == state.step]
+        set_name = judged[-1][0].set_name if judged else ""
         scores = [
-            (metric.rank(state.last.figures[metric.name]), state.step, path)
-            for state, path in states
-            if state.last is not None and state.last.step == state.step and metric.name in state.last.figures
+            (metric.rank(last.figures[metric.name]), last.step, path)
+            for last, path in judged
+            if metric.name in last.figures and last.set_name == set_name
         ]
         return [path for *_, path in sorted(scores, reverse=True)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator
 
@@ -77,6 +77,21 @@ class Evaluation:
             set_name=set_name,
             samples=samples,
         )
+
+    @staticmethod
+    def of_rows(rows: Sequence[Mapping[str, Any]], name: str, set_name: str) -> list[Evaluation]:
+        """Return the evaluations of a set in rows of metrics.jsonl, with the figure ``name`` alone. Rows without this
+        number are left out."""
+        suffix = f"/{set_name}" if set_name else ""
+        return [
+            Evaluation(
+                step=row["step"], items=row[f"items{suffix}"], figures={name: row[name + suffix]}, set_name=set_name
+            )
+            for row in rows
+            if isinstance(row.get(name + suffix), int | float)
+            and isinstance(row.get(f"items{suffix}"), int)
+            and (set_name or not any(key.startswith("items/") for key in row))  # else of a set with a name
+        ]
 
     def value(self, name: str) -> float:
         """Return a figure; NaN where the evaluation has none of this name."""

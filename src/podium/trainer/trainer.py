@@ -281,12 +281,13 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def _train(self, run: Run[E], stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
-        self._evaluated: int | None = None
+        self._evaluated: int | None = None  # the last step of which the checkpoint has an evaluation
+        self._is_unknown = False  # whether its own step was evaluated after it was written
         self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
         try:
             first = self.resume() + 1
             after = first - 1 if self.config.run.resume else None
-            again = is_left_out(first - 1, self.config, self._evaluated if run.data.held_out else None)
+            again = self._is_unknown or is_left_out(first - 1, self.config, self._evaluated)
             stack.enter_context(run.directory.open_metrics(after, again=again))
             self._taking, self._passed_over = Lock(), dict[int, str]()
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
@@ -388,7 +389,8 @@ class Trainer(ABC, Generic[C, E, R]):
             train=lambda step: ledger.move(step, "trained"),
             drop=lambda step, reason: ledger.move(step, "dropped", reason=reason),
             apart=self.keeps_apart,
-            evaluated=self._evaluated if run.data.held_out else None,
+            evaluated=self._evaluated,
+            is_unknown=self._is_unknown,
         )
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -412,8 +414,13 @@ class Trainer(ABC, Generic[C, E, R]):
         if run.checkpoint is not None:
             self.state = load_checkpoint(run.checkpoint, run.roles)
             self.restore(self.state)
-            self._evaluated = self.state.last.step if self.state.last else 0
-            self.state = self.state.judged_by(*self.config.judged_by)
+            rows = run.directory.evaluation_rows(self.state.step)
+            if run.data.held_out is not None:
+                self._evaluated = self.state.last.step if self.state.last else 0
+                self._is_unknown = self._evaluated != self.state.step and any(
+                    row["step"] == self.state.step for row in rows
+                )
+            self.state = self.state.judged_by(*self.config.judged_by, rows)
             emit(Note(f"resuming after step {self.state.step} from {run.checkpoint}"))
         elif self.config.run.resume:
             emit(Note(f"{run.directory.path} has no checkpoint yet: starting at step 1"))

@@ -70,6 +70,17 @@ def test_the_best_by_a_loss_is_the_lowest(checkpoints: Checkpoints) -> None:
     assert [path.name for path in checkpoints.ranked()] == [f"step-00000{step}" for step in (2, 4, 1, 3)]
 
 
+def test_figures_of_another_evaluation_set_are_not_compared(checkpoints: Checkpoints) -> None:
+    """The best checkpoint of an easy set stayed the best of a run that was resumed with a hard one."""
+    for step, name, value in ((1, "easy", 0.9), (2, "hard", 0.3), (3, "hard", 0.2)):
+        with checkpoints.writing(step, keep=1, keep_best=1) as folder:
+            last = Evaluation(step=step, items=9, figures={"accuracy": value}, set_name=name)
+            state = TrainerState(step=step, last=last, metric="accuracy")
+            (folder / "trainer.json").write_text(json.dumps(asdict(state)))
+    assert [path.name for path in checkpoints.all()] == ["step-000002", "step-000003"]
+    assert checkpoints.best() == checkpoints.folder / "step-000002"
+
+
 def test_a_checkpoint_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
     with pytest.raises(KeyboardInterrupt), checkpoints.writing(20) as folder:
@@ -286,3 +297,21 @@ def test_a_run_that_is_resumed_with_another_metric_goes_on_by_that() -> None:
     by_loss, of_other_set = state.judged_by("loss", ""), state.judged_by("auto", "hard")
     for other in (by_loss, of_other_set):
         assert (other.metric, other.first, other.last, other.best) == ("", None, None, None)
+
+
+@pytest.mark.parametrize("set_name", ["", "hard"])
+def test_a_run_with_another_metric_finds_its_best_evaluation_among_all(set_name: str) -> None:
+    """It knew the first and the last one alone."""
+    state, suffix = TrainerState(metric="accuracy"), f"/{set_name}" if set_name else ""
+    rows: list[dict[str, Any]] = []
+    for step, score in enumerate((0.2, 0.9, math.nan, 0.4)):
+        scores = {"accuracy": [0.0], "reward_mean": [score]}
+        state = state.after(Evaluation.of(step, 1, scores, set_name=set_name), state.judge)
+        reward = None if math.isnan(score) else score
+        rows.append({"step": step, f"items{suffix}": 1, f"accuracy{suffix}": 0.0, f"reward_mean{suffix}": reward})
+    changed = state.judged_by("reward_mean", set_name, rows)
+    assert changed.best == Evaluation(step=1, items=1, figures={"reward_mean": 0.9}, set_name=set_name)
+    assert (changed.metric, changed.waited, changed.last) == ("reward_mean", 0, state.last)
+    of_named_set = [{"step": 1, "items": 1, "reward_mean": 5.0, "items/hard": 1, "reward_mean/hard": 5.0}]
+    best = state.judged_by("reward_mean", "", of_named_set).best
+    assert (best and best.step) == (None if set_name else 3), "the figures of another set are not those of this one"

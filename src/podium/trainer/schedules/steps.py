@@ -112,6 +112,7 @@ class StepCalls:
         drop: Enters in the ledger that a step's prompts were dropped, and why.
         apart: Why the two halves cannot run at the same time; empty if they can.
         evaluated: The last step that was evaluated before these steps; None for a run that begins here.
+        is_unknown: Whether the step before these was evaluated after its checkpoint, which does not know it.
     """
 
     collect: Callable[[int], Rollout]
@@ -127,6 +128,7 @@ class StepCalls:
     drop: Callable[[int, str], None]
     apart: str = ""
     evaluated: int | None = None
+    is_unknown: bool = False
 
 
 class Steps:
@@ -176,9 +178,10 @@ class Steps:
         """
         evaluation, save = self._config.eval, self._config.save
         # A stop, or another eval.every before the resume, may have left the evaluation out.
-        if is_left_out(self.done, self._config, self._calls.evaluated):
-            every = f"eval.every = {evaluation.every}"
-            emit(Note(f"step {self.done}: it is evaluated before the run goes on, since it was not, and {every}"))
+        if self._calls.is_unknown or is_left_out(self.done, self._config, self._calls.evaluated):
+            why = f"it was not, and eval.every = {evaluation.every}"
+            why = "its checkpoint does not know its evaluation" if self._calls.is_unknown else why
+            emit(Note(f"step {self.done}: it is evaluated before the run goes on, since {why}"))
             with self._time_work("evaluation"), name_stage("evaluate", self.done):
                 self._ends = self._calls.evaluate(self.done)
             with self._time_work("checkpoint"), name_stage("save", self.done):
