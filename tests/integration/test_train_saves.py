@@ -222,3 +222,14 @@ def test_a_run_that_ends_early_waits_for_the_checkpoint_that_is_being_written(
     run = tmp_path / "runs" / "run"
     assert names(run) == ["latest", "step-000002"]
     assert json.loads((run / "checkpoints" / "latest" / "trainer.json").read_text())["step"] == 2
+
+
+def test_a_run_that_was_killed_behind_its_last_save_ends_with_its_link_and_few_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    PPOTrainer(config(tmp_path, run={"steps": 2}), cluster="inline", show=False).fit()
+    (run / "checkpoints" / "latest").unlink()
+    (run / "summary.json").unlink()
+    resumed = config(tmp_path, run={"steps": 2, "resume": str(run)}, save={"every": 1, "keep": 1, "model": False})
+    PPOTrainer(resumed, cluster="inline", show=False).fit()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-000002"]
+    assert (run / "checkpoints" / "latest").readlink() == Path("step-000002")

@@ -219,13 +219,19 @@ class Checkpoints(StoredCheckpoints):
                 self.files.remove(aside)
             raise
         emit(CheckpointSaved(step, str(self.folder / final)))
-        kept = {self.folder / final, *self.ranked()[:keep_best]}
+        self.prune(keep, keep_best)
+
+    def prune(self, keep: int, keep_best: int) -> None:
+        """Remove all checkpoints except the latest one, the ``keep`` newest and the ``keep_best`` best. ``keep`` of 0
+        removes none."""
+        kept = {self.latest(), *self.ranked()[:keep_best]}
         for old in self.all()[:-keep] if keep > 0 else []:
             if old not in kept:
                 self.files.remove(old.name)
 
     def tidy(self) -> None:
-        """Remove what is left of a checkpoint whose process was killed while it wrote."""
+        """Remove what is left of a checkpoint whose process was killed while it wrote, and make a link ``latest`` that
+        it had not made yet."""
         for name in self.files.names():
             if name.startswith(".") and name.endswith(".tmp"):
                 self.files.remove(name)
@@ -234,6 +240,8 @@ class Checkpoints(StoredCheckpoints):
                     self.files.remove(name)
                 else:
                     self.files.rename(name, final)  # killed between the two renames: this is the newest complete one
+        if (newest := self.latest()) is not None and not self.files.kind(_LATEST):
+            self.files.link(newest.name, _LATEST)
 
     def _commit(self, aside: str, final: str) -> None:
         """Rename ``aside`` to ``final``, which replaces an older checkpoint of this step, and then move ``latest``.

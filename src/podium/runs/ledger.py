@@ -130,10 +130,12 @@ class Ledger:
             prompts = self.states.in_flight([step]) if places is None else [prompts[index] for index in places]
             self._write({"state": state, "step": step, "prompts": prompts, **more})
 
-    def drop(self, reason: str) -> None:
-        """Enter that all prompts in flight are dropped."""
-        for step in list(self.states.by_step):
-            self.move(step, "dropped", reason=reason)
+    def drop(self, reason: str, step: int) -> None:
+        """Enter that all prompts which are neither trained nor dropped are dropped. ``step`` would have been the next
+        one: it takes those that were in flight at the checkpoint of a resumed run and that no step took again."""
+        self.take(step, self.states.end)
+        for begun in list(self.states.by_step):
+            self.move(begun, "dropped", reason=reason)
 
     def sync(self) -> tuple[int, int]:
         """Return the length of the file, once all of it is on the disk, and the prompt with which a run goes on from
@@ -173,9 +175,14 @@ class States:
         self._returned: set[int] = set()
 
     @property
+    def end(self) -> int:
+        """The number after that of the last prompt that was ever taken."""
+        return self._first + len(self._states)
+
+    @property
     def next(self) -> int:
         """The number of the next prompt that is taken."""
-        return min(self._returned, default=self._first + len(self._states))
+        return min(self._returned, default=self.end)
 
     def read(self, data: bytes, path: Path) -> None:
         """Enter all lines of ``data``, the content of ``path``. Raises CheckpointError if it is no ledger."""
@@ -197,8 +204,7 @@ class States:
         state, prompts, step = _STATES.index(line["state"]), line["prompts"], line.get("step", -1)
         self._check(state, prompts, step)
         if state == _TAKEN:
-            end = self._first + len(self._states)
-            self._states += bytes(max(0, max(prompts, default=0) + 1 - end))
+            self._states += bytes(max(0, max(prompts, default=0) + 1 - self.end))
             self._returned.difference_update(prompts)
             self.by_step.setdefault(step, []).extend(prompts)
         for prompt in prompts:
@@ -213,7 +219,7 @@ class States:
 
     def _check(self, state: int, prompts: Sequence[int], step: int) -> None:
         """Raise PodiumError if the prompts of ``step`` cannot become ``state``. ``step`` is -1 where it is missing."""
-        name, end = _STATES[state], self._first + len(self._states)
+        name, end = _STATES[state], self.end
         numbers = range(self._first, end + len(prompts) * (state == _TAKEN))
         if len({*prompts}) < len(prompts) or not all(prompt in numbers for prompt in prompts):
             raise PodiumError(f"ledger: {prompts} are no prompts that can become {name}")
@@ -232,8 +238,7 @@ class States:
 
     def open_before(self, until: int) -> list[int]:
         """Return the prompts before number ``until`` that are not taken."""
-        end = self._first + len(self._states)
-        return [*sorted(prompt for prompt in self._returned if prompt < until), *range(end, until)]
+        return [*sorted(prompt for prompt in self._returned if prompt < until), *range(self.end, until)]
 
     def in_flight(self, steps: Iterable[int] | None = None, states: Sequence[str] = _IN_FLIGHT) -> list[int]:
         """Return the prompts that are taken, and neither trained nor dropped: those of ``steps``, in ``states``."""

@@ -142,6 +142,12 @@ class Saver:
         if writing is not None:
             writing.result()
 
+    def finish(self) -> None:
+        """Do :meth:`wait`. Then remove the checkpoints that are beyond those to keep: a process that was killed after
+        its last save may have left them."""
+        self.wait()
+        self._checkpoints.prune(self._config.keep, self._config.keep_best)
+
     def close(self) -> None:
         """End the thread. The workers are closed before, so that the thread waits for nothing."""
         self._thread.shutdown()

@@ -540,7 +540,7 @@ class Trainer(ABC, Generic[C, E, R]):
     def finish(self, done: int) -> Summary:
         """Write model, summary and report of a run whose last step was ``done``, once its last checkpoint is there."""
         run = self.run
-        run.saver.wait()
+        run.saver.finish()
         finished = done >= self.config.run.steps or bool(self._find_end(done))
         if finished and run.data.held_out is not None and (self.state.last is None or self.state.last.step != done):
             self.evaluate(done)  # a run that was stopped in its last step, or is resumed with fewer steps
@@ -549,7 +549,7 @@ class Trainer(ABC, Generic[C, E, R]):
                 run.saver.wait()
         if finished:
             run.roles.check_learned()
-            self.ledger.drop("the run ended")
+            self.ledger.drop("the run ended", done + 1)
         self.state = self.remember(done)
         writes = self.config.save.model and finished
         model = write_model(run.directory.files, run.roles.policy, run.saver.extras) if writes else None

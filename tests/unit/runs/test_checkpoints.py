@@ -128,6 +128,26 @@ def test_latest_survives_its_deletion(checkpoints: Checkpoints, caplog: pytest.L
     assert "which is gone" in caplog.text
 
 
+def test_what_a_kill_left_out_behind_the_rename_is_made_up_for(checkpoints: Checkpoints) -> None:
+    """Nothing else does it for a run that has no further step to train and save."""
+    first, second = save(checkpoints, 10), save(checkpoints, 20)
+    (checkpoints.folder / "latest").unlink()
+    again = Checkpoints(checkpoints.files)
+    assert (again.folder / "latest").readlink() == Path(second.name)
+    again.prune(keep=1, keep_best=0)
+    assert again.all() == [second]
+    assert not first.exists()
+
+
+def test_the_latest_checkpoint_is_kept_though_it_is_not_the_newest(checkpoints: Checkpoints) -> None:
+    first, second = save(checkpoints, 10), save(checkpoints, 20)
+    checkpoints.files.link(first.name, "latest")  # the link of the second one was still to move
+    again = Checkpoints(checkpoints.files)
+    again.prune(keep=1, keep_best=0)
+    assert again.latest() == first
+    assert again.all() == [first, second]
+
+
 KILLED_IN = {
     # The call inside _commit at which the process is killed, and the text that must be there afterwards.
     "first file's fsync": ("os.fsync", 1, "old"),

@@ -26,7 +26,7 @@ def test_a_prompt_goes_through_the_states_in_order(tmp_path: Path) -> None:
     ledger.move(1, "trained")
     assert ledger.states.counts() == {"trained": 2, "taken": 2}
     assert ledger.states.in_flight() == [2, 3]
-    ledger.drop("the run ended")
+    ledger.drop("the run ended", 3)
     assert (ledger.states.counts(), ledger.states.reasons) == ({"trained": 2, "dropped": 2}, {"the run ended": 2})
     ledger.close()
     assert lines(ledger.path)[:3] == [
@@ -78,6 +78,20 @@ def test_a_resumed_run_takes_again_what_was_in_flight_at_the_checkpoint(tmp_path
     assert again.states.counts() == {"trained": 4, "taken": 2}
     again.close()
     assert read_ledger(ledger.path).counts() == {"trained": 4, "taken": 2}
+
+
+def test_what_no_step_took_again_is_dropped_with_the_end_of_a_resumed_run(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for step in (1, 2, 3):
+        ledger.take(step, 2 * step)
+    ledger.move(1, "trained")
+    ledger.close()
+    again = Ledger(ledger.path, 2, ledger.path.stat().st_size)
+    again.take(2, 4)
+    again.drop("the run ended", 3)
+    assert again.states.counts() == {"trained": 2, "dropped": 4}
+    again.close()
+    assert read_ledger(ledger.path).reasons == {"the run ended": 4}
 
 
 def test_another_runs_file_is_refused(tmp_path: Path) -> None:
