@@ -4,6 +4,7 @@ A secret of the configuration goes to the worker that needs it, and nowhere else
 reports, the log and errors show ``MASK``. The module imports nothing of Podium.
 """
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -47,6 +48,9 @@ _NAMED: Final = re.compile(
     r"|(?<=://)(?P<user>[A-Za-z0-9_+=.~%-]{12,1000})(?=@)",
     re.IGNORECASE,
 )  # a secret by the name before it, if it looks like one
+_INNER: Final = re.compile(
+    r"(?P<mark>['\"]?)(?P<key>[\w-]+)(?P=mark)(?P<gap>\s*:[\s\[]*)(?P<value>\"[^\"]*\"|'[^']*'|[^,}\]\[{\s][^,}\]]*)"
+)  # a key and its value in a text that was to be YAML
 _RUN: Final = re.compile(r"[A-Za-z0-9]{12,}")
 _CHANGE: Final = re.compile(r"(?<=[A-Za-z])[0-9]|(?<=[0-9])[A-Za-z]")
 _LEAST_CHANGES: Final = 3  # between letters and digits
@@ -108,6 +112,11 @@ def mask_command(words: Sequence[str]) -> list[str]:
             masked.append(_mask_word(key, word) if key and not word.startswith("--") else mask_text(word))
         key = word if word.startswith("--") and not equals else ""
     return masked
+
+
+def has_secrets(text: str) -> bool:
+    """Return whether settings as they are written, in YAML or in what was to be YAML, have a secret among them."""
+    return mask_text(_INNER.sub(_hide_inner, text)) != text
 
 
 def find_masked(value: Any, path: str = "") -> Iterator[str]:
@@ -190,17 +199,25 @@ def _split_words(key: str) -> str:
 
 def _mask_word(key: str, value: str) -> str:
     """The value of an option of a command line. Options of options are written as YAML."""
-    if is_secret(key.lstrip("-"), value):
+    key = key.lstrip("-")
+    if is_secret(key, value):
         return MASK
     if value.lstrip()[:1] in ("{", "["):
-        inner = r"(?P<mark>['\"]?)(?P<key>[\w-]+)(?P=mark)(?P<gap>\s*:\s*)(?P<value>\"[^\"]*\"|'[^']*'|[^,}\]]+)"
+        import yaml
 
-        def hide(entry: re.Match[str]) -> str:
-            hidden = is_secret(entry["key"], entry["value"].strip("'\" "))
-            return f"{entry['mark']}{entry['key']}{entry['mark']}{entry['gap']}{MASK}" if hidden else entry[0]
-
-        value = re.sub(inner, hide, value)
+        try:
+            options = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return mask_text(_INNER.sub(_hide_inner, value))
+        if (masked := mask(options, key)) != options:
+            value = yaml.safe_dump(masked, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
+            value = value.strip()
     return mask_text(value)
+
+
+def _hide_inner(entry: re.Match[str]) -> str:
+    hidden = is_secret(entry["key"], entry["value"].strip("'\" "))
+    return f"{entry['mark']}{entry['key']}{entry['mark']}{entry['gap']}{MASK}" if hidden else entry[0]
 
 
 def _replace(found: re.Match[str]) -> str:

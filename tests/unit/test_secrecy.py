@@ -36,6 +36,12 @@ SIGNED = {
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has seen no secret yet. One that has been seen is hidden wherever it stands."""
+    monkeypatch.setattr("podium.secrecy._known", set[str]())
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -197,6 +203,11 @@ def test_variables_are_secrets_by_name_or_value(monkeypatch: pytest.MonkeyPatch)
         [f"--environment.options.api_key={SECRET}"],
         ["--environment.options", f"{{api_key: {SECRET}, n: 2}}"],
         ["--environment.options", json.dumps({"judge": {"api_key": SECRET}})],
+        [f"--environment.options={{judges: [{{n: 1, api_key: {SECRET}}}]}}"],
+        ["--environment.options", f"{{judge: {{api_keys: [short, {SECRET}]}}}}"],
+        ["--environment.options", f"[--api-key, {SECRET}]"],
+        ["--environment.options", f'{{judge: {{"api_key": "{SECRET}"'],  # no YAML
+        ["--environment.options", f"{{judge: {{n: [1, api_keys: [{SECRET}, 2"],
         ["--run.name", SIGNED["hub"]],
     ],
 )
@@ -248,6 +259,20 @@ def test_errors_that_repeat_a_setting_hide_it(typed: list[str]) -> None:
     if "[" not in typed[1]:  # what is no YAML has no keys
         assert SECRET not in str(raised.value)
     assert SIGNED["hub"] not in str(raised.value)
+
+
+def test_an_error_of_yaml_quotes_no_part_of_a_secret(tmp_path: Path) -> None:
+    text = f"{{judge: {{api_key: {SECRET}}}"
+    with pytest.raises(ConfigError, match=r"line 1, column 43$") as raised:
+        load_config(GRPOConfig, None, ["--model.path", "m", "--environment.options", text])
+    assert not any(part in str(raised.value) for part in SECRET.split("-")[:3])
+    (tmp_path / "run.yaml").write_text(f"environment:\n  options:\n    judge:\n      password: {SECRET} [\n  n: {{1\n")
+    with pytest.raises(ConfigError, match="line 6") as raised:
+        load_config(GRPOConfig, tmp_path / "run.yaml", [])
+    assert not any(part in str(raised.value) for part in SECRET.split("-")[:3])
+    (tmp_path / "run.yaml").write_text("optim:\n  lr: {1\n")
+    with pytest.raises(ConfigError, match=r"lr: \{1"):
+        load_config(GRPOConfig, tmp_path / "run.yaml", [])
 
 
 def test_an_error_of_podium_hides_what_is_known_and_what_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:
