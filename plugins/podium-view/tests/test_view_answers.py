@@ -102,8 +102,11 @@ def test_prompts_of_two_evaluations_have_the_same_keys(tmp_path: Path) -> None:
     assert [row["correct"] for row in first] == [True, False]
     assert [row["reward"] for row in last] == [1.0, 1.0, 0.0]
     row = answer("evaluated/0/3/2")
-    assert (row["completion"], row["expected"], row["finish_reason"]) == ("7", "2", None)
+    assert (row["expected"], row["n"]) == ("2", 1)
+    assert [(one["completion"], one["correct"], one["finish_reason"]) for one in row["answers"]] == [("7", 0.0, None)]
     assert row["prompt"].endswith("Question 2")
+    assert answer("evaluation/0/0")["accuracy"] == 0.1, "what the run has reported"
+    assert (answer("evaluation/0/3")["accuracy"], answer("evaluation/1/3")["accuracy"]) == (0.8, None)
     for path in ("evaluation/0/1", "evaluation/2/0", "evaluated/0/3/3"):
         with pytest.raises(DataError):
             answer(path)
@@ -119,10 +122,50 @@ def test_equal_prompts_and_sessions_are_told_apart(tmp_path: Path) -> None:
     answer = Run(run, "").answer
     assert len({row["key"] for row in answer("evaluation/0/1")["rows"]}) == 4
     assert [row["key"].rpartition("-")[2] for row in answer("evaluation/0/2")["rows"]] == ["2", "4"]
-    assert [answer(f"evaluated/0/2/{row}")["completion"] for row in range(2)] == ["a", "c"]
+    assert [answer(f"evaluated/0/2/{row}")["answers"][0]["completion"] for row in range(2)] == ["a", "c"]
     (run / "evaluations" / "step-000003.parquet").write_text("no file of Parquet")
     with pytest.raises(DataError, match="cannot be read"):
         answer("evaluation/0/3")
+
+
+@pytest.mark.parametrize("sessions", [{}, {"session": [8, 9, 3, 7, 7, 5]}])
+def test_several_completions_of_a_prompt_are_one_prompt(tmp_path: Path, sessions: dict[str, list[int]]) -> None:
+    """Each was a prompt of its own, whose number among equal prompts was another where the reward left some out."""
+    run = write_run(tmp_path / "run")
+    (run / "evaluations").mkdir()
+    columns: dict[str, Any] = {
+        "prompt": ["same", "same", "same", "same", "same", "same"],
+        "group": [0, 0, 2, 2, 2, 1],
+        "completion": ["a", "b", "c", "d", "e", "f"],
+        "correct": [True, False, True, True, None, None],
+        "reward": [1.0, 0.0, 1.0, 0.5, None, None],
+        "tokens": [[1]] * 6,
+    }
+    pq.write_table(pa.table(columns | sessions), run / "evaluations" / "step-000001.parquet")
+    answer = Run(run, "").answer
+    rows = answer("evaluation/0/1")["rows"]
+    kept = 2 if sessions else 3  # the rows of a session are one completion
+    assert [row["n"] for row in rows] == [2, 1, kept]
+    assert [(row["correct"], row["reward"]) for row in rows] == [
+        (0.5, 0.5),
+        (None, None),
+        (1.0, 0.75),
+    ]
+    assert [row["key"].rpartition("-")[2] for row in rows] == ["0", "1", "2"]
+    answers = answer("evaluated/0/1/2")["answers"]
+    assert [one["completion"] for one in answers] == (["c", "d"] if sessions else ["c", "d", "e"])
+    with pytest.raises(DataError, match="evaluated 3 prompts"):
+        answer("evaluated/0/1/3")
+
+
+def test_evaluations_of_preferences_are_shown(tmp_path: Path) -> None:
+    """Their files have no tokens, and their verdicts are numbers."""
+    run = write_run(tmp_path / "run")
+    (run / "evaluations").mkdir()
+    columns = {"prompt": ["a", "b"], "group": [0, 1], "expected": ["c", "d"], "correct": [0.5, 1.0], "loss": [0.7, 0.2]}
+    pq.write_table(pa.table(columns), run / "evaluations" / "step-000001.parquet")
+    rows = Run(run, "").answer("evaluation/0/1")["rows"]
+    assert [(row["correct"], row["loss"], row["n"]) for row in rows] == [(0.5, 0.7, 1), (1.0, 0.2, 1)]
 
 
 def test_groups_of_a_step(run_with_trouble: Path) -> None:

@@ -181,7 +181,7 @@ def test_answers_of_two_evaluations_stand_side_by_side(page: Chromium) -> None:
         "✗ → ✓",
         "\N{EN DASH} → ✓",
     ]
-    assert "33.3 % → 75 %" in page.run("document.querySelector('.bar').textContent")
+    assert "10 % → 80 %" in page.run("document.querySelector('.bar').textContent")
     before, after = page.run(NAMES.format(".beside .card"))
     assert before.startswith("step 0✓ correct")
     assert "<script>document.title='hacked'</script>" in after

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from podium.errors import DataError
@@ -189,8 +189,8 @@ def _is_as_written(name: str, kind: Any) -> bool:
         return types.is_list(kind) and types.is_integer(kind.value_type)
     if name == "tokens" or name in (*_TOKEN_COLUMNS, *_TURN_COLUMNS):
         return types.is_list(kind) and is_number(kind.value_type)
-    if name == "correct":
-        return types.is_boolean(kind)
+    if name == "correct":  # of preferences 0.5 where both answers have the same reward
+        return types.is_boolean(kind) or types.is_floating(kind)
     if name in ("reward", "advantage", "loss") or name.startswith("reward_"):
         return is_number(kind)
     is_text = name in ("prompt", "expected", "completion", "finish_reason", "agent") or name.startswith("logged_")
@@ -198,9 +198,10 @@ def _is_as_written(name: str, kind: Any) -> bool:
 
 
 class CompletionsFile:
-    """An open Parquet file. Raises DataError if it cannot be read, or would not fit in memory."""
+    """An open Parquet file. Raises DataError if it cannot be read, lacks a column that is needed, or would not fit in
+    memory."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, needed: Sequence[str] = ("group", "tokens")) -> None:
         import pyarrow as pa  # takes a third of a second, for which the first picture need not wait
         import pyarrow.parquet as pq
 
@@ -212,9 +213,9 @@ class CompletionsFile:
         except self._errors as error:
             file.close()
             raise DataError(f"a file of completions cannot be read: {error}") from None
-        if not {"group", "tokens"} <= set(self.names):
+        if not {*needed} <= set(self.names):
             file.close()
-            raise DataError("a file of completions lacks the columns group and tokens")
+            raise DataError(f"a file of completions lacks the columns {' and '.join(needed)}")
         self.chunks: int = self._file.num_row_groups
 
     def __enter__(self) -> "CompletionsFile":

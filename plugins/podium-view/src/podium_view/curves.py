@@ -92,6 +92,11 @@ class Curves:
         values = [value for value in column if value is not None]
         return (self._judge, values[0], values[-1]) if values else (self._judge, None, None)
 
+    def evaluated(self, step: int, name: str) -> float | None:
+        """The figure ``name`` of the evaluation after ``step``; None where it is not known."""
+        column, steps = self._evaluations.series.get(name, []), self._evaluations.numbers
+        return next((value for value, number in zip(column, steps, strict=False) if number == step), None)
+
     def _held_out(self) -> dict[str, str]:
         """By the name of a chart, the figure of evaluations: the chart is of the metric of steps that has its unit."""
         series, count = self._evaluations.series, len(self._evaluations.numbers)

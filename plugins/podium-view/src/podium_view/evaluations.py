@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections import Counter, OrderedDict
 from contextlib import suppress
+from statistics import fmean
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -20,6 +21,7 @@ _FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
 _FOLDER: Final = "evaluations"
 _HEAD: Final = 160  # characters of a prompt in the list of prompts
 _COLUMNS: Final = ("prompt", "completion", "expected", "correct", "reward", "loss", "finish_reason", "session")
+_FIGURES: Final = ("reward", "correct", "loss")
 _REMEMBERED: Final = 2  # files whose rows are known: what is compared
 
 
@@ -41,19 +43,20 @@ class Evaluations:
         """Return the results of each prompt of the set number ``place`` at ``step``.
 
         Returns:
-            ``rows``, each with the head of its ``prompt``, its ``reward``, whether it is ``correct``, the ``loss`` of
-            the answer where none was drawn, and a ``key``, by which the same prompt is found in another step.
+            ``rows``, each with the head of its ``prompt``, the number ``n`` of its completions or sessions, the mean of
+            their ``reward``, the share that is ``correct``, the ``loss`` of the answer where none was drawn, and a
+            ``key``, by which the same prompt is found in another step.
 
         Raises:
             DataError: The file cannot be read, or there is none.
         """
-        names = ("key", "reward", "correct", "loss")
+        names = ("key", "n", *_FIGURES)
         rows = self._rows(place, step)
         return {"rows": [{name: row[name] for name in names} | {"prompt": row["prompt"][:_HEAD]} for row in rows]}
 
     def answer(self, place: int, step: int, row: int) -> dict[str, Any]:
-        """The row number ``row`` of :meth:`prompts`: its whole ``prompt``, and ``completion``, ``expected``,
-        ``correct``, ``reward``, ``loss`` and ``finish_reason``.
+        """The row number ``row`` of :meth:`prompts`, with its whole ``prompt``, ``expected``, and ``answers``, of which
+        each has ``completion``, ``correct``, ``reward``, ``loss`` and ``finish_reason``.
 
         Raises:
             DataError: As :meth:`prompts`, or there is no such row.
@@ -81,7 +84,7 @@ class Evaluations:
         path = (*folders[place][0], f"step-{step:06d}.parquet")
         key = (path, self._files.signature(*path))
         if key not in self._known:
-            with CompletionsFile(self._files.open(*path)) as file:
+            with CompletionsFile(self._files.open(*path), needed=("group", "prompt")) as file:
                 table = file.read([name for name in _COLUMNS if name in file.names])
             self._known[key] = _by_prompt(table)
             while len(self._known) > _REMEMBERED:
@@ -91,25 +94,33 @@ class Evaluations:
 
 
 def _by_prompt(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the table with the keys of their prompts. A session is represented by its first row.
+    """Return a row for each prompt, with its answers and the means of their figures. A session is represented by its
+    first row.
 
     A key consists of a hash of the prompt's text and the number of the prompt among those with this text. For sessions,
     it is the number of the task, because other sessions may have failed."""
     nothing: list[Any] = [None] * len(table["group"])
     columns = [table.get(name, nothing) for name in _COLUMNS]
-    rows: list[dict[str, Any]] = []
-    texts, sessions = Counter[str](), set[int]()
+    rows: dict[int, dict[str, Any]] = {}
+    sessions = set[int]()
     for group, *values in zip(table["group"], *columns, strict=True):
         prompt, completion, expected, correct, reward, loss, finish_reason, session = values
-        if session in sessions:
+        if group is None or session in sessions:
             continue
         if session is not None:
             sessions.add(session)
-        text = str(prompt or "")
-        place = texts[text] if session is None else group
+        answer = {"completion": str(completion or ""), "correct": None if correct is None else number(float(correct))}
+        answer |= {"reward": number(reward), "loss": number(loss), "finish_reason": finish_reason}
+        row = rows.setdefault(group, {"prompt": str(prompt or ""), "expected": expected, "answers": []})
+        row["answers"].append(answer)
+    texts = Counter[str]()
+    for group, row in sorted(rows.items()):  # completions that the reward left out stand last in the file
+        text, answers = row["prompt"], row["answers"]
+        place = texts[text] if not sessions else group
         texts[text] += 1
-        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
-        row = {"key": f"{key}-{place}", "prompt": text, "completion": str(completion or ""), "expected": expected}
-        row |= {"correct": correct, "reward": number(reward), "loss": number(loss), "finish_reason": finish_reason}
-        rows.append(row)
-    return rows
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
+        row |= {"key": f"{digest}-{place}", "n": len(answers)}
+        for name in _FIGURES:
+            figures = [answer[name] for answer in answers if answer[name] is not None]
+            row[name] = number(fmean(figures)) if figures else None
+    return [rows[group] for group in sorted(rows)]

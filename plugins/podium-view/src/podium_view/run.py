@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -11,6 +12,7 @@ from podium.errors import ConfigError, DataError
 from podium.runs.named_files import PLACES
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import CONFIG, LEDGER, METRICS, SUMMARY, UNCOMPARED, RunRecord, is_run, name_data
+from podium.telemetry.held_out import ACCURACY
 from podium_view.completions import Completions
 from podium_view.curves import Curves
 from podium_view.evaluations import Evaluations
@@ -53,7 +55,7 @@ class Run:
             "groups": self._completions.groups,
             "group": self._completions.group,
             "evaluations": self._evaluations.sets,
-            "evaluation": self._evaluations.prompts,
+            "evaluation": self._evaluation,
             "evaluated": self._evaluations.answer,
             "settings": self._settings,
             "timeline": lambda place=-1: self._timeline(place).answer() | {"traces": traces(self.files)},
@@ -123,6 +125,14 @@ class Run:
             "metric": judge.title,
             "complaint": complaint,
         }
+
+    def _evaluation(self, place: int, step: int) -> dict[str, Any]:
+        """Return the prompts of an evaluation, and the ``accuracy`` that the run has reported of it, in which sessions
+        that failed count; None where there is none."""
+        answer, name = self._evaluations.prompts(place, step), self._evaluations.sets()[place]["name"]
+        with suppress(DataError):
+            self._curves.update()
+        return answer | {"accuracy": self._curves.evaluated(step, f"{ACCURACY}/{name}" if name else ACCURACY)}
 
     def _settings(self) -> dict[str, Any]:
         """Return the ``values`` of the settings, in the form in which they are typed, and the keys that are not

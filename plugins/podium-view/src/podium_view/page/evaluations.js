@@ -7,6 +7,11 @@ const CHANGES = { all: "all", worse: "worse", better: "better", same: "as good" 
 
 const worth = (row) => (row.loss === null ? row.reward : -row.loss);
 
+const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+
+/** A verdict, or the share of several completions that is correct. */
+const verdictOf = (share, n) => (share === 1 ? "✓" : share === 0 ? "✗" : n > 1 ? percent(share) : short(share));
+
 /** Whether a prompt is better than before: by the verdict, or by the score where both or one of them have none. */
 function changeOf(before, after) {
   if (!before || !after) return "same";
@@ -39,7 +44,7 @@ export class EvaluationsView {
     const places = new Map(old.rows.map((row, place) => [row.key, place]));
     this.pairs = now.rows.map((row, place) => ({ places: [places.get(row.key), place], before: old.rows[places.get(row.key)], after: row }));
     for (const pair of this.pairs) pair.kind = changeOf(pair.before, pair.after);
-    this.rates = [old, now].map(({ rows }) => rows.some((row) => row.correct !== null) ? rows.filter((row) => row.correct).length / rows.length : null);
+    this.rates = [old, now].map(({ rows, accuracy }) => accuracy ?? mean(rows.map((row) => row.correct).filter((share) => share !== null)));
     this.drawBar();
     this.drawList();
     await this.open(this.shown()[0]);
@@ -84,11 +89,12 @@ export class EvaluationsView {
   }
 
   item(pair) {
-    const { before, after } = pair, how = (row) => (!row ? "–" : row.correct === null ? short(row.loss ?? row.reward) : row.correct ? "✓" : "✗");
+    const { before, after } = pair, how = (row) => (!row ? "–" : row.correct === null ? short(row.loss ?? row.reward) : verdictOf(row.correct, row.n));
+    const [name, value] = after.loss === null ? ["reward", (row) => row?.reward] : ["loss", (row) => row?.loss];
     const style = { better: "pill good", worse: "pill bad", same: "quiet" }[pair.kind];
     return el("button", { class: "group", role: "option", "aria-selected": "false", tabindex: -1, "data-key": after.key, id: `held-${after.key}`, onclick: () => this.open(pair) },
       el("span", { class: "prompt" }, visible(after.prompt).replaceAll("\n", " ")),
-      el("span", { class: "facts" }, el("span", { class: style }, `${how(before)} → ${how(after)}`), after.loss === null ? ` reward ${short(before?.reward)} → ${short(after.reward)}` : " loss"));
+      el("span", { class: "facts" }, el("span", { class: style }, `${how(before)} → ${how(after)}`), after.loss !== null && after.correct === null ? " loss" : ` ${name} ${short(value(before))} → ${short(value(after))}`));
   }
 
   key(event) {
@@ -114,12 +120,16 @@ export class EvaluationsView {
     this.detail.replaceChildren(
       el("div", { class: "prompttext" }, el("h2", {}, "Prompt"), el("pre", {}, visible(after.prompt)),
         after.expected === null ? "" : el("p", { class: "expected" }, "expected ", el("code", {}, visible(after.expected)))),
-      el("div", { class: "beside" }, this.card(before, this.steps[0]), this.card(after, this.steps[1])));
+      el("div", { class: "beside" }, this.cards(before, this.steps[0]), this.cards(after, this.steps[1])));
+  }
+
+  cards(row, step) {
+    if (!row) return el("article", { class: "card quiet" }, `Step ${step} did not evaluate this prompt.`);
+    return row.answers.length === 1 ? this.card(row.answers[0], step) : el("div", {}, ...row.answers.map((answer) => this.card(answer, step)));
   }
 
   card(row, step) {
-    if (!row) return el("article", { class: "card quiet" }, `Step ${step} did not evaluate this prompt.`);
-    const verdict = row.correct === null ? "" : el("span", { class: row.correct ? "pill good" : "pill bad" }, row.correct ? "✓ correct" : "✗ not correct");
+    const verdict = row.correct === null ? "" : el("span", { class: row.correct === 1 ? "pill good" : "pill bad" }, row.correct === 1 ? "✓ correct" : "✗ not correct");
     return el("article", { class: "card" }, el("div", { class: "facts" }, el("b", {}, `step ${step}`), verdict,
       row.finish_reason === "length" ? el("span", { class: "pill warn" }, "cut off") : "", el("span", {}, row.loss === null ? "reward " : "loss ", el("b", {}, short(row.loss ?? row.reward)))),
     el("div", { class: "text" }, visible(row.completion) || el("span", { class: "quiet" }, row.loss === null ? "(nothing)" : "The loss of the expected answer was computed, and no completion was drawn.")));
