@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from podium.cli import main
+from podium.errors import ConfigError
 from podium.trainer import GRPOConfig
 from podium_changes.evaluations import compare_evaluations
 from tests.integration.training import metrics_rows, tiny, train, write_copy_task
@@ -104,3 +105,23 @@ def test_a_prompt_with_several_completions_or_sessions_counts_once_by_their_mean
         ("twice", (0.5, 0.0)),
     ]
     assert [(change.prompt, change.scores) for change in changes.better] == [("twice", (0.0, 1.0))]
+
+
+@pytest.mark.parametrize("name", ["group", "session", "prompt"])
+def test_rows_of_evaluations_without_a_number_are_refused_by_their_column(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "evaluations").mkdir()
+    columns = {
+        "group": [0, 1],
+        "session": [0, 1],
+        "prompt": ["a", "b"],
+        "completion": ["-", "-"],
+        "expected": ["+", "+"],
+    }
+    for step in (0, 1):
+        table = {**columns, "correct": [True, False]}
+        if step:
+            table[name] = [columns[name][0], None]
+        pq.write_table(pa.table(table), tmp_path / "evaluations" / f"step-{step:06d}.parquet")
+    with pytest.raises(ConfigError, match=rf"step-000001\.parquet, row 2: the column '{name}' is empty: the file was"):
+        compare_evaluations(*sorted((tmp_path / "evaluations").iterdir()))

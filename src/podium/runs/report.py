@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from rich import box
 from rich.console import Console, Group
@@ -30,6 +30,19 @@ from podium.telemetry.sinks.console import lose_output
 _CELL_CHARACTERS: Final = 400
 _PAIRS: Final = 3  # completions before and after, that are shown
 _INDENT: Final = (0, 0, 0, 2)
+
+
+class _Symbols(NamedTuple):
+    """What a figure is drawn with: cells below an interval, within it and above it, and what leads to a later value."""
+
+    solid: str
+    shaded: str
+    empty: str
+    arrow: str
+
+
+_UNICODE: Final = _Symbols("█", "▒", "·", "→")
+_ASCII: Final = _Symbols("#", "=", ".", "->")  # for a stdout whose encoding has no others, as under LC_ALL=C
 
 
 def report(
@@ -98,7 +111,8 @@ def render(
     console.print(Rule(heading, align="left", style="dim", characters="─"), width=width)
     console.print()
     if first is not None and last is not None:
-        results = Group(*_results(judge, first, last, summary.steps, width - 4), "")
+        symbols = _ASCII if console.options.ascii_only else _UNICODE
+        results = Group(*_results(judge, first, last, summary.steps, width - 4, symbols), "")
         console.print(Padding(results, _INDENT, expand=False), highlight=False)
         if first.step != last.step and (pairs := _pairs(first.samples, last.samples)):
             console.print(Padding(_comparisons(pairs), _INDENT, expand=False), width=width, highlight=False)
@@ -120,7 +134,9 @@ def _amount(summary: Summary) -> str:
     return f" on {write_count(trained, 'prompt')}{epochs}"
 
 
-def _results(judge: Metric, first: Evaluation, last: Evaluation, steps: int, width: int) -> Iterator[Text]:
+def _results(
+    judge: Metric, first: Evaluation, last: Evaluation, steps: int, width: int, symbols: _Symbols
+) -> Iterator[Text]:
     """The metric that judges the run before and after, the gain, and the other figures in a line."""
     before = first if first.step < last.step or first.step == 0 else None
     after = last if last.step > 0 else None
@@ -138,10 +154,10 @@ def _results(judge: Metric, first: Evaluation, last: Evaluation, steps: int, wid
     bar = max(10, min(40, width - 50))
     for name, evaluation in (("before", before), ("after", after)):
         if evaluation is not None:
-            yield _result(name, evaluation, judge, scale, bar)
+            yield _result(name, evaluation, judge, scale, bar, symbols)
     if before is not None and after is not None:
         yield _describe_gain(gain(before, after, judge.name), judge)
-    if others := list(_other_figures(judge, measured)):
+    if others := list(_other_figures(judge, measured, symbols.arrow)):
         yield Text("also".rjust(6) + "  " + ", ".join(others), "dim")
 
 
@@ -151,14 +167,15 @@ def _bounds(evaluation: Evaluation, judge: Metric) -> Interval:
     return evaluation.interval(judge.name) or ((value, value) if math.isfinite(value) else (0.0, 0.0))
 
 
-def _result(name: str, evaluation: Evaluation, judge: Metric, scale: Interval, width: int) -> Text:
+def _result(name: str, evaluation: Evaluation, judge: Metric, scale: Interval, width: int, symbols: _Symbols) -> Text:
     bounds = _bounds(evaluation, judge)
     span = scale[1] - scale[0] or 1.0
     # A cell is solid below the interval, half-toned within it, and empty above.
     solid, end = (min(width, max(0, round((bound - scale[0]) / span * width))) for bound in bounds)
     shaded = min(width - solid, max(1, end - solid))
     row = Text.assemble(name.rjust(6), "  ", (judge.write(evaluation.value(judge.name)).rjust(6), "bold"), "  ")
-    row.append("█" * solid, "cyan").append("▒" * shaded, "cyan").append("·" * (width - solid - shaded), "dim")
+    row.append(symbols.solid * solid, "cyan").append(symbols.shaded * shaded, "cyan")
+    row.append(symbols.empty * (width - solid - shaded), "dim")
     interval = "" if bounds[0] == bounds[1] else f"{judge.write(bounds[0])} to {judge.write(bounds[1])}, "
     return row.append(f"  {interval}n = {evaluation.count(judge.name)}", "dim")
 
@@ -179,12 +196,12 @@ def _describe_gain(found: Gain, judge: Metric) -> Text:
     return text.append(f": {write_count(found.changed or 0, 'item')} changed", "dim") if few else text
 
 
-def _other_figures(judge: Metric, measured: Sequence[Evaluation]) -> Iterator[str]:
+def _other_figures(judge: Metric, measured: Sequence[Evaluation], arrow: str) -> Iterator[str]:
     """The other figures of evaluations, before and after, unless they say the same."""
     for name in dict.fromkeys(name for evaluation in measured for name in evaluation.figures):
         values = [evaluation.value(name) for evaluation in measured]
         if not any(map(math.isnan, values)) and values != [evaluation.value(judge.name) for evaluation in measured]:
-            yield f"{Metric(name).title} {' → '.join(map(Metric(name).write, values))}"
+            yield f"{Metric(name).title} {f' {arrow} '.join(map(Metric(name).write, values))}"
 
 
 def _pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:

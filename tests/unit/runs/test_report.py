@@ -91,6 +91,21 @@ def test_the_report_says_what_was_gained_and_how_surely() -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_bars_are_drawn_in_what_stdout_can_write(encoding: str) -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding, errors="backslashreplace")
+    first, last = (replace(one, figures={**one.figures, "reward": 0.5 + one.step}) for one in (FIRST, LAST))
+    console = Console(file=out, width=100, force_terminal=False, highlight=False)
+    render("grpo: sums", Summary(task="sums", seed=0, steps=160, wall_s=1.0), ACCURACY, first, last, None, {}, console)
+    out.flush()
+    text = raw.getvalue().decode(encoding)
+    before = next(line for line in text.splitlines() if line.split()[:1] == ["before"])
+    assert "\\u" not in before
+    assert re.search("█+▒+·+" if encoding == "utf-8" else "#+=+[.]+", before)
+    assert re.search(rf"reward 0.500 {'→' if encoding == 'utf-8' else '->'} 160", text)
+
+
 def test_completions_stand_side_by_side_as_they_are() -> None:
     text = rendered(FIRST, LAST)
     (answers,) = [line for line in text.splitlines() if "12 + 30?" in line]

@@ -215,6 +215,9 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if column not in present:
         raise ConfigError(f"{path} has no column {column!r}, which holds the {metric.title} of its items")
+    for name in ("prompt", "group", "session"):
+        if name in names and (number := next((i for i, row in enumerate(rows, 1) if row[name] is None), 0)):
+            raise ConfigError(f"{path}, row {number}: the column {name!r} is empty: the file was damaged or changed")
     if is_sessions := "session" in present:
         rows = [*{row["session"]: row for row in reversed(rows)}.values()][::-1]
     rows_by_group: dict[int, list[dict[str, Any]]] = {}

@@ -23,14 +23,13 @@ from podium.rollout.tasks.forms import (
     NESTED_PROMPTS,
     Example,
     Preference,
+    columns_hint,
     columns_of_pair,
     has_column,
     is_template,
-    list_names,
     preference_pair,
     read_messages,
 )
-from podium.rollout.tasks.rows import columns_hint
 from podium.spelling import write_count, write_share
 from podium.telemetry import Note, emit
 
@@ -169,7 +168,7 @@ def read_pair(place: str, row: dict[str, Any], config: DataConfig) -> Example:
     better, worse = _find_pair(place, row, config)
     column = config.prompt_column
     if column not in (None, "prompt") and not is_template(column, row) and not has_column(row, column):
-        hint = columns_hint(column, list_names(row))
+        hint = columns_hint(column, row)
         raise DataError(f"{place}: no column {column!r} for the prompt; {hint}; set data.prompt_column")
     tied = _check_figures(place, row, better, worse)
     row = {**row, **{name: _listed(row[name], place, name) for name in (better, worse)}}

@@ -30,13 +30,13 @@ from podium.rollout.tasks.forms import (
     NESTED_PROMPTS,
     Example,
     check_meaning,
+    columns_hint,
     explain_preference,
     fill_template,
     has_column,
     is_missing,
     is_template,
     list_fields,
-    list_names,
     list_systems,
     preference_pair,
     read_column,
@@ -56,7 +56,6 @@ from podium.rollout.tasks.messages import (
 from podium.rollout.tasks.notes import Untaken, note_forms, tell
 from podium.rollout.tasks.rows import (
     PlacedRow,
-    columns_hint,
     dataset_rows,
     find_files,
     generate_rows,
@@ -329,12 +328,12 @@ def _read(row: dict[str, Any], part: str, column: str | None) -> Any:
     except LookupError:
         if is_template(column, row):
             name = next((field for field in list_fields(column) if not has_column(row, field)), "")
-            hint = columns_hint(name, list_names(row))
+            hint = columns_hint(name, row)
             raise DataError(f"data.{part}_column = {column!r} needs {name!r}; {hint}") from None
         if pair := preference_pair(row):
             raise DataError(f"no column {column!r} for the {part}; {explain_preference(*pair)}") from None
         none = " (null if there is no answer)" if part == "answer" else ""
-        hint = columns_hint(column, list_names(row))
+        hint = columns_hint(column, row)
         for name in CONVERSATIONS if part == "answer" else ():
             if is_conversation(turns := _conversation(row, name)):
                 hint = f"{name!r} ends with a message of the role {turns[-1]['role']!r}, and {hint}"

@@ -20,8 +20,8 @@ from podium.errors import DataError
 from podium.plain_values import explain_json
 from podium.rollout.tasks.bad_rows import name_place
 from podium.rollout.tasks.messages import Messages, parse_json
-from podium.rollout.tasks.rows import read_object
-from podium.spelling import write_count
+from podium.rollout.tasks.rows import OPEN, TOKEN_IDS, read_object
+from podium.spelling import suggest_nearest, write_count
 
 CONVERSATIONS: Final = ("messages", "conversations", "conversation")
 """The columns that hold a whole conversation where the data have no prompt."""
@@ -213,6 +213,29 @@ def list_names(row: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping):
             names += [f"{column}.{field}" for field in cast("Mapping[str, Any]", value)]
     return names
+
+
+def columns_hint(wanted: str, row: Mapping[str, Any]) -> str:
+    """Say for an error about a missing column which columns the row has, and which is the nearest; and what else the
+    data may be."""
+    columns = list_names(row)
+    names = ", ".join(map(repr, columns))
+    ids = [name for name in columns if TOKEN_IDS.fullmatch(name)]
+    nearest = suggest_nearest(wanted, [name for name in columns if name not in ids], likeness=0.5)
+    if ids and not nearest:
+        return f"the columns are {names}; token ids, as {ids[0]!r} may hold them, are not read: give texts or messages"
+    if len(columns) == 1 and (sign := next((sign for sign in ";\t|" if sign in columns[0]), "")):
+        how = f"a .csv file has commas between its columns, and a .tsv file tabs, not {sign!r}"
+        return f"the header is the one column {names}: {how}"
+    for name, value in row.items() if not nearest else ():
+        entries = cast("list[Any]", value) if isinstance(value, list) and name not in OPEN else []
+        if entries and all(isinstance(entry, Mapping) and not {"role", "from"} & entry.keys() for entry in entries):
+            objects = write_count(len(entries), "object")
+            return (
+                f"the columns are {names}, and {name!r} holds a list of {objects}: if these are the rows, write this "
+                "list alone into a file with the ending .json"
+            )
+    return f"the columns are {names}{nearest}"
 
 
 def _only(value: Any) -> Any:

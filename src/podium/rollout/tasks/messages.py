@@ -45,9 +45,11 @@ def number_of(messages: Messages, index: int) -> int:
 def check_messages(column: str | None, messages: object) -> None:
     """Raise DataError unless ``messages`` are a conversation that a chat template can write as text."""
     if not is_conversation(messages):
+        are_ids = isinstance(messages, list) and bool(messages) and all(type(entry) is int for entry in messages)
         raise DataError(
             f"column {column!r} holds {str(messages)[:60]!r} ({type(messages).__name__}); expected text, or a list of "
             'messages such as [{"role": "user", "content": "…"}]'
+            f"{'; token ids are not read: give the text that they stand for' if are_ids else ''}"
         )
     for number, message in enumerate(cast(Messages, messages), start=1):
         where = f"message {number} of column {column!r}"

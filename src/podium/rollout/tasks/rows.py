@@ -11,7 +11,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Final, cast
@@ -46,7 +46,8 @@ _SIGNS: Final = {  # the first bytes of files that are no text
 }
 TOKEN_IDS: Final = re.compile(r"(\w+_)?(input|token|prompt|completion|response|chosen|rejected)_ids")
 """Names of columns that hold token ids, if they hold numbers."""
-_OPEN: Final = ("tools", "tool_calls")  # fields whose entries have fields of their own
+OPEN: Final = ("tools", "tool_calls")
+"""Fields whose entries have fields of their own."""
 _ROWS: Final = 1000  # of a dataset that are in memory at a time
 _LONGEST_FIELD: Final = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is less than a long document
 
@@ -338,7 +339,7 @@ def _batches(path: Path, file: Any) -> Iterator[Any]:
 
 def _plain_rows(table: Any, name: str, before: int) -> Iterator[PlacedRow]:
     """Yield the rows of an Arrow table or batch of the data ``name``, of which ``before`` rows came earlier."""
-    readers = {field.name: reader for field in table.schema if (reader := _reader(field.type, field.name in _OPEN))}
+    readers = {field.name: reader for field in table.schema if (reader := _reader(field.type, field.name in OPEN))}
     for number, row in enumerate(table.to_pylist(), start=before + 1):
         location, column = f"{name}, row {number}", ""
         try:
@@ -371,7 +372,7 @@ def _reader(kind: Any, inside: bool) -> Callable[[Any], Any] | None:
         read_item = _reader(kind.item_type, inside) or _keep
         return lambda pairs: pairs and read_object([(name, read_item(item)) for name, item in pairs])
     if types.is_struct(kind):
-        fields = {field.name: _reader(field.type, inside or field.name in _OPEN) for field in kind}
+        fields = {field.name: _reader(field.type, inside or field.name in OPEN) for field in kind}
         if not (inside or any(fields.values())):
             return None
         reads = {name: reader or _keep for name, reader in fields.items()}
@@ -399,20 +400,6 @@ def _read_text(value: str | None) -> Any:
         return None if value is None else json.loads(value, object_pairs_hook=read_object)
     except ValueError as error:
         raise ValueError(explain_json(error, value or "")) from None
-
-
-def columns_hint(wanted: str, columns: Sequence[str]) -> str:
-    """Say for an error about a missing column which columns exist, and which is the nearest; and what else the data
-    may be."""
-    names = ", ".join(map(repr, columns))
-    ids = [name for name in columns if TOKEN_IDS.fullmatch(name)]
-    nearest = suggest_nearest(wanted, [name for name in columns if name not in ids], likeness=0.5)
-    if ids and not nearest:
-        return f"the columns are {names}; token ids, as {ids[0]!r} may hold them, are not read: give texts or messages"
-    if len(columns) == 1 and (sign := next((sign for sign in ";\t|" if sign in columns[0]), "")):
-        how = f"a .csv file has commas between its columns, and a .tsv file tabs, not {sign!r}"
-        return f"the header is the one column {names}: {how}"
-    return f"the columns are {names}{nearest}"
 
 
 def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:

@@ -241,6 +241,28 @@ def test_malformed_json_names_file_line_column_and_what_was_expected(tmp_path: P
     assert str(caught.value).startswith(f"{path}, line")
 
 
+@pytest.mark.parametrize("name", ["data", "train", "rows"])
+def test_rows_within_an_object_are_told_from_its_columns(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "1.1", name: [{"prompt": "q", "answer": "a"}] * 2}))
+    with pytest.raises(DataError, match=rf"'{name}' holds a list of 2 objects: if these are the rows, write this list"):
+        load(path)
+    path.write_text(json.dumps({"tools": [{"name": "add"}], "turns": [{"from": "human", "value": "q"}]}))
+    with pytest.raises(DataError, match="the columns are 'tools', 'turns'; set"):
+        load(path)
+
+
+def test_token_ids_in_the_place_of_a_text_are_called_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": [1, 2, 3], "answer": "a"}\n')
+    with pytest.raises(DataError, match=r"'prompt' holds .*token ids are not read: give the text that they stand for"):
+        load(path)
+    path.write_text('{"prompt": ["1", "2"], "answer": "a"}\n')
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert "token ids" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [
