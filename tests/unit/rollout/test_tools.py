@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from podium.errors import ConfigError
-from podium_agents import Toolbox, ToolError, tool
+from podium_agents import Toolbox, ToolError, in_thread, tool
 from podium_agents.environments.calls import session_counts
 from tests.everyday import mark_others
 from tests.waits import LONG_S, all_end
@@ -333,3 +333,19 @@ def test_a_cancellation_within_a_tool_is_an_error_of_the_tool() -> None:
     counts: Counter[str] = Counter()
     assert answer(Toolbox([give_up]), "give_up", counts=counts).startswith("error: CancelledError")
     assert counts == {"tool_calls": 1, "tool_errors": 1}
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, ValueError])
+def test_an_error_in_a_thread_is_raised_as_it_is(kind: type[Exception]) -> None:
+    """Asyncio put another TimeoutError in its place, without what was known of it."""
+    error = kind("the shop did not answer")
+    error.add_note("it is closed")
+
+    def ask() -> None:
+        raise error from KeyError("a")
+
+    with pytest.raises(kind) as caught:
+        asyncio.run(in_thread(ask))
+    assert caught.value is error
+    assert isinstance(error.__cause__, KeyError)
+    assert "ask" in [entry.name for entry in caught.traceback]

@@ -73,7 +73,11 @@ _ITEMS: Final[Mapping[Any, frozenset[str]]] = {
     "custom_tool_call_output": _OUTPUT,
 }
 """The fields of each type of item."""
-_NEUTRAL_OF_ITEMS: Final = {"async": (False,), "async_": (False,)}  # as the SDK dumps it by its alias, or by its name
+_NEUTRAL_OF_ITEMS: Final = {  # what the SDK dumps by its alias, or by its name
+    "async": (False,),  # of a call whose result may come later, which chat templates cannot write
+    "async_": (False,),
+    "namespace": ("",),
+}
 _GRAMMAR: Final = frozenset({"type", "syntax", "definition"})
 _FREE: Final = {
     "type": "object",
@@ -144,6 +148,9 @@ def _messages(sent: Any, instructions: Any) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": sent}] if isinstance(sent, str) else as_list(sent, "input")
     for number, item in enumerate(items):
         message = _message(item, f"input[{number}]")
+        if namespace := item.get("namespace"):
+            why = "chat templates write the name alone; join both in name, here and in tools, as in crm_find_order"
+            raise refuse(f"input[{number}].namespace", namespace, why)
         check_fields(item, _ITEMS[item.get("type") or "message"], _NEUTRAL_OF_ITEMS, f"input[{number}]")
         role = message["role"]
         if messages and role == messages[-1]["role"] == "assistant" and not _begins_answer(messages[-1], message):

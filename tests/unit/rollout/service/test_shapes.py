@@ -359,6 +359,16 @@ UNREAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
         {"input": [{"type": "function_call_output", "call_id": "a", "output": "4", "is_error": True}]},
         "input[0].is_error",
     ),
+    (
+        "responses",
+        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}", "namespace": "crm"}]},
+        "input[0].namespace = crm: chat templates write the name alone; join both in name",
+    ),
+    (
+        "responses",
+        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}", "async": True}]},
+        "input[0].async = True: this service does not support it; leave it out",
+    ),
 ]
 
 

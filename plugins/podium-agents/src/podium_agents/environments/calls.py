@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from podium.exceptions import describe_error
 
@@ -29,7 +29,23 @@ async def in_thread(function: Callable[P, T], *arguments: P.args, **options: P.k
 
     If the caller is cancelled, the thread continues, and the function's result is lost.
     """
-    return await asyncio.wrap_future(_begin(partial(contextvars.copy_context().run, function, *arguments, **options)))
+    run = partial(contextvars.copy_context().run, function, *arguments, **options)
+    error, result = await asyncio.wrap_future(_begin(partial(_catch_timeout, run)))
+    if error is not None:
+        try:
+            raise error
+        finally:
+            error = None  # or the error, its traceback and this frame would hold each other
+    return cast(T, result)
+
+
+def _catch_timeout(run: Callable[[], T]) -> tuple[TimeoutError | None, T | None]:
+    """Return a function's TimeoutError and its result. Raised, asyncio would put a new one into the place of its own,
+    which has neither the cause, the notes and the attributes of the function's nor its traceback."""
+    try:
+        return None, run()
+    except TimeoutError as error:
+        return error, None
 
 
 def _begin(function: Callable[[], T]) -> Future[T]:
