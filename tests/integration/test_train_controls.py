@@ -44,6 +44,27 @@ def test_only_the_critic_is_trained_while_it_warms_up(tmp_path: Path, advantage:
     assert all(metrics.VALUE_LOSS in row for row in metrics_rows(run))
 
 
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+@pytest.mark.parametrize("trunk", ["separate", "shared"])
+def test_the_policy_warms_up_from_its_first_step_and_its_critic_from_the_runs(
+    tmp_path: Path, trunk: str, schedule: str
+) -> None:
+    """A policy that had waited for its value head began at the full rate. After that the head's rate was not told."""
+    algorithm = {"minibatches": 2, "options": {"critic_warmup": 2, "critic_trunk": trunk}}
+    optim = {"lr": 3e-3, "warmup_steps": 3, "lr_schedule": schedule}
+
+    def rates(peak: float, updates: int) -> list[float]:
+        falling = [1 - step / (updates - 3) if schedule == "linear" else 1.0 for step in range(updates - 3)]
+        by_update = [peak * share for share in (1 / 3, 2 / 3, 1.0, *falling)]
+        return [(first + second) / 2 for first, second in zip(by_update[::2], by_update[1::2], strict=True)]
+
+    sections: dict[str, Any] = {"algorithm": algorithm, "optim": optim, "critic": {"lr": 6e-3}}
+    rows = metrics_rows(train(tiny(PPOConfig, tmp_path, run={"steps": 6}, eval={"items": 0}, **sections)))
+    assert [row[metrics.LEARNING_RATE] for row in rows if metrics.LEARNING_RATE in row] == pytest.approx(rates(3e-3, 8))
+    assert [metrics.LEARNING_RATE in row for row in rows] == [False] * 2 + [True] * 4
+    assert [row["value/learning_rate"] for row in rows] == pytest.approx(rates(6e-3, 12))
+
+
 @pytest.mark.parametrize(("bound", "most"), [(1e-6, 2), (100.0, 6)])
 def test_the_policy_stops_where_it_is_too_far_from_what_sampled(tmp_path: Path, bound: float, most: int) -> None:
     """The first update is at a KL of 0; the second one is further away, and is the last."""

@@ -178,12 +178,12 @@ class _TrainingConfig(InferenceConfig):
         """``optim`` with a schedule that ends with the run."""
         return self._end_optim(self.optimizer_steps)
 
-    def _end_optim(self, steps: int) -> OptimConfig:
-        """Return ``optim`` with a schedule that ends after so many optimizer steps."""
-        if self.optim.lr_schedule == "constant" or self.run.epochs is not None:
+    def _end_optim(self, steps: int, first: int = 0) -> OptimConfig:
+        """Return ``optim`` with a schedule that begins with the optimizer step ``first`` and ends after ``steps``."""
+        if (self.optim.lr_schedule == "constant" and not first) or self.run.epochs is not None:
             return self.optim  # the number of steps of an epoch is known after the data are read
         values = {field.name: getattr(self.optim, field.name) for field in fields(OptimConfig)}
-        return EndingOptim(**values, total_steps=max(1, steps))
+        return EndingOptim(**values, total_steps=max(1, steps), first_step=first)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -397,6 +397,14 @@ class PPOConfig(_TrainingConfig):
         critic = self.algorithm.critic
         warmup = critic.critic_warmup if critic.critic_trunk == "separate" else 0
         return (self.run.steps - warmup if warmup < self.run.steps else self.run.steps) * self.algorithm.updates
+
+    @property
+    def ending_optim(self) -> OptimConfig:
+        """``optim`` with a schedule that begins when the policy does, which waits while its value head warms up, and
+        ends with the run."""
+        critic = self.algorithm.critic
+        waits = self.algorithm.has_value_head and critic.critic_warmup < self.run.steps
+        return self._end_optim(self.optimizer_steps, critic.critic_warmup * self.algorithm.updates if waits else 0)
 
     @property
     def critic_optim(self) -> OptimConfig:

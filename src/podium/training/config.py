@@ -67,14 +67,20 @@ class OptimConfig:
         """The optimizer step at which the learning rate reaches 0; None where it is not known."""
         return None
 
+    @property
+    def begin(self) -> int:
+        """The optimizer step with which the warm-up begins. Steps before it have its learning rate."""
+        return 0
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 0.
 
         Raises:
             ConfigError: The rate falls, and nobody says where it ends.
         """
-        end = self.warmup_steps + 1 if self.lr_schedule == "constant" else self._require_end()
-        return compute_learning_rate(self.lr, self.lr_schedule, step, self.warmup_steps, end)
+        end = self.begin + self.warmup_steps + 1 if self.lr_schedule == "constant" else self._require_end()
+        done = max(0, step - self.begin)
+        return compute_learning_rate(self.lr, self.lr_schedule, done, self.warmup_steps, end - self.begin)
 
     def _require_end(self) -> int:
         if self.end is None:
@@ -91,13 +97,21 @@ class EndingOptim(OptimConfig):
 
     total_steps: int = Field(ge=1)
     """The learning rate reaches 0 at this optimizer step, unless it is constant."""
+    first_step: int = Field(default=0, ge=0)
+    """The warm-up begins with this optimizer step."""
 
     def __post_init__(self) -> None:
-        if self.lr_schedule != "constant" and self.total_steps <= self.warmup_steps:
+        steps = self.total_steps - self.first_step
+        if self.lr_schedule != "constant" and steps <= self.warmup_steps:
             raise ConfigError(
-                f"optim.warmup_steps = {self.warmup_steps} is not below the {self.total_steps} optimizer steps of the "
+                f"optim.warmup_steps = {self.warmup_steps} is not below the {steps} optimizer steps of the "
                 f"run, over which optim.lr_schedule = {self.lr_schedule!r} falls to 0: lower it, or raise run.steps"
             )
+
+    @property
+    def begin(self) -> int:
+        """The optimizer step with which the warm-up begins."""
+        return self.first_step
 
     @property
     def end(self) -> int | None:

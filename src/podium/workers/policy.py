@@ -36,7 +36,7 @@ from podium.models.whole_weights import WholeWeights, full_weights
 from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
-from podium.training.config import OptimConfig, ParallelConfig, check_dropout
+from podium.training.config import EndingOptim, OptimConfig, ParallelConfig, check_dropout
 from podium.training.micro_batches import MicroBatch
 from podium.training.output_layer import TokenScores
 from podium.training.routing import (
@@ -90,7 +90,8 @@ class Policy(Learner):
         value_lr: float | None = None,
     ) -> None:
         if optim is not None and value_lr is not None:
-            self.head_optim = replace(optim, lr=value_lr)
+            begins = {"first_step": 0} if isinstance(optim, EndingOptim) else {}  # the head never waits
+            self.head_optim = replace(optim, lr=value_lr, **begins)
         super().__init__(model, optim, parallel, algorithm)
 
     @cached_property

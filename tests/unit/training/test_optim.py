@@ -28,6 +28,14 @@ def test_linear_and_cosine_reach_zero_at_the_end_and_stay_there() -> None:
     assert cosine == pytest.approx([2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0, 0.0])
 
 
+def test_a_schedule_may_begin_later() -> None:
+    linear = EndingOptim(lr=1.0, lr_schedule="linear", warmup_steps=2, total_steps=8, first_step=3)
+    assert rates(linear, 9) == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2 / 3, 1 / 3, 0.0])
+    assert rates(EndingOptim(lr=1.0, warmup_steps=2, total_steps=9, first_step=1), 5) == [0.5, 0.5, 1.0, 1.0, 1.0]
+    with pytest.raises(ConfigError, match=r"warmup_steps = 5 is not below the 5 optimizer steps"):
+        EndingOptim(lr_schedule="linear", warmup_steps=5, total_steps=8, first_step=3)
+
+
 def test_a_schedule_that_ends_must_know_where() -> None:
     with pytest.raises(ConfigError, match=r"warmup_steps = 5 is not below the 5 optimizer steps"):
         EndingOptim(lr_schedule="linear", warmup_steps=5, total_steps=5)
