@@ -181,6 +181,8 @@ def test_a_full_disk_ends_the_run_and_the_resumed_one_has_lost_nothing(
     ("error", "said"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "there"), r"there: No space left on device.*; make room"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"\S+/checkpoints: No space left on device; make room on"),
+        (Exception("No space left on device (os error 28)"), r"\S+/checkpoints: No space left on device; make room on"),
         (RuntimeError("never mind"), r"RuntimeError: never mind\. "),
     ],
 )

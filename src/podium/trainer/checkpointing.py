@@ -14,6 +14,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.errors import CheckpointError, EndpointError, PodiumError
+from podium.exceptions import name_class, read_text
 from podium.models.manifest import check_manifest, explain, file_sums, refusal_of, write_manifest
 from podium.models.vocabulary import add_ends
 from podium.runs.checkpoints import Checkpoints, TrainerState, files_of
@@ -172,17 +173,25 @@ class Saver:
             yield
         except (OSError, CheckpointError, EndpointError) as error:
             cause = error.__cause__ if isinstance(error, EndpointError) and error.__cause__ is not None else error
-            reason = f"{cause.filename}: {explain(cause)}" if isinstance(cause, OSError) else str(cause)
-            if not isinstance(cause, OSError | PodiumError):
-                reason = f"{type(cause).__name__}: {reason}"
-            remedy = refusal_of(cause).partition("; ")[2]
-            if remedy not in reason:  # of a library's own error
-                reason = f"{reason}; {remedy}"
+            reason = _explain_failure(cause, self._checkpoints.folder)
             run, latest = self._checkpoints.folder.parent, self._checkpoints.latest()
             raise CheckpointError(
                 f"the checkpoint of step {step} is not written: {reason}. "
                 + (f"{latest} is complete: resume with --resume {run}" if latest else f"{run} has no checkpoint yet")
             ) from error
+
+
+def _explain_failure(error: BaseException, folder: Path) -> str:
+    """Say why a checkpoint in ``folder`` could not be written, and the remedy if it is known."""
+    refusal = refusal_of(error)  # a full disk, of which libraries tell by errors of their own kinds
+    if isinstance(error, PodiumError):  # which names its file
+        text, remedy = read_text(error), refusal.partition("; ")[2]
+        return text if remedy in text else f"{text}; {remedy}"
+    if isinstance(error, OSError):
+        return f"{error.filename or folder}: {refusal or explain(error)}"
+    if refusal:
+        return f"{folder}: {refusal}"
+    return f"{name_class(error)}: {read_text(error)}"
 
 
 def _write_learners(folder: RunFiles, roles: Roles, extras: ModelExtras) -> None:
