@@ -3,6 +3,7 @@
 A test with the mark ``ray`` starts a cluster, and most of them prove nothing but the backend ``ray`` and the runtime
 above it. ``make test-ray`` runs all of them and, if they pass, writes digests of that code, of the tests and of Ray's
 version into tests/ray_proof.json. While the digests still match, pytest leaves these tests out, except SMOKE_TESTS.
+Where only files of tests have changed, it runs the tests with Ray of these files.
 That holds for the contract suite on the backend ``ray``, too. After a change, tests/contract/everyday.py decides which
 tests of the suite run. ``--all`` runs every test, and so does naming a test's file on the command line.
 """
@@ -37,11 +38,14 @@ FOLDERS: Final = ("plugins/podium-ray", "src/podium/runtime", "src/podium/data",
 
 def compute_digests(root: Path = ROOT) -> dict[str, str]:
     """Return what the tests with Ray prove and what they are made of: a digest of each part, by the part's name."""
-    tests = (path for kind in ("unit", "contract", "integration") for path in (root / "tests" / kind).rglob("*.py"))
+    paths = [path for kind in ("unit", "contract", "integration") for path in (root / "tests" / kind).rglob("*.py")]
+    helpers = [path for path in paths if path.name.startswith("ray_")]
+    files = [path for path in paths if path not in helpers and "mark.ray" in path.read_text(encoding="utf-8")]
     return {
         **{folder: _digest(root, (root / folder).rglob("*.py")) for folder in FOLDERS},
         "src/podium/backends/*.py": _digest(root, (root / "src/podium/backends").glob("*.py")),
-        "tests with Ray": _digest(root, [*filter(_is_test_with_ray, tests), root / "docs/ray.md"]),
+        "what tests with Ray share": _digest(root, [*helpers, root / "docs/ray.md"]),
+        **{path.relative_to(root).as_posix(): _digest(root, [path]) for path in files},
         "version of Ray": importlib.metadata.version("ray") if importlib.util.find_spec("ray") else "none",
     }
 
@@ -64,8 +68,12 @@ class RaySelection:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        proven = [item for item in items if self._is_left_out(item)]
-        if config.getoption("--all") or not proven or find_changes():
+        changes = [] if config.getoption("--all") else find_changes()
+        files = tuple(change + "::" for change in changes if Path(change).name.startswith("test_"))
+        if config.getoption("--all") or len(files) < len(changes):
+            return
+        proven = [item for item in items if self._is_left_out(item) and not item.nodeid.startswith(files)]
+        if not proven:
             return
         for test in SMOKE_TESTS:
             file = test.partition("::")[0]
@@ -109,11 +117,6 @@ def main() -> None:
     if compute_digests() != digests:
         sys.exit("The code has changed while the tests ran, so they prove nothing. Run them again.")
     PROOF.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
-
-
-def _is_test_with_ray(path: Path) -> bool:
-    """Whether a file has tests with Ray, or helps those that have."""
-    return path.name.startswith("ray_") or "mark.ray" in path.read_text(encoding="utf-8")
 
 
 def _digest(root: Path, paths: Iterable[Path]) -> str:

@@ -60,6 +60,7 @@ def test_all_but_the_smoke_test_are_left_out_aloud(tmp_path: Path, processes: tu
     [
         (["--all"], "[]", 9),
         ([], "['src/podium/runtime']", 9),
+        ([], "['tests/integration/test_b.py', 'src/podium/runtime']", 9),
         (["tests/integration/test_b.py"], "[]", 3),
         (["tests/integration/test_a.py::test_more"], "[]", 1),
     ],
@@ -70,6 +71,12 @@ def test_all_run_after_a_change_and_where_they_are_asked_for(
     said = run(tmp_path, *arguments, changes=changes)
     assert f"{passed} passed" in said
     assert "left out" not in said
+
+
+def test_of_changed_files_of_tests_all_run(tmp_path: Path) -> None:
+    said = run(tmp_path, changes="['tests/integration/test_b.py']")
+    assert "6 passed" in said
+    assert "3 tests with Ray were left out" in said
 
 
 def test_a_smoke_test_that_is_gone_is_an_error(tmp_path: Path) -> None:
@@ -85,10 +92,10 @@ def test_a_smoke_test_that_is_gone_is_an_error(tmp_path: Path) -> None:
         ("src/podium/runtime/calls/call.py", "src/podium/runtime"),
         ("src/podium/data/new.py", "src/podium/data"),
         ("plugins/podium-testing/src/podium_testing/ends.py", "plugins/podium-testing/src"),
-        ("tests/contract/test_x.py", "tests with Ray"),
-        ("tests/integration/ray_workers.py", "tests with Ray"),
-        ("tests/integration/test_x.py", "tests with Ray"),
-        ("docs/ray.md", "tests with Ray"),
+        ("tests/contract/test_x.py", "tests/contract/test_x.py"),
+        ("tests/integration/ray_workers.py", "what tests with Ray share"),
+        ("tests/integration/test_x.py", "tests/integration/test_x.py"),
+        ("docs/ray.md", "what tests with Ray share"),
         ("src/podium/backends/local/wire.py", None),
         ("tests/integration/test_y.py", None),
     ],
