@@ -189,6 +189,8 @@ def _draw_reinforcement(chance: Random, folder: Path, recipe: str, settings: Set
     count = chance.choice((2, 4))
     settings["batch"] = {"prompts": _draw_prompts(chance, count) if chance.random() < 0.5 else count}
     settings["algorithm"] = _draw_algorithm(chance, group)
+    if "lora" in settings["model"]:  # the reference takes the weights of a policy without adapters
+        settings["algorithm"].get("options", {}).pop("reference_refresh", None)
     if settings["algorithm"]["advantage"] == "gdpo":
         settings["reward"]["name"] = ("exact", f"{folder}/scorer.py:by_letters")
     if not group:
