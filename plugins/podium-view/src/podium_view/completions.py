@@ -123,7 +123,7 @@ class Completions:
 
     def _open(self, step: int) -> "CompletionsFile":
         try:
-            return CompletionsFile(self._files.open("completions", f"step-{step:06d}.parquet"))
+            return CompletionsFile(self._files, ("completions", f"step-{step:06d}.parquet"))
         except FileNotFoundError:
             raise DataError(f"step {step} has no completions") from None
 
@@ -201,21 +201,22 @@ class CompletionsFile:
     """An open Parquet file. Raises DataError if it cannot be read, lacks a column that is needed, or would not fit in
     memory."""
 
-    def __init__(self, file: Any, needed: Sequence[str] = ("group", "tokens")) -> None:
+    def __init__(self, files: RunFiles, names: Sequence[str], needed: Sequence[str] = ("group", "tokens")) -> None:
         import pyarrow as pa  # takes a third of a second, for which the first picture need not wait
         import pyarrow.parquet as pq
 
-        self._raw = file
+        self._path = "/".join(names)
+        self._raw = file = files.open(*names)
         self._errors = (pa.ArrowException, OSError, ValueError)
         try:
             self._file = pq.ParquetFile(file)
             self.names = [field.name for field in self._file.schema_arrow if _is_as_written(field.name, field.type)]
         except self._errors as error:
             file.close()
-            raise DataError(f"a file of completions cannot be read: {error}") from None
+            raise DataError(f"{self._path} cannot be read: {error}") from None
         if not {*needed} <= set(self.names):
             file.close()
-            raise DataError(f"a file of completions lacks the columns {' and '.join(needed)}")
+            raise DataError(f"{self._path} lacks the columns {' and '.join(needed)}")
         self.chunks: int = self._file.num_row_groups
 
     def __enter__(self) -> "CompletionsFile":
@@ -239,7 +240,7 @@ class CompletionsFile:
         """Return the columns ``names`` as lists, optionally of some row groups (``chunks``) and of one ``group``."""
         chosen = list(range(self.chunks)) if chunks is None else chunks
         if self.nbytes(*names, chunks=chosen) > _MOST_BYTES:
-            raise DataError(f"a file of completions needs more than {_MOST_BYTES >> 20} MiB of memory to be read")
+            raise DataError(f"{self._path} needs more than {_MOST_BYTES >> 20} MiB of memory to be read")
         columns = list(dict.fromkeys(["group", *names]))
         try:
             table = self._file.read_row_groups(chosen, columns=columns, use_threads=False)
@@ -249,4 +250,4 @@ class CompletionsFile:
                 table = table.filter(pc.field("group") == group)
             return {name: table.column(name).to_pylist() for name in columns}
         except self._errors as error:
-            raise DataError(f"a file of completions cannot be read: {error}") from None
+            raise DataError(f"{self._path} cannot be read: {error}") from None

@@ -84,7 +84,7 @@ class Evaluations:
         path = (*folders[place][0], f"step-{step:06d}.parquet")
         key = (path, self._files.signature(*path))
         if key not in self._known:
-            with CompletionsFile(self._files.open(*path), needed=("group", "prompt")) as file:
+            with CompletionsFile(self._files, path, needed=("group", "prompt")) as file:
                 table = file.read([name for name in _COLUMNS if name in file.names])
             self._known[key] = _by_prompt(table)
             while len(self._known) > _REMEMBERED:
