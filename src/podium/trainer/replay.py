@@ -41,8 +41,10 @@ _RECORDED: Final = ("sampling", "data", "batch", "reward", "environment")  # sec
 _PROMPT: Final = ("group", "prompt", "prompt_tokens", "expected")
 _ROW: Final = ("group", "prompt_tokens", "tokens", "token_logprobs", "token_versions", "reward", "correct")
 _MISSING: Final = {
-    "session": "has sessions of an environment, whose turns are recorded as text and not as tokens",
-    "token_kept": "has tokens that were drawn from sets of sampling.top_k or sampling.top_p, which are not recorded",
+    "session": "has sessions of an environment, whose turns are recorded as text and not as tokens: replay a run "
+    "without an environment",
+    "token_kept": "has tokens that were drawn from sets of sampling.top_k or sampling.top_p, which are not recorded: "
+    "replay a run that drew with sampling.top_k 0 and sampling.top_p 1",
 }
 
 
@@ -148,18 +150,13 @@ class Replay:
         where = f"{self.run}/completions/{name}"
         try:
             with self._files.open(name) as opened, pq.ParquetFile(opened) as file:
-                stored = {*file.schema_arrow.names}
-                for column, reason in _MISSING.items():
-                    if column in stored:
-                        raise ConfigError(f"{where} {reason}: such a run cannot be replayed")
-                if missing := [column for column in (*_PROMPT, *_ROW, "finish_reason") if column not in stored]:
-                    raise ConfigError(
-                        f"{where} has no column {missing[0]!r}, which Podium records since replays exist: run it again"
-                    )
+                _check_columns(where, {*file.schema_arrow.names})
                 table: dict[str, list[Any]] = file.read(columns=None if columns is None else [*columns]).to_pydict()
                 logged = json.loads((file.schema_arrow.metadata or {}).get(LOGGED.encode(), b"[]"))
         except FileNotFoundError:
             raise self._refuse(step) from None
+        except ConfigError:  # which is a ValueError
+            raise
         except (pa.ArrowException, OSError, ValueError, DataError) as error:
             raise ConfigError(f"{where} cannot be read: {error}; it cannot be replayed") from error
         if any(reward is not None and math.isnan(reward) for reward in table["reward"]):
@@ -172,6 +169,17 @@ class Replay:
         return ConfigError(
             f"run.steps = {steps}, and {self.run} has not recorded step {step}, or its file was removed "
             f"(completions/{step_name(step)}.parquet): {remedy}"
+        )
+
+
+def _check_columns(where: str, stored: set[str]) -> None:
+    """Check that a file's columns are those of a run that can be replayed. Raises ConfigError."""
+    for column, reason in _MISSING.items():
+        if column in stored:
+            raise ConfigError(f"{where} cannot be replayed; it {reason}")
+    if missing := [column for column in (*_PROMPT, *_ROW, "finish_reason") if column not in stored]:
+        raise ConfigError(
+            f"{where} has no column {missing[0]!r}, which Podium records since replays exist: run it again"
         )
 
 
