@@ -143,7 +143,7 @@ def test_what_was_not_recorded_is_refused_before_the_start(
         ("token_logprobs", "has no column"),
         (
             "token_kept",
-            r"step-000001\.parquet cannot be replayed; it has tokens .*: replay a run .* sampling\.top_p 1$",
+            r"cannot be replayed; it has tokens .*: replay a run .* sampling\.top_p 1$",
         ),
     ],
 )
