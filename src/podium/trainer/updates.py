@@ -41,9 +41,14 @@ def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         if name in _LARGEST or isinstance(values[0], Maximum):
             joined[name] = max(values, key=lambda value: math.inf if math.isnan(value) else value)
         else:
-            counts = [value.count if isinstance(value, TokenMean) else 1.0 for value in values]
-            joined[name] = sum(count * value for count, value in zip(counts, values, strict=True)) / sum(counts)
+            joined[name] = _mean([(value.count if isinstance(value, TokenMean) else 1.0, value) for value in values])
     return joined
+
+
+def _mean(values: Sequence[tuple[float, float]]) -> float:
+    """The mean of values with their counts. Those that are over nothing do not count, unless all are."""
+    counted = [(count, value) for count, value in values if count > 0] or [(1.0, value) for _, value in values]
+    return sum(count * value for count, value in counted) / sum(count for count, _ in counted)
 
 
 def submit_update(

@@ -11,7 +11,7 @@ import torch
 
 from podium.algorithms import AlgorithmConfig
 from podium.algorithms.config import Aggregation
-from podium.algorithms.metrics import EFFECTIVE_SIZE, PartialMetrics
+from podium.algorithms.metrics import EFFECTIVE_SIZE, PartialMetrics, TokenMean
 from podium.errors import PodiumError
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig
@@ -57,6 +57,13 @@ def test_metrics_of_tokens_are_the_same_however_a_step_is_cut_into_updates(
     )
     for name in compared:
         assert joined[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-7), name
+
+
+def test_an_update_without_tokens_does_not_count_unless_there_is_no_other() -> None:
+    """As where all completions of a minibatch are left out."""
+    empty, full = TokenMean.over(0.0, {"a": math.nan}), TokenMean.over(10.0, {"a": 5.0})
+    assert join_updates([empty, full]) == {"a": 5.0}
+    assert join_updates([TokenMean.over(0.0, {"a": 0.0})] * 2) == {"a": 0.0}
 
 
 def test_a_limit_of_the_mismatch_below_what_is_noted_ends_the_run() -> None:
