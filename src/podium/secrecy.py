@@ -49,7 +49,7 @@ _NAMED: Final = re.compile(
     re.IGNORECASE,
 )  # a secret by the name before it, if it looks like one
 _INNER: Final = re.compile(
-    r"(?P<mark>['\"]?)(?P<key>[\w-]+)(?P=mark)(?P<gap>\s*:[\s\[]*)(?P<value>\"[^\"]*\"|'[^']*'|[^,}\]\[{\s][^,}\]]*)"
+    r"(?<![\w-])(?P<mark>['\"]?)(?P<key>[\w-]+)(?P=mark)(?P<gap>\s*:[\s\[]*)(?P<value>\"[^\"]*\"|'[^']*'|[^,}\]\[{\s][^,}\]]*)"
 )  # a key and its value in a text that was to be YAML
 _RUN: Final = re.compile(r"[A-Za-z0-9]{12,}")
 _CHANGE: Final = re.compile(r"(?<=[A-Za-z])[0-9]|(?<=[0-9])[A-Za-z]")
@@ -207,7 +207,7 @@ def _mask_word(key: str, value: str) -> str:
 
         try:
             options = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError):
+        except Exception:  # noqa: BLE001 - PyYAML lets pass what dates, numbers and keys raise
             return mask_text(_INNER.sub(_hide_inner, value))
         if (masked := mask(options, key)) != options:
             value = yaml.safe_dump(masked, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)

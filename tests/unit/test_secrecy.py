@@ -11,7 +11,17 @@ import pytest
 from podium.config import config_to_yaml, keys_of, load_config
 from podium.errors import ConfigError, PodiumError
 from podium.runs.config import GRPOConfig, InferenceConfig, PPOConfig, SFTConfig
-from podium.secrecy import MASK, find_masked, find_secrets, is_secret, mask, mask_command, mask_text, variable_of
+from podium.secrecy import (
+    MASK,
+    find_masked,
+    find_secrets,
+    has_secrets,
+    is_secret,
+    mask,
+    mask_command,
+    mask_text,
+    variable_of,
+)
 
 SECRET = "correct-horse-battery-7"
 SIGNED = {
@@ -208,6 +218,7 @@ def test_variables_are_secrets_by_name_or_value(monkeypatch: pytest.MonkeyPatch)
         ["--environment.options", f"[--api-key, {SECRET}]"],
         ["--environment.options", f'{{judge: {{"api_key": "{SECRET}"'],  # no YAML
         ["--environment.options", f"{{judge: {{n: [1, api_keys: [{SECRET}, 2"],
+        ["--environment.options", f"{{n: !!int '', api_key: {SECRET}}}"],
         ["--run.name", SIGNED["hub"]],
     ],
 )
@@ -275,6 +286,13 @@ def test_an_error_of_yaml_quotes_no_part_of_a_secret(tmp_path: Path) -> None:
         load_config(GRPOConfig, tmp_path / "run.yaml", [])
 
 
+@pytest.mark.parametrize("value", ["!!int ''", "!!timestamp x", "!!bool x"])
+def test_what_yaml_fails_to_read_is_an_error_of_the_option(value: str) -> None:
+    """PyYAML raises IndexError, AttributeError and KeyError for these."""
+    with pytest.raises(ConfigError, match=r"--environment.options '\{a: !!.* is not valid YAML: "):
+        load_config(GRPOConfig, None, ["--model.path", "m", "--environment.options", f"{{a: {value}}}"])
+
+
 def test_an_error_of_podium_hides_what_is_known_and_what_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:
     mask({"api_key": SECRET})
     monkeypatch.setenv("MY_API_KEY", "another-long-secret")
@@ -285,3 +303,9 @@ def test_an_error_of_podium_hides_what_is_known_and_what_the_environment_has(mon
 @pytest.mark.parametrize("part", ["x", "ab.", "a-", "eyJabc-", "eyJabcdefghijk.", "x://", "x://a:", "Bearer ", "sk-"])
 def test_a_long_text_is_searched_once(part: str) -> None:
     assert mask_text(part * (500_000 // len(part)) + " https://me:password@host").endswith("https://me:<secret>@host")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", ["x", "a-", "k: ", "'", '"k": "'])
+def test_a_long_text_that_is_no_yaml_is_searched_once(part: str) -> None:
+    assert not has_secrets(part * (500_000 // len(part)))
