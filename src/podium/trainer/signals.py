@@ -207,6 +207,7 @@ class _Listener:
         if not self._raised:
             signal.pthread_kill(main.ident or 0, self._stop.forced)
         if hasattr(sys, "ps1"):  # the process of a notebook is more than the run
+            self._over.wait()  # the handler writes to the pipe, which this thread closes
             return
         threads = [thread for thread in {*threading.enumerate()} - self._before if not thread.daemon]
         if self._over.wait(END_S):

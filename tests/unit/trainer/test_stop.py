@@ -82,8 +82,13 @@ def wait_for_second(number: signal.Signals) -> None:
 def test_a_notebook_gets_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(KeyboardInterrupt) as interruption, training() as stop:
+        listener = [thread for thread in threading.enumerate() if thread.name == "podium-signals"][-1]  # the newest
         send(signal.SIGINT, stop)
-        wait_for_second(signal.SIGINT)
+        try:
+            wait_for_second(signal.SIGINT)
+        finally:
+            listener.join(0.2)
+            assert listener.is_alive(), "it ends with the run: a signal's handler writes to the pipe that it closes"
     assert type(interruption.value) is KeyboardInterrupt
     assert "wait_for_second" in [entry.name for entry in interruption.traceback]
 
