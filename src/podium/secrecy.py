@@ -49,7 +49,8 @@ _NAMED: Final = re.compile(
     re.IGNORECASE,
 )  # a secret by the name before it, if it looks like one
 _INNER: Final = re.compile(
-    r"(?<![\w-])(?P<mark>['\"]?)(?P<key>[\w-]+)(?P=mark)(?P<gap>\s*:[\s\[]*)(?P<value>\"[^\"]*\"|'[^']*'|[^,}\]\[{\s][^,}\]]*)"
+    r"(?<![\w-])(?P<mark>['\"]?)(?P<key>[\w-]+)(?P=mark)(?P<gap>\s*:[\s\[]*)"
+    r"(?P<value>\"[^\"]*\"|'[^']*'|[^,}\]\[{\s][^,}\]]*)"
 )  # a key and its value in a text that was to be YAML
 _RUN: Final = re.compile(r"[A-Za-z0-9]{12,}")
 _CHANGE: Final = re.compile(r"(?<=[A-Za-z])[0-9]|(?<=[0-9])[A-Za-z]")

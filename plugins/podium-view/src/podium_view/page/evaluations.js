@@ -129,7 +129,8 @@ export class EvaluationsView {
   }
 
   card(row, step) {
-    const verdict = row.correct === null ? "" : el("span", { class: row.correct === 1 ? "pill good" : "pill bad" }, row.correct === 1 ? "✓ correct" : "✗ not correct");
+    const [kind, words] = row.correct === 1 ? ["pill good", "✓ correct"] : row.correct === 0 ? ["pill bad", "✗ not correct"] : ["pill", "undecided"];
+    const verdict = row.correct === null ? "" : el("span", { class: kind }, words);
     return el("article", { class: "card" }, el("div", { class: "facts" }, el("b", {}, `step ${step}`), verdict,
       row.finish_reason === "length" ? el("span", { class: "pill warn" }, "cut off") : "", el("span", {}, row.loss === null ? "reward " : "loss ", el("b", {}, short(row.loss ?? row.reward)))),
     el("div", { class: "text" }, visible(row.completion) || el("span", { class: "quiet" }, row.loss === null ? "(nothing)" : "The loss of the expected answer was computed, and no completion was drawn.")));
