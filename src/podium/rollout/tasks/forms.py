@@ -229,7 +229,9 @@ def columns_hint(wanted: str, row: Mapping[str, Any]) -> str:
         return f"the header is the one column {names}: {how}"
     for name, value in row.items() if not nearest else ():
         entries = cast("list[Any]", value) if isinstance(value, list) and name not in OPEN else []
-        if entries and all(isinstance(entry, Mapping) and not {"role", "from"} & entry.keys() for entry in entries):
+        if not entries or not all(isinstance(one, Mapping) and not {"role", "from"} & one.keys() for one in entries):
+            continue  # texts, or messages
+        if len(columns) == 1 or any(has_column(entries[0], column) for column in (wanted, *CONVERSATIONS)):
             objects = write_count(len(entries), "object")
             return (
                 f"the columns are {names}, and {name!r} holds a list of {objects}: if these are the rows, write this "

@@ -250,6 +250,9 @@ def test_rows_within_an_object_are_told_from_its_columns(tmp_path: Path, name: s
     path.write_text(json.dumps({"tools": [{"name": "add"}], "turns": [{"from": "human", "value": "q"}]}))
     with pytest.raises(DataError, match="the columns are 'tools', 'turns'; set"):
         load(path)
+    path.write_text(json.dumps({"question": "q", "passages": [{"title": "t", "text": "a"}]}))
+    with pytest.raises(DataError, match="the columns are 'question', 'passages'; set"):
+        load(path)
 
 
 def test_token_ids_in_the_place_of_a_text_are_called_so(tmp_path: Path) -> None:
