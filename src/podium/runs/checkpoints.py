@@ -240,7 +240,7 @@ class Checkpoints(StoredCheckpoints):
                     self.files.remove(name)
                 else:
                     self.files.rename(name, final)  # killed between the two renames: this is the newest complete one
-        if (newest := self.latest()) is not None and not self.files.kind(_LATEST):
+        if not self.files.kind(_LATEST) and (newest := self.latest()) is not None:
             self.files.link(newest.name, _LATEST)
 
     def _commit(self, aside: str, final: str) -> None:

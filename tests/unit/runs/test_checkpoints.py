@@ -124,7 +124,9 @@ def test_latest_survives_its_deletion(checkpoints: Checkpoints, caplog: pytest.L
     (second / "model" / "weights.bin").unlink()
     (second / "model").rmdir()
     second.rmdir()
-    assert checkpoints.latest() == first
+    again = Checkpoints(checkpoints.files)
+    assert "which is gone" not in caplog.text, "it is said where the checkpoint is read"
+    assert again.latest() == first
     assert "which is gone" in caplog.text
 
 
