@@ -48,6 +48,8 @@ def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _mean(values: Sequence[tuple[float, float]]) -> float:
     """The mean of values with their counts. Those that are over nothing do not count, unless all are."""
     counted = [(count, value) for count, value in values if count > 0] or [(1.0, value) for _, value in values]
+    if len(counted) == 1:
+        return counted[0][1]  # to the last bit
     return sum(count * value for count, value in counted) / sum(count for count, _ in counted)
 
 

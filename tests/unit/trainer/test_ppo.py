@@ -63,6 +63,7 @@ def test_an_update_without_tokens_does_not_count_unless_there_is_no_other() -> N
     """As where all completions of a minibatch are left out."""
     empty, full = TokenMean.over(0.0, {"a": math.nan}), TokenMean.over(10.0, {"a": 5.0})
     assert join_updates([empty, full]) == {"a": 5.0}
+    assert join_updates([TokenMean.over(3.0, {"a": 0.1})]) == {"a": 0.1}, "3 * 0.1 / 3 is another number"
     assert join_updates([TokenMean.over(0.0, {"a": 0.0})] * 2) == {"a": 0.0}
 
 
