@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 _SHOWN: Final = 20  # names of tensors in a message, of each kind
 
 
-_MOST_LAYERS: Final = 100_000
+_MOST: Final = {"layer": 100_000, "layers": 100_000, "vocab_size": 1 << 24}
+"""The largest numbers that a configuration may have in fields which end so. The largest vocabularies have 10**6 ids."""
 
 
 def load_model(
@@ -369,29 +370,31 @@ def _unreadable(config: ModelConfig, what: str, error: Exception, remedy: str = 
 
 
 def _look_at(path: str) -> None:
-    """Look for the hub if ``path`` is no path. Raises ConfigError for a config.json with too many layers, or with a
-    kernel of the hub."""
+    """Look for the hub if ``path`` is no path. Raises ConfigError for a config.json with too many layers or ids, or
+    with a kernel of the hub."""
     look_for_hub(path)
     try:
         fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return  # transformers says what is wrong
     if isinstance(fields, dict):
-        _check_layers(cast("dict[str, Any]", fields), f"{path}/config.json: ")
+        _check_fields(cast("dict[str, Any]", fields), f"{path}/config.json: ")
 
 
-def _check_layers(fields: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for a number of layers of which transformers would make lists until memory is full, and for
-    code that transformers would fetch."""
+def _check_fields(fields: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for numbers of layers and ids of which lists would be made until memory is full, and for code
+    that transformers would fetch."""
     for name, value in fields.items():
         if str(name).endswith("_implementation") and "/" in json.dumps(value):
             raise ConfigError(
                 f"{where}{name} = {value!r} names a kernel of the hub, whose code Podium does not run: remove the entry"
             )
         if isinstance(value, Mapping):
-            _check_layers(cast("Mapping[str, Any]", value), f"{where}{name}.")
-        elif isinstance(value, int) and value > _MOST_LAYERS and str(name).endswith(("layer", "layers")):
-            raise ConfigError(f"{where}{name} = {value}: expected at most {_MOST_LAYERS}")
+            _check_fields(cast("Mapping[str, Any]", value), f"{where}{name}.")
+        elif isinstance(value, int):
+            most = next((most for ending, most in _MOST.items() if str(name).endswith(ending)), value)
+            if value > most:
+                raise ConfigError(f"{where}{name} = {value}: expected at most {most}")
 
 
 def _reason(error: Exception) -> str:
@@ -463,7 +466,7 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
         **{name: getattr(tokenizer, name) for name in token_ids if getattr(tokenizer, name) is not None},
         **fields,
     }
-    _check_layers(fields, "model.config.")
+    _check_fields(fields, "model.config.")
     defaults = known_kinds[kind]()
     for name in fields:
         if not hasattr(defaults, name):

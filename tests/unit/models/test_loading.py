@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.errors import CheckpointError, ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model
-from podium.models.loading import load_scorer, longest_text, save_pretrained
+from podium.models.loading import load_scorer, longest_text, save_pretrained, vocabulary_size
 from podium.models.tokenizers import load_tokenizer
 from podium.models.whole_weights import WholeWeights, full_weights
 from podium_dryrun.memory import model_size
@@ -198,3 +198,13 @@ def test_a_configuration_that_is_read_without_docstrings_leaves_transformers_as_
     with pytest.raises(ConfigError, match="model_type = 'none'"):
         longest_text(replace(TINY, config={"model_type": "none"}))
     assert writer.auto_class_docstring is usual
+
+
+@pytest.mark.parametrize("fields", [{"vocab_size": 10**400}, {"text_config": {"vocab_size": (1 << 24) + 1}}])
+def test_a_vocabulary_of_more_ids_than_fit_into_memory_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A damaged config.json: which of its ids stand for text was asked one by one until memory was full."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **fields}))
+    with pytest.raises(
+        ConfigError, match=r"config\.json: (text_config\.)?vocab_size = 1\d+: expected at most 16777216$"
+    ):
+        vocabulary_size(ModelConfig(path=str(tmp_path)))
