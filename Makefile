@@ -20,7 +20,8 @@ NEWEST_PYTHON ?= $(firstword $(shell for p in python3.14 "$$HOME"/.pyenv/version
 		python3.13 "$$HOME"/.pyenv/versions/3.13*/bin/python; do \
 	"$$p" -c '' >/dev/null 2>&1 && echo "$$p"; done))
 TORCH_SPEC ?= torch==2.13.0
-TEST_PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
+# One more than there are cores: a quarter of the time the tests wait, for limits that pass and processes that start.
+TEST_PROCESSES ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 
 BIN := .venv/bin
 RUNTIME := .venv/.runtime
@@ -78,7 +79,7 @@ format: $(STAMP)  ## rewrite the files as the formatter and the fixable lint rul
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-test: $(STAMP)  ## the everyday tests, in as many processes as there are cores
+test: $(STAMP)  ## the everyday tests, in one process more than there are cores
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(ARGS)
 
 test-all: $(STAMP)  ## every test, those marked exhaustive too: before a release, and nightly
