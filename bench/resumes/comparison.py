@@ -23,13 +23,13 @@ Row = Mapping[str, Any]
 
 def list_differences(ended: Path, whole: Path, settings: Settings, *, exact: bool, stopped: set[int]) -> list[str]:
     """Return what differs. ``exact``: everything is compared, otherwise what holds in any order of events."""
-    found = [*_check_ledger(ended, whole, exact), *_compare_rows(ended, whole, exact)]
+    differences = [*_check_ledger(ended, whole, exact), *_compare_rows(ended, whole, exact)]
     if exact:
-        found += _compare_tables(ended, whole)
-        found += _compare_weights(ended, whole)
-        found += _compare_files(ended / "summary.json", whole / "summary.json")
-        found += _compare_kept(ended, whole, settings["save"], stopped)
-    return found
+        differences += _compare_tables(ended, whole)
+        differences += _compare_weights(ended, whole)
+        differences += _compare_files(ended / "summary.json", whole / "summary.json")
+        differences += _compare_kept(ended, whole, settings["save"], stopped)
+    return differences
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -75,8 +75,8 @@ def _compare_tables(ended: Path, whole: Path) -> Iterator[str]:
         if names != others:
             yield f"{folder} has {sorted(names - others)} more and {sorted(others - names)} less"
         for name in sorted(names & others):
-            one, other = (pq.read_table(run / name).to_pydict() for run in (ended, whole))
-            yield from (f"{name}: {text}" for text in _compare_values("column", one, other))
+            columns, expected = (pq.read_table(run / name).to_pydict() for run in (ended, whole))
+            yield from (f"{name}: {text}" for text in _compare_values("column", columns, expected))
 
 
 def _compare_weights(ended: Path, whole: Path) -> Iterator[str]:

@@ -19,12 +19,12 @@ def try_case(seed: int, folder: Path) -> dict[str, Any]:
     if case.replays:
         about["replays"] = start(case.named("recorded"), folder).ended
         case = case.replay(folder / "runs" / "recorded")
-    whole = start(case.named("whole"), folder)
-    if whole.ended != "finished":
-        return {**about, "ended": [whole.ended], "text": whole.text, "differences": []}
+    expected = start(case.named("whole"), folder)
+    if expected.ended != "finished":
+        return {**about, "ended": [expected.ended], "text": expected.text, "differences": []}
     ended, outcomes = case.named("ended"), list[Outcome]()
     for end in case.ends:
-        outcomes.append(start(ended, folder, end, whole))
+        outcomes.append(start(ended, folder, end, expected))
     outcomes.append(start(ended, folder))
     about["ended"] = [outcome.ended for outcome in outcomes]
     failed = [outcome.text for outcome in outcomes if outcome.ended in ("refused", "failed")]
@@ -32,5 +32,5 @@ def try_case(seed: int, folder: Path) -> dict[str, Any]:
         return {**about, "differences": failed or ["the run is not finished"]}
     stopped = {outcome.steps for outcome in outcomes if outcome.ended == "stopped"}
     runs = folder / "runs"
-    found = list_differences(runs / "ended", runs / "whole", case.settings, exact=case.exact, stopped=stopped)
-    return {**about, "differences": found[:8]}
+    differences = list_differences(runs / "ended", runs / "whole", case.settings, exact=case.exact, stopped=stopped)
+    return {**about, "differences": differences[:8]}

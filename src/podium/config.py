@@ -35,7 +35,7 @@ from podium.answers import describe_word, explain_no_answers, load_answers, show
 from podium.errors import ConfigError
 from podium.exceptions import read_text
 from podium.plain_values import TOO_MUCH, check_plain
-from podium.secrecy import find_masked, has_secrets, mask, mask_command, variable_of
+from podium.secrecy import find_masked, mask, mask_command, remove_quotes, variable_of
 from podium.spelling import nearest_spellings, suggest, words_of
 
 C = TypeVar("C")
@@ -319,10 +319,7 @@ def _load_yaml(text: str) -> object:
     except RecursionError:
         raise ValueError(TOO_MUCH) from None
     except Exception as error:  # noqa: BLE001 - PyYAML lets pass what dates, numbers and keys raise
-        if isinstance(error, yaml.MarkedYAMLError) and has_secrets(text):
-            for mark in filter(None, (error.context_mark, error.problem_mark)):
-                mark.buffer = None  # or the error would quote parts of a secret, which nobody knows again
-        raise ValueError(read_text(error)) from None
+        raise ValueError(read_text(remove_quotes(error, text))) from None
     check_plain(loaded)
     return loaded
 

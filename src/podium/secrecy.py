@@ -120,6 +120,17 @@ def has_secrets(text: str) -> bool:
     return mask_text(_INNER.sub(_hide_inner, text)) != text
 
 
+def remove_quotes(error: Exception, text: str) -> Exception:
+    """Return an error of PyYAML about the settings ``text``, which quotes none of them if there is a secret among them.
+    A quoted part of a secret could not be found and masked.
+    """
+    if has_secrets(text):
+        for mark in (getattr(error, "context_mark", None), getattr(error, "problem_mark", None)):
+            if mark is not None:
+                mark.buffer = None
+    return error
+
+
 def find_masked(value: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of the keys whose values were masked."""
     if isinstance(value, Mapping):

@@ -117,14 +117,14 @@ def test_an_evaluation_of_labels_does_not_depend_on_how_many_answers_are_scored_
     data = tmp_path / "labels.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sections = settings(data, algorithm={"loss": "kto"}, batch={"examples": 16}, save={"model": False})
-    found: list[tuple[float, float]] = []
+    losses: list[tuple[float, float]] = []
     for together in (512, 7):
         monkeypatch.setattr("podium_preferences.trainer._TOGETHER", together)
         config = tiny(DPOConfig, tmp_path, run={"steps": 6, "name": str(together)}, **sections)
         summary = PreferenceTrainer(config, cluster="inline", show=False).fit()
-        found.append((summary.before["loss"], summary.after["loss"]))
-    assert found[0][0] == found[1][0] == 0.5, "the policy is the reference"
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
+        losses.append((summary.before["loss"], summary.after["loss"]))
+    assert losses[0][0] == losses[1][0] == 0.5, "the policy is the reference"
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-6)
 
 
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])

@@ -74,9 +74,9 @@ def test_all_run_after_a_change_and_where_they_are_asked_for(
 
 
 def test_of_changed_files_of_tests_all_run(tmp_path: Path) -> None:
-    said = run(tmp_path, changes="['tests/integration/test_b.py']")
-    assert "6 passed" in said
-    assert "3 tests with Ray were left out" in said
+    output = run(tmp_path, changes="['tests/integration/test_b.py']")
+    assert "6 passed" in output
+    assert "3 tests with Ray were left out" in output
 
 
 def test_a_smoke_test_that_is_gone_is_an_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 
+from podium import Cluster
 from podium_testing import BackendContract, Target
 
 if importlib.util.find_spec("monarch") is None:
@@ -19,3 +20,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 class TestMonarch(BackendContract):
     limit_s = 240.0
+
+    def test_the_capabilities_are_those_of_the_page_on_backends(self, cluster: Cluster) -> None:
+        assert cluster.capabilities.processes
+        assert not cluster.capabilities.exit_status, "Monarch tells no exit codes"

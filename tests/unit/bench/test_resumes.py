@@ -94,26 +94,28 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_what_is_lost_doubled_or_changed_is_found(tmp_path: Path, name: str) -> None:
-    whole, ended = write_run(tmp_path / "whole"), write_run(tmp_path / "ended")
+    whole_run, ended_run = write_run(tmp_path / "whole"), write_run(tmp_path / "ended")
     damage, sentence = DAMAGE[name]
-    damage(ended)
-    assert any(sentence in found for found in list_differences(ended, whole, SETTINGS, exact=True, stopped=set()))
+    damage(ended_run)
+    assert any(
+        sentence in found for found in list_differences(ended_run, whole_run, SETTINGS, exact=True, stopped=set())
+    )
 
 
 def test_times_and_the_checkpoint_of_a_stop_are_no_differences(tmp_path: Path) -> None:
-    whole, ended = write_run(tmp_path / "whole"), write_run(tmp_path / "ended")
-    change_row(ended, 1, time=9.0)
-    (ended / "summary.json").write_text(json.dumps({"step": 2, "wall_s": 7.0, "best": {"reward": 0.5}}))
-    (ended / "checkpoints" / "step-000001").mkdir()
-    assert list_differences(ended, whole, SETTINGS, exact=True, stopped={1}) == []
+    whole_run, ended_run = write_run(tmp_path / "whole"), write_run(tmp_path / "ended")
+    change_row(ended_run, 1, time=9.0)
+    (ended_run / "summary.json").write_text(json.dumps({"step": 2, "wall_s": 7.0, "best": {"reward": 0.5}}))
+    (ended_run / "checkpoints" / "step-000001").mkdir()
+    assert list_differences(ended_run, whole_run, SETTINGS, exact=True, stopped={1}) == []
 
 
 def test_in_any_order_of_events_steps_and_learning_rates_count(tmp_path: Path) -> None:
-    whole, ended = write_run(tmp_path / "whole"), write_run(tmp_path / "ended")
-    change_row(ended, 1, loss=0.3)
-    assert list_differences(ended, whole, SETTINGS, exact=False, stopped=set()) == []
-    change_row(ended, 1, lr=0.2)
-    assert list_differences(ended, whole, SETTINGS, exact=False, stopped=set()) == [
+    whole_run, ended_run = write_run(tmp_path / "whole"), write_run(tmp_path / "ended")
+    change_row(ended_run, 1, loss=0.3)
+    assert list_differences(ended_run, whole_run, SETTINGS, exact=False, stopped=set()) == []
+    change_row(ended_run, 1, lr=0.2)
+    assert list_differences(ended_run, whole_run, SETTINGS, exact=False, stopped=set()) == [
         "metrics step 2.lr is 0.2 and was 0.1"
     ]
 

@@ -47,16 +47,16 @@ def test_metrics_of_tokens_are_the_same_however_a_step_is_cut_into_updates(
     batch = recorded(max_new_tokens=7.0).drop("loss_weights").with_columns({"left_out": left_out})
     algorithm = AlgorithmConfig(aggregation=aggregation, kl_in="loss", correction="truncate")
     worker = kind(TINY, OptimConfig(lr=0.0), algorithm=algorithm)
-    whole = worker.update(batch)
+    in_one = worker.update(batch)
     parts = [batch.take(rows) for rows in ([7, 0, 3], [1, 5], [2, 4, 6])]
     joined = join_updates([pickle.loads(pickle.dumps(worker.update(part))) for part in parts])
     of_updates = {metrics.LOSS, metrics.GRAD_NORM, metrics.VALUE_LOSS, metrics.EXPLAINED_VARIANCE, EFFECTIVE_SIZE}
-    compared = {name for name in whole if name not in {*of_updates, "value/grad_norm"}}
+    compared = {name for name in in_one if name not in {*of_updates, "value/grad_norm"}}
     assert compared >= (
         {metrics.ENTROPY, metrics.KL, metrics.CLIP_FRACTION} if kind is Policy else {"value/clip_fraction"}
     )
     for name in compared:
-        assert joined[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-7), name
+        assert joined[name] == pytest.approx(in_one[name], rel=1e-5, abs=1e-7), name
 
 
 def test_an_update_without_tokens_does_not_count_unless_there_is_no_other() -> None:

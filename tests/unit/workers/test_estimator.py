@@ -125,9 +125,9 @@ def test_figures_of_rewards_and_lengths_and_the_mismatch_of_sampled_tokens_only(
             metrics.LENGTH_MEAN: 2.0,
             metrics.LENGTH_MAX: 3.0,
         }
-        found = estimator.describe(batch.with_columns(columns))
-    assert found[metrics.MISMATCH_MEAN] == pytest.approx((7 * 0.5 + 2.0) / 8)
-    assert found[metrics.MISMATCH_MAX] == 2.0
+        figures = estimator.describe(batch.with_columns(columns))
+    assert figures[metrics.MISMATCH_MEAN] == pytest.approx((7 * 0.5 + 2.0) / 8)
+    assert figures[metrics.MISMATCH_MAX] == 2.0
 
 
 @pytest.mark.parametrize("left_out", [None, [False, False, True, False]])
@@ -140,10 +140,10 @@ def test_the_mismatch_is_that_of_an_update_of_all_rows(left_out: list[bool] | No
     for aggregation in get_args(Aggregation):
         config = AlgorithmConfig(aggregation=aggregation)
         with podium.connect("inline") as cluster:
-            found = cluster.start(Estimator.bind(config), cluster.pool([1])).describe(batch)
+            figures = cluster.start(Estimator.bind(config), cluster.pool([1])).describe(batch)
         updated = Policy(TINY, OptimConfig(), algorithm=config).update(batch)
         for name in (metrics.MISMATCH_MEAN, metrics.MISMATCH_MAX):
-            assert found[name] == pytest.approx(updated[name], rel=1e-5)
+            assert figures[name] == pytest.approx(updated[name], rel=1e-5)
 
 
 def test_the_mismatch_is_measured_where_all_rows_are_left_out() -> None:

@@ -116,10 +116,10 @@ def _by_prompt(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
     texts = Counter[str]()
     for group, row in sorted(rows.items()):  # completions that the reward left out stand last in the file
         text, answers = row["prompt"], row["answers"]
-        place = texts[text] if not sessions else group
+        occurrence = texts[text] if not sessions else group
         texts[text] += 1
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
-        row |= {"key": f"{digest}-{place}", "n": len(answers)}
+        row |= {"key": f"{digest}-{occurrence}", "n": len(answers)}
         for name in _FIGURES:
             figures = [answer[name] for answer in answers if answer[name] is not None]
             row[name] = number(fmean(figures)) if figures else None
