@@ -194,6 +194,29 @@ def test_a_run_goes_on_by_another_metric_after_a_resume(tmp_path: Path) -> None:
     assert RunRecord(tmp_path / "runs" / "run").judged is not None
 
 
+def test_a_run_that_is_resumed_with_another_set_measures_by_it_where_it_goes_on(tmp_path: Path) -> None:
+    """Its first evaluation by the set that judges it came steps later, and the one that was there is kept."""
+    sets = {
+        name: write_plan(tmp_path / name, levels(*means))
+        for name, means in (("easy", (0.9,) * 4), ("hard", (0.1,) * 4))
+    }
+    run, directory = {"resume": str(tmp_path / "runs" / "run"), "steps": 4}, tmp_path / "runs" / "run"
+    train(tmp_path, levels(0), run={"steps": 2}, data={"eval": {"easy": sets["easy"]}}, eval={"every": 2}, show=False)
+    summary = train(tmp_path, levels(0), run=run, data={"eval": {"hard": sets["hard"]}}, eval={"every": 2}, show=False)
+    rows = metrics_rows(directory, "eval")
+    assert [(row["step"], *(name for name in row if name.startswith("items/"))) for row in rows] == [
+        (0, "items/easy"), (2, "items/easy"), (2, "items/hard"), (4, "items/hard"),
+    ]  # fmt: skip
+    assert summary.best_step == 2
+    assert (summary.sets["hard"]["before"], summary.sets["hard"]["after"]["reward_mean"]) == ({}, pytest.approx(0.1))
+    both = {"data": {"eval": sets}, "eval": {"every": 2, "metric": "reward/easy"}}
+    summary = train(tmp_path, levels(0), run=run, **both, show=False)
+    row = metrics_rows(directory, "eval")[-1]
+    assert (row["step"], row["reward_mean"], row["reward_mean/hard"]) == (4, pytest.approx(0.9), pytest.approx(0.1))
+    assert len(metrics_rows(directory, "eval")) == len(rows), "the row that had a part of this is replaced"
+    assert summary.before == {"reward_mean": pytest.approx(0.9)}, "by the rows of the first set"
+
+
 @pytest.mark.parametrize(
     ("key", "setting", "off", "means"),
     [("stop_at", 0.75, "null", (1, 3, 6, 6, 8)), ("patience", 2, "0", (4, 3, 3, 8, 8))],

@@ -12,6 +12,7 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import DataConfig, load_examples
 from podium.telemetry import Note, subscribe
 from podium_preferences import EncodedPreferences, encode_preferences, read_labeled, read_pair
+from podium_preferences.trainer import _mismatch
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer, notes_of
 from tests.unit.rollout.tasks.test_schemas import SUM, TOOLS, model, system, user
 
@@ -291,3 +292,30 @@ def test_labels_of_one_kind_and_contradictions_are_told(tmp_path: Path) -> None:
     (note,) = notes_of(lambda: load(tmp_path, [GOOD, GOOD, swapped]))
     assert note.startswith("1 answer or pair is the better one in one row")
     assert notes_of(lambda: load(tmp_path, [GOOD, {**GOOD, "chosen": "9"}])) == []
+
+
+class CountedId(int):
+    """A token id that counts how often it was compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("prompts", [[7] * 500, [7] * 499 + [8], [1, 1, 2, 1, 3, 3]])
+def test_answers_are_put_after_other_prompts_in_time_that_grows_with_their_number(prompts: list[int]) -> None:
+    """Held-out answers to one prompt were compared with one another, each with all."""
+    answers = [([CountedId(prompt), 100 + place], [False, True]) for place, prompt in enumerate(prompts)]
+    CountedId.compared = 0
+    made = [(int(ids[0]), ids[1]) for ids, _ in _mismatch(answers, None)]
+    assert CountedId.compared <= 4 * len(prompts)
+    around = [*enumerate(prompts)] * 2
+    expected = [
+        next(((prompt, 100 + other) for other, text in around[place + 1 :] if text != prompt), None)
+        for place, prompt in enumerate(prompts)
+    ]
+    assert made == [pair for pair in expected if pair is not None]

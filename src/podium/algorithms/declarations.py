@@ -48,6 +48,8 @@ class Declaration:
             ``config.read_options``.
         needs_values: The estimator reads a critic's values, so that the trainer starts a critic.
         needs_groups: The estimator compares the completions of a prompt, so that each prompt needs two or more.
+        below_n: Options of the estimator that must be below ``sampling.n``, because groups of no more
+            completions than that teach it nothing.
         needs_greedy: The estimator reads ``inputs.baseline_B``: the rewards of greedy completions, which are drawn and
             graded beside the others, and not trained.
         columns: The token columns of :data:`COLUMNS` that the estimator reads.
@@ -84,6 +86,7 @@ class Declaration:
     options: type | None = None
     needs_values: bool = False
     needs_groups: bool = False
+    below_n: tuple[str, ...] = ()
     needs_greedy: bool = False
     columns: tuple[str, ...] = ()
     data: tuple[str, ...] = ()

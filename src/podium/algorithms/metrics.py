@@ -7,7 +7,7 @@ metric is the same on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,10 +41,34 @@ class TokenMean(float):
     @classmethod
     def over(cls, count: float, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the ``metrics`` of an optimizer step, of which those are means over ``count`` that are no maxima."""
-        means = {name: cls(value) for name, value in metrics.items() if not isinstance(value, Maximum)}
+        means = {
+            name: value if isinstance(value, TokenMean) else cls(value)
+            for name, value in metrics.items()
+            if not isinstance(value, Maximum)
+        }
         for mean in means.values():
             mean.count = count
         return {**metrics, **means}
+
+
+class ExplainedVariance(TokenMean):
+    """What :func:`explained_variance` returns. A training step with several of them has that of the tokens of all,
+    which is not their mean.
+
+    Attributes:
+        moments: The sums of :func:`value_moments` that it was computed from.
+    """
+
+    moments: tuple[float, ...] = ()
+
+    @classmethod
+    def join(cls, parts: Sequence[ExplainedVariance]) -> ExplainedVariance:
+        """Return that of the tokens of all parts, each of which has its ``count`` of them."""
+        moments = torch.zeros(5, dtype=torch.float64)
+        for part in parts:
+            if part.moments[0]:
+                moments += part.count / part.moments[0] * torch.tensor(part.moments, dtype=torch.float64)
+        return explained_variance(moments)
 
 
 @dataclass(frozen=True)
@@ -120,7 +144,7 @@ def value_moments(values_N: Tensor, returns_N: Tensor, weights_N: Tensor) -> Ten
     return torch.stack([(weights_N * column_N).sum() for column_N in columns])
 
 
-def explained_variance(moments: Tensor) -> float:
+def explained_variance(moments: Tensor) -> ExplainedVariance:
     """``1 - Var(returns - values) / Var(returns)`` from the sums of :func:`value_moments`.
 
     A perfect critic has 1. A critic that is no better than the mean has 0, and a worse one is below 0. Returns without
@@ -130,13 +154,15 @@ def explained_variance(moments: Tensor) -> float:
     >>> explained_variance(value_moments(returns_N - 7.0, returns_N, ones_N))
     1.0
     """
-    weight, returns, returns2, errors, errors2 = (float(moment) for moment in moments)
-    if weight == 0:
-        return 0.0
-    variance = returns2 / weight - (returns / weight) ** 2
-    if variance <= 1e-12 * max(1.0, returns2 / weight):
-        return 0.0
-    return 1.0 - (errors2 / weight - (errors / weight) ** 2) / variance
+    weight, returns, returns2, errors, errors2 = sums = tuple(float(moment) for moment in moments)
+    share = 0.0
+    if weight > 0:
+        variance = returns2 / weight - (returns / weight) ** 2
+        if variance > 1e-12 * max(1.0, returns2 / weight):
+            share = 1.0 - (errors2 / weight - (errors / weight) ** 2) / variance
+    explained = ExplainedVariance(share)
+    explained.moments = sums
+    return explained
 
 
 def flat_groups(rewards_B: Tensor, group_B: Tensor) -> float:

@@ -47,7 +47,7 @@ class StatusSink(Sink):
             self._what = self.activity = event.what
             if self._status is None:
                 _write(event.what)
-        counts = describe_counts(event.counts) if isinstance(event, Progressing) else ""
+        counts = describe_counts(event.counts, ", ") if isinstance(event, Progressing) else ""
         if counts:
             self.activity = f"{self._what} ({counts})"
         if self._status is not None and isinstance(event, Waiting | Progressing):

@@ -100,19 +100,19 @@ class TrainerState:
         """Return this for a run that is judged by ``figure`` of the evaluation set ``set_name`` from now on.
 
         ``figure`` is "auto" where an evaluation decides. Evaluations of another set, or without the figure, are
-        forgotten. The best one is chosen anew among the others and those of the ``rows`` of metrics.jsonl, and
-        ``eval.patience`` begins anew.
+        forgotten, and those of the ``rows`` of metrics.jsonl take their place. The best one is chosen anew among all,
+        and ``eval.patience`` begins anew.
         """
         if figure in ("auto", self.metric) and (self.last is None or self.last.set_name == set_name):
             return self
         name = self.metric if figure == "auto" else figure
-        first, last = (
-            evaluation if evaluation and evaluation.set_name == set_name and name in evaluation.figures else None
-            for evaluation in (self.first, self.last)
-        )
-        evaluations = [evaluation for evaluation in (first, last) if evaluation is not None]
-        evaluations = sorted([*evaluations, *Evaluation.of_rows(rows, name, set_name)], key=lambda one: one.step)
-        best = max(evaluations, key=lambda evaluation: Metric(name).rank(evaluation.value(name)), default=None)
+        evaluations = {evaluation.step: evaluation for evaluation in Evaluation.of_rows(rows, name, set_name)}
+        for evaluation in filter(None, (self.first, self.last)):
+            if evaluation.set_name == set_name and name in evaluation.figures:
+                evaluations[evaluation.step] = evaluation
+        first, last = (evaluations.get(choose(evaluations, default=-1)) for choose in (min, max))
+        in_order = sorted(evaluations.values(), key=lambda evaluation: evaluation.step)
+        best = max(in_order, key=lambda evaluation: Metric(name).rank(evaluation.value(name)), default=None)
         return replace(
             self,
             metric=name if evaluations else "",

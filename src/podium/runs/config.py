@@ -305,11 +305,20 @@ class PPOConfig(_TrainingConfig):
                 f"{self.algorithm.advantage!r}, whose baseline is the reward of a greedy completion: sessions "
                 "have none; choose another estimator, such as rloo"
             )
+        self._check_groups(estimator)
+
+    def _check_groups(self, estimator: Declaration) -> None:
+        """Check that each prompt has as many completions as the advantage estimator compares."""
+        what = f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}"
         if self.sampling.n < 2 and estimator.needs_groups:
-            raise ConfigError(
-                f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
-                "compares the completions of a prompt: expected at least 2"
-            )
+            raise ConfigError(f"{what}, which compares the completions of a prompt: expected at least 2")
+        options = self.algorithm.read_options(estimator.options) if estimator.options is not None else None
+        for name in estimator.below_n:
+            if self.sampling.n <= (value := getattr(options, name)):
+                raise ConfigError(
+                    f"{what} and algorithm.options.{name} = {value}: {write_count(self.sampling.n, 'completion')} of a "
+                    f"prompt teach it nothing; set sampling.n above {value}, or {name} below {self.sampling.n}"
+                )
 
     def _check_rewards(self, estimator: Declaration) -> None:
         """Check that the advantage estimator reads rewards as they are meant."""
@@ -404,7 +413,17 @@ class PPOConfig(_TrainingConfig):
         ends with the run."""
         critic = self.algorithm.critic
         waits = self.algorithm.has_value_head and critic.critic_warmup < self.run.steps
-        return self._end_optim(self.optimizer_steps, critic.critic_warmup * self.algorithm.updates if waits else 0)
+        first = critic.critic_warmup * self.algorithm.updates if waits else 0
+        try:
+            return self._end_optim(self.optimizer_steps, first)
+        except ConfigError as error:
+            if not 0 < critic.critic_warmup < self.run.steps:
+                raise
+            steps, warmup = self.run.steps, critic.critic_warmup
+            raise ConfigError(
+                f"{error}; of {write_count(steps, 'step')} algorithm.options.critic_warmup = {warmup} leaves "
+                f"{steps - warmup} to the policy"
+            ) from None
 
     @property
     def critic_optim(self) -> OptimConfig:

@@ -134,6 +134,12 @@ class Evaluation:
         return max(least, self.figures[name] - error), min(most, self.figures[name] + error)
 
 
+def sets_of(row: Mapping[str, Any]) -> set[str]:
+    """Return the names of the sets in the row of an evaluation: "" for a set without a name, beside which there are no
+    others."""
+    return {key.removeprefix("items/") for key in row if key.startswith("items/")} or {""}
+
+
 def check_scores(evaluation: Evaluation) -> Evaluation:
     """Return an evaluation that was read, whose figures are the means of its scores. Raises ValueError for another."""
     items, weights = evaluation.items, evaluation.weights

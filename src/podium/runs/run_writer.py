@@ -344,10 +344,10 @@ class RunDirectory:
             self.rewind(after or None, again=again)
         return JsonlSink(self.metrics_path, self.files.append(METRICS))
 
-    def evaluation_rows(self, step: int) -> list[dict[str, Any]]:
-        """Return the rows of evaluations in metrics.jsonl up to ``step``. Damaged rows are left out."""
+    def rows_until(self, step: int) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl up to ``step``. Damaged rows are left out."""
         rows = [row for row in RunRecord(self.path).parse_rows() if not isinstance(row, DataError)]
-        return [row for row in rows if row["kind"] == "eval" and row["step"] <= step]
+        return [row for row in rows if row["step"] <= step]
 
     def check_rewind(self, step: int | None) -> None:
         """Check that :meth:`rewind` removes no results.

@@ -94,7 +94,7 @@ def read_counts(after_s: float = 0.0) -> tuple[Count, ...]:
     return tuple(count for count in counts if count.seconds >= after_s)
 
 
-def describe_counts(counts: Sequence[Count]) -> str:
+def describe_counts(counts: Sequence[Count], joint: str = " · ") -> str:
     """Say in one line how far things are: the stages that run, and the numbers by their units."""
     stages: dict[str, float] = {}
     units: dict[str, list[Count]] = {}
@@ -108,7 +108,7 @@ def describe_counts(counts: Sequence[Count]) -> str:
         parts += [f"{done:,} of {total:,} {unit}"] if total > 1 else []
     speed = sum(count.done / max(count.seconds, 1e-9) for count in units.get(TOKENS, ()))
     parts += [f"{compact(speed)} tok/s"] if speed else []
-    return " · ".join(parts)
+    return joint.join(parts)
 
 
 def sum_counts(counts: Sequence[Count]) -> tuple[int, int]:

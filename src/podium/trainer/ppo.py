@@ -581,8 +581,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.rest(self.run.roles.policy)
         return step
 
-    def restore(self, state: TrainerState) -> None:
-        super().restore(state)
+    def restore(self, state: TrainerState, rows: Sequence[Mapping[str, Any]]) -> None:
+        super().restore(state, rows)
+        self.watch.go_on(row for row in rows if row["kind"] == "step")
         self.kl = self.kl.restore(state.kl_coef)
         self.rates.restore(state.pass_rates)
         if self.entropy.target is not None and state.entropy:

@@ -1,7 +1,7 @@
 """Watches the steps of a run for signs that nothing is learned, or something else than was intended."""
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from podium.algorithms import ADVANTAGES, LOSSES
 from podium.data import fields
@@ -118,6 +118,18 @@ class StepWatch:
 
     def check_signal(self, metrics: Mapping[str, float], step: int) -> None:
         """Emit a note if, for several steps in a row, all completions of each prompt had the same reward."""
+        self._count_flat(metrics)
+        if self._flat_steps not in _FLAT_STEPS:
+            return
+        what = explain_flat(metrics, self.config.sampling.max_new_tokens)
+        emit(Note(f"nothing is learned: for {write_count(self._flat_steps, 'step')}, up to step {step}, {what}"))
+
+    def go_on(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Count the steps before a resume, whose ``rows`` metrics.jsonl has, in order."""
+        for row in rows:
+            self._count_flat(row)
+
+    def _count_flat(self, metrics: Mapping[str, Any]) -> None:
         estimator = ADVANTAGES.declaration(self.config.algorithm.advantage)
         flat = estimator.needs_groups and metrics.get(names.FLAT_GROUPS) == 1.0
         flat = flat or (metrics.get(names.REWARD_STD) == 0.0 and not estimator.needs_greedy)
@@ -126,7 +138,3 @@ class StepWatch:
             LOSSES.declaration(name).scales_advantage for name in self.config.algorithm.losses
         )
         self._flat_steps = self._flat_steps + 1 if flat else 0
-        if self._flat_steps not in _FLAT_STEPS:
-            return
-        what = explain_flat(metrics, self.config.sampling.max_new_tokens)
-        emit(Note(f"nothing is learned: for {write_count(self._flat_steps, 'step')}, up to step {step}, {what}"))

@@ -74,7 +74,7 @@ from podium.trainer.run_setup import (
     open_run,
     read_held_out,
 )
-from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, is_left_out, name_stage
+from podium.trainer.schedules.steps import Evaluated, Rollout, StageClock, StepCalls, Steps, name_stage
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 E = TypeVar("E")
@@ -281,13 +281,12 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def _train(self, run: Run[E], stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
-        self._evaluated: int | None = None  # the last step of which the checkpoint has an evaluation
-        self._is_unknown = False  # whether its own step was evaluated after it was written
+        self._evaluated = Evaluated()  # of the step from which it goes on
         self._at_work: dict[str, set[int]] = {}  # by role, the prompts that its processes have
         try:
             first = self.resume() + 1
             after = first - 1 if self.config.run.resume else None
-            again = self._is_unknown or is_left_out(first - 1, self.config, self._evaluated)
+            again = self._evaluated.is_missing(first - 1, self.config) and not self._evaluated.has_others
             stack.enter_context(run.directory.open_metrics(after, again=again))
             self._taking, self._passed_over = Lock(), dict[int, str]()
             self.ledger = Ledger(run.directory.path / LEDGER, run.data.stream.number, self.state.ledger)
@@ -390,7 +389,6 @@ class Trainer(ABC, Generic[C, E, R]):
             drop=lambda step, reason: ledger.move(step, "dropped", reason=reason),
             apart=self.keeps_apart,
             evaluated=self._evaluated,
-            is_unknown=self._is_unknown,
         )
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -413,14 +411,12 @@ class Trainer(ABC, Generic[C, E, R]):
         run = self.run
         if run.checkpoint is not None:
             self.state = load_checkpoint(run.checkpoint, run.roles)
-            self.restore(self.state)
-            rows = run.directory.evaluation_rows(self.state.step)
+            rows = run.directory.rows_until(self.state.step)
+            self.restore(self.state, rows)
+            evaluations = [row for row in rows if row["kind"] == "eval"]
             if run.data.held_out is not None:
-                self._evaluated = self.state.last.step if self.state.last else 0
-                self._is_unknown = self._evaluated != self.state.step and any(
-                    row["step"] == self.state.step for row in rows
-                )
-            self.state = self.state.judged_by(*self.config.judged_by, rows)
+                self._evaluated = Evaluated.of(self.state.step, self.state.last, evaluations, run.data.held_out)
+            self.state = self.state.judged_by(*self.config.judged_by, evaluations)
             emit(Note(f"resuming after step {self.state.step} from {run.checkpoint}"))
         elif self.config.run.resume:
             emit(Note(f"{run.directory.path} has no checkpoint yet: starting at step 1"))
@@ -428,8 +424,8 @@ class Trainer(ABC, Generic[C, E, R]):
             run.generators.sync_weights(self.state.step)
         return self.state.step
 
-    def restore(self, state: TrainerState) -> None:
-        """Continue from ``state``."""
+    def restore(self, state: TrainerState, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from ``state``, to whose step metrics.jsonl has these ``rows``."""
         self.run.data.stream.restore(state.prompts)
         self.clock.totals_s, self.clock.totals_tokens = dict(state.stage_s), dict(state.stage_tokens)
 
@@ -482,6 +478,7 @@ class Trainer(ABC, Generic[C, E, R]):
         if held_out is None:
             return False
         sets = {name: self.score_set(examples, step, name) for name, examples in held_out.items()}
+        self._evaluated = Evaluated(last=step)
         judged, *_ = sets.values()
         metric, decides = Metric(self.state.metric), False
         if not self.state.metric:
@@ -542,8 +539,9 @@ class Trainer(ABC, Generic[C, E, R]):
         run = self.run
         run.saver.finish()
         finished = done >= self.config.run.steps or bool(self._find_end(done))
-        if finished and run.data.held_out is not None and (self.state.last is None or self.state.last.step != done):
-            self.evaluate(done)  # a run that was stopped in its last step, or is resumed with fewer steps
+        measured = self.state.last is not None and self.state.last.step == done and not self._evaluated.new_sets
+        if finished and run.data.held_out is not None and not measured:
+            self.evaluate(done)  # a run that was stopped in its last step, or is resumed with fewer steps or new sets
             if done:
                 self.save(done)  # it may be the best one
                 run.saver.wait()

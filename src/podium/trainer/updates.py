@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from podium.algorithms import AlgorithmConfig
-from podium.algorithms.metrics import Maximum, TokenMean
+from podium.algorithms.metrics import ExplainedVariance, Maximum, TokenMean
 from podium.data import Batch, fields
 from podium.errors import ConfigError
 from podium.rollout.tasks import Example, PromptStream
@@ -30,7 +30,7 @@ _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_
 
 def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Join the metrics of a step's optimizer steps: the mean of each, which is over all tokens for a
-    :class:`TokenMean`, or of a :class:`Maximum` the largest value.
+    :class:`TokenMean`, or of a :class:`Maximum` the largest value. The explained variance is that of all tokens.
 
     >>> join_updates([TokenMean.over(30, {"a": 1.0}) | {"b": 1.0}, TokenMean.over(10, {"a": 5.0}) | {"b": 5.0}])
     {'a': 2.0, 'b': 3.0}
@@ -40,6 +40,8 @@ def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [update[name] for update in updates if name in update]
         if name in _LARGEST or isinstance(values[0], Maximum):
             joined[name] = max(values, key=lambda value: math.inf if math.isnan(value) else value)
+        elif len(values) > 1 and all(isinstance(value, ExplainedVariance) for value in values):
+            joined[name] = ExplainedVariance.join(cast("Sequence[ExplainedVariance]", values))
         else:
             joined[name] = _mean([(value.count if isinstance(value, TokenMean) else 1.0, value) for value in values])
     return joined

@@ -12,6 +12,7 @@ from podium.algorithms.config import AlgorithmConfig
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.models.config import ModelConfig
+from podium.spelling import write_count
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +105,8 @@ class EndingOptim(OptimConfig):
         steps = self.total_steps - self.first_step
         if self.lr_schedule != "constant" and steps <= self.warmup_steps:
             raise ConfigError(
-                f"optim.warmup_steps = {self.warmup_steps} is not below the {steps} optimizer steps of the "
-                f"run, over which optim.lr_schedule = {self.lr_schedule!r} falls to 0: lower it, or raise run.steps"
+                f"optim.warmup_steps = {self.warmup_steps} is not below the {write_count(steps, 'optimizer step')} of "
+                f"the run, over which optim.lr_schedule = {self.lr_schedule!r} falls to 0: lower it, or raise run.steps"
             )
 
     @property

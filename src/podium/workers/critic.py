@@ -93,9 +93,8 @@ class Critic(ValueModel):
         moments = gather_moments(self.engine, batch)
         result = self.engine.step(batch, compute, columns=VALUE_COLUMNS)
         return {
-            **self.count_means(batch, result.metrics),
+            **self.count_means(batch, {**result.metrics, metrics.EXPLAINED_VARIANCE: explained_variance(moments)}),
             metrics.VALUE_LOSS: result.loss,
-            metrics.EXPLAINED_VARIANCE: explained_variance(moments),
             "value/grad_norm": result.grad_norm,
             VALUE_LEARNING_RATE: result.learning_rate,
             **({"value/loss_scale": self.engine.loss_scale.value} if self.engine.loss_scale.is_used else {}),

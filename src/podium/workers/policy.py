@@ -234,9 +234,8 @@ class Policy(Learner):
         minibatch = self.engine.accumulate(batch, compute, columns=VALUE_COLUMNS)
         applied = self.engine.apply(head_alone=True)
         return {
-            **self.count_means(batch, minibatch.metrics),
+            **self.count_means(batch, {**minibatch.metrics, metrics.EXPLAINED_VARIANCE: explained_variance(moments)}),
             metrics.VALUE_LOSS: minibatch.loss,
-            metrics.EXPLAINED_VARIANCE: explained_variance(moments),
             "value/grad_norm": applied.grad_norm,
             VALUE_LEARNING_RATE: applied.head_learning_rate,
         }
@@ -319,7 +318,7 @@ class Policy(Learner):
             minibatch = self.engine.accumulate(full_batch, compute, columns=added_columns, weight=weight, flat=flat)
         self._scored = kept_N
         named = {metrics.LOSS: minibatch.loss, **self.count_means(batch, minibatch.metrics), **sampled}
-        return named if moments is None else self._split_losses(named, moments, weight)
+        return named if moments is None else self._split_losses(named, batch, moments, weight)
 
     def _add_value_loss(self, token_loss: TokenLoss, micro: MicroBatch, values_K: Tensor | None) -> TokenLoss:
         """Return the policy's loss plus ``value_coef`` times that of the values, if there are any."""
@@ -327,14 +326,16 @@ class Policy(Learner):
             return token_loss
         return token_loss.add(token_value_loss(micro, values_K, self.algorithm), self.algorithm.critic.value_coef)
 
-    def _split_losses(self, named: Mapping[str, float], moments: Tensor, weight: float) -> dict[str, float]:
+    def _split_losses(
+        self, named: Mapping[str, float], batch: Batch, moments: Tensor, weight: float
+    ) -> dict[str, float]:
         """Return the metrics of a minibatch with the losses of policy and values apart."""
         value = named.get(metrics.VALUE_LOSS, 0.0) * float(moments[0])  # from the mean under weights to their sum
         return {
             **named,
             metrics.LOSS: named[metrics.LOSS] - weight * self.algorithm.critic.value_coef * value,
             metrics.VALUE_LOSS: value,
-            metrics.EXPLAINED_VARIANCE: explained_variance(moments),
+            **self.count_means(batch, {metrics.EXPLAINED_VARIANCE: explained_variance(moments)}),
         }
 
     @endpoint(collect=first())

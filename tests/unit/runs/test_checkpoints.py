@@ -337,3 +337,18 @@ def test_a_run_with_another_metric_finds_its_best_evaluation_among_all(set_name:
     of_named_set = [{"step": 1, "items": 1, "reward_mean": 5.0, "items/hard": 1, "reward_mean/hard": 5.0}]
     best = state.judged_by("reward_mean", "", of_named_set).best
     assert (best and best.step) == (None if set_name else 3), "the figures of another set are not those of this one"
+
+
+def test_a_run_that_is_judged_by_another_set_knows_what_was_measured_of_it() -> None:
+    """It forgot the figures of the set that metrics.jsonl has, so that the summary had no figures of before."""
+    state, rows = TrainerState(metric="accuracy"), list[dict[str, Any]]()
+    for step, hard in enumerate((0.2, 0.6, 0.4)):
+        state = state.after(Evaluation.of(step, 1, {"accuracy": [1.0]}, set_name="easy"), state.judge)
+        row = {"kind": "eval", "step": step, "items": 1, "accuracy": 1.0, "items/easy": 1, "accuracy/easy": 1.0}
+        rows.append({**row, "items/hard": 5, "accuracy/hard": hard})
+    changed = state.judged_by("accuracy", "hard", rows)
+    measured = [changed.first, changed.best, changed.last]
+    assert [(one and one.step, one and one.figures, one and one.items) for one in measured] == [
+        (step, {"accuracy": hard}, 5) for step, hard in enumerate((0.2, 0.6, 0.4))
+    ]
+    assert changed.metric == "accuracy"

@@ -270,8 +270,26 @@ def test_the_schedule_of_the_policy_counts_the_steps_that_it_takes() -> None:
         assert config.ending_optim.end == ends
         assert config.critic_optim.end == 20
         assert config.critic_optim.lr == 2.0
+    optim = {"lr_schedule": "linear", "warmup_steps": 6}
+    for trunk in ("separate", "shared"):
+        options = {"critic_warmup": 4, "critic_trunk": trunk}
+        with pytest.raises(
+            ConfigError,
+            match=r"warmup_steps = 6 is not below the 6 optimizer steps of the run.*raise run\.steps; of 10 steps "
+            r"algorithm\.options\.critic_warmup = 4 leaves 6 to the policy",
+        ):
+            build_config(PPOConfig, {**values, "optim": optim, "algorithm": {"options": options}})
     warm_only = {"critic_warmup": 10}
     assert build_config(PPOConfig, {**values, "algorithm": {"options": warm_only}}).ending_optim.end == 10
+
+
+@pytest.mark.parametrize(("n", "options"), [(4, {}), (3, {"pass_k": 3}), (2, {"pass_k": 5})])
+def test_groups_that_teach_an_estimator_nothing_are_refused(n: int, options: dict[str, Any]) -> None:
+    """The run ended in its first step."""
+    algorithm, k = {"advantage": "pass_at_k", "options": options}, options.get("pass_k", 4)
+    with pytest.raises(ConfigError, match=rf"sampling\.n = {n} with .*'pass_at_k' and .*pass_k = {k}: .*above {k}, or"):
+        build_config(GRPOConfig, {"sampling": {"n": n}, "algorithm": algorithm})
+    build_config(GRPOConfig, {"sampling": {"n": k + 1}, "algorithm": algorithm})
 
 
 @pytest.mark.parametrize("advantage", ["gdpo", "maxrl", "pass_at_k"])

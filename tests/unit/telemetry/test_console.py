@@ -331,14 +331,18 @@ def test_stalls_and_losses_name_who() -> None:
 def test_an_ascii_terminal_is_no_reason_to_fail() -> None:
     script = """
 from podium.telemetry import CompletionsSampled, Sample, emit
+from podium.telemetry.events import Count, Progressing
 from podium.telemetry.sinks import ConsoleSink
 with ConsoleSink():
     emit(CompletionsSampled(1, (Sample("π?", "數", 1.0),)))
+    emit(Progressing((Count("", 0, 0, 40.0, "update"), Count("rows", 1, 2, 40.0))))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={"PYTHONIOENCODING": "ascii"}
     )
     assert "\\u6578" in done.stdout
+    assert "step 1 - sample 1 of 1" in done.stdout
+    assert "update 40s - 1 of 2 rows" in done.stdout, "Podium's own characters are not spelled out"
     assert done.stderr == ""
 
 

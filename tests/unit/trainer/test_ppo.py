@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from podium.algorithms import AlgorithmConfig
+from podium.algorithms import AlgorithmConfig, explained_variance, value_moments
 from podium.algorithms.config import Aggregation
 from podium.algorithms.metrics import EFFECTIVE_SIZE, PartialMetrics, TokenMean
 from podium.errors import PodiumError
@@ -50,10 +50,12 @@ def test_metrics_of_tokens_are_the_same_however_a_step_is_cut_into_updates(
     in_one = worker.update(batch)
     parts = [batch.take(rows) for rows in ([7, 0, 3], [1, 5], [2, 4, 6])]
     joined = join_updates([pickle.loads(pickle.dumps(worker.update(part))) for part in parts])
-    of_updates = {metrics.LOSS, metrics.GRAD_NORM, metrics.VALUE_LOSS, metrics.EXPLAINED_VARIANCE, EFFECTIVE_SIZE}
+    of_updates = {metrics.LOSS, metrics.GRAD_NORM, metrics.VALUE_LOSS, EFFECTIVE_SIZE}
     compared = {name for name in in_one if name not in {*of_updates, "value/grad_norm"}}
     assert compared >= (
-        {metrics.ENTROPY, metrics.KL, metrics.CLIP_FRACTION} if kind is Policy else {"value/clip_fraction"}
+        {metrics.ENTROPY, metrics.KL, metrics.CLIP_FRACTION}
+        if kind is Policy
+        else {"value/clip_fraction", metrics.EXPLAINED_VARIANCE}
     )
     for name in compared:
         assert joined[name] == pytest.approx(in_one[name], rel=1e-5, abs=1e-7), name
@@ -65,6 +67,35 @@ def test_an_update_without_tokens_does_not_count_unless_there_is_no_other() -> N
     assert join_updates([empty, full]) == {"a": 5.0}
     assert join_updates([TokenMean.over(3.0, {"a": 0.1})]) == {"a": 0.1}, "3 * 0.1 / 3 is another number"
     assert join_updates([TokenMean.over(0.0, {"a": 0.0})] * 2) == {"a": 0.0}
+
+
+def test_the_explained_variance_of_a_step_is_that_of_all_its_tokens() -> None:
+    """Each update's returns are all equal, so that it explains nothing of them; the critic knows all returns."""
+    updates = [
+        TokenMean.over(
+            3.0, {metrics.EXPLAINED_VARIANCE: explained_variance(value_moments(returns_N, returns_N, ones_N))}
+        )
+        for returns_N, ones_N in ((torch.full((3,), level), torch.full((3,), 1 / 3)) for level in (0.0, 5.0))
+    ]
+    assert [update[metrics.EXPLAINED_VARIANCE] for update in updates] == [0.0, 0.0]
+    assert join_updates([pickle.loads(pickle.dumps(update)) for update in updates]) == {metrics.EXPLAINED_VARIANCE: 1.0}
+    assert join_updates([{metrics.EXPLAINED_VARIANCE: 0.5}, {metrics.EXPLAINED_VARIANCE: 0.0}]) == {
+        metrics.EXPLAINED_VARIANCE: 0.25
+    }, "of a critic of the user's own"
+
+
+def test_steps_before_a_resume_count_among_those_in_which_nothing_is_learned() -> None:
+    watch, said = StepWatch(GRPOConfig()), list[str]()
+    flat = {metrics.FLAT_GROUPS: 1.0, metrics.REWARD_STD: 0.0}
+    watch.go_on([{metrics.FLAT_GROUPS: 0.5}, flat, flat, flat])
+    unsubscribe = subscribe(lambda event: said.append(event.text) if isinstance(event, Note) else None)
+    try:
+        watch.check_signal(flat, 5)
+        assert not said
+        watch.check_signal(flat, 6)
+    finally:
+        unsubscribe()
+    assert "nothing is learned: for 5 steps, up to step 6" in said[0]
 
 
 def test_a_limit_of_the_mismatch_below_what_is_noted_ends_the_run() -> None:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from podium.errors import ConfigError, RewardError
+from podium.runs.evaluation import Evaluation
 from podium.runs.schedules import declaration_of
 from podium.telemetry import Note, subscribe
 from podium.trainer.checks.preflight import load_schedule
 from podium.trainer.schedules import Schedule, ScheduleDeclaration, Steps, sync
 from podium.trainer.schedules.asynchronous import asynchronous
 from podium.trainer.schedules.one_step_off import one_step_off
-from podium.trainer.schedules.steps import StepCalls
+from podium.trainer.schedules.steps import Evaluated, StepCalls
 from podium.trainer.signals import StopRequest
 from tests.waits import LONG_S
 
@@ -42,7 +43,7 @@ class Recorder:
     ) -> None:
         self.calls: list[str] = []
         self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
-        self.evaluated: int | None = None
+        self.evaluated = Evaluated()
         self.config: Any = SimpleNamespace(
             run=SimpleNamespace(steps=last, schedule="mine.py:mine", max_staleness=2),
             eval=SimpleNamespace(every=eval_every, items=4),
@@ -134,7 +135,7 @@ def test_a_checkpoint_is_due_so_many_minutes_after_the_last(monkeypatch: pytest.
 def test_a_step_that_was_not_evaluated_is_made_up_for_with_a_note(evaluated: int, first: list[str]) -> None:
     """A stop left it out, or the resume has another eval.every."""
     trainer, notes = Recorder(eval_every=2), list[str]()
-    trainer.evaluated = evaluated
+    trainer.evaluated = Evaluated(last=evaluated)
     unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
     try:
         trainer.run(first=3)
@@ -143,6 +144,27 @@ def test_a_step_that_was_not_evaluated_is_made_up_for_with_a_note(evaluated: int
     assert between(trainer.calls) == [*first, "evaluate 4", "save 4"]
     told = "step 2: it is evaluated before the run goes on, since it was not, and eval.every = 2"
     assert notes == [told] * bool(first)
+
+
+def test_a_step_that_other_sets_have_evaluated_is_made_up_for() -> None:
+    rows = [{"kind": "eval", "step": 2, "items": 8, "items/easy": 8}]
+    last = Evaluation(step=2, items=8, figures={"reward_mean": 0.5}, set_name="easy")
+    for sets, why in (({"easy", "hard"}, " by hard"), ({"hard"}, " by hard"), ({""}, " by these data"), ({"easy"}, "")):
+        trainer, notes = Recorder(eval_every=2), list[str]()
+        trainer.evaluated = Evaluated.of(2, last, rows, sets)
+        assert trainer.evaluated.has_others == ("easy" not in sets), "the row has figures that are not measured again"
+        unsubscribe = subscribe(
+            lambda event, notes=notes: notes.append(event.text) if isinstance(event, Note) else None
+        )
+        try:
+            trainer.run(first=3)
+        finally:
+            unsubscribe()
+        assert between(trainer.calls) == [*["evaluate 2", "save 2"] * bool(why), "evaluate 4", "save 4"]
+        told = f"step 2: it is evaluated before the run goes on, since it was not{why}, and eval.every = 2"
+        assert notes == [told] * bool(why)
+    assert not Evaluated.of(2, last, [], {"easy"}).new_sets, "a run without its metrics"
+    assert Evaluated.of(2, None, rows, {"easy"}).is_unknown
 
 
 def test_a_resumed_run_goes_on_at_its_step_and_a_finished_one_has_none_left() -> None:

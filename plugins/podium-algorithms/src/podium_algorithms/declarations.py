@@ -217,6 +217,7 @@ OTB: Final = Declaration(
 PASS_AT_K: Final = Declaration(
     options=PassOptions,
     needs_groups=True,
+    below_n=("pass_k",),
     judges_rewards=True,
     defaults={"normalize_advantage": True},
     source="Chen et al. 2025, Pass@k Training, arXiv:2508.10751, equations 14 and 15",

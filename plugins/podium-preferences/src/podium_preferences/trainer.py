@@ -98,12 +98,18 @@ class Answers:
 def _mismatch(answers: Sequence[Pair], most: int | None) -> list[Pair]:
     """Put the answer of the next row with another prompt after each prompt, where both fit together."""
     parts = [split_answer(pair) for pair in answers]
+    count = len(parts)
+    following: list[int | None] = [None] * (2 * count)  # the rows twice, since the first one follows the last one
+    for place in reversed(range(2 * count - 1)):
+        differs = parts[place % count][0] != parts[(place + 1) % count][0]
+        following[place] = place + 1 if differs else following[place + 1]
     others: list[Pair] = []
-    for place, (prompt, *_) in enumerate(parts):
-        following = (parts[(place + ahead) % len(parts)] for ahead in range(1, len(parts)))
-        other = next(((ids, mask) for start, ids, mask in following if start != prompt), None)
-        if other is not None and (most is None or len(prompt) + len(other[0]) <= most):
-            others.append(([*prompt, *other[0]], [False] * len(prompt) + other[1]))
+    for (prompt, *_), place in zip(parts, following, strict=False):
+        if place is None:
+            continue
+        _, ids, mask = parts[place % count]
+        if most is None or len(prompt) + len(ids) <= most:
+            others.append(([*prompt, *ids], [False] * len(prompt) + mask))
     return others
 
 

@@ -210,6 +210,7 @@ class ConsoleSink(Sink):
         self.console = console or terminal()
         self._log = log
         self._cell = self.console.file if isinstance(self.console.file, CellOutput) else None
+        self._dot = "-" if self.console.options.ascii_only else "·"
         self._live = (self.console.is_terminal and not self.console.is_dumb_terminal) or self._cell is not None
         self._row_every_s = row_every_s
         self._router = LogRouter(self.console if self._live else None)
@@ -335,11 +336,11 @@ class ConsoleSink(Sink):
         value, metric = self._held_out.get(self._judged), Metric(self._judged[-1])
         is_current = self._judged[0] == self._phase.name
         judged = f"held-out {metric.title} {metric.write(value)}" if is_current and value is not None else ""
-        return "".join(f"· {part} " for part in (self._left, self._counts, judged) if part).rstrip()
+        return "".join(f"{self._dot} {part} " for part in (self._left, self._counts, judged) if part).rstrip()
 
     def _show_counts(self, counts: Sequence[Count]) -> None:
         """Show how far a stage is that takes long: in the bar, and else on a line after 30 s, 60 s, 120 s, …"""
-        self._counts = describe_counts(counts)
+        self._counts = describe_counts(counts, f" {self._dot} ")
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], state=self._state)
         longest_s = max((count.seconds for count in counts if count.stage), default=0.0)
@@ -487,7 +488,7 @@ class ConsoleSink(Sink):
 
     def _samples(self, event: CompletionsSampled) -> None:
         for number, sample in enumerate(event.samples, 1):
-            self._rule(Text(f"step {event.step} · sample {number} of {len(event.samples)}", "dim"))
+            self._rule(Text(f"step {event.step} {self._dot} sample {number} of {len(event.samples)}", "dim"))
             self._field("prompt", sample.prompt, "dim")
             self._field("completion", sample.completion, "")
             if sample.expected is not None:

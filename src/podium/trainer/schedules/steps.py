@@ -14,7 +14,7 @@ were collected and not yet learned are taken again by a run that is resumed from
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.evaluation import Evaluation, sets_of
 from podium.runs.schedules import ScheduleDeclaration
 from podium.telemetry import Note, StageFinished, emit, metrics as names
 from podium.telemetry.formatting import clock_duration
@@ -95,6 +96,51 @@ class Rollout(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What is known of the evaluation of the step from which a run goes on.
+
+    Attributes:
+        last: The last step that was evaluated; None for a run that begins, or that has no evaluations.
+        is_unknown: Whether the step was evaluated after its checkpoint, which does not know it.
+        new_sets: The names of evaluation sets by which the step was not evaluated, although it was by others.
+        has_others: Whether it was evaluated by sets that are none of the run's any more.
+    """
+
+    last: int | None = None
+    is_unknown: bool = False
+    new_sets: tuple[str, ...] = ()
+    has_others: bool = False
+
+    @classmethod
+    def of(
+        cls, step: int, last: Evaluation | None, rows: Sequence[Mapping[str, Any]], sets: Collection[str]
+    ) -> Evaluated:
+        """What a checkpoint of ``step``, with its ``last`` evaluation, and the ``rows`` of evaluations in metrics.jsonl
+        know of that step, for a run with these evaluation sets."""
+        in_rows = set[str]().union(*(sets_of(row) for row in rows if row["step"] == step))
+        is_own = last is not None and last.step == step
+        known = in_rows | ({last.set_name} if last is not None and is_own else set())
+        return cls(
+            last=last.step if last is not None else 0,
+            is_unknown=bool(in_rows) and not is_own,
+            new_sets=tuple(sorted({*sets} - known)) if known else (),
+            has_others=bool(in_rows - {*sets}),
+        )
+
+    def is_missing(self, step: int, config: PPOConfig | SFTConfig) -> bool:
+        """Whether ``step`` is evaluated before the run goes on or ends."""
+        is_due = step >= config.run.steps or _is_due(step, config.eval.every)
+        return self.is_unknown or (is_due and (self.last not in (None, step) or bool(self.new_sets)))
+
+    def explain(self, every: int) -> str:
+        """Say why it is missing, where ``eval.every`` is ``every``."""
+        if self.is_unknown:
+            return "its checkpoint does not know its evaluation"
+        by_sets = f" by {', '.join(filter(None, self.new_sets)) or 'these data'}" if self.new_sets else ""
+        return f"it was not{by_sets}, and eval.every = {every}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepCalls:
     """What :class:`Steps` calls.
 
@@ -111,8 +157,7 @@ class StepCalls:
         train: Enters in the ledger that a step's prompts were trained.
         drop: Enters in the ledger that a step's prompts were dropped, and why.
         apart: Why the two halves cannot run at the same time; empty if they can.
-        evaluated: The last step that was evaluated before these steps; None for a run that begins here.
-        is_unknown: Whether the step before these was evaluated after its checkpoint, which does not know it.
+        evaluated: What is known of the evaluation of the step before these.
     """
 
     collect: Callable[[int], Rollout]
@@ -127,8 +172,7 @@ class StepCalls:
     train: Callable[[int], None]
     drop: Callable[[int, str], None]
     apart: str = ""
-    evaluated: int | None = None
-    is_unknown: bool = False
+    evaluated: Evaluated = Evaluated()
 
 
 class Steps:
@@ -178,9 +222,8 @@ class Steps:
         """
         evaluation, save = self._config.eval, self._config.save
         # A stop, or another eval.every before the resume, may have left the evaluation out.
-        if self._calls.is_unknown or is_left_out(self.done, self._config, self._calls.evaluated):
-            why = f"it was not, and eval.every = {evaluation.every}"
-            why = "its checkpoint does not know its evaluation" if self._calls.is_unknown else why
+        if self._calls.evaluated.is_missing(self.done, self._config):
+            why = self._calls.evaluated.explain(evaluation.every)
             emit(Note(f"step {self.done}: it is evaluated before the run goes on, since {why}"))
             with self._time_work("evaluation"), name_stage("evaluate", self.done):
                 self._ends = self._calls.evaluate(self.done)
@@ -357,10 +400,3 @@ class Steps:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def is_left_out(step: int, config: PPOConfig | SFTConfig, evaluated: int | None) -> bool:
-    """Whether a run that resumes after ``step`` evaluates this step before it goes on or ends. ``evaluated`` is the
-    last step that was evaluated before; None for a run that has no evaluations, or that begins."""
-    is_due = step >= config.run.steps or _is_due(step, config.eval.every)
-    return is_due and evaluated not in (None, step)
