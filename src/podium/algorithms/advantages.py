@@ -11,7 +11,7 @@ from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.declarations import ADVANTAGES
-from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
+from podium.algorithms.records import AdvantageInputs, AdvantageOutputs, is_own_column
 from podium.algorithms.token_rows import EPSILON, discounted_sums, ends_of_rows, group_statistics, whiten, wide
 from podium.errors import DataError
 
@@ -21,7 +21,8 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
 
     Raises:
         ConfigError: The estimator cannot be found.
-        DataError: The estimator returned something other than finite ``[N]`` tensors that are 0 outside the mask.
+        DataError: The estimator returned something other than finite ``[N]`` tensors that are 0 outside the mask, or a
+            column of its own under a name of Podium's.
     """
     outputs = cast("object", ADVANTAGES.load(config.advantage)(inputs, config))
     who = f"advantage estimator {config.advantage!r}"
@@ -33,27 +34,32 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
     for name, values_N in columns.items():
         if values_N is None and name == "returns_N":
             continue
-        tokens = len(inputs.mask_N)
-        if not isinstance(values_N, Tensor):
-            raise DataError(
-                f"{who} returned {name} as {type(values_N).__name__}; expected a tensor of one value a token"
-            )
-        if values_N.shape != (tokens,):
-            raise DataError(
-                f"{who} returned {name} of shape {list(values_N.shape)}; expected one value a token, [{tokens}]"
-            )
-        if not bool(values_N.isfinite().all()):
-            row = int(inputs.row_N[~values_N.isfinite()][0])
+        checked_N = _check_shape(values_N, len(inputs.mask_N), f"{who} returned {name}")
+        if not bool(checked_N.isfinite().all()):
+            row = int(inputs.row_N[~checked_N.isfinite()][0])
             raise DataError(
                 f"{who} returned {name} with values that are not finite, first in row {row}: check the "
                 "reward of that row"
             )
-        if bool((values_N[~inputs.mask_N] != 0).any()):
+        if bool((checked_N[~inputs.mask_N] != 0).any()):
             raise DataError(
                 f"{who} returned {name} with values that are not 0 outside mask_N; inputs.spread(values_B) makes a "
                 "tensor that is 0 there"
             )
+    for name, values in outputs.columns.items():
+        if not is_own_column(name):
+            raise DataError(f"{who} returned the column {name!r}, which is a name of Podium's: choose another one")
+        _check_shape(values, len(inputs.mask_N), f"{who} returned the column {name!r}")
     return outputs
+
+
+def _check_shape(values: object, tokens: int, what: str) -> Tensor:
+    """Return ``values``. Raises DataError if they are not a tensor of one value a token."""
+    if not isinstance(values, Tensor):
+        raise DataError(f"{what} as {type(values).__name__}; expected a tensor of one value a token")
+    if values.shape != (tokens,):
+        raise DataError(f"{what} of shape {list(values.shape)}; expected one value a token, [{tokens}]")
+    return values
 
 
 @ADVANTAGES.own["grpo"]

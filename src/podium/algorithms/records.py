@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from podium.algorithms.declarations import COLUMNS
 from podium.algorithms.token_rows import ends_of_rows, row_sums, rows_of_tokens, wide
+from podium.data import fields
 from podium.errors import DataError
+
+_COMPUTED: Final = ("logprobs", "old_values", "router_balance", "at_teacher_top", "at_rollout_top")
+_TAKEN: Final = {*_COMPUTED, *(value for name, value in vars(fields).items() if name.isupper())}
+
+
+def is_own_column(name: str) -> bool:
+    """Whether a token column of this name is not Podium's, so that a loss of the user's own may read it."""
+    return name not in _TAKEN and not name.startswith((fields.PART, fields.DATA))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +146,13 @@ class AdvantageOutputs:
     Attributes:
         advantages_N: float ``[N]``, 0 outside the mask.
         returns_N: float ``[N]``, targets of the critic; None from estimators that need no critic.
+        columns: Further values ``[N]`` by names of your own, for a loss of your own, which finds those of the tokens
+            with loss in ``inputs.columns``.
     """
 
     advantages_N: Tensor
     returns_N: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 class _Column:
@@ -178,6 +190,7 @@ class LossInputs:
     Attributes:
         offsets_B1: int64 ``[B + 1]``; row i is the tokens ``offsets_B1[i]:offsets_B1[i + 1]``.
         columns: Values ``[N]`` by name. The attributes below read them; reading one that is missing raises DataError.
+            Token columns of the batch that are not Podium's are here, too.
         figures: What the loss's ``minibatch`` function returned for these tokens, ``[N]`` by name.
         step: The number of optimizer steps before this one, equal on all ranks: a seed for a loss that draws.
     """

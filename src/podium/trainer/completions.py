@@ -21,16 +21,21 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, completion_texts, fields, sampled_tokens
 from podium.data.sampled_text import count_sampled
+from podium.errors import DataError
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks.messages import template_messages
 from podium.runtime import Handle
+from podium.spelling import write_count
 from podium.telemetry import Sample, metrics as names
 from podium.telemetry.progress import Counting
 from podium.trainer.prompts import Prompt
 from podium.workers import RewardModel
+from podium.workers.learner import LEFT_OUT
 
 _LOGGED: Final = "logged/"  # as fields.PART, of a number that the reward only logs, which no estimator sees
 _FIGURES: Final = (fields.PART, _LOGGED)
+
+_GRADED: Final = "graded_rewards"  # as the column rewards, float32 [B]: those that the grades have
 
 _GRADED_TOKENS: Final = 1 << 19  # tokens of the rows whose texts are fetched at once: enough for all graders
 _NO_VERSION: Final = -1
@@ -85,7 +90,7 @@ class ScoredBatch:
 
     def with_grades(self, grades: Sequence[Grade], rewards_B: Tensor, data: Sequence[str] = ()) -> ScoredBatch:
         """Return this with grades, and without the rows whose grade says that the reward left them out."""
-        columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B}
+        columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B, _GRADED: rewards_B}
         for name in sorted({name for grade in grades for name in grade.parts}):
             parts = [grade.parts.get(name, math.nan) for grade in grades]
             is_logged = any(name in grade.logged for grade in grades)
@@ -98,6 +103,34 @@ class ScoredBatch:
             rows_by_kind[grade.abstained].append(row)
         scored, others = map(graded_rows.with_rows, rows_by_kind)
         return replace(scored, left_out=others).with_data(data)
+
+    def with_rewards(self, batch: Batch) -> ScoredBatch:
+        """Return a copy whose grades, which are recorded, have the rewards with which ``batch`` is trained.
+
+        A stage of a subclass may have changed the column ``rewards``, or added ``token_rewards``.
+
+        Raises:
+            DataError: ``batch`` has not the same number of rows.
+        """
+        if self.grades is None or _GRADED not in self.batch:
+            return self
+        if len(batch) != len(self.batch):
+            raise DataError(
+                f"step {self.step}: a stage returned {write_count(len(batch), 'row')} of {len(self.batch)}: keep all "
+                f"rows, and leave some out of the loss by the column {LEFT_OUT!r}, bool [B]"
+            )
+        rewards_B = batch.dense(fields.REWARDS)
+        if fields.TOKEN_REWARDS in batch and fields.TOKEN_REWARDS not in self.batch:
+            given = batch.select(fields.TOKEN_REWARDS, fields.LOSS_MASK).fetch()
+            values, mask = given.jagged(fields.TOKEN_REWARDS), given.jagged(fields.LOSS_MASK)
+            sampled = values.like(torch.where(mask.values.bool(), values.values, 0.0))
+            rewards_B = rewards_B + torch.stack([row.sum() for row in sampled.unbind()])
+        changes = (rewards_B.double() - self.batch.dense(_GRADED).double()).tolist()
+        grades = [
+            replace(grade, score=grade.score + change) if change else grade
+            for grade, change in zip(self.grades, changes, strict=True)
+        ]
+        return replace(self, grades=grades, batch=self.batch.with_columns({_GRADED: rewards_B}))
 
     def grades_of(self, grader: Grader, reward_model: Handle[RewardModel] | None) -> list[Grade]:
         """The grade of each row, those that the reward leaves out too. Raises RewardError if the reward fails."""

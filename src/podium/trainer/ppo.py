@@ -52,6 +52,7 @@ from podium.trainer.trainer import Trainer
 from podium.trainer.training_prompts import check_training, load_training
 from podium.trainer.updates import Answers, join_updates, submit_update
 from podium.workers import Estimator, FollowingReference, Reference, Teacher
+from podium.workers.learner import list_own_columns
 from podium.workers.policy import ENTROPY_COEF, HEAD_ALONE
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -131,7 +132,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         figures = {names.SAMPLED: float(sampled)} if sessions is None else sessions.describe(step)
         scored = replace(scored, figures={**scored.figures, **figures})
         if self.config.run.show_samples:
-            emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
+            samples = scored.with_rewards(scored.batch).samples(self.config.run.show_samples)
+            emit(CompletionsSampled(step, samples))
         return scored
 
     def pass_over(self, step: int, number: int, index: int) -> str | None:
@@ -261,6 +263,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             batch = self.values(batch)
         with stage("advantages"):
             batch = self.advantages(batch)
+        scored = scored.with_rewards(batch)
         figures, answered = dict[str, float](), {} if self.answers is None else {"prompts": scored.prompts}
 
         def record() -> None:
@@ -423,7 +426,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         pending: list[Call[dict[str, float]]] = []
         algorithm, policy, critic = self.config.algorithm, self.run.roles.policy, self.run.roles.critic
         trains, bound = step > algorithm.critic.critic_warmup, algorithm.passes.max_kl or math.inf
-        inputs = columns.select(batch, columns.MODEL_INPUTS + columns.UPDATE_INPUTS)
+        own = tuple(list_own_columns(batch))
+        inputs = columns.select(batch, columns.MODEL_INPUTS + columns.UPDATE_INPUTS + own)
         with Counting("optimizer steps", algorithm.updates) as count:
             for minibatch in self.minibatches(inputs, step):
                 done = [call.result() for call in pending]  # after the next minibatch was made

@@ -24,6 +24,7 @@ KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
 UPDATE_INPUTS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS, fields.TEACHER_LOGPROBS),
     *(fields.TEACHER_TOP, fields.ROLLOUT_TOP, fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
+    fields.LOSS_WEIGHTS,  # of a stage of the user's own
 )
 
 

@@ -52,7 +52,8 @@ class Estimator(Worker):
 
     @endpoint(dispatch=only(0), collect=first(), returns="ref")
     def advantages(self, batch: Batch, kl_coef: float = 0.0) -> Batch:
-        """Compute the token columns ``advantages`` and, where a critic is trained, ``returns``.
+        """Compute the token columns ``advantages`` and, where a critic is trained, ``returns``, and those of the user's
+        own that the estimator returns.
 
         With ``algorithm.cut_off = "leave_out"`` also compute ``left_out``, bool ``[B]``: the rows of completions and
         trajectories that were cut off. Their rewards count in the statistics of their groups, as in TRL's
@@ -114,6 +115,7 @@ class Estimator(Worker):
         }
         if outputs.returns_N is not None:
             columns[fields.RETURNS] = mask.like(trajectories.in_rows(outputs.returns_N.float()))
+        columns |= {name: mask.like(trajectories.in_rows(own_N)) for name, own_N in outputs.columns.items()}
         if self.algorithm.cut_off == "leave_out" and inputs.truncated_B is not None:
             columns[LEFT_OUT] = inputs.truncated_B[trajectories.trajectory_B]
         if fields.TRAJECTORY in batch:
@@ -134,7 +136,9 @@ class Estimator(Worker):
         rewards_R = batch.dense(fields.REWARDS)[trajectories.first_R]
         lengths_R = trajectories.sums(count_sampled(mask).float())
         if fields.TOKEN_REWARDS in batch:
-            rewards_R = rewards_R + trajectories.sums(_row_sums(batch.jagged(fields.TOKEN_REWARDS)))
+            given_N = batch.jagged(fields.TOKEN_REWARDS).values
+            sampled = mask.like(torch.where(mask.values.bool(), given_N, 0.0))  # others are ignored, as by estimators
+            rewards_R = rewards_R + trajectories.sums(_row_sums(sampled))
         figures = {
             metrics.REWARD_MEAN: float(rewards_R.mean()),
             metrics.REWARD_STD: float(rewards_R.std(correction=0)),

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.algorithms.metrics import TokenMean
-from podium.data import Batch, fields
+from podium.algorithms.records import is_own_column
+from podium.data import Batch, Jagged, fields
 from podium.data.sampled_text import count_sampled
 from podium.devices import choose_device, random_state, set_random_state, total_memory_bytes
 from podium.errors import CheckpointError
@@ -46,6 +47,13 @@ _COUNT = "counted"  # metadata of a batch: the number of tokens or rows over whi
 _MODEL, _RANDOM, _LOSS_SCALE = "model.", "random.", "loss_scale"
 _OPTIONAL = (_RANDOM, _LOSS_SCALE)  # a rank or a precision of another run may be new
 _FILE_BYTES = 1 << 30  # a copy is let go of file by file
+
+
+def list_own_columns(batch: Batch) -> list[str]:
+    """Return the token columns of ``batch`` that are not Podium's, which a loss finds in ``inputs.columns``."""
+    lengths = batch.jagged(fields.TOKENS).lengths
+    named = {name: batch[name] for name in batch if is_own_column(name)}
+    return [name for name, own in named.items() if isinstance(own, Jagged) and torch.equal(own.lengths, lengths)]
 
 
 class Progress(NamedTuple):

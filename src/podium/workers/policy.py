@@ -51,7 +51,7 @@ from podium.training.routing import (
 )
 from podium.training.scoring import score_tokens, score_values
 from podium.training.sharded_loading import load_parallel
-from podium.workers.learner import Learner
+from podium.workers.learner import Learner, list_own_columns
 from podium.workers.values import VALUE_COLUMNS, VALUE_LEARNING_RATE, compute_values, gather_moments, token_value_loss
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
 from podium.workers.weight_sync.receiver import WeightReceiver
@@ -251,7 +251,8 @@ class Policy(Learner):
         Args:
             batch: ``tokens``, ``loss_mask`` and ``loss_weights`` (computed over the minibatch if absent); ``left_out``,
                 if rows are left out; for a policy loss also ``advantages``, and ``old_logprobs``,
-                ``rollout_logprobs``, ``ref_logprobs``, ``teacher_logprobs`` as it asks for them. Without
+                ``rollout_logprobs``, ``ref_logprobs``, ``teacher_logprobs`` as it asks for them, and token columns of
+                the user's own. Without
                 ``old_logprobs`` the policy counts as unchanged since sampling. ``batch.meta["entropy_coef"]`` stands in
                 place of that of the worker's algorithm.
             loss: The loss of this minibatch and its constants; by default the worker's own.
@@ -272,7 +273,7 @@ class Policy(Learner):
             batch = batch.with_meta(aggregation=algorithm.aggregation_mode)
         sampled_N = batch.jagged(fields.LOSS_MASK).values.bool()
         batch = self.weighted(batch)
-        columns = [name for name in _LOSS_COLUMNS if name in batch]
+        columns = [*(name for name in _LOSS_COLUMNS if name in batch), *list_own_columns(batch)]
         judges = loss is None and self.algorithm.has_value_head
         shared = judges and self.algorithm.critic.critic_trunk == "shared"
         moments = gather_moments(self.engine, batch) if judges else None

@@ -58,6 +58,12 @@ def unmasked(inputs, config):
 def listed(inputs, config):
     return AdvantageOutputs(advantages_N=[0.0] * 3)
 
+def short_column(inputs, config):
+    return AdvantageOutputs(advantages_N=torch.zeros(3), columns={"mine": torch.zeros(2)})
+
+def taken_column(inputs, config):
+    return AdvantageOutputs(advantages_N=torch.zeros(3), columns={"logprobs": torch.zeros(3)})
+
 @Declaration(needs_values=True)
 def without_returns(inputs, config):
     return AdvantageOutputs(advantages_N=torch.zeros(3))
@@ -253,6 +259,8 @@ def test_a_wrong_name_is_told_with_the_key_and_the_nearest() -> None:
         ("unmasked", "not 0 outside mask_N"),
         ("infinite", "not finite, first in row 1"),
         ("listed", "returned advantages_N as list; expected a tensor"),
+        ("short_column", r"returned the column 'mine' of shape \[2\]; expected one value a token, \[3\]"),
+        ("taken_column", "returned the column 'logprobs', which is a name of Podium's: choose another one"),
         ("without_returns", "returned no returns_N, which are the critic's targets"),
     ],
 )
