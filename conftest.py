@@ -19,6 +19,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two processes of vLLM may share a core
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks another hub than its own: one that does not answer takes seconds
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it lines are cut into others
 # Images of containers often set it. Each interpreter would compile Podium, and each pytest its tests, anew.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):

@@ -27,8 +27,14 @@ def list_entry_points(group: str, **wanted: str) -> EntryPoints:
     environment of 200 packages. They are read again when the path on which Python looks has changed or a package was
     installed or removed since.
     """
-    installed = _read_entry_points(tuple((path, _changed_at(path)) for path in sys.path))
-    return installed.select(group=group, **wanted)
+    entries: Any = _select_group(tuple((path, _changed_at(path)) for path in sys.path), group)
+    return entries.select(**wanted)
+
+
+@lru_cache(maxsize=64)
+def _select_group(places: tuple[tuple[str, int | None], ...], group: str) -> EntryPoints:
+    """Return the entry points of one group: a selection compares each entry of all packages, half a millisecond."""
+    return _read_entry_points(places).select(group=group)
 
 
 @lru_cache(maxsize=8)

@@ -219,7 +219,10 @@ def test_a_run_that_is_resumed_with_another_set_measures_by_it_where_it_goes_on(
 
 @pytest.mark.parametrize(
     ("key", "setting", "off", "means"),
-    [("stop_at", 0.75, "null", (1, 3, 6, 6, 8)), ("patience", 2, "0", (4, 3, 3, 8, 8))],
+    [
+        ("stop_at", 0.75, "null", (1, 3, 6, 6, 8)),
+        pytest.param("patience", 2, "0", (4, 3, 3, 8, 8), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_run_that_an_evaluation_ended_trains_no_further_when_it_is_resumed(
     tmp_path: Path, key: str, setting: float, off: str, means: Sequence[int]

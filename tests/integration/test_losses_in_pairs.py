@@ -151,6 +151,7 @@ def fatal_load(config: GRPOConfig, folder: Path, times: int) -> Any:
     return FatalLoad.bind(**own, algorithm=config.resolved_algorithm, folder=folder, times=times)
 
 
+@pytest.mark.exhaustive
 def test_a_policy_that_ends_as_it_loads_the_checkpoint_is_mended_up_to_the_limit(
     preloaded: Cluster, tmp_path: Path, undisturbed: list[float]
 ) -> None:
@@ -448,7 +449,8 @@ class FatalDraw(Generator):
         return asked
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("sync", marks=pytest.mark.exhaustive), "asynchronous"])
+@pytest.mark.parametrize("schedule", ["sync", "asynchronous"])
+@pytest.mark.exhaustive
 def test_a_prompt_that_ends_the_generator_twice_is_dropped_with_a_reason(
     schedule: str, preloaded: Cluster, tmp_path: Path
 ) -> None:

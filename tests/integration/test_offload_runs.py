@@ -68,7 +68,9 @@ def run(folder: Path, name: str, cluster: Cluster | str = "inline", **sections: 
     return timeless(folder / "runs" / name)
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"], ids=["shared", "copied"])
+@pytest.mark.parametrize(
+    "dtype", [None, pytest.param("bfloat16", marks=pytest.mark.exhaustive)], ids=["shared", "copied"]
+)
 def test_a_run_with_rests_is_the_same_run(tmp_path: Path, dtype: str | None) -> None:
     engine = {"engine": {"dtype": dtype}, "algorithm": {**SECTIONS["algorithm"], "max_mismatch": None}}
     plain = run(tmp_path, "plain", **engine)

@@ -55,7 +55,7 @@ def test_a_replay_has_the_same_losses_and_weights_to_the_last_bit(tmp_path: Path
     assert (again / MODEL_FILE).read_bytes() == (recorded / MODEL_FILE).read_bytes()
 
 
-@pytest.mark.parametrize("logs", [False, True])
+@pytest.mark.parametrize("logs", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_numbers_that_a_reward_only_logs_are_not_learned(tmp_path: Path, logs: bool) -> None:
     """GDPO learns all parts of a reward, and not a figure of log_metric, in a replay neither."""
     (tmp_path / "logging.py").write_text(

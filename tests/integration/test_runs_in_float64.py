@@ -28,7 +28,7 @@ from tests.unit.algorithms.oracles import LossRow
 from tests.unit.algorithms.test_loss_formulas import CASES
 
 STEPS, KL = 3, 0.1
-EVERYDAY = {"ppo_clip", "gspo"}
+EVERYDAY = {"gspo"}
 KEPT = ("tokens", "loss_mask", "rollout_logprobs", "rewards", "group")
 LOSSES_HERE = [name for name in LOSSES if not LOSSES.declaration(name).needs_teacher]  # see test_distillation.py
 Oracle = Callable[[list[LossRow]], loss_oracles.Losses]

@@ -385,7 +385,13 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for_by_the_resumed_run(tm
 
 
 @pytest.mark.parametrize(
-    ("every", "steps", "rows"), [(3, 4, [0, 2, 3, 4]), (0, 4, [0, 2, 4]), (2, 4, [0, 2, 4]), (3, 2, [0, 2])]
+    ("every", "steps", "rows"),
+    [
+        (3, 4, [0, 2, 3, 4]),
+        (0, 4, [0, 2, 4]),
+        pytest.param(2, 4, [0, 2, 4], marks=pytest.mark.exhaustive),
+        pytest.param(3, 2, [0, 2], marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_evaluation_that_no_checkpoint_knows_is_made_again(
     tmp_path: Path, every: int, steps: int, rows: list[int]

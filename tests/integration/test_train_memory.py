@@ -57,7 +57,13 @@ class Watched(PPOTrainer):
         return super().update(batch, step, *others, **named)
 
 
-@pytest.mark.parametrize("recipe", [{"kl_in": "reward", "kl_coef": 0.1, "epochs": 2, "minibatches": 2}, {}])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"kl_in": "reward", "kl_coef": 0.1, "epochs": 2, "minibatches": 2},
+        pytest.param({}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ten_times_the_tokens_bring_no_more_bytes_to_the_controller(
     preloaded: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from bench.stops import STAGES, StuckRun
 from tests.warm_python import WarmPopen
 
-EVERYDAY = [("local", "start"), ("local", "generate"), ("local", "save"), ("inline", "update")]
+EVERYDAY = [("local", "generate"), ("local", "save"), ("inline", "update")]
 CASES = [
     pytest.param(backend, stage, marks=() if (backend, stage) in EVERYDAY else pytest.mark.exhaustive)
     for backend in ("local", "inline")

@@ -206,7 +206,7 @@ def stubborn(task: Task, client: Client) -> float:
     """Computes without an end, ends its process, leaves a process behind, or is fine, as the task says."""
     number = int(task["answer"])
     if number % 5 == 1:
-        _ = 9**9**9 % 7  # in C, with the interpreter's lock
+        _ = (number + 8) ** 9**9 % 7  # in C, with the interpreter's lock; of constants, pyright would compute it
     if number % 5 == 2:
         os._exit(3)
     if number % 5 == 3:

@@ -94,7 +94,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_site_has_a_first_page_of_the_reference_with_all_public_names(site: Path) -> None:
     assert (site / "index.html").exists()
     text = (site / "reference" / "index.html").read_text()
@@ -102,7 +102,7 @@ def test_the_site_has_a_first_page_of_the_reference_with_all_public_names(site: 
         assert re.search(rf"#{re.escape(name)}[\"'>]", text), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     """Neither scripts, styles and fonts, nor what scripts would ask for, as of a repository in the header."""
     for path in site.rglob("*.html"):
@@ -117,7 +117,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nothing_is_cut_at_1280_points(site: Path) -> None:
     """On the pages with the longest lines, the widest tables, the longest names and the list of names."""
     handler = partial(QuietHandler, directory=str(site))

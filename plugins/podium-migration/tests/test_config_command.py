@@ -414,7 +414,7 @@ def test_cispo_of_trl_has_the_bound_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("rloo", "dapo", "gspo"))]
+    "recipe", ["grpo", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ppo", "rloo", "dapo", "gspo"))]
 )
 def test_the_configuration_passes_the_dry_run(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a small model and data in place of those of the script, which are not here."""

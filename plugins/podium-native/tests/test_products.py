@@ -46,7 +46,9 @@ def check_bits(compute: Callable[[slice], Tensor], numbers: list[int]) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES[:3], *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in SHAPES[3:])]
+)
 def test_rows_do_not_depend_on_their_number(shape: tuple[int, int], has_bias: bool) -> None:
     """MKL breaks it on two threads, for three of these shapes, where all rows are computed at once."""
     dense, rows, residual = make_case(shape, has_bias)

@@ -140,7 +140,7 @@ def test_what_is_put_is_stored_once_for_all_groups_and_freed(monkeypatch: pytest
 
 
 @pytest.mark.timeout(2 * LONG_S)
-@pytest.mark.parametrize("what", ["cluster", "group"])
+@pytest.mark.parametrize("what", ["cluster", pytest.param("group", marks=pytest.mark.exhaustive)])
 def test_a_handler_of_a_signal_may_close_while_the_script_waits(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The script's thread has the turn to take in how the processes end."""
     monkeypatch.setattr(process, "KILL_S", 10 * LONG_S)

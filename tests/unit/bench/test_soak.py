@@ -21,6 +21,7 @@ from bench.report import END
 MIB = 1 << 20
 
 
+@pytest.mark.exhaustive
 def test_a_census_counts_a_segment_once_whoever_has_it() -> None:
     before = take_census(os.getpid())
     fd = os.memfd_create("census")

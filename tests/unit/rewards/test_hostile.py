@@ -314,7 +314,7 @@ with Grader(RewardConfig(time_limit_s=1000, processes=2), reward=reward) as grad
 """
 
 
-@pytest.mark.parametrize("victim", ["controller", "dispatcher"])
+@pytest.mark.parametrize("victim", ["controller", pytest.param("dispatcher", marks=pytest.mark.exhaustive)])
 def test_a_daemon_ends_when_the_controller_or_the_dispatcher_is_killed(victim: str, tag: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", CONTROLLER, tag, str(tmp_path / "began")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as controller:

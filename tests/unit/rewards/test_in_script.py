@@ -66,7 +66,7 @@ def test_leaving_the_debugger_ends_the_run(tmp_path: Path) -> None:
     assert "RewardError: the debugger was left within the reward __main__:score" in errors
 
 
-@pytest.mark.parametrize("reward", [stop, ask])
+@pytest.mark.parametrize("reward", [stop, pytest.param(ask, marks=pytest.mark.exhaustive)])
 def test_elsewhere_an_error_says_where_a_debugger_works(reward: Any) -> None:
     with Grader(RewardConfig(processes=1), reward=reward) as grader, pytest.raises(RewardError) as caught:
         grader.grade(["x"], [{}])

@@ -171,7 +171,7 @@ def test_a_call_that_its_session_left_loses_no_generator(cluster: Cluster, tmp_p
         source.go.set()
 
 
-@pytest.mark.parametrize(("at_once", "most"), [(1, 1.0), (2, 2.0)])
+@pytest.mark.parametrize(("at_once", "most"), [(1, 1.0), pytest.param(2, 2.0, marks=pytest.mark.exhaustive)])
 def test_calls_that_overlap_share_the_limit_of_sessions_at_once(
     cluster: Cluster, tmp_path: Path, at_once: int, most: float
 ) -> None:

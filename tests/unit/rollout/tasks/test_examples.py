@@ -343,7 +343,6 @@ def test_held_out_rows_that_no_run_evaluates_are_told_where_there_are_some(
 
 def test_a_mistyped_ending_and_a_link_to_nothing_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "b"}])
     (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
     with pytest.raises(DataError, match=r"^train\.jsonll: neither a file nor .*; did you mean train\.jsonl\?"):
