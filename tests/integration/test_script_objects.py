@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 
 from podium.cli import main
 from podium.config import load_config
+from podium.data import Batch
 from podium.errors import ConfigError
 from podium.runs.run_reader import RunRecord
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.completions import ScoredBatch
+from podium.trainer.prompts import Prompt
 from podium.workers import Policy
 from podium_view.run import Run
-from tests.integration.training import tiny
+from tests.integration.training import metrics_rows, tiny
 
 HERE = f"of the script, {__name__}"
 ROWS = [{"prompt": f"{n:02d}=", "answer": f"{n:02d}"} for n in range(40)]
@@ -37,6 +40,18 @@ class Mine(Policy):
 
 class MyTrainer(PPOTrainer):
     """A trainer of the script's own."""
+
+
+class Nested(PPOTrainer):
+    """Begins another run while it trains."""
+
+    refusals: ClassVar[list[str]] = []
+
+    def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        with pytest.raises(ConfigError) as caught:
+            train(Path(self.config.run.dir) / "inner")
+        self.refusals.append(str(caught.value))
+        return super().score(batch, prompts, step)
 
 
 def train(folder: Path, reward: Any = first, cls: type[PPOTrainer] = PPOTrainer, **options: Any) -> Path:
@@ -141,6 +156,19 @@ def test_a_resume_with_the_runs_own_configuration_needs_the_function_too(tmp_pat
     with pytest.raises(ConfigError, match=r"passed its own reward \(a function of the script, .*\.first\)"):
         PPOTrainer(config, cluster="inline", show=False).fit()
     assert RunRecord(run).of_script == {"reward.name": f"a function {HERE}.first"}
+
+
+def test_a_process_trains_one_run_at_a_time_whose_files_have_its_metrics_alone(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "inner").mkdir(parents=True)
+    outer = train(tmp_path, cls=Nested, run={"steps": 2})
+    first_line = Nested.refusals[0]
+    assert len(Nested.refusals) == 2
+    assert f"{outer} trains in this process" in first_line
+    assert f"begin {tmp_path}/runs/inner/runs/run when it has ended" in first_line
+    assert [row["step"] for row in metrics_rows(outer) if row["kind"] == "step"] == [1, 2]
+    assert not (tmp_path / "runs" / "inner" / "runs" / "run").exists()
+    inner = train(tmp_path / "runs" / "inner")  # the first one has ended
+    assert [row["step"] for row in metrics_rows(inner) if row["kind"] == "step"] == [1]
 
 
 def test_names_of_the_main_module_are_those_of_a_script(tmp_path: Path) -> None:

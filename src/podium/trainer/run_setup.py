@@ -9,13 +9,14 @@ and grader.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from threading import Lock
+from typing import Any, Final, Generic, TypeVar
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,9 @@ from podium.trainer.sessions import Sessions
 from podium.trainer.signals import StopRequest, listen_for_stop
 
 E = TypeVar("E")
+
+_runs_here: Final[list[Path]] = []  # the one that trains in this process
+_claiming: Final = Lock()
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,23 @@ class Run(_Lasting[E]):
         return f"cannot write {error.filename or f'the files in {path}'}: {reason}. {goes_on}"
 
 
+@contextmanager
+def _claim_process(path: Path) -> Iterator[None]:
+    """Keep other runs out of this process: events of all runs of a process would be in the files of each of them."""
+    with _claiming:
+        if _runs_here:
+            raise ConfigError(
+                f"{_runs_here[0]} trains in this process, and its files have the metrics of all that train here: "
+                f"begin {path} when it has ended, or in a process of its own. Models that learn in turns go on by "
+                "run.resume"
+            )
+        _runs_here.append(path)
+    try:
+        yield
+    finally:
+        _runs_here.remove(path)
+
+
 def open_run(
     recipe: str,
     config: PPOConfig | SFTConfig,
@@ -177,9 +198,13 @@ def open_run(
         stack: Stack that closes the parts that end when the run loses a worker.
         lasting: Stack that closes the parts that outlast such a loss.
         before: The run as it was before it lost a worker.
+
+    Raises:
+        ConfigError: Another run trains in this process.
     """
     schedule = load_schedule(config.run.schedule)
     if before is None:
+        lasting.enter_context(_claim_process(run_path(config, recipe)))
         _check_cluster(options)  # before the directory is made, since it refuses wrong options
     directory = RunDirectory(run_path(config, recipe), resume=bool(config.run.resume))
     stack.callback(directory.close)
