@@ -72,9 +72,12 @@ class Request(NamedTuple):
 
 
 def run_python(
-    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 200.0
+    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python ARGUMENTS`` to its end in a warm process, without input, and return its output as text."""
+    """Run ``python ARGUMENTS`` to its end in a warm process, without input, and return its output as text.
+
+    It has the time of the test, which ``pytest.mark.timeout`` gives, unless ``timeout`` is shorter.
+    """
     pipe = subprocess.PIPE
     command = [sys.executable, *map(str, arguments)]
     with WarmPopen(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
