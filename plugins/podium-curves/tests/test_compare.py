@@ -41,3 +41,55 @@ def test_a_metric_of_evaluations_alone_is_drawn(tmp_path: Path) -> None:
         assert main(["runs", "compare", *map(str, runs), "--metric", "accuracy", "--out", str(out)]) == 0
         pictures.append(out.read_bytes())
     assert pictures[0] != pictures[1], "the curve is in the picture"
+
+
+def test_what_the_picture_leaves_out_of_runs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [
+        make_run(tmp_path / name, seed=seed, steps=steps) for seed, (name, steps) in enumerate({"a": 3, "b": 2}.items())
+    ]
+    command = ["runs", "compare", *map(str, runs), "--out", str(tmp_path / "x.png")]
+    assert main(command) == 0
+    assert capsys.readouterr().err == (
+        "a (2 seeds): drawn at the 2 steps that all of them have, of a 3 steps up to 3, b 2 steps up to 2\n"
+    )
+    rows = [json.loads(line) for line in (runs[1] / "metrics.jsonl").read_text().splitlines()]
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps({**row, "step": row["step"] + 7}) + "\n" for row in rows))
+    assert main(command) == 2
+    err = capsys.readouterr().err
+    assert "a (2 seeds): not drawn, of a 3 steps up to 3, b 2 steps up to 9\n" in err
+    assert (
+        "--metric reward/mean: runs that differ only in their seeds are drawn at the steps that all of them have" in err
+    )
+    assert main([*command, "--metric", "low"]) == 2
+    (runs[1] / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "time": 1.0, "loss": 0.5}) + "\n")
+    assert main([*command, "--metric", "reward/mean"]) == 0
+    assert "b has no reward/mean, and is not drawn\n" in capsys.readouterr().err
+
+
+def test_runs_are_counted_once_and_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy is no further seed, and runs without settings are not known to be alike."""
+    pytest.importorskip("matplotlib")
+    runs = [make_run(tmp_path / name / "run", steps=steps) for name, steps in (("x", 3), ("y", 2))]
+    command = ["runs", "compare", "--out", str(tmp_path / "x.png"), str(runs[0]), str(tmp_path / "x")]
+    assert main(command) == 0
+    assert ["run"] in [line.split() for line in capsys.readouterr().out.splitlines()], "it is one column"
+    assert main([*command, str(runs[1])]) == 0
+    out, err = capsys.readouterr()
+    assert ["x/run", "y/run"] in [line.split() for line in out.splitlines()]
+    assert "x/run (2 runs): drawn at the 2 steps that all of them have" in err
+    for run in runs:
+        (run / "config.yaml").write_text("a: [")
+    assert main([*command, str(runs[1])]) == 0
+    assert "2 runs" not in capsys.readouterr().err
+
+
+def test_a_loss_is_that_of_steps_and_not_that_of_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "eval", "step": 3, "time": 99.0, "loss": 2.5, "items": 4}) + "\n")
+    assert main(["runs", "compare", *map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
+    assert ["loss", "0", "0"] in [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -50,7 +50,7 @@ def test_one_run_is_shown_with_its_curve(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["runs", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"{run}: finished at step 3, held-out accuracy 25.0%, took 1m12s" in out
-    assert "model path: runs/a/model" in out
+    assert f"model path: {run}/model, which is gone" in out
     assert "reward/mean" in out
     assert "┤" in out
 
@@ -133,3 +133,16 @@ def test_a_command_of_no_package_is_refused_with_the_remedy(
     assert "did you mean count?; its commands are clean, count" in capsys.readouterr().err
     make_run(tmp_path / "count")
     assert main(["runs", "count"]) == 0, "a run of this name is shown"
+
+
+def test_a_model_or_a_checkpoint_that_is_gone_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy of a run without its model named that of the run elsewhere."""
+    place = tmp_path / "elsewhere" / "run"
+    (place / "model").mkdir(parents=True)
+    kept = {"model_path": str(place / "model"), "best_checkpoint": str(place / "checkpoints/step-000002")}
+    run = make_run(tmp_path / "run", finished=True, **kept)
+    (run / "checkpoints/step-000002").mkdir(parents=True)
+    assert main(["runs", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"model path: {run}/model, which is gone\n" in out
+    assert f"best checkpoint: {run}/checkpoints/step-000002\n" in out

@@ -17,7 +17,7 @@ from podium.cli import main
 from podium_view.export import export_page
 from podium_view.page import page
 from podium_view.run import Run
-from tests.made_runs import HOSTILE, word_tokenizer, write_run
+from tests.made_runs import HOSTILE, word_tokenizer, write_evaluations, write_run
 
 
 def answers(html: str) -> dict[str, Any]:
@@ -90,3 +90,16 @@ def test_only_the_page_s_own_script_runs_and_nothing_is_asked_of_other_places(pa
     outside = set(re.findall(r"https?://[^\s\"'`<)]+", html)) - {"http://www.w3.org/2000/svg"}
     assert outside == set()
     assert not re.search(r"\binnerHTML\b|\bouterHTML\b|insertAdjacentHTML|document\.write|\beval\(|new Function", html)
+
+
+def test_an_export_says_which_files_cannot_be_read(tmp_path: Path) -> None:
+    """It left them out."""
+    run = write_run(tmp_path / "run")
+    write_evaluations(run, {0: ["0", "1"], 3: ["0", "1"]})
+    for name in ("completions/step-000002.parquet", "evaluations/step-000003.parquet"):
+        (run / name).write_bytes(b"no table")
+    exported = answers(export_page([Run(run, "run")]))
+    assert exported["0/steps"] == [1, 2, 3]
+    for path, name in (("groups/2", "completions/step-000002"), ("evaluation/0/3", "evaluations/step-000003")):
+        assert f"{name}.parquet cannot be read" in exported[f"0/{path}"]["error"]
+    assert "groups" in exported["0/groups/3"]

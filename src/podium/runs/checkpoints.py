@@ -180,8 +180,10 @@ class StoredCheckpoints:
         """
         states: list[tuple[TrainerState, Path]] = []
         for path in self.all():
-            with suppress(CheckpointError):
+            try:
                 states.append((TrainerState.read(path), path))
+            except CheckpointError as error:
+                _logger.warning("%s counts for no choice of the best checkpoint: %s", path, error)
         metric = Metric(next((state.metric for state, _ in reversed(states) if state.metric), REWARD))
         judged = [(state.last, path) for state, path in states if state.last and state.last.step == state.step]
         set_name = judged[-1][0].set_name if judged else ""

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -38,11 +38,12 @@ CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl
 UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
 """Settings that say nothing of how runs compare."""
 _TIME_OF_STEP: Final = f"{TIME_PREFIX}step"
+_ITEMS: Final = "items/"
 _MOST_SETTINGS: Final = 10_000
 _LARGEST: Final = 1e300  # larger values overflow in sums
 _logger = logging.getLogger(__name__)
 
-RunState = Literal["running", "finished", "stopped", "unfinished"]
+RunState = Literal["running", "finished", "stopped", "unfinished", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class RunRecord:
     """The run in the directory ``path``. Each file is read once, when it is first needed."""
 
     path: Path
+    complaints: list[str] = field(default_factory=list[str], compare=False, repr=False)
+    """What is wrong with the files that were read so far."""
 
     @cached_property
     def files(self) -> RunFiles:
@@ -58,7 +61,7 @@ class RunRecord:
     @cached_property
     def summary(self) -> Mapping[str, Any]:
         """summary.json; empty where there is none that can be read."""
-        with suppress(FileNotFoundError), _warning():
+        with suppress(FileNotFoundError), self._warning():
             return cast("Mapping[str, Any]", read_json(_Summary, self.files.read_small(SUMMARY), self.path / SUMMARY))
         return {}
 
@@ -69,27 +72,28 @@ class RunRecord:
         parsed = self.parse_rows()
         for row in parsed:
             if isinstance(row, DataError):
-                _logger.warning("%s", row)
+                self._complain(str(row))
         rows = [row for row in parsed if not isinstance(row, DataError)]
-        last, reached = max((row["step"] for row in rows), default=0), max([self.end or 0, *self.checkpoints])
-        if last < reached and self.files.kind(METRICS):
-            _logger.warning(
-                "%s ends at step %d, and the run reached step %d: rows are missing; put the run's own file back",
-                self.path / METRICS,
-                last,
-                reached,
-            )
+        if missing := self.explain_missing(max((row["step"] for row in rows), default=0)):
+            self._complain(missing)
         return rows
+
+    def explain_missing(self, last: int) -> str:
+        """Say so where the run reached a later step than ``last``, that of the last row of its metrics; else ""."""
+        reached = max([self.end or 0, *self.checkpoints])
+        if last >= reached:
+            return ""
+        file, what = self.path / METRICS, f"the run reached step {reached}"
+        if not self.files.kind(METRICS):
+            return f"{file} is missing, and {what}: put the run's own file back"
+        return f"{file} ends at step {last}, and {what}: rows are missing; put the run's own file back"
 
     def parse_rows(self) -> list[dict[str, Any] | DataError]:
         """Return the rows of metrics.jsonl, and in the place of a damaged one its error."""
-        with suppress(FileNotFoundError), _warning():
+        with suppress(FileNotFoundError), self._warning():
             lines = self.files.read(METRICS)
             if lines[-1:] not in (b"", b"\n") and not self.files.is_locked():
-                _logger.warning(
-                    "%s: its last line is cut off, as a run that is killed leaves it, and is left out",
-                    self.path / METRICS,
-                )
+                self._complain(describe_cut_line(self.path / METRICS))
             return list(parse_rows(lines, self.path / METRICS))
         return []
 
@@ -99,7 +103,7 @@ class RunRecord:
 
         What the script of the run passed beside them has names such as ``script.policy``.
         """
-        with suppress(FileNotFoundError), _warning():
+        with suppress(FileNotFoundError), self._warning():
             text = self.files.read_small(CONFIG)
             values = read_values(object, self.path / CONFIG, content=text)
             for name, settings in values.items():
@@ -108,7 +112,7 @@ class RunRecord:
                         f"{self.path / CONFIG}: {name} is {type(settings).__name__}; expected a section of keys"
                     )
             for mistake in _find_mistyped(values):
-                _logger.warning("%s: %s", self.path / CONFIG, mistake)
+                self._complain(f"{self.path / CONFIG}: {mistake}")
             settings = flatten(mask(as_given(values, self.path)))
             objects = read_objects(text.decode(errors="replace"))
             shown = dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
@@ -130,20 +134,32 @@ class RunRecord:
         }
         return {key: text for key, text in texts.items() if OF_SCRIPT in text or key.startswith("script.")}
 
-    @property
-    def prompts(self) -> States:
-        """The states of the run's prompts, by its ledger. Raises CheckpointError where the ledger is damaged."""
+    @cached_property
+    def prompts(self) -> States | None:
+        """The states of the run's prompts, by its ledger; None where the ledger cannot be read."""
+        states = States()
         with suppress(FileNotFoundError):
-            return read_ledger(self.path / LEDGER)
-        return States()
+            try:
+                states = read_ledger(self.path / LEDGER)
+            except (OSError, DataError, CheckpointError) as error:
+                if isinstance(error, FileNotFoundError):
+                    raise
+                self._complain(str(error))
+                return None
+        trained, expected = (counts.get("trained", 0) for counts in (states.counts(), self.summary.get("prompts", {})))
+        if trained < expected:
+            lines = f"is missing, and {SUMMARY} has {expected:,} prompts that were trained"
+            if self.files.kind(LEDGER):
+                lines = f"has {trained:,} prompts that were trained, and {SUMMARY} {expected:,}: lines are missing"
+            self._complain(f"{self.path / LEDGER} {lines}; put the run's own file back")
+        return states
 
     def result(self, name: str) -> Path | None:
-        """The ``model_path`` or the ``best_checkpoint`` of the summary, also if the run has moved; None if it is unset,
-        or the run was resumed after the summary and has no new one."""
+        """Where the ``model_path`` or the ``best_checkpoint`` of the summary is in the directory of the run, which may
+        have moved; None if it is unset, or the run was resumed after the summary and has no new one."""
         if not isinstance(value := self.summary.get(name), str) or self.is_past_end(self.step):
             return None
-        local = "model" if name == "model_path" else f"checkpoints/{Path(value).name}"
-        return self.path / local if self.files.is_folder(local) else Path(value)
+        return self.path / ("model" if name == "model_path" else f"checkpoints/{Path(value).name}")
 
     @property
     def state(self) -> RunState:
@@ -153,10 +169,12 @@ class RunRecord:
         """Return the state of the run if the last row of its metrics is of ``step``.
 
         Running: a process writes to the directory. Stopped: somebody ended the run early, and it was saved.
-        Unfinished: it was killed or has failed.
+        Unfinished: it was killed or has failed. Unknown: it has a summary that cannot be read.
         """
         if self.files.is_locked():
             return "running"
+        if not self.summary and self.files.kind(SUMMARY):
+            return "unknown"
         if not self.summary or self.is_past_end(step):
             return "unfinished"
         return "finished" if self.summary.get("finished") else "stopped"
@@ -185,8 +203,9 @@ class RunRecord:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the run ended before it had a step, a checkpoint or a result."""
-        return self.step == 0 and not self.summary and not self.checkpoints
+        """Whether the run ended before it had a step, a checkpoint or a result, and nothing of it is damaged."""
+        kept = bool(self.checkpoints) or bool(self.files.kind(SUMMARY)) or self._has_trained
+        return not kept and self.step == 0 and not any(isinstance(row, DataError) for row in self.parse_rows())
 
     @property
     def has_results(self) -> bool:
@@ -201,9 +220,8 @@ class RunRecord:
     @property
     def _has_trained(self) -> bool:
         """Whether the ledger has a trained prompt. If the ledger cannot be read, completions count as trained."""
-        with suppress(CheckpointError, DataError):
-            if self.files.kind(LEDGER):
-                return "trained" in self.prompts.counts()
+        if self.files.kind(LEDGER) and (states := self.prompts) is not None:
+            return "trained" in states.counts()
         return any(name.endswith(".parquet") for name in self.files.names("completions"))
 
     @property
@@ -223,10 +241,8 @@ class RunRecord:
         """The metric that judges the run, and its value when it was measured last; None without an evaluation."""
         row = next((row for row in reversed(self.rows) if row["kind"] == "eval"), {})
         metric = metric_of(row)
-        value = row.get(metric.name)
-        if value is None and (text := row.get("nonfinite", {}).get(metric.name)):
-            value = {"inf": math.inf, "-inf": -math.inf}.get(text, math.nan)
-        return (metric, float(value)) if isinstance(value, int | float) else None
+        value = figure_of(row, metric.name, set_of(row))
+        return None if value is None else (metric, value)
 
     def scores_by_set(self, names: Sequence[str], done: int) -> dict[str, dict[str, Any]]:
         """The figures of the evaluation sets ``names`` before the first step and after step ``done``."""
@@ -247,8 +263,9 @@ class RunRecord:
         }
 
     def last(self, metric: str) -> float | None:
-        """The last value of a metric of steps."""
-        return next((row[metric] for row in reversed(self.rows) if row.get(metric) is not None), None)
+        """The last value of a metric of steps; of evaluations where steps do not have it."""
+        values = {row["kind"]: row[metric] for row in self.rows if row.get(metric) is not None}
+        return values.get("step", values.get("eval"))
 
     @property
     def seconds(self) -> float:
@@ -269,6 +286,20 @@ class RunRecord:
             total, before = total + spent_s, now
         return total
 
+    def _complain(self, complaint: str) -> None:
+        self.complaints.append(complaint)
+        _logger.warning("%s", complaint)
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Turn the error of a file that cannot be read into a warning, after which the file counts as missing."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (OSError, DataError, ConfigError) as error:
+            self._complain(str(error))
+
     @property
     def modified(self) -> float:
         """The time of the last write: that of metrics.jsonl, or else of the directory."""
@@ -279,6 +310,23 @@ def metric_of(row: Mapping[str, Any]) -> Metric:
     """The metric that judges a run, by a row of an evaluation. Runs of before ``eval.metric`` had accuracies."""
     name = row.get("metric")
     return Metric(name if isinstance(name, str) else ACCURACY)
+
+
+def set_of(row: Mapping[str, Any]) -> str:
+    """The name of the set that judges a run, which is the first one in the row of an evaluation; "" for a set without a
+    name."""
+    return next((key.removeprefix(_ITEMS) for key in row if key.startswith(_ITEMS)), "")
+
+
+def figure_of(row: Mapping[str, Any], name: str, set_name: str) -> float | None:
+    """The figure of a set in a row of an evaluation, which may be infinite or NaN; None where the row has none."""
+    if not set_name and set_of(row):  # what has no set's name behind it is then the first one's
+        return None
+    key = f"{name}/{set_name}" if set_name else name
+    value = row.get(key)
+    if value is None and (text := row.get("nonfinite", {}).get(key)):
+        value = {"inf": math.inf, "-inf": -math.inf}.get(text, math.nan)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def is_run(path: Path) -> bool:
@@ -292,6 +340,11 @@ def check_run(path: Path) -> None:
         RunFiles(path).open(CONFIG).close()  # an error says what else it is
     else:
         raise ConfigError(f"no run at {path}: it has no {CONFIG}; give the directory of a run, such as runs/NAME")
+
+
+def describe_cut_line(file: Path) -> str:
+    """Say that the last line of a file is not complete."""
+    return f"{file}: its last line is cut off, as a run that is killed leaves it, and is left out"
 
 
 def parse_rows(lines: bytes, file: Path, first: int = 1) -> Iterator[dict[str, Any] | DataError]:
@@ -345,6 +398,7 @@ class _Summary(TypedDict):
     wall_s: NotRequired[Amount]
     model_path: NotRequired[str | None]
     best_checkpoint: NotRequired[str | None]
+    prompts: NotRequired[dict[str, Count]]
 
 
 def _find_mistyped(values: Mapping[str, Any]) -> list[str]:
@@ -354,17 +408,6 @@ def _find_mistyped(values: Mapping[str, Any]) -> list[str]:
     with suppress(ConfigError):
         return find_mistyped(find_recipe(recipe_of(values)).config, values)
     return []
-
-
-@contextmanager
-def _warning() -> Iterator[None]:
-    """Turn the error of a file that cannot be read into a warning, after which the file counts as missing."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except (OSError, DataError, ConfigError) as error:
-        _logger.warning("%s", error)
 
 
 def name_data(settings: Mapping[str, Any]) -> str:

@@ -70,6 +70,22 @@ def test_the_best_by_a_loss_is_the_lowest(checkpoints: Checkpoints) -> None:
     assert [path.name for path in checkpoints.ranked()] == [f"step-00000{step}" for step in (2, 4, 1, 3)]
 
 
+def test_a_checkpoint_that_cannot_be_read_is_named_where_the_best_is_chosen(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The best of the others was exported without a word."""
+    for step, loss in ((1, 3.0), (2, 0.5)):
+        with checkpoints.writing(step) as folder:
+            last = Evaluation(step=step, items=9, figures={"loss": loss})
+            (folder / "trainer.json").write_text(json.dumps(asdict(TrainerState(step=step, last=last, metric="loss"))))
+    assert checkpoints.best() == checkpoints.folder / "step-000002"
+    assert not caplog.messages
+    (checkpoints.folder / "step-000002/trainer.json").write_text("{")
+    assert checkpoints.best() == checkpoints.folder / "step-000001"
+    (message,) = caplog.messages
+    assert message.startswith(f"{checkpoints.folder}/step-000002 counts for no choice of the best checkpoint: ")
+
+
 def test_figures_of_another_evaluation_set_are_not_compared(checkpoints: Checkpoints) -> None:
     """The best checkpoint of an easy set stayed the best of a run that was resumed with a hard one."""
     for step, name, value in ((1, "easy", 0.9), (2, "hard", 0.3), (3, "hard", 0.2)):

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from podium.cli import main
@@ -20,6 +22,7 @@ from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import RunRecord
 from podium.runs.run_writer import RunDirectory
 from podium_view.run import Run
+from tests.made_runs import make_run, write_evaluations
 
 RUN = """
 import sys
@@ -152,7 +155,7 @@ def test_a_damaged_file_counts_as_a_missing_one(tmp_path: Path, text: str) -> No
     for name in ("config.yaml", "summary.json", "metrics.jsonl", "places.json", "checkpoints"):
         (tmp_path / name).write_text(text)
     record = RunRecord(tmp_path)
-    assert record.state == "unfinished"
+    assert record.state == "unknown"
     assert (record.step, record.end, record.checkpoints, record.rows) == (0, None, [], [])
     assert "run.steps" not in record.settings
 
@@ -177,13 +180,15 @@ ROWS = [
         ("{}", [*ROWS[:2], ROWS[2].replace("0.0", "null")], "metrics.jsonl, line 3: .*loss is null"),
         ("{}", [*ROWS[:2], ROWS[2][:-1]], "metrics.jsonl, line 3: .*not JSON"),
         ("{}", ROWS[:2], "metrics.jsonl ends at step 1, and the run reached step 2"),
+        ("{}", [], "metrics.jsonl is missing, and the run reached step 2: put the run's own file back"),
     ],
 )
 def test_what_a_run_lacks_or_cannot_be_is_named(
     tmp_path: Path, config: str, metrics: list[str], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.yaml").write_text(f"{config}\n")
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in metrics))
+    if metrics:
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in metrics))
     (tmp_path / "summary.json").write_text('{"steps": 2, "finished": true}')
     assert main(["runs", str(tmp_path)]) == 0
     said = "\n".join(caplog.messages)
@@ -243,7 +248,126 @@ def test_links_pipes_and_huge_files_are_not_read(tmp_path: Path) -> None:
         (run / name).symlink_to(secret)
     os.mkfifo(run / ".lock")
     record = RunRecord(run)
-    assert (record.state, record.step, record.settings) == ("unfinished", 0, {})
+    assert (record.state, record.step, record.settings) == ("unknown", 0, {})
     (run / "summary.json").unlink()
     (run / "summary.json").write_text(secret.read_text() + " " * (1 << 18))
     assert RunRecord(run).summary == {}
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        (4, ""),
+        (
+            3,
+            "ledger.jsonl has 0 prompts that were trained, and summary.json 2: lines are missing; put the run's own",
+        ),
+        (0, "ledger.jsonl is missing, and summary.json has 2 prompts that were trained; put the run's own file back"),
+        (-1, "ledger.jsonl, line 2: no entry of a ledger: .*not JSON"),
+    ],
+)
+def test_a_ledger_that_lacks_lines_is_named_and_the_rest_is_shown(
+    tmp_path: Path, lines: int, complaint: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ledger without its end showed a finished run with prompts in flight, and a damaged one showed nothing."""
+    run = make_run(tmp_path / "run", finished=True, prompts={"trained": 2})
+    entries = [
+        {"first": 0},
+        *({"state": state, "step": 1, "prompts": [0, 1]} for state in ("taken", "graded", "trained")),
+    ]
+    text = "".join(json.dumps(entry) + "\n" for entry in entries[:lines])
+    if lines:
+        (run / "ledger.jsonl").write_text(text if lines > 0 else f'{{"first": 0}}\n{{"state"\n{text}')
+    assert main(["runs", str(run)]) == 0
+    assert "finished at step 3, held-out accuracy 25.0%" in capsys.readouterr().out
+    said = "\n".join(caplog.messages)
+    assert re.search(complaint, said) if complaint else not said, said
+    assert [*map(str, Run(run, "").answer("about")["complaints"])] == caplog.messages[: len(caplog.messages) // 2]
+
+
+@pytest.mark.parametrize("content", ["", '{"steps": 3, "fin', "{}", '{"steps": -1, "finished": true}'])
+def test_a_run_whose_summary_is_damaged_has_one_state_for_all_readers(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A finished run was "unfinished", and the page said nothing of the file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("damaged", "begun"):
+        make_run(tmp_path / "runs" / name, steps=0 if name == "begun" else 3, finished=True)
+        (tmp_path / "runs" / name / "summary.json").write_text(content)
+    assert main(["runs", "runs/damaged"]) == 0
+    assert "runs/damaged: unknown at step 3, held-out accuracy 25.0%" in capsys.readouterr().out
+    about = Run(tmp_path / "runs/damaged", "").answer("about")
+    assert about["state"] == "unknown"
+    assert f"{tmp_path}/runs/damaged/summary.json: " in about["complaints"][0]
+    assert main(["changes", "runs/damaged"]) == 2
+    assert "runs/damaged (unknown at step 3) has fewer than two evaluations" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"damaged holds a run \(unknown at step 3\)"):
+        RunDirectory(Path("runs/damaged"))
+    assert main(["runs", "clean", "--yes"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out, "nobody knows what the run was that has a summary"
+
+
+def test_a_run_without_readable_rows_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, damage in (("rows", "metrics.jsonl"), ("trained", "")):
+        run = make_run(tmp_path / "runs" / name, steps=0)
+        lines = [
+            {"first": 0},
+            *({"state": state, "step": 1, "prompts": [0]} for state in ("taken", "graded", "trained")),
+        ]
+        (run / (damage or "ledger.jsonl")).write_text(
+            "no row\n" if damage else "".join(map("{}\n".format, map(json.dumps, lines)))
+        )
+    assert main(["runs", "clean", "--yes"]) == 0
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"rows", "trained"}
+
+
+def test_figures_of_another_set_are_not_compared_with_those_of_the_set_that_judges(tmp_path: Path) -> None:
+    """The page had the first figure of the run, by whatever set, and the last one."""
+    run = make_run(tmp_path / "run", steps=0)
+    own = {"kind": "eval", "metric": "accuracy"}
+    rows = [
+        {**own, "step": 0, "items": 4, "items/easy": 4, "accuracy": 0.75, "accuracy/easy": 0.75},
+        {**own, "step": 1, "items": 8, "accuracy": 0.875},
+        {**own, "step": 2, "items": 2, "items/hard": 2, "items/easy": 4, "accuracy": 0.5, "accuracy/hard": 0.5}
+        | {"accuracy/easy": 1.0},
+        {**own, "step": 4, "items": 4, "items/easy": 4, "accuracy": 1.0, "accuracy/easy": 1.0},
+    ]
+    for judge, count, before, after in (
+        ("hard", 3, "50.0%", "50.0%"),
+        ("easy", 4, "75.0%", "100.0%"),
+        ("", 2, *["87.5%"] * 2),
+    ):
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+        about = Run(run, "").answer("about")
+        assert (about["before"], about["after"]) == (before, after), judge
+    assert Run(run, "").answer("about")["metric"] == "accuracy"
+    broken = {**rows[3], "step": 5, "accuracy": None, "nonfinite": {"accuracy": "nan", "accuracy/easy": "nan"}}
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, broken | {"accuracy/easy": None}])
+    )
+    about = Run(run, "").answer("about")
+    assert (about["before"], about["after"]) == ("75.0%", "nan"), "as podium runs says, and not the one before it"
+
+
+def test_prompts_without_a_score_are_not_compared_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two evaluations without any score had an accuracy of "0.0% (0 of 0)", with exit status 0."""
+    run = make_run(tmp_path / "run", finished=True)
+    write_evaluations(run, {0: ["0", "1", "2"], 3: ["0", "x", "2"]})
+    assert main(["changes", str(run)]) == 0
+    assert "left out" not in capsys.readouterr().out
+    file = run / "evaluations/step-000003.parquet"
+    for scores, status in (([True, None, True], 0), ([None] * 3, 2)):
+        table = pq.read_table(file)
+        table = table.set_column(table.column_names.index("correct"), "correct", pa.array(scores, pa.bool_()))
+        pq.write_table(table, file)
+        assert main(["changes", str(run)]) == status
+    out, err = capsys.readouterr()
+    assert "after     100.0%  (2 of 2)" in out
+    assert "left out  1  (the reward left them out in one of the two evaluations)" in out
+    assert "step-000003.parquet have no prompt in common that has the accuracy in both\n" in err
+    (run / "metrics.jsonl").unlink()
+    assert main(["changes", str(run)]) == 2
+    assert f"in both; {run}/metrics.jsonl, which says what judges the run, is not there\n" in capsys.readouterr().err

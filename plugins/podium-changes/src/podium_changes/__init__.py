@@ -73,6 +73,8 @@ def _show(first: Path, second: Path, count: int) -> None:
     if changes.apart:
         why = "only one of the two evaluations has these prompts: the data differ, or sessions failed"
         sys.stdout.write(f"left out  {changes.apart}  ({why})\n")
+    if changes.unscored:
+        sys.stdout.write(f"left out  {changes.unscored}  (the reward left them out in one of the two evaluations)\n")
     for name, prompts in kinds.items():
         for change in prompts[:count]:
             sys.stdout.write(f"\n{name:<9} {change.prompt!r}\n")

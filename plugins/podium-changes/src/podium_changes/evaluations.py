@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from podium.errors import ConfigError
 from podium.runs.files import SET, step_of
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import RunRecord, check_run, is_run
+from podium.runs.run_reader import METRICS, RunRecord, check_run, is_run
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
@@ -39,8 +39,9 @@ class Changes:
     """Two evaluations of the same prompts.
 
     Attributes:
-        items: Number of prompts that both have.
+        items: Number of prompts that are compared.
         apart: Number of prompts that only one of the two evaluations has: their data differ, or a session failed.
+        unscored: Number of prompts that both have, and of which one has no score, because the reward left it out.
         metric: The figure that is compared.
         means: Its mean over these prompts in the first and in the second evaluation.
         worse: Prompts whose score is worse in the second evaluation, those that changed most first. By verdicts these
@@ -52,6 +53,7 @@ class Changes:
 
     items: int
     apart: int
+    unscored: int
     metric: Metric
     means: tuple[float, float]
     worse: tuple[Change, ...]
@@ -92,10 +94,10 @@ def without_completions(run: Path, name: str, last: Path) -> list[int]:
 def compare_evaluations(first: Path, second: Path) -> Changes:
     """Compare the files of two evaluations by the metric that judges the run of the second file.
 
-    Prompts that only one of them has are counted and not compared.
+    Prompts that only one of them has, or that have no score, are counted and not compared.
 
     Raises:
-        ConfigError: They have no prompt in common, a file cannot be read, or the scores are not in both files.
+        ConfigError: They have no prompt with scores in common, a file cannot be read, or it has no such scores.
     """
     judged = RunRecord(find_run(second)).judged
     metric = Metric(ACCURACY) if judged is None or count_draws(judged[0].name) else judged[0]
@@ -115,6 +117,13 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
         for a, b in both
         if a["score"] is not None and b["score"] is not None
     ]
+    if not changes:
+        hint = (
+            ""
+            if judged is not None
+            else f"; {find_run(second) / METRICS}, which says what judges the run, is not there"
+        )
+        raise ConfigError(f"{first} and {second} have no prompt in common that has the {metric.title} in both{hint}")
     changes.sort(key=lambda change: -abs(change.scores[1] - change.scores[0]))
     gains = [metric.rank(change.scores[1]) - metric.rank(change.scores[0]) for change in changes]
     weight = sum(change.weight for change in changes) or 1.0
@@ -122,6 +131,7 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
     return Changes(
         items=len(changes),
         apart=len(before.keys() ^ after.keys()),
+        unscored=len(both) - len(changes),
         metric=metric,
         means=(means[0], means[1]),
         worse=tuple(change for change, gain in zip(changes, gains, strict=True) if gain < 0),
@@ -210,7 +220,7 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
                 if name not in kinds or not is_right(kinds[name]):
                     kind = "texts" if is_right is _is_text else "numbers"
                     raise ConfigError(f"{path}: the column {name!r} holds no {kind}: the file was damaged or changed")
-            rows = file.read(columns=names).to_pylist()
+            rows = file.read(columns=names, use_threads=False).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if column not in present:

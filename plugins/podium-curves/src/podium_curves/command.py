@@ -30,13 +30,14 @@ def run_compare(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     from podium.telemetry import metrics
     from podium.telemetry.formatting import visible
-    from podium_curves.comparison import differing, groups_of, plot_runs
-    from podium_view.runs import describe_held_out, find_runs, write_table
+    from podium_curves.comparison import RunCurve, describe_omissions, differing, group_curves, plot_curves
+    from podium_view.runs import describe_held_out, find_runs, name_runs, write_table
 
-    runs = [run for path in options.paths for run in find_runs(Path(path))]
-    if len(runs) < 2:
+    given = [run for path in options.paths for run in find_runs(Path(path))]
+    runs_by_place = {run.files.run: run for run in given}  # one that is given twice is no second one
+    if len(given) < 2:
         raise ConfigError(f"{options.paths[0]} is one run: give at least two to compare")
-    names = [visible(run.path.name) for run in runs]
+    runs, names = [*runs_by_place.values()], [visible(name) for name in name_runs([*runs_by_place])]
     write_table(
         [("", *names)]
         + [(key, *(_shorten(value) for value in values)) for key, values in differing(runs).items()]
@@ -49,9 +50,11 @@ def run_compare(arguments: Sequence[str]) -> int:
     metric = options.metric or next((name for name in preferred if all(run.last(name) is not None for run in runs)), "")
     if not metric or all(run.last(metric) is None for run in runs):
         raise ConfigError(f"--metric {metric or 'NAME'}: no metric of this name is in metrics.jsonl of these runs")
-    groups = groups_of(runs)
-    picture = plot_runs(groups, [visible(group[0].path.name) for group in groups], metric, Path(options.out))
-    sys.stdout.write(f"{metric}: {picture}\n")
+    curves = [RunCurve.of(run, name, metric) for run, name in zip(runs, names, strict=True)]
+    groups = group_curves(curves)
+    for remark in describe_omissions(groups, metric):
+        sys.stderr.write(f"{remark}\n")
+    sys.stdout.write(f"{metric}: {plot_curves(groups, metric, Path(options.out))}\n")
     return 0
 
 

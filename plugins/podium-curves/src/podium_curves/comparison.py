@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
+from podium.errors import ConfigError
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import UNCOMPARED, RunRecord
 from podium.spelling import write_count
 from podium_curves.drawing import smooth
 
-__all__ = ["differing", "groups_of", "plot_runs"]
+__all__ = ["RunCurve", "describe_omissions", "differing", "group_curves", "plot_curves"]
 
 _SEEDS: Final = frozenset({"run.seed", "model.seed"})
 _COLORS: Final = ("#2563a8", "#d9730d", "#2f9e63", "#a03a9b", "#c0392b", "#6b7280")
+
+
+@dataclass(frozen=True)
+class RunCurve:
+    """A metric of the run called ``name``, by step."""
+
+    name: str
+    settings: Mapping[str, Any]
+    values: Mapping[int, float]
+
+    @classmethod
+    def of(cls, run: RunRecord, name: str, metric: str) -> RunCurve:
+        """Read ``metric`` of the run's steps, or where steps do not have it, of its evaluations."""
+        by_kind = {
+            kind: {row["step"]: row[metric] for row in run.rows if row["kind"] == kind and row.get(metric) is not None}
+            for kind in ("step", "eval")
+        }
+        return cls(name, run.settings, by_kind["step"] or by_kind["eval"])
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
@@ -27,17 +47,53 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     return {key: entries for key, entries in values.items() if any(value != entries[0] for value in entries)}
 
 
-def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Return the runs in groups. The runs of a group differ only in their seeds."""
-    runs_by_settings: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        settings = {key: value for key, value in run.settings.items() if key not in UNCOMPARED | _SEEDS}
-        runs_by_settings.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
-    return list(runs_by_settings.values())
+def group_curves(curves: Sequence[RunCurve]) -> list[list[RunCurve]]:
+    """Return the curves in groups. The runs of a group differ only in their seeds. A run whose settings are not known
+    is alone."""
+    groups: dict[str, list[RunCurve]] = {}
+    for curve in curves:
+        settings = {key: value for key, value in curve.settings.items() if key not in UNCOMPARED | _SEEDS}
+        key = json.dumps(settings, sort_keys=True, default=str) if settings else curve.name
+        groups.setdefault(key, []).append(curve)
+    return list(groups.values())
 
 
-def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metric: str, path: Path) -> Path:
-    """Draw ``metric`` of each group: the mean of its runs, and a band from the lowest run to the highest."""
+def describe_omissions(groups: Sequence[Sequence[RunCurve]], metric: str) -> Iterator[str]:
+    """Yield a sentence for each run, and for each group, of which the picture does not show all."""
+    for group in groups:
+        drawn = [curve for curve in group if curve.values]
+        yield from (f"{curve.name} has no {metric}, and is not drawn" for curve in group if not curve.values)
+        common, steps = _find_common(drawn), {step for curve in drawn for step in curve.values}
+        if len(common) < len(steps):
+            each = ", ".join(f"{curve.name} {_describe_steps([*curve.values])}" for curve in drawn)
+            what = f"drawn at the {write_count(len(common), 'step')} that all of them have" if common else "not drawn"
+            yield f"{_label(drawn)}: {what}, of {each}"
+
+
+def _find_common(curves: Sequence[RunCurve]) -> list[int]:
+    """The steps that all curves have, in order."""
+    return sorted(set.intersection(*(set(curve.values) for curve in curves))) if curves else []
+
+
+def _describe_steps(steps: Sequence[int]) -> str:
+    return f"{write_count(len(steps), 'step')} up to {max(steps)}"
+
+
+def _label(curves: Sequence[RunCurve]) -> str:
+    """The name of a group of curves: that of its first run, and how many there are."""
+    seeds = {tuple(curve.settings.get(key) for key in sorted(_SEEDS)) for curve in curves}
+    noun = "seed" if len(seeds) == len(curves) else "run"
+    return f"{curves[0].name} ({write_count(len(curves), noun)})" if len(curves) > 1 else curves[0].name
+
+
+def plot_curves(groups: Sequence[Sequence[RunCurve]], metric: str, path: Path) -> Path:
+    """Draw ``metric`` of each group: the mean of its runs, and a band from the lowest run to the highest, at the steps
+    that all of them have. Raises ConfigError where no group has such a step."""
+    if not any(_find_common([curve for curve in group if curve.values]) for group in groups):
+        raise ConfigError(
+            f"--metric {metric}: runs that differ only in their seeds are drawn at the steps that all of them have, "
+            "and there is no such step: name one of them, and a run with other settings"
+        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -45,16 +101,14 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for number, (runs, name) in enumerate(zip(groups, names, strict=True)):
-        curves = [curve for run in runs if (curve := _curve(run, metric))]
-        if not curves:
+    for number, group in enumerate(groups):
+        curves = [curve for curve in group if curve.values]
+        if not (steps := _find_common(curves)):
             continue
         color = _COLORS[number % len(_COLORS)]
-        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-        rows = [smooth([curve[step] for step in steps]) for curve in curves]
+        rows = [smooth([curve.values[step] for step in steps]) for curve in curves]
         means = [sum(values) / len(values) for values in zip(*rows, strict=True)]
-        label = f"{name} ({write_count(len(curves), 'seed')})" if len(curves) > 1 else name
-        axes.plot(steps, means, color=color, linewidth=2, label=label)
+        axes.plot(steps, means, color=color, linewidth=2, label=_label(curves))
         if len(curves) > 1:
             low, high = ([pick(values) for values in zip(*rows, strict=True)] for pick in (min, max))
             axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
@@ -70,13 +124,3 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
     files.make_folder()
     files.write(picture.getvalue(), path.name)
     return path
-
-
-def _curve(run: RunRecord, metric: str) -> dict[int, float]:
-    """Return the values of ``metric`` by step. If the rows of steps do not have this metric, the values are those of
-    evaluations."""
-    kinds = {
-        kind: {row["step"]: row[metric] for row in run.rows if row["kind"] == kind and row.get(metric) is not None}
-        for kind in ("step", "eval")
-    }
-    return kinds["step"] or kinds["eval"]

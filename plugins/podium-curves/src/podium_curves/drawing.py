@@ -11,7 +11,7 @@ from typing import IO, Any, Final
 from rich.text import Text
 
 from podium.runs.evaluation import accuracy_interval
-from podium.runs.run_reader import metric_of
+from podium.runs.run_reader import figure_of, metric_of, set_of
 from podium.telemetry import metrics
 from podium.telemetry.held_out import ACCURACY, Metric
 
@@ -72,19 +72,21 @@ def build_curve(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
     if not names:
         return None
     points = {row["step"]: row[names[0]] for row in steps if row.get(names[0]) is not None}
-    held_out = [point for row in evaluations if (point := _point(row, judge)) is not None]
+    name = set_of(evaluations[-1]) if evaluations else ""
+    held_out = [point for row in evaluations if (point := _point(row, judge, name)) is not None]
     return Curve(metric=names[0], steps=[*points], values=[*points.values()], judge=judge, points=held_out)
 
 
-def _point(row: Mapping[str, Any], judge: Metric) -> Point | None:
-    """An evaluation on the curve; None where the metric was not measured."""
-    if (value := row.get(judge.name)) is None:
+def _point(row: Mapping[str, Any], judge: Metric, set_name: str) -> Point | None:
+    """An evaluation of the set that judges the run on the curve; None where the metric was not measured."""
+    value = figure_of(row, judge.name, set_name)
+    if value is None or not math.isfinite(value):
         return None
-    low, high = value, value
-    if row.get("metric") == judge.name and row.get("low") is not None:
+    low, high, items = value, value, row.get(f"items/{set_name}" if set_name else "items")
+    if row.get("metric") == judge.name and set_of(row) == set_name and row.get("low") is not None:
         low, high = row["low"], row["high"]
-    elif judge.name == ACCURACY and row.get("items"):
-        low, high = accuracy_interval(value, row["items"])
+    elif judge.name == ACCURACY and items:
+        low, high = accuracy_interval(value, items)
     return Point(step=row["step"], value=value, low=low, high=high)
 
 

@@ -4,7 +4,6 @@ import argparse
 import sys
 import threading
 import webbrowser
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ from podium.errors import ConfigError
 from podium.runs.run_files import RunFiles
 from podium.telemetry.formatting import visible
 from podium_view.run import Run, is_shown
+from podium_view.runs import name_runs
 
 __all__ = ["run_view"]
 
@@ -67,15 +67,7 @@ def _list_directories(paths: Sequence[Path]) -> list[tuple[Path, str]]:
         raise ConfigError(
             f"{len(directories)} runs were named, but a page shows {_MOST_RUNS} at most: name the runs to show"
         )
-    names = {path: path.name for path in directories}
-    for depth in range(2, 64):
-        counts = Counter(names.values())
-        if max(counts.values()) == 1:
-            break
-        for path in directories:
-            if counts[names[path]] > 1:
-                names[path] = "/".join(path.parts[-depth:])
-    return list(names.items())
+    return list(zip(directories, name_runs(directories), strict=True))
 
 
 def _runs(path: Path) -> Iterator[Path]:

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 from podium.errors import DataError
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import METRICS, metric_of, parse_rows
-from podium.telemetry.held_out import ACCURACY, Metric
+from podium.runs.run_reader import METRICS, figure_of, metric_of, parse_rows, set_of
+from podium.telemetry.held_out import Metric
 from podium_view.growing_file import GrowingFile
 from podium_view.numbers import number
 
@@ -35,7 +35,7 @@ class Curves:
         self.nonfinite: list[tuple[int, str, str]] = []
         self._steps = _Table()
         self._evaluations = _Table()
-        self._judge = Metric(ACCURACY)
+        self._evaluated: list[dict[str, Any]] = []  # the rows of evaluations
 
     def update(self) -> None:
         """Read what is new."""
@@ -47,6 +47,11 @@ class Curves:
                     self._enter(row)
             self._line += lines.count(b"\n")
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the file ends with a line that is not complete."""
+        return self._file.has_rest
+
     def _enter(self, row: dict[str, Any]) -> None:
         self.phase = row.get("phase") or self.phase
         self.last_step = max(self.last_step, row["step"])
@@ -54,7 +59,7 @@ class Curves:
         entries = [(row["step"], name[:200], what[:20]) for name, what in row.get("nonfinite", {}).items()]
         self.nonfinite += entries[: _MOST_NAMES - len(self.nonfinite)]
         if row["kind"] == "eval":
-            self._judge = metric_of(row)
+            self._evaluated.append(row)
         table = self._steps if row["kind"] == "step" else self._evaluations
         table.enter(row["step"], row.get("time") or 0.0, row)
 
@@ -87,15 +92,16 @@ class Curves:
 
     @property
     def judged(self) -> tuple[Metric, float | None, float | None]:
-        """The metric that judges the run, and its first held-out value and the last one."""
-        column = self._evaluations.series.get(self._judge.name, [])
-        values = [value for value in column if value is not None]
-        return (self._judge, values[0], values[-1]) if values else (self._judge, None, None)
+        """The metric that judges the run, and its first and last value on the held-out set that judges the run."""
+        last = self._evaluated[-1] if self._evaluated else {}
+        metric, name = metric_of(last), set_of(last)
+        values = (figure_of(row, metric.name, name) for row in self._evaluated)
+        return metric, next((value for value in values if value is not None), None), figure_of(last, metric.name, name)
 
     def evaluated(self, step: int, name: str) -> float | None:
         """The figure ``name`` of the evaluation after ``step``; None where it is not known."""
-        column, steps = self._evaluations.series.get(name, []), self._evaluations.numbers
-        return next((value for value, number in zip(column, steps, strict=False) if number == step), None)
+        columns = zip(self._evaluations.series.get(name, []), self._evaluations.numbers, strict=False)
+        return next((value for value, number in columns if number == step and value is not None), None)
 
     def _held_out(self) -> dict[str, str]:
         """By the name of a chart, the figure of evaluations: the chart is of the metric of steps that has its unit."""

@@ -3,7 +3,6 @@
 import base64
 import gzip
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from podium.errors import DataError
@@ -50,19 +49,26 @@ class _Budget:
         self._left = _MOST_BYTES
 
     def add(self, key: str, run: Run, path: str) -> bool:
+        """Add an answer, or the error of a file that cannot be read, which the page shows in its place. Return whether
+        there was room."""
         if self._left <= 0:
             return False
-        with suppress(DataError):
+        try:
             self._answers[key] = run.answer(path)
-            self._left -= len(encode_answer(self._answers[key]))
-            return True
-        return False
+        except DataError as error:
+            self._answers[key] = {"error": str(error)}
+        self._left -= len(encode_answer(self._answers[key]))
+        return True
+
+    def read(self, key: str, name: str) -> list[Any]:
+        """Return the list ``name`` of an answer that was added; an empty one of an error."""
+        return self._answers[key].get(name, [])
 
 
 def _add_step(budget: _Budget, number: int, run: Run, step: int) -> bool:
     if not budget.add(f"{number}/groups/{step}", run, f"groups/{step}"):
         return False
-    for group in run.answer(f"groups/{step}")["groups"]:
+    for group in budget.read(f"{number}/groups/{step}", "groups"):
         path = f"group/{step}/{group['group']}/0"
         if not budget.add(f"{number}/{path}", run, path):
             return False
@@ -77,7 +83,7 @@ def _add_evaluations(budget: _Budget, number: int, run: Run) -> bool:
         for step in dict.fromkeys((entry["steps"][0], entry["steps"][-1])):
             path = f"{place}/{step}"
             if budget.add(f"{number}/evaluation/{path}", run, f"evaluation/{path}"):
-                for row in range(len(run.answer(f"evaluation/{path}")["rows"])):
+                for row in range(len(budget.read(f"{number}/evaluation/{path}", "rows"))):
                     left_out |= not budget.add(f"{number}/evaluated/{path}/{row}", run, f"evaluated/{path}/{row}")
     return left_out
 

@@ -20,6 +20,7 @@ class GrowingFile:
         self._parts = parts
         self._inode = -1
         self.offset = 0
+        self.has_rest = False  # whether there is a line that is not complete yet
 
     def read(self) -> tuple[bool, bytes]:
         """Return whether the file was replaced, as a resumed run does, and its next lines; b"" if there are none yet.
@@ -43,6 +44,7 @@ class GrowingFile:
                 data += more
         lines = data[: data.rfind(b"\n") + 1]
         self.offset += len(lines)
+        self.has_rest = len(lines) < len(data)
         return again, lines
 
     def chunks(self, forget: Callable[[], None]) -> Iterator[bytes]:
@@ -56,5 +58,5 @@ class GrowingFile:
             yield lines
 
     def _start_over(self, inode: int) -> bool:
-        before, self._inode, self.offset = self._inode, inode, 0
+        before, self._inode, self.offset, self.has_rest = self._inode, inode, 0, False
         return before != -1

@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -11,7 +10,17 @@ from typing import Any
 from podium.errors import ConfigError, DataError
 from podium.runs.named_files import PLACES
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import CONFIG, LEDGER, METRICS, SUMMARY, UNCOMPARED, RunRecord, is_run, name_data
+from podium.runs.run_reader import (
+    CONFIG,
+    LEDGER,
+    METRICS,
+    SUMMARY,
+    UNCOMPARED,
+    RunRecord,
+    describe_cut_line,
+    is_run,
+    name_data,
+)
 from podium.telemetry.held_out import ACCURACY
 from podium_view.completions import Completions
 from podium_view.curves import Curves
@@ -47,6 +56,7 @@ class Run:
         self._evaluations = Evaluations(self.files)
         self._timelines: dict[str, Timeline] = {}
         self._failures = Failures(self.files, self._curves)
+        self._refusal = ""  # why metrics.jsonl cannot be read
         self._lock = RLock()
         self._answers: dict[str, Callable[..., Any]] = {
             "about": self._about,
@@ -102,11 +112,8 @@ class Run:
     def _about(self) -> dict[str, Any]:
         """The run in a few facts."""
         record = self._read_record()
-        try:
-            self._curves.update()
-            complaint = self._curves.complaint
-        except DataError as error:
-            complaint = str(error)
+        self._update_curves()
+        state = record.state_after(self._curves.last_step)
         judge, before, after = self._curves.judged
         last = self._curves.last_time
         return {
@@ -118,20 +125,35 @@ class Run:
             "model": _shorten(record.settings.get("model.path")),
             "data": _shorten(name_data(record.settings) or None),
             "schedule": _shorten(record.settings.get("run.schedule")),
-            "state": record.state_after(self._curves.last_step),
+            "state": state,
             "quiet_s": None if last is None else max(0, round(time.time() - last)),
             "before": None if before is None else judge.write(before),
             "after": None if after is None else judge.write(after),
             "metric": judge.title,
-            "complaint": complaint,
+            "complaints": [*dict.fromkeys(filter(None, self._list_complaints(record)))],
         }
+
+    def _update_curves(self) -> None:
+        try:
+            self._curves.update()
+            self._refusal = ""
+        except DataError as error:
+            self._refusal = str(error)
+
+    def _list_complaints(self, record: RunRecord) -> Iterator[str]:
+        """What is wrong with the files that the page reads at once. The settings were read before."""
+        is_running = self.files.is_locked()
+        if not is_running:
+            _ = record.prompts  # of which it may complain
+        yield from record.complaints
+        yield self._refusal or self._curves.complaint or record.explain_missing(self._curves.last_step)
+        yield describe_cut_line(self.files.path / METRICS) if self._curves.is_cut and not is_running else ""
 
     def _evaluation(self, place: int, step: int) -> dict[str, Any]:
         """Return the prompts of an evaluation, and the ``accuracy`` that the run has reported of it, in which sessions
         that failed count; None where there is none."""
         answer, name = self._evaluations.prompts(place, step), self._evaluations.sets()[place]["name"]
-        with suppress(DataError):
-            self._curves.update()
+        self._update_curves()
         return answer | {"accuracy": self._curves.evaluated(step, f"{ACCURACY}/{name}" if name else ACCURACY)}
 
     def _settings(self) -> dict[str, Any]:
@@ -147,7 +169,8 @@ class Run:
     def _read_record(self) -> RunRecord:
         """Return the run with its current small files. A record keeps what it has read, so a new one is made after a
         change."""
-        signature = [self.files.signature(name) for name in (CONFIG, PLACES, SUMMARY)]
+        ledger = () if self.files.is_locked() else (LEDGER,)
+        signature = [self.files.signature(name) for name in (CONFIG, PLACES, SUMMARY, *ledger)]
         if signature != self._signature:
             self._record, self._signature = RunRecord(self.files.path), signature
         return self._record

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,7 +19,7 @@ from podium.spelling import write_count
 if TYPE_CHECKING:
     from podium.runs.run_reader import RunRecord
 
-__all__ = ["describe_held_out", "find_runs", "run_runs", "write_table"]
+__all__ = ["describe_held_out", "find_runs", "name_runs", "run_runs", "write_table"]
 
 _EPILOG: Final = """\
 examples:
@@ -74,6 +75,19 @@ def find_runs(path: Path) -> Iterator[RunRecord]:
     yield from map(RunRecord, runs)
 
 
+def name_runs(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest end of each path that no other one has. The paths are absolute, and no two are equal."""
+    names = [path.name for path in paths]
+    for depth in range(2, 64):
+        counts = Counter(names)
+        if max(counts.values(), default=1) == 1:
+            break
+        names = [
+            "/".join(path.parts[-depth:]) if counts[name] > 1 else name for path, name in zip(paths, names, strict=True)
+        ]
+    return names
+
+
 def _rank(run: RunRecord) -> tuple[str, float]:
     """The place of a run among others: those of one metric together, the best first, and those without one last."""
     if run.judged is None:
@@ -114,10 +128,12 @@ def _show(run: RunRecord) -> None:
     chosen = ("model.path", "data.train", "environment.name", "reward.name", "run.seed", "run.schedule", "optim.lr")
     shown = {**run.settings, "data.train": name_data(run.settings)}
     settings = {key: shown[key] for key in chosen if shown.get(key) not in (None, "", {})} | run.of_script
-    sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in settings.items())}\n")
+    if settings:
+        sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in settings.items())}\n")
     for name in ("best_checkpoint", "model_path"):
         if path := run.result(name):
-            sys.stdout.write(f"  {name.replace('_', ' ')}: {visible(str(path))}\n")
+            gone = "" if path.is_dir() else ", which is gone"
+            sys.stdout.write(f"  {name.replace('_', ' ')}: {visible(str(path))}{gone}\n")
     _draw(run)
 
 
@@ -129,6 +145,8 @@ def _describe_run(run: RunRecord) -> str:
     if run.judged is not None:
         facts.append(f"held-out {describe_held_out(run)}")
     prompts = run.prompts
+    if prompts is None:
+        return ", ".join(facts)
     facts += [f"{write_count(count, 'prompt')} {name.replace('_', ' ')}" for name, count in prompts.counts().items()]
     facts += [f"({count} dropped: {visible(reason)})" for reason, count in prompts.reasons.items()]
     return ", ".join(facts)

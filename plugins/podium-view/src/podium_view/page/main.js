@@ -113,7 +113,7 @@ class App {
       el("span", { class: `state ${run.state}` }, this.stateOf(run)),
       el("span", {}, "step ", el("b", {}, run.step), run.steps ? ` of ${run.steps}` : ""), gain,
       el("span", { class: "quiet" }, [run.phase, run.schedule, run.data].filter(Boolean).map(visible).join(" · ")),
-      run.complaint ? el("span", { class: "problem" }, visible(run.complaint)) : "",
+      ...run.complaints.map((complaint) => el("span", { class: "problem" }, visible(complaint))),
     ];
     const name = several
       ? el("button", { class: "name", "data-run": index, "aria-pressed": String(!this.hidden.has(index)), title: `${visible(run.path)}: show or hide its curves`, onclick: () => this.toggle(index) }, swatch, visible(run.name))

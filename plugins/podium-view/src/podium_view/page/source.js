@@ -10,6 +10,7 @@ export async function openSource() {
     note,
     has: (path) => path in found,
     get: async (path) => {
+      if (found[path]?.error) throw new Error(found[path].error);
       if (path in found) return found[path];
       throw new Error("This exported file does not hold it; the run's directory does.");
     },
