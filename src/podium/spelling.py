@@ -1,8 +1,11 @@
 """Words of messages: counts of things, names that differ by a letter or two, and characters that are no text."""
 
 import difflib
+import os
 import re
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 _HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -16,6 +19,16 @@ def is_text(text: str) -> bool:
     (True, False)
     """
     return _HALF_OF_PAIR.search(text) is None
+
+
+def explain_not_text(text: str, remedy: str) -> str:
+    """Return why :func:`is_text` is false of a file's name, and ``remedy``, or what to do where the locale keeps Python
+    from reading names that are UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    with suppress(UnicodeError):
+        if encoding != "utf-8" and os.fsencode(text).decode():
+            return f"which Python reads as {encoding} in this locale: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+    return f"which is not UTF-8: {remedy}"
 
 
 def nearest_spellings(name: str, names: Iterable[str]) -> list[str]:

@@ -1,7 +1,10 @@
 """Counts in messages, names that are like a mistyped one, and the one way in which a message suggests them."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,14 @@ NEVER_ONE = (  # of these nouns, and in these files, a message never counts one
     *("output_layer.py", "other_models.py", "scoring.py", "routing.py", "engine.py", "receiver.py", "trl.py"),
     *("base.py", "call.py", "chat_judge.py", "command.py", "exchange.py", "peers.py", "run.py"),
 )
+
+NAME_IN_ASCII = """
+import os, sys
+from podium.spelling import explain_not_text
+print(sys.getfilesystemencoding())
+for name in (b"caf\\xc3\\xa9", b"caf\\xe9"):
+    print(explain_not_text(os.fsdecode(name), "rename it"))
+"""
 
 SOURCES = (Path(podium.__file__).parent, Path(__file__).parents[2] / "plugins")
 
@@ -74,3 +85,17 @@ def test_no_message_puts_a_plural_behind_a_length() -> None:
                 if noun and counted and noun[1] not in {*NEVER_ONE, "times", "is", "has", "was", "numbers"}:
                     plurals.append(f"{path.name}:{value.lineno}: {ast.unparse(value)} {words.value!r}")
     assert plurals == []
+
+
+def test_a_name_that_the_locale_cannot_read_is_not_said_to_be_no_utf8() -> None:
+    """The remedy was to rename a directory whose name is UTF-8."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", NAME_IN_ASCII]
+    done = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, text=True, check=True)
+    encoding, *reasons = done.stdout.splitlines()
+    if encoding == "utf-8":
+        pytest.skip("Python reads names as UTF-8 in each locale of this system")
+    assert reasons == [
+        f"which Python reads as {encoding} in this locale: set PYTHONUTF8=1, or LC_ALL=C.UTF-8",
+        "which is not UTF-8: rename it",
+    ]

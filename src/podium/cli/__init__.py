@@ -20,7 +20,7 @@ from podium.extras import explain_packages
 from podium.functions import nearest
 from podium.installed import list_entry_points
 from podium.lazy import without_collector
-from podium.spelling import is_text
+from podium.spelling import explain_not_text, is_text
 from podium.telemetry.formatting import visible
 
 __all__ = ["COMMANDS", "describe_commands", "find_commands", "load_command", "main"]
@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_text(words: Sequence[str]) -> None:
     for word in words:
         if not is_text(word):
-            raise PodiumError(f"the argument {word[:200]!r} is not UTF-8: rename the file, if it names one")
+            reason = explain_not_text(word, "rename the file, if it names one")
+            raise PodiumError(f"there is an argument {word[:200]!r}, {reason}")
 
 
 def find_commands() -> Mapping[str, EntryPoint]:

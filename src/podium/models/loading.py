@@ -6,9 +6,10 @@ import functools
 import json
 import logging
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -259,6 +260,7 @@ def save_pretrained(
     try:
         with _silence_transformers(), _generation_settings_apart(inner, Path(path)):
             inner.save_pretrained(str(path), state_dict=dict(weights))
+        _share_weights(Path(path))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(path))
         if others is not None:
@@ -266,6 +268,15 @@ def save_pretrained(
     except (OSError, SafetensorError) as error:
         reason = refusal_of(error) or read_text(error)
         raise CheckpointError(f"cannot write the model to {path}: {reason}") from error
+
+
+def _share_weights(folder: Path) -> None:
+    """Let everybody read the weights who may read the configuration beside them. safetensors gives its files to the
+    user alone, whatever the umask is."""
+    with suppress(OSError):  # a file system without permissions
+        mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
+        for file in folder.glob("*.safetensors"):
+            file.chmod(mode)
 
 
 def checkpoint_layers(model: nn.Module) -> None:
@@ -397,6 +408,12 @@ def _check_fields(fields: Mapping[str, Any], where: str) -> None:
                 raise ConfigError(f"{where}{name} = {value}: expected at most {most}")
 
 
+_NO_DOCSTRINGS: Final = (
+    "Python runs without docstrings here, which transformers needs: start it without -OO, and set PYTHONOPTIMIZE to at "
+    "most 1"
+)
+
+
 def _reason(error: Exception) -> str:
     if "trust_remote_code" in read_text(error):
         return (
@@ -409,7 +426,8 @@ def _reason(error: Exception) -> str:
         )
     if "does not support an attention implementation" in read_text(error):
         return "the model has no attention of the kind that model.attention names; use auto or eager"
-    return explain_offline(error) or " ".join(read_text(error).split()) or type(error).__name__
+    reason = explain_offline(error) or " ".join(read_text(error).split()) or type(error).__name__
+    return f"{reason}; {_NO_DOCSTRINGS}" if sys.flags.optimize > 1 else reason
 
 
 def _check_tensors(config: ModelConfig, report: Mapping[str, Any], spared: Sequence[str]) -> None:

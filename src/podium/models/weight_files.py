@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from podium.errors import ConfigError
+from podium.exceptions import read_text
 
 WHOLE: Final = "model.safetensors"
 """The file of a model in one file."""
@@ -45,8 +46,7 @@ def read_stored_tensors(path: str, key: str = "model.path") -> dict[str, StoredT
                 names = tensors.keys()  # safetensors' file is no mapping, and cannot be iterated over
                 file_tensors = {name: StoredTensor(file, tensors.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
-            reason = "no such file" if isinstance(error, FileNotFoundError) else error
-            raise ConfigError(f"{key} = {path!r}: {file.name} cannot be read: {reason}; copy the file again") from None
+            raise ConfigError(f"{key} = {path!r}: {file.name} cannot be read: {_explain(file, error)}") from None
         if twice := sorted(tensors_by_name.keys() & file_tensors.keys()):
             raise ConfigError(
                 f"{key} = {path!r}: {twice[0]} is in two files, {tensors_by_name[twice[0]].file.name} and "
@@ -54,6 +54,17 @@ def read_stored_tensors(path: str, key: str = "model.path") -> dict[str, StoredT
             )
         tensors_by_name |= file_tensors
     return tensors_by_name
+
+
+def _explain(file: Path, error: Exception) -> str:
+    """Say why safetensors cannot read a file, and the remedy. It calls a file missing that it may not open."""
+    try:
+        file.open("rb").close()
+    except FileNotFoundError:
+        return "no such file; copy the file again"
+    except OSError as refusal:
+        return f"{refusal.strerror}; let this user read it, or copy it as a user who may"
+    return f"{read_text(error)}; copy the file again"
 
 
 def read_stored_value_head(path: str) -> dict[str, StoredTensor]:

@@ -47,6 +47,7 @@ from podium.processes.launcher import (
     command as command,
     end_launched as end_launched,
     import_path as import_path,
+    make_private_directory as make_private_directory,
     open_log as open_log,
     open_standard_streams as open_standard_streams,
     temporary_directory as temporary_directory,

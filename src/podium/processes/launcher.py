@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from podium.errors import ConfigError, DataError
 from podium.processes.channel import Channel
 from podium.processes.handover import TAKE, hide_secrets
 from podium.processes.table import kill_marked
+from podium.spelling import is_text
 
 _MARK: Final = "PODIUM_LAUNCHED"
 _STREAMS: Final = ("stdin", "stdout", "stderr")  # in the order of their descriptors
@@ -158,9 +160,30 @@ _DIRECTORIES: Final = WeakSet[tempfile.TemporaryDirectory[str]]()
 
 def temporary_directory() -> tempfile.TemporaryDirectory[str]:
     """Make a directory that is removed when it is collected, at the end of this process, or by :func:`end_launched`."""
-    directory = tempfile.TemporaryDirectory(prefix="podium-")
+    directory = tempfile.TemporaryDirectory(prefix="podium-", dir=_temporary_root())
     _DIRECTORIES.add(directory)
     return directory
+
+
+def make_private_directory() -> Path:
+    """Make a directory of mode 0700 that nobody removes, for what worker processes meet at. Raises ConfigError if there
+    is no place for it."""
+    return Path(tempfile.mkdtemp(prefix="podium-", dir=_temporary_root()))
+
+
+def _temporary_root() -> str:
+    """The directory for temporary files, whose name a URL can hold as it is: torch.distributed reads the rest of
+    ``file:///tmp/a#1/podium-x`` as no part of the path, so that two runs would meet at one file."""
+    try:
+        root = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.strerror}: set TMPDIR to a directory that this user may write to") from None
+    if not is_text(root) or urlsplit(f"file://{root}").path != root:
+        raise ConfigError(
+            f"the directory for temporary files is {root!r}, and torch.distributed cannot read its name in an address: "
+            "set TMPDIR to one without '#', '?', tabs, line breaks and bytes that are not UTF-8"
+        )
+    return root
 
 
 def end_launched() -> None:

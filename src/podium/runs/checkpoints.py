@@ -123,10 +123,11 @@ class TrainerState:
         )
 
     @staticmethod
-    def read(checkpoint: Path) -> TrainerState:
-        """Read the state in the folder of a checkpoint. Raises CheckpointError for anything else."""
+    def read(checkpoint: Path, files: RunFiles | None = None) -> TrainerState:
+        """Read the state in the folder of a checkpoint, whose ``files`` may be open already. Raises CheckpointError for
+        anything else."""
         try:
-            return _read_state(checkpoint)
+            return _read_state(checkpoint, files or files_of(checkpoint))
         except (OSError, DataError) as error:
             raise CheckpointError(f"this is not the state of a training run: {error}") from error
 
@@ -137,8 +138,8 @@ def files_of(checkpoint: Path) -> RunFiles:
     return RunFiles(folder.parent.parent, folder.parent.name, folder.name)
 
 
-def _read_state(checkpoint: Path) -> TrainerState:
-    file, content = checkpoint / STATE_FILE, files_of(checkpoint).read(STATE_FILE)
+def _read_state(checkpoint: Path, files: RunFiles) -> TrainerState:
+    file, content = checkpoint / STATE_FILE, files.read(STATE_FILE)
     state = read_json(TrainerState, content, file)
     if step_of(checkpoint.name) not in (None, state.step):
         raise DataError(f"{file}: step = {state.step}, and the folder is that of another step")
@@ -181,7 +182,7 @@ class StoredCheckpoints:
         states: list[tuple[TrainerState, Path]] = []
         for path in self.all():
             try:
-                states.append((TrainerState.read(path), path))
+                states.append((TrainerState.read(path, self.files.folder(path.name)), path))
             except CheckpointError as error:
                 _logger.warning("%s counts for no choice of the best checkpoint: %s", path, error)
         metric = Metric(next((state.metric for state, _ in reversed(states) if state.metric), REWARD))

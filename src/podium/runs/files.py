@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from podium.errors import ConfigError
-from podium.spelling import is_text
+from podium.spelling import explain_not_text, is_text
 
 STATE_FILE: Final = "trainer.json"
 """The file in a checkpoint that holds the state of the controller."""
@@ -25,10 +25,8 @@ def check_path(path: Path, what: str) -> Path:
     need it."""
     for text in (str(path), str(path.absolute()), *([str(path.resolve())] if is_text(str(path)) else [])):
         if not is_text(text):
-            raise ConfigError(
-                f"{what} is {text[:200]!r}, which is not UTF-8: checkpoints cannot be written there, and config.yaml "
-                "cannot name it; rename the directory or the file"
-            )
+            remedy = "checkpoints cannot be written there, and config.yaml cannot name it; rename the directory or file"
+            raise ConfigError(f"{what} is {text[:200]!r}, {explain_not_text(text, remedy)}")
     return path
 
 

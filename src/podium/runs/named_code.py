@@ -291,11 +291,13 @@ def check_code(run: Path, config: Any, given: Collection[str] = (), sections: Co
         refused.append((keys, f"{'.'.join(keys)} = {value!r}{changed}"))
     if refused:
         flags = " ".join(_write_flag(config, keys) for keys in dict(refused))
-        remedy = ", where records can be kept only if XDG_STATE_HOME is a directory of yours" * (_folder(run) is None)
+        remedy = ". Podium can keep no such record here: set XDG_STATE_HOME to a directory of yours" * (
+            _folder(run) is None
+        )
         raise ConfigError(
-            f"{run} names code that is not Podium's own, and there is no record on this machine{remedy} that you "
-            f"began this run or have run this code: {'; '.join(text for _, text in refused)}. Read the code, and "
-            f"give it again if it may run: {flags}"
+            f"{run} names code that is not Podium's own, and there is no record on this machine that you began this "
+            f"run or have run this code: {'; '.join(text for _, text in refused)}. Read the code, and give it again if "
+            f"it may run: {flags}{remedy}"
         )
 
 

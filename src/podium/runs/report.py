@@ -60,7 +60,7 @@ def report(
     Returns the picture, if there is one.
     """
     paths: dict[str, Path | str] = {"run": directory.path, "metrics": directory.metrics_path}
-    record = RunRecord(directory.path)
+    record = RunRecord.of(directory.files)
     drawer, reason = load_drawer()
     if drawer is None:
         emit(Note(f"the learning curve is not drawn{reason}"))

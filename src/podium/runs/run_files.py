@@ -11,6 +11,7 @@ Workers and libraries that open paths themselves (checkpoints, logs, profiles, t
 before. Somebody who may write to the run's directory at that very moment can still replace a folder by a link.
 """
 
+import copy
 import errno
 import fcntl
 import os
@@ -61,8 +62,11 @@ class RunFiles:
         return self.run.joinpath(*self._folder)
 
     def folder(self, *names: str) -> "RunFiles":
-        """Return the files in a folder of this one."""
-        return RunFiles(self._given, *self._folder, *names)
+        """Return the files in a folder of this one, in the same directory, although a link to it or the working
+        directory may have changed since."""
+        folder = copy.copy(self)
+        folder._folder = (*self._folder, *names)
+        return folder
 
     # Reading
 

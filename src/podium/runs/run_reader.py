@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NotRequired, cast
+from typing import Annotated, Any, Final, Literal, NotRequired, Self, cast
 
 from pydantic import AfterValidator, with_config
 from typing_extensions import TypedDict
@@ -53,6 +53,13 @@ class RunRecord:
     path: Path
     complaints: list[str] = field(default_factory=list[str], compare=False, repr=False)
     """What is wrong with the files that were read so far."""
+
+    @classmethod
+    def of(cls, files: RunFiles) -> Self:
+        """Return the run in the directory of ``files``, wherever its path leads by now."""
+        record = cls(files.path)
+        vars(record)["files"] = files
+        return record
 
     @cached_property
     def files(self) -> RunFiles:

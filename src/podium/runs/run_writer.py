@@ -260,7 +260,7 @@ class RunDirectory:
             prompts=prompts.counts(),
             dropped=dict(prompts.reasons),  # of a Counter, asdict() would count the pairs
             examples=examples,
-            sets=RunRecord(self.path).scores_by_set(sets, done),
+            sets=RunRecord.of(self.files).scores_by_set(sets, done),
             finished=finished,
             model_path=str(model) if model else None,
         )
@@ -346,7 +346,7 @@ class RunDirectory:
 
     def rows_until(self, step: int) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl up to ``step``. Damaged rows are left out."""
-        rows = [row for row in RunRecord(self.path).parse_rows() if not isinstance(row, DataError)]
+        rows = [row for row in RunRecord.of(self.files).parse_rows() if not isinstance(row, DataError)]
         return [row for row in rows if row["step"] <= step]
 
     def check_rewind(self, step: int | None) -> None:
@@ -357,7 +357,7 @@ class RunDirectory:
                 cannot be read.
             DataError: metrics.jsonl is damaged.
         """
-        record = RunRecord(self.path)
+        record = RunRecord.of(self.files)
         if record.end is None and self.files.kind(SUMMARY):
             raise ConfigError(f"{self.summary_path} is not the summary of a run: move it away to resume")
         if (record.end or 0) > (step or 0):
@@ -382,7 +382,7 @@ class RunDirectory:
         self.check_rewind(step)
         step = -1 if step is None else step
         if self.files.kind(METRICS):
-            kept = itertools.takewhile(lambda row: row["step"] <= step, RunRecord(self.path).rows)
+            kept = itertools.takewhile(lambda row: row["step"] <= step, RunRecord.of(self.files).rows)
             rows = [row for row in kept if row["kind"] != "eval" or row["step"] < step or not again]
             self.files.write("".join(json.dumps(row) + "\n" for row in rows), METRICS)
         elif step > 0:

@@ -56,7 +56,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_an_argument_that_is_not_utf8_is_named(words: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, *words, word)
     assert (status, out) == (2, "")
-    assert err == f"podium {words[0]}: the argument {word!r} is not UTF-8: rename the file, if it names one\n"
+    assert (
+        err
+        == f"podium {words[0]}: there is an argument {word!r}, which is not UTF-8: rename the file, if it names one\n"
+    )
     assert err.isascii()
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import stat
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +92,21 @@ def test_a_model_that_cannot_be_written_says_the_remedy(tmp_path: Path, limit: i
             save_pretrained(model, weights, tmp_path, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_weights_may_be_read_by_whom_the_umask_lets_read_them(tmp_path: Path, umask: int, mode: int) -> None:
+    """safetensors gave them to the user alone, so that a colleague or a server of another user could not load them."""
+    model = load_model(TINY)
+    weights = dict(full_weights(model))
+    before = os.umask(umask)
+    try:
+        save_pretrained(model, weights, tmp_path, None)
+    finally:
+        os.umask(before)
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("config.json", "generation_config.json", "model.safetensors"), mode
+    )
 
 
 UNTIED = {**SHAPE, "tie_word_embeddings": False}

@@ -200,3 +200,15 @@ def test_a_shard_that_the_index_names_and_nobody_copied_is_named(tmp_path: Path)
     shard.unlink()
     with pytest.raises(ConfigError, match=rf"{shard.name}.*no such file"):
         read_stored_tensors(config.path)
+
+
+def test_weights_that_cannot_be_opened_are_not_said_to_be_missing(tmp_path: Path) -> None:
+    """safetensors calls them so, as for a user who may not read them. A link to itself is refused to root, too."""
+    config = saved(tmp_path, shards="20KB")
+    file = next(tmp_path.glob("model-00002-*.safetensors"))
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read: no such file; copy the file again"):
+        read_stored_tensors(config.path)
+    file.symlink_to(file.name)
+    with pytest.raises(ConfigError, match=r"cannot be read: Too many levels of symbolic links; let this user read it"):
+        read_stored_tensors(config.path)

@@ -66,7 +66,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "cli/__init__.py": ("os.open", PRIVATE),
     "cli/presets/__init__.py": ("glob read_text", "files of the package"),
     "models/adapters.py": ("read_bytes", LOOKED_AT),
-    "models/loading.py": ("read_text save_pretrained", LOOKED_AT),
+    "models/loading.py": ("chmod glob read_text save_pretrained", LOOKED_AT),
     "models/manifest.py": ("iterdir open read_bytes write_text", LOOKED_AT),
     "models/model_files.py": (
         "mkdir read_bytes rglob save_pretrained tempfile.TemporaryDirectory write_bytes",
@@ -76,9 +76,12 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "models/safetensors_writer.py": ("open", LOOKED_AT),
     "models/tensor_files.py": ("open", LOOKED_AT),
     "models/untrained.py": ("read_bytes rename write_bytes write_text", LOOKED_AT),
-    "models/weight_files.py": ("read_text", LOOKED_AT),
+    "models/weight_files.py": ("open read_text", LOOKED_AT),
     "processes/handover.py": ("os.open", PRIVATE),
-    "processes/launcher.py": ("mkdir open os.open tempfile.TemporaryDirectory", LOGS),
+    "processes/launcher.py": (
+        "mkdir open os.open tempfile.TemporaryDirectory tempfile.gettempdir tempfile.mkdtemp",
+        LOGS,
+    ),
     "processes/limits.py": ("read_text", PRIVATE),
     "processes/supervisor.py": ("os.open", PRIVATE),
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),

@@ -15,7 +15,6 @@ import os
 import select
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import NOTHING, Inbound, Parcel, pack
 from podium.backends.process import THREAD_VARIABLES, accelerators, machine
 from podium.errors import ConfigError, WorkerStartError
-from podium.processes import ForkServer, close_memory, command, raise_descriptor_limit
+from podium.processes import ForkServer, close_memory, command, make_private_directory, raise_descriptor_limit
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Node, OnDeath, ProcessSpec
 
@@ -95,7 +94,7 @@ class LocalBackend(Backend):
         raise_descriptor_limit()
         close_memory()
         self.store_options = store_bytes, "" if spill_dir is None else str(Path(spill_dir).absolute())
-        private, self._spare = self._prepared.pop(tuple(preload), (None, None))
+        private, self._spare = self._prepared.pop(tuple(preload), None) or (make_private_directory(), None)
         self.files = Files(log_dir, echo, private)
         self.segments = SegmentPool()
         self.processes: dict[int, LocalProcess] = {}
@@ -135,7 +134,7 @@ class LocalBackend(Backend):
     @classmethod
     def prepare(cls, preload: Sequence[str]) -> None:
         if not _missing() and tuple(preload) not in cls._prepared:
-            private = Path(tempfile.mkdtemp(prefix="podium-"))
+            private = make_private_directory()
             try:
                 cls._prepared[tuple(preload)] = private, WorkerServer(preload, private)
             except BaseException:  # no server has begun that would remove it: no process is left, or it was Ctrl-C

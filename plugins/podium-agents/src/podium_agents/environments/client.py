@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ContextFull, GenerationError
+from podium_agents.proxies import spare_proxy
 from podium_agents.seeds import hash_seed
 from podium_agents.service.budgets import LIMIT_REACHED
 from podium_agents.service.service import Answer, Service
@@ -102,7 +103,7 @@ class Client:
     @property
     def base_url(self) -> str:
         """The address of the OpenAI API in which this session is recorded."""
-        return f"{self._address()}/sessions/{self._session.id}/v1"
+        return spare_proxy(f"{self._address()}/sessions/{self._session.id}/v1")
 
     @property
     def turns(self) -> int:

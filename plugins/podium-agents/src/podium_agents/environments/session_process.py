@@ -30,6 +30,7 @@ from podium_agents.environments.client import Reply, agent_name
 from podium_agents.environments.contract import Messages
 from podium_agents.environments.resolve import Play, resolve_environment
 from podium_agents.environments.runner import ending_of
+from podium_agents.proxies import spare_proxy
 from podium_agents.seeds import hash_seed
 
 __all__ = ["ENDING", "KINDS", "DistantClient", "Facts", "main"]
@@ -171,7 +172,7 @@ class DistantClient:
         """As :attr:`.Client.base_url`."""
         if not self._base_url:
             raise ConfigError(self._line.facts.no_address)
-        return self._base_url
+        return spare_proxy(self._base_url)
 
     @property
     def turns(self) -> int:

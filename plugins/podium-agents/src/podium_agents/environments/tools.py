@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,9 +100,14 @@ def tool(
 
     Raises:
         ConfigError: A parameter has no annotation, or one that has no JSON schema, or its kind is ``*args`` or
-            ``**kwargs``.
+            ``**kwargs``. Or Python runs without docstrings.
     """
     fixed, label = dict(given or {}), name or getattr(function, "__name__", type(function).__name__)
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            f"the tool {label!r} is described to the model by its docstring, and Python runs without docstrings: start "
+            "it without -OO, and set PYTHONOPTIMIZE to at most 1"
+        )
     description, about = _describe_parameter(inspect.getdoc(function) or "")
     model = _arguments_model(function, label, fixed, about)
     schema = model.model_json_schema()
