@@ -342,6 +342,20 @@ def test_a_recipe_answers_with_keys_that_it_has() -> None:
     assert "optim.lr" not in str(caught.value)
 
 
+@pytest.mark.parametrize("recipe", [GRPOConfig, SFTConfig])
+def test_a_word_that_names_a_key_without_its_section_is_answered_by_this_key(recipe: type[Any]) -> None:
+    paths = [key.path for key in keys_of(recipe)]
+    for word in {path.rpartition(".")[2] for path in paths}:
+        if any(word in table.answers or table.find(word) for table in read_tables()):
+            continue  # a project's own setting
+        own = [path for path in paths if path.endswith(f".{word}")]
+        if not own or any(path == word or path.startswith(f"{word}.") for path in paths):
+            continue
+        with pytest.raises(ConfigError) as caught:
+            build_config(recipe, {word: 1})
+        assert any(path in str(caught.value) for path in own), caught.value
+
+
 def test_options_of_a_component_are_its_own() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(name="native", options={"beta": 1}).read_options(NativeOptions)

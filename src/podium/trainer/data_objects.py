@@ -52,7 +52,8 @@ def write_data(data: Any, config: C) -> C:
     splits = cast("Mapping[str, Any]", data)
     if settings.train_split not in splits:
         raise DataError(
-            f"data has no split {settings.train_split!r} but {', '.join(map(str, splits))}; set data.train_split"
+            f"data has no split {settings.train_split!r} but {', '.join(map(str, splits))}; set data.train_split. "
+            "Lists by the names of columns become rows by datasets.Dataset.from_dict(data)"
         )
     held_out = "" if settings.eval else splits.get(settings.eval_split, "")
     if not settings.eval:

@@ -7,7 +7,7 @@ import yaml
 
 from podium.answers import Answers, Translation, show_value
 from podium.spelling import suggest
-from podium_migration.tables import Equivalent, find_equivalent, find_translation
+from podium_migration.tables import Equivalent, find_equivalent, find_translation, read_tables
 
 __all__ = ["ProjectAnswers"]
 
@@ -56,12 +56,27 @@ def _find_answer(path: str, keys: Collection[str] | None) -> Equivalent | None:
         return None
     answer = find_equivalent(path, keys)
     section, _, name = path.rpartition(".")
+    if answer and not section and keys:
+        return _prefer_own_keys(path, answer, keys)
     if answer or not section:
         return answer
     if keys is None:
         return find_equivalent(name)
     answer = find_equivalent(name, keys) if any(key.startswith(f"{section}.") for key in keys) else None
     return answer if answer and answer.key.startswith(f"{section}.") else None
+
+
+def _prefer_own_keys(word: str, answer: Equivalent, keys: Collection[str]) -> Equivalent:
+    """Return an answer that lists Podium's keys of the name ``word`` first, if ``answer`` has another key and is that
+    to a setting whose name only ends so."""
+    own, tables = [key for key in keys if key.endswith(f".{word}")], read_tables()
+    if not own or not answer.key or answer.key in own:
+        return answer
+    if any(word in table.answers or table.find(word) for table in tables):
+        return answer
+    ends = {f"{table.project}'s {name}": end for table in tables for name, end in table.find_endings(word).items()}
+    name = next(name for name, end in ends.items() if end.choose(keys) == answer)
+    return Equivalent(remark=f"keys of this name are {', '.join(own)}; {name} is {answer.key}", several=True)
 
 
 def _describe(answer: Equivalent, value: object) -> str:
