@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import yaml
 
 from podium.cli import main
 from podium.config import load_config
 from podium.data import Batch
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.runs.run_reader import RunRecord
 from podium.telemetry import Note, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
@@ -40,6 +41,15 @@ class Mine(Policy):
 
 class MyTrainer(PPOTrainer):
     """A trainer of the script's own."""
+
+
+class WithMetric(PPOTrainer):
+    """Returns one more metric."""
+
+    value: ClassVar[Any] = None
+
+    def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
+        return {**super().learn(scored), "mine": self.value}
 
 
 class Nested(PPOTrainer):
@@ -156,6 +166,20 @@ def test_a_resume_with_the_runs_own_configuration_needs_the_function_too(tmp_pat
     with pytest.raises(ConfigError, match=r"passed its own reward \(a function of the script, .*\.first\)"):
         PPOTrainer(config, cluster="inline", show=False).fit()
     assert RunRecord(run).of_script == {"reward.name": f"a function {HERE}.first"}
+
+
+@pytest.mark.parametrize("value", [None, "high", [1.0, 2.0]])
+def test_a_metric_of_ones_own_that_is_no_number_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    monkeypatch.setattr(WithMetric, "value", value)
+    with pytest.raises(DataError, match=r"step 1: the metric 'mine' is .*: expected a number"):
+        train(tmp_path, cls=WithMetric)
+
+
+def test_a_metric_of_ones_own_may_be_a_number_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WithMetric, "value", torch.tensor(1.5))
+    assert [row["mine"] for row in metrics_rows(train(tmp_path, cls=WithMetric))] == [1.5]
 
 
 def test_a_process_trains_one_run_at_a_time_whose_files_have_its_metrics_alone(tmp_path: Path) -> None:

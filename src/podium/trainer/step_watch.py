@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from podium.algorithms import ADVANTAGES, LOSSES
 from podium.data import fields
-from podium.errors import PodiumError, RewardError
+from podium.errors import DataError, PodiumError, RewardError
 from podium.runs.config import PPOConfig
 from podium.spelling import write_count
 from podium.telemetry import Note, emit, metrics as names
@@ -18,6 +18,20 @@ _MISMATCH_REMEDY: Final = (
     "Try engine.name = transformers, parallel.batching = padded, or one data type for both (model.dtype, engine.dtype, "
     "parallel.precision). With a schedule that runs ahead, the age of the generator's weights adds to the difference"
 )
+
+
+def check_numbers(metrics: Mapping[str, Any], step: int) -> None:
+    """Raise DataError if a metric of a step is no number: metrics.jsonl would have no row of it and of later steps."""
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, str | bytes):
+                raise TypeError
+            float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"step {step}: the metric {name!r} is {value!r} ({type(value).__name__}), which a stage or a worker of "
+                "your own returned: expected a number"
+            ) from None
 
 
 class StepWatch:

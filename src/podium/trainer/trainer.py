@@ -75,6 +75,7 @@ from podium.trainer.run_setup import (
     read_held_out,
 )
 from podium.trainer.schedules.steps import Evaluated, Rollout, StageClock, StepCalls, Steps, name_stage
+from podium.trainer.step_watch import check_numbers
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 E = TypeVar("E")
@@ -393,6 +394,7 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a step with its times, and how much of the data the run has trained on: tokens, and passes over it."""
+        check_numbers(metrics, step)
         times = self.clock.finish(step, self.stage_tokens(metrics))
         progress = {
             names.TOKENS_TOTAL: self.clock.totals_tokens.get("step", 0.0),
