@@ -128,15 +128,16 @@ def _summarize_error(error: PodiumError | OSError) -> str:
             return "the directory in which it was started does not exist any more: cd to one that does"
         prefix = f"{error.filename}: " if error.filename else ""
         return f"{prefix}{error.strerror or error}; check the path, its permissions and the room on the disk"
-    text = str(error)
-    if isinstance(error.__cause__, PodiumError) and getattr(error, "remote_traceback", ""):
-        text = f"{error.__cause__} (raised in a worker; --debug shows where)"
-    if error.__cause__ is not None:
-        from podium.processes import explain_limit
+    cause = error.__cause__
+    if cause is None:
+        return str(error)
+    from podium.processes import explain_limit
 
-        if sentence := explain_limit(error.__cause__):
-            return f"{sentence} ({text})"
-    return text
+    text, sentence = str(error), explain_limit(cause)
+    if getattr(error, "remote_traceback", "") and (sentence or isinstance(cause, PodiumError)):
+        name = str(cause) if isinstance(cause, PodiumError) else describe_error(cause)
+        text = f"{name} (raised in a worker; --debug shows where)"
+    return f"{sentence} ({text})" if sentence else text
 
 
 def _can_write() -> bool:

@@ -19,6 +19,12 @@ _NO_SPACE: Final = re.compile(
 )
 _NO_THREADS: Final = re.compile("can't start new thread|Resource temporarily unavailable|pthread_create")
 _NO_FILES: Final = re.compile("Too many open files(?! in system)")
+_LACKING: Final = {
+    "No usable temporary directory": "no directory for temporary files can be written: set TMPDIR to one that can",
+    "Unable to find address for: lo": "this system has no loopback address, at which worker processes of one machine "
+    "meet: bring it up, as with `ip link set lo up`, or name another interface by GLOO_SOCKET_IFNAME",
+}
+"""What a system lacks and how to bring it, by words of the library that needs it."""
 _MOST_DESCRIPTORS: Final = 1 << 16
 
 
@@ -35,8 +41,8 @@ def limit_memory(limit_bytes: int | None) -> None:
 
 
 def explain_limit(error: BaseException) -> str:
-    """Return a sentence that names the limit of the system which ``error`` or its cause has met, and the remedy; "" if
-    it met none."""
+    """Return a sentence that names the limit of the system which ``error`` or its cause has met, or what the system
+    lacks, and the remedy; "" if it is neither."""
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(texts) < _MOST_CAUSES:
@@ -62,7 +68,7 @@ def explain_limit(error: BaseException) -> str:
             f"the limit on the files that a process may have open (ulimit -n) is {number}, which is too little here: "
             "raise it, as with `ulimit -n 4096`"
         )
-    return ""
+    return next((sentence for words, sentence in _LACKING.items() if words in text), "")
 
 
 def raise_descriptor_limit() -> None:

@@ -34,6 +34,30 @@ def test_exhausted_threads_are_named_with_limit_and_remedy(error: Exception) -> 
     assert explain_limit(ValueError("another error")) == ""
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']"), "set TMPDIR"),
+        (
+            RuntimeError("[enforce fail at device.cc:84] Unable to find address for: lo"),
+            "ip link set lo",
+        ),
+    ],
+)
+def test_what_a_system_lacks_is_named_with_the_remedy(
+    error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such an error came out as a traceback, or with the advice to check a path."""
+
+    def fail(words: object) -> int:
+        raise ConfigError("the run cannot begin") from error
+
+    assert remedy in explain_limit(error)
+    monkeypatch.setattr("podium.cli.load_command", lambda name: fail)
+    assert podium.cli.main(["train"]) == 2
+    assert remedy in capsys.readouterr().err
+
+
 def test_other_errors_of_memory_are_no_limit_where_there_is_none() -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     assert explain_limit(MemoryError()) == ""
