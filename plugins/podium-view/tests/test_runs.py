@@ -139,7 +139,10 @@ def test_a_model_or_a_checkpoint_that_is_gone_is_said_to_be(tmp_path: Path, caps
     """A copy of a run without its model named that of the run elsewhere."""
     place = tmp_path / "elsewhere" / "run"
     (place / "model").mkdir(parents=True)
-    kept = {"model_path": str(place / "model"), "best_checkpoint": str(place / "checkpoints/step-000002")}
+    kept: dict[str, Any] = {
+        "model_path": str(place / "model"),
+        "best_checkpoint": str(place / "checkpoints/step-000002"),
+    }
     run = make_run(tmp_path / "run", finished=True, **kept)
     (run / "checkpoints/step-000002").mkdir(parents=True)
     assert main(["runs", str(run)]) == 0

@@ -182,9 +182,18 @@ class RunRecord:
             return "running"
         if not self.summary and self.files.kind(SUMMARY):
             return "unknown"
-        if not self.summary or self.is_past_end(step):
+        if not self.summary or self.is_past_end(step) or self._goes_on:
             return "unfinished"
         return "finished" if self.summary.get("finished") else "stopped"
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a run that had finished was resumed with more steps, and was killed before the first of them."""
+        values, steps = self.settings, self.settings.get("run.steps")
+        if not isinstance(steps, int) or not self.summary.get("finished") or steps <= (self.end or 0):
+            return False
+        ends_early = values.get("eval.stop_at") is not None or bool(values.get("eval.patience"))
+        return values.get("run.epochs") is None and not ends_early
 
     @property
     def progress(self) -> str:
@@ -345,8 +354,23 @@ def check_run(path: Path) -> None:
     """Raise ConfigError if ``path`` is no directory of a run."""
     if RunFiles(path).kind(CONFIG):
         RunFiles(path).open(CONFIG).close()  # an error says what else it is
+    elif text := explain_start(path):
+        raise ConfigError(f"{path}: {text}")
     else:
         raise ConfigError(f"no run at {path}: it has no {CONFIG}; give the directory of a run, such as runs/NAME")
+
+
+def explain_start(path: Path) -> str:
+    """Say so if a run at ``path`` has not begun to train, so that it has no config.yaml yet; else ""."""
+    files = RunFiles(path)
+    if files.is_locked():
+        return f"a run starts here; it has a {CONFIG} once its models are loaded: try again then"
+    if files.is_file(LOCK) and files.is_folder("logs"):
+        return (
+            f"a run ended here while it started, before it had a {CONFIG}; logs/ may say why: begin it again by the "
+            "same run.name, or remove the directory"
+        )
+    return ""
 
 
 def describe_cut_line(file: Path) -> str:

@@ -101,6 +101,7 @@ def test_a_summary_says_nothing_of_a_run_that_was_resumed_after_it(
     summary = {"steps": 1, "finished": True, "wall_s": 4.0, "model_path": "model", "best_checkpoint": "a/step-000001"}
     (tmp_path / "model").mkdir()
     record = write_rows(tmp_path, step_row(1, 10.0))
+    (tmp_path / "config.yaml").write_text("run: {steps: 1}\n")
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert (record.state, record.seconds, record.result("model_path")) == ("finished", 4.0, tmp_path / "model")
     record = write_rows(tmp_path, step_row(1, 10.0), step_row(2, 20.0))
@@ -108,6 +109,41 @@ def test_a_summary_says_nothing_of_a_run_that_was_resumed_after_it(
     assert main(["runs", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "took 20" in shown and "model path" not in shown and "best checkpoint" not in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "state"),
+    [
+        ("run: {steps: 9}", "unfinished"),
+        ("run: {steps: 3}", "finished"),
+        ("run: {steps: 9}\neval: {stop_at: 0.5}", "finished"),
+        ("run: {steps: 9}\neval: {patience: 2}", "finished"),
+        ("run: {steps: 9, epochs: 1}", "finished"),
+    ],
+)
+def test_a_finished_run_that_was_resumed_with_more_steps_and_killed_is_unfinished(
+    tmp_path: Path, settings: str, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until the first of these steps it was "finished", at 3 steps of 9. Others may have ended early."""
+    run = make_run(tmp_path / "run", finished=True)
+    (run / "config.yaml").write_text(settings)
+    assert RunRecord(run).state == Run(run, "").answer("about")["state"] == state
+    assert main(["runs", str(run)]) == 0
+    assert f"run: {state} at step 3" in capsys.readouterr().out
+
+
+def test_a_directory_in_which_a_run_starts_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model may take minutes to load, and a kill then leaves the directory."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    commands = (["runs", str(run)], ["view", str(run)], ["changes", str(run)])
+    with RunFiles(run).lock():
+        assert [main(command) for command in commands] == [2, 2, 2]
+        assert capsys.readouterr().err.count(f"{run}: a run starts here; it has a config.yaml once its models are") == 3
+    assert [main(command) for command in commands] == [2, 2, 2]
+    assert capsys.readouterr().err.count(f"{run}: a run ended here while it started, before it had a config.yaml") == 3
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])

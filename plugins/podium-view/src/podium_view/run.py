@@ -18,6 +18,7 @@ from podium.runs.run_reader import (
     UNCOMPARED,
     RunRecord,
     describe_cut_line,
+    explain_start,
     is_run,
     name_data,
 )
@@ -46,7 +47,8 @@ class Run:
 
     def __init__(self, path: Path, name: str) -> None:
         if not is_shown(path):
-            raise ConfigError(f"{path}: no run is here; give the directory of a run, which holds config.yaml")
+            absent = f"no run is here; give the directory of a run, which holds {CONFIG}"
+            raise ConfigError(f"{path}: {explain_start(path) or absent}")
         self.name = name
         self._record = RunRecord(path)
         self._signature: list[tuple[int, int]] = []

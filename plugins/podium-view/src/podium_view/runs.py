@@ -64,10 +64,12 @@ def run_runs(arguments: Sequence[str]) -> int:
 
 def find_runs(path: Path) -> Iterator[RunRecord]:
     """Yield the run at ``path``, or the runs directly below it. Raises ConfigError if there are none."""
-    from podium.runs.run_reader import RunRecord, is_run
+    from podium.runs.run_reader import RunRecord, explain_start, is_run
 
     folders = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
     runs = [folder for folder in folders if is_run(folder)]
+    if not runs and (text := explain_start(path)):
+        raise ConfigError(f"{path}: {text}")
     if not runs:
         below = {run.parent for folder in folders[1:] for run in folder.glob("*") if is_run(run)}
         named = f", such as {max(below, key=lambda folder: folder.stat().st_mtime)}" if below else ""
