@@ -117,6 +117,14 @@ class TwiceTheWeights(Weights):
     factor = 2.0
 
 
+class FewPrompts(PPOTrainer):
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
+        return super().generate(prompts[:3], step)
+
+    def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        return super().score(batch, prompts, step).with_rows(range(4, 12))  # without the first prompt
+
+
 class FewRows(PPOTrainer):
     def advantages(self, batch: Batch) -> Batch:
         return super().advantages(batch).take([0, 1])
@@ -199,6 +207,15 @@ def test_weights_of_ones_own_weigh_the_loss(folder: Path) -> None:
     assert losses[PPOTrainer] != 0
     assert losses[Weights] == 0
     assert losses[TwiceTheWeights] == pytest.approx(2 * losses[PPOTrainer])
+
+
+def test_prompts_of_which_a_stage_returns_no_completion_are_dropped_in_the_ledger(folder: Path) -> None:
+    run = folder / "runs" / "run"
+    FewPrompts(config_of(folder), cluster="inline", reward=two_parts, show=False).fit()
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    entries = [(line["state"], line["prompts"]) for line in lines if line.get("step") == 1]
+    assert entries[-2:] == [("dropped", [0, 3]), ("trained", [1, 2])]
+    assert set(completions(folder)["group"]) == {1, 2}
 
 
 def test_a_stage_that_leaves_rows_out_is_told_how(folder: Path) -> None:

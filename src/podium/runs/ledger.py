@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -129,6 +129,12 @@ class Ledger:
         if prompts := self.prompts(step):
             prompts = self.states.in_flight([step]) if places is None else [prompts[index] for index in places]
             self._write({"state": state, "step": step, "prompts": prompts, **more})
+
+    def drop_others(self, step: int, places: Collection[int], reason: str) -> None:
+        """Enter that the prompts of ``step`` which are in flight, but for those at ``places``, are dropped."""
+        prompts = enumerate(self.prompts(step))
+        if gone := [place for place, prompt in prompts if place not in places and not self.states.is_over(prompt)]:
+            self.move(step, "dropped", gone, reason=reason)
 
     def drop(self, reason: str, step: int) -> None:
         """Enter that all prompts which are neither trained nor dropped are dropped. ``step`` would have been the next

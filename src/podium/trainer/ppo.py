@@ -127,6 +127,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             scored, dropped = fill_step(scored, draw, choice, least)
             if dropped:
                 self.ledger.move(step, "dropped", dropped, reason=choice.reason)
+        self.ledger.drop_others(step, {*scored.groups}, "a stage returned no completion of it")
         del self._drawn[step], self._examples_of[step]
         sampled, sessions = self._sampled.pop(step), self.run.sessions
         figures = {names.SAMPLED: float(sampled)} if sessions is None else sessions.describe(step)
