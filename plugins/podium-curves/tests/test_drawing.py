@@ -119,5 +119,12 @@ def test_what_the_package_gives_to_podium_is_a_picture_and_lines() -> None:
     assert text is not None and text.metric == metrics.LOSS
     assert text.heading.plain == "loss on the training data"
     assert len(text.drawing.plain.splitlines()) == 16
+    held_out = {"kind": "eval", "step": 2, "metric": "loss", "loss": 0.7, "items": 4}
+    evaluated = podium_curves.draw([*rows, held_out], 60)
+    assert evaluated is not None and "●" in evaluated.heading.plain
+    plain = evaluated.in_ascii()
+    assert plain.heading.plain.isascii() and plain.drawing.plain.isascii()
+    assert list(map(len, plain.drawing.plain.splitlines())) == list(map(len, evaluated.drawing.plain.splitlines()))
+    assert {"*", "o", "|", "+", "-"} <= {*plain.drawing.plain}
     assert podium_curves.draw(rows[:1], 60) is None and podium_curves.plot(rows[:1], "sft") is not None
     assert podium_curves.draw([], 60) is None and podium_curves.plot([], "sft") is None

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 _GROUP: Final = "podium.curves"
 
 
+_BRAILLE: Final = range(0x2801, 0x2900)  # without the blank one
+_ASCII: Final = str.maketrans("┌┐└┘├┤┬┴┼─│●\u2800", "+++++++++-|o ") | dict.fromkeys(_BRAILLE, "*")
+
+
 class CurveText(NamedTuple):
     """A learning curve in characters.
 
@@ -28,6 +32,13 @@ class CurveText(NamedTuple):
     metric: str
     heading: Text
     drawing: Text
+
+    def in_ascii(self) -> CurveText:
+        """Return the curve for a stdout whose encoding has ASCII alone. A cell with a dot becomes a star."""
+        from rich.text import Text
+
+        heading, drawing = (Text(text.plain.translate(_ASCII)) for text in (self.heading, self.drawing))
+        return self._replace(heading=heading, drawing=drawing)
 
 
 class CurveDrawer(Protocol):

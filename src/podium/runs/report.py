@@ -117,6 +117,7 @@ def render(
         if first.step != last.step and (pairs := _pairs(first.samples, last.samples)):
             console.print(Padding(_comparisons(pairs), _INDENT, expand=False), width=width, highlight=False)
     if draw is not None and (curve := draw(min(width - 4, 100))) is not None:
+        curve = curve.in_ascii() if console.options.ascii_only else curve
         console.print(Padding(Group(curve.heading, curve.drawing, ""), _INDENT, expand=False), highlight=False)
     indent = max((len(name) for name in paths), default=0)
     for name, path in paths.items():

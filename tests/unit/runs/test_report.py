@@ -97,12 +97,15 @@ def test_bars_are_drawn_in_what_stdout_can_write(encoding: str) -> None:
     out = io.TextIOWrapper(raw, encoding, errors="backslashreplace")
     first, last = (replace(one, figures={**one.figures, "reward": 0.5 + one.step}) for one in (FIRST, LAST))
     console = Console(file=out, width=100, force_terminal=False, highlight=False)
-    render("grpo: sums", Summary(task="sums", seed=0, steps=160, wall_s=1.0), ACCURACY, first, last, None, {}, console)
+    curve = CurveText("loss", Text("loss    ● held-out"), Text("0.5┤⠤⠒●"))
+    summary = Summary(task="sums", seed=0, steps=160, wall_s=1.0)
+    render("grpo: sums", summary, ACCURACY, first, last, lambda width: curve, {}, console)
     out.flush()
     text = raw.getvalue().decode(encoding)
     before = next(line for line in text.splitlines() if line.split()[:1] == ["before"])
     assert "\\u" not in before
     assert re.search("█+▒+·+" if encoding == "utf-8" else "#+=+[.]+", before)
+    assert ("0.5┤⠤⠒●" if encoding == "utf-8" else "0.5+**o") in text
     assert re.search(rf"reward 0.500 {'→' if encoding == 'utf-8' else '->'} 160", text)
 
 

@@ -169,7 +169,7 @@ def _draw(run: RunRecord) -> None:
     if (curve := drawer.draw(run.rows, min(console.width, 100))) is not None:
         sys.stdout.write(f"\n  {curve.metric}\n")
         sys.stdout.flush()
-        console.print(curve.drawing, highlight=False)
+        console.print((curve.in_ascii() if console.options.ascii_only else curve).drawing, highlight=False)
 
 
 def _clean(arguments: Sequence[str]) -> int:
