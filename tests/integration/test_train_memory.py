@@ -98,4 +98,4 @@ def test_ten_times_the_tokens_bring_no_more_bytes_to_the_controller(
         assert max(fetched) <= CHUNK * 8  # int64 is the widest
         assert len(pq.read_table(run / "completions" / "step-000001.parquet")) == 16
     assert tokens == [16 * (3 + 3), 16 * (3 + 60)]
-    assert held[0] == held[1] == 16 * (4 + 8 + 16)  # rewards, groups and ranges of versions
+    assert held[0] == held[1] == 16 * (4 + 4 + 8 + 16)  # rewards, those of grades, groups and ranges of versions
