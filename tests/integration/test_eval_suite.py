@@ -37,8 +37,11 @@ Path(words["--output_path"], "results_1.json").write_text(json.dumps(results))
 
 
 def test_a_harness_asks_the_model_of_a_run_and_its_results_are_kept(
-    finished_grpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_grpo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which a harness asks for any address but those of no_proxy
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "example.org")
     run = shutil.copytree(finished_grpo / "runs" / "run", tmp_path / "run")
     fake = tmp_path / "lm_eval"
     fake.write_text(FAKE.format(python=sys.executable))

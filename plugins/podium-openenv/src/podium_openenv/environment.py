@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from podium.errors import ConfigError, PodiumError
 from podium.extras import install_command
 from podium_agents import Outcome, Tool, Toolbox, ToolError
+from podium_agents.proxies import spare_proxy
 
 if TYPE_CHECKING:
     from podium_agents import Client, Task
@@ -60,6 +61,7 @@ class OpenEnv:
         if acts not in _ACTS:
             raise ConfigError(f"environment.options.acts = {acts!r}: expected {', '.join(_ACTS)}")
         self._check_installed()
+        spare_proxy(url, only_here=True)
         base = url.rstrip("/").replace("http://", "ws://", 1).replace("https://", "wss://", 1)
         self._url = base if base.endswith("/ws") else f"{base}/ws"
         self._action, self._observation, self._turns, self._reset = action, observation, turns, dict(reset or {})

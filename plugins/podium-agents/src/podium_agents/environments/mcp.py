@@ -10,6 +10,7 @@ from typing import Any, cast
 from podium.errors import ConfigError
 from podium.extras import install_command
 from podium_agents.environments.tools import Tool, ToolError
+from podium_agents.proxies import spare_proxy
 
 __all__ = ["mcp_tools"]
 
@@ -41,6 +42,8 @@ async def mcp_tools(
         command = install_command("mcp", package="podium-agents")
         raise ConfigError(f"MCP tools need {error.name}, which is not installed: {command}") from None
     is_address = server.startswith(("http://", "https://"))
+    if is_address:
+        spare_proxy(server, only_here=True)
     where = server if is_address else StdioServerParameters(command=server, args=[*arguments], env=dict(env or {}))
     label = " ".join([server, *arguments])
     entered = False
