@@ -185,6 +185,10 @@ def test_a_directory_of_runs_is_all_of_them_by_names_that_differ(
     folders = [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a" / "two")]
     assert main(["view", *folders, "--export", str(file)]) == 0
     assert "<title>a/one, two, b/one · podium view</title>" in file.read_text()
+    (tmp_path / "a" / "one" / "inner").mkdir()
+    (tmp_path / "a" / "one" / "inner" / "config.yaml").touch()
+    assert main(["view", str(tmp_path / "a" / "one"), "--export", str(file)]) == 0
+    assert "<title>one, inner · podium view</title>" in file.read_text(), "as podium runs lists them"
     for number in range(33):
         (tmp_path / "many" / str(number)).mkdir(parents=True)
         (tmp_path / "many" / str(number) / "config.yaml").touch()

@@ -71,11 +71,10 @@ def _list_directories(paths: Sequence[Path]) -> list[tuple[Path, str]]:
 
 
 def _runs(path: Path) -> Iterator[Path]:
-    """The run at ``path``, or those directly below. Raises ConfigError for none."""
+    """The run at ``path`` and those directly below, as ``podium runs`` lists them. Raises ConfigError for none."""
     if not path.is_dir():
         raise ConfigError(f"{path}: this directory does not exist; give the directory of a run")
-    below = [] if is_shown(path) else sorted(folder for folder in path.iterdir() if is_shown(folder))
-    yield from below or [path]
+    yield from [folder for folder in (path, *sorted(path.iterdir())) if is_shown(folder)] or [path]
 
 
 def _import_readers() -> None:
