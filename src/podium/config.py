@@ -19,11 +19,10 @@ import functools
 import os
 import re
 import shlex
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast, dataclass_transform
+from typing import Any, Final, NamedTuple, TypeVar, cast, dataclass_transform
 
 import pydantic.dataclasses
 import yaml
@@ -34,12 +33,14 @@ from pydantic_core import PydanticCustomError, to_jsonable_python
 from podium.answers import describe_word, explain_no_answers, load_answers, show_value
 from podium.errors import ConfigError
 from podium.exceptions import read_text
+from podium.key_types import arms_of, describe_expected, fields_of, locate_key, section_of
 from podium.plain_values import TOO_MUCH, check_plain
 from podium.secrecy import find_masked, mask, mask_command, remove_quotes, variable_of
 from podium.spelling import nearest_spellings, suggest, words_of
 
 C = TypeVar("C")
 
+_SET: Final = "_set_keys"  # the attribute of a section with the names of the keys that its maker has set
 _RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
@@ -72,9 +73,10 @@ def section(path: str = "") -> Callable[[type[C]], type[C]]:
         @functools.wraps(check)
         def __init__(self: object, **values: Any) -> None:
             try:
-                check(self, **values)
+                check(self, **_keep_preferred(made, values))
             except pydantic.ValidationError as error:
                 raise ConfigError("\n".join(_mistakes(made, error, path))) from None
+            vars(self)[_SET] = tuple(values)
 
         made.__init__ = __init__
         return cast("type[C]", made)
@@ -235,7 +237,7 @@ def _read_overrides(cls: type, arguments: Sequence[str]) -> tuple[list[tuple[str
                 continue
             text = rest.pop(0)
         try:
-            pairs.append((dotted, _parse_value(_locate(cls, dotted.split("."))[1], text, dotted)))
+            pairs.append((dotted, _parse_value(locate_key(cls, dotted.split("."))[1], text, dotted)))
         except ConfigError as error:
             mistakes.append(str(error))
     return pairs, mistakes
@@ -325,7 +327,7 @@ def _load_yaml(text: str) -> object:
 
 
 def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
-    arms = _arms(field.annotation)
+    arms = arms_of(field.annotation)
     plain = str in arms and not (type(None) in arms and text in ("null", "none", "None", "~"))
     try:
         if plain:
@@ -372,11 +374,24 @@ def _set_value(values: dict[str, Any], dotted: str, value: object) -> None:
 
 
 def _validate(cls: type[C], values: Mapping[str, Any], text_as_number: bool = True) -> C:
-    merged = dict(values)
-    for name, field in _fields(cls).items():
-        if isinstance(field.default_factory, functools.partial) and isinstance(values.get(name), Mapping):
-            merged[name] = {**field.default_factory.keywords, **values[name]}
+    merged = _keep_preferred(cls, values)
     return cast(Any, cls).__pydantic_validator__.validate_python(merged, context=text_as_number)
+
+
+def _keep_preferred(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with those of :func:`prefer` in sections, for keys that are not set there. Of a section that a
+    script has made, the keys that it named are set."""
+    merged = dict(values)
+    for name, field in fields_of(cls).items():
+        inner = values.get(name)
+        if not isinstance(field.default_factory, functools.partial):
+            continue
+        preferred, named = field.default_factory.keywords, getattr(inner, _SET, None)
+        if isinstance(inner, Mapping):
+            merged[name] = {**preferred, **inner}
+        elif named is not None and preferred.keys() - named:
+            merged[name] = type(inner)(**{**preferred, **{key: getattr(inner, key) for key in named}})
+    return merged
 
 
 def _refuse_conversions(cls: type, value: Any, info: ValidationInfo) -> Any:
@@ -384,7 +399,7 @@ def _refuse_conversions(cls: type, value: Any, info: ValidationInfo) -> Any:
 
     Of options, text is refused as well where a key takes a number or a truth value.
     """
-    arms = _arms(_fields(cls)[str(info.field_name)].annotation)
+    arms = arms_of(fields_of(cls)[str(info.field_name)].annotation)
     taken = {inner for arm in arms for inner in (arm, *typing.get_args(arm))}
     entries = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
     if any(isinstance(entry, bool) for entry in entries) and not taken & {bool, Any}:
@@ -406,7 +421,7 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str, without: 
     for problem in error.errors(include_url=False):
         if problem["type"] in without:
             continue
-        names, field = _locate(cls, problem["loc"])
+        names, field = locate_key(cls, problem["loc"])
         path, value = ".".join([prefix, *names]).strip("."), problem["input"]
         raised = problem.get("ctx", {}).get("error")
         if problem["type"] == "value_error" and raised is not None:  # a section's __post_init__
@@ -415,10 +430,10 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str, without: 
             lines |= dict(_unknown(cls, prefix, names, problem["loc"][-1], value))
             continue
         elif problem["type"] == "missing" and len(names) == len(problem["loc"]):
-            line = f"{path} is missing: expected {_describe_expected(field)}"
+            line = f"{path} is missing: expected {describe_expected(field)}"
         else:
             finite = "a finite number" if problem["type"] == "finite_number" else "a number"
-            line = f"{path} = {mask(value, path)!r}: expected {_describe_expected(field).replace('a number', finite)}"
+            line = f"{path} = {mask(value, path)!r}: expected {describe_expected(field).replace('a number', finite)}"
             line += _hint_value(path, value, field)
         lines[line] = path
     return lines
@@ -429,9 +444,9 @@ def _hint_value(path: str, value: object, field: FieldInfo) -> str:
     if translation := load_answers().find_translation(path, value):
         meant = "; there is none:" if translation.missing else suggest(show_value(translation.value))
         return f"{meant} {translation.remark}".rstrip()
-    arms = _arms(field.annotation)
+    arms = arms_of(field.annotation)
     if isinstance(value, str) and any(
-        typing.get_origin(arm) is tuple and str in _arms(typing.get_args(arm)[0]) for arm in arms
+        typing.get_origin(arm) is tuple and str in arms_of(typing.get_args(arm)[0]) for arm in arms
     ):
         return suggest(f"[{value}]")
     literals = [arm for arm in arms if typing.get_origin(arm) is typing.Literal]
@@ -465,8 +480,8 @@ def _leaves(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
 def _suggest(root: type, prefix: str, names: Sequence[str], name: str, value: object) -> str:
     """The key that was mistyped, or what there is. A typing error is one or two letters beside a key of the section."""
     inside = ".".join([prefix, *names]).strip(".")
-    section = _section_of(_locate(root, names)[1].annotation)
-    siblings = list(_fields(section))
+    section = section_of(locate_key(root, names)[1].annotation)
+    siblings = list(fields_of(section))
     if near := [sibling for sibling in nearest_spellings(name, siblings) if _takes(section, sibling, value)]:
         return suggest(f"{inside}.{near[0]}".strip("."))
     same = [path for path in _paths(root, prefix) if path.endswith(f".{name}")]
@@ -480,9 +495,9 @@ def _find_by_help(root: type, prefix: str, name: str, value: object) -> list[str
     """At most three keys that take ``value`` and of whose help the first sentence has the words of ``name``."""
     words, lengths = words_of(name.replace("_", " ")), dict[str, int]()
     for path in _paths(root, prefix) if words else ():
-        names, field = _locate(root, path.removeprefix(f"{prefix}.").split("."))
+        names, field = locate_key(root, path.removeprefix(f"{prefix}.").split("."))
         sentence = (field.description or "").partition(". ")[0]
-        section = root if len(names) == 1 else _section_of(_locate(root, names[:-1])[1].annotation)
+        section = root if len(names) == 1 else section_of(locate_key(root, names[:-1])[1].annotation)
         if section and words <= words_of(sentence) and _takes(section, names[-1], value):
             lengths[path] = len(sentence)
     return sorted(lengths, key=lengths.__getitem__)[:3]
@@ -509,92 +524,18 @@ _OF_RIGHT_TYPE = {
 
 
 def _paths(cls: type, prefix: str) -> Iterator[str]:
-    for name, field in _fields(cls).items():
-        inner, path = _section_of(field.annotation), f"{prefix}.{name}".strip(".")
+    for name, field in fields_of(cls).items():
+        inner, path = section_of(field.annotation), f"{prefix}.{name}".strip(".")
         yield from _paths(inner, path) if inner else (path,)
 
 
 def _keys(cls: type, prefix: str, defaults: object, note: str) -> Iterator[Key]:
     title = " ".join((cls.__doc__ or "").partition("\n\n")[0].split()) + note
-    for name, field in _fields(cls).items():
+    for name, field in fields_of(cls).items():
         path, default = f"{prefix}.{name}".strip("."), getattr(defaults, name)
-        if (inner := _section_of(field.annotation)) and default is None:
+        if (inner := section_of(field.annotation)) and default is None:
             yield from _keys(inner, path, _validate(inner, {}), f" {path} is off until one of its keys is given.")
         elif inner:
             yield from _keys(inner, path, default, "")
         else:
-            yield Key(path, _describe_expected(field), default, " ".join((field.description or "").split()), title)
-
-
-# -- types in words --------------------------------------------------------------------------------------------------
-
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "a value"}
-
-
-def _describe_expected(field: FieldInfo) -> str:
-    """The values that a field takes, in words."""
-    return " or ".join(_arm_expected(arm, _bounds(field.metadata)) for arm in _arms(field.annotation))
-
-
-def _arm_expected(arm: Any, bounds: str) -> str:
-    origin, arguments = typing.get_origin(arm) or arm, typing.get_args(arm)
-    if origin is typing.Annotated:  # a number with limits beside other values: Annotated[float, Field(gt=1)] | None
-        limits = [limit for field in arguments[1:] for limit in field.metadata]
-        return _arm_expected(arguments[0], _bounds(limits))
-    if inner := _section_of(arm):
-        return f"a section with the keys {', '.join(_fields(inner))}"
-    if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, arguments))
-    if origin is tuple:
-        count = "" if Ellipsis in arguments else f" of {len(arguments)}"
-        return f"a list{count}{bounds}; each item is {_describe_expected(FieldInfo.from_annotation(arguments[0]))}"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a mapping of names, each to {_arm_expected(entry, '')}" if (entry := _entry_of(arm)) else "a mapping"
-    return _WORDS.get(arm, str(arm)) + (bounds if arm in (int, float, str) else "")
-
-
-def _bounds(limits: Sequence[Any]) -> str:
-    """The limits of a number or of a text's length, in words."""
-    words = {"gt": " above", "ge": " of at least", "lt": " below", "le": " of at most"}
-    limits_by_name = {name: getattr(limit, name) for limit in limits for name in words if hasattr(limit, name)}
-    limits_by_name = {
-        name: f"{value:g}".replace("e+0", "e").replace("e+", "e") for name, value in limits_by_name.items()
-    }
-    if limits_by_name.keys() == {"ge", "le"}:
-        return f" from {limits_by_name['ge']} to {limits_by_name['le']}"
-    if any(hasattr(limit, "min_length") or hasattr(limit, "pattern") for limit in limits):
-        return " that is not empty"
-    return " and".join(f"{words[name]} {value}" for name, value in limits_by_name.items()).replace("and of", "and")
-
-
-def _fields(cls: type) -> dict[str, FieldInfo]:
-    return cast(Any, cls).__pydantic_fields__
-
-
-def _locate(cls: type, loc: Sequence[str | int]) -> tuple[list[str], FieldInfo]:
-    """The names of the keys that lead to ``loc``, and the field of the last; indices in a value are left out."""
-    names: list[str] = []
-    field = FieldInfo.from_annotation(cls)
-    for part in loc:
-        inner, entry = _section_of(field.annotation), _entry_of(field.annotation)
-        if entry is None and (inner is None or part not in _fields(inner)):
-            break
-        names.append(str(part))
-        field = _fields(inner)[str(part)] if entry is None else FieldInfo.from_annotation(entry)
-    return names, field
-
-
-def _arms(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-
-
-def _section_of(kind: Any) -> Any:
-    """The section that ``kind`` is, or is besides None."""
-    return next((arm for arm in _arms(kind) if hasattr(arm, "__pydantic_fields__")), None)
-
-
-def _entry_of(kind: Any) -> Any:
-    """The section that each entry of a mapping is, where ``kind`` is a mapping of sections."""
-    arguments = typing.get_args(kind)
-    is_mapping = typing.get_origin(kind) is Mapping
-    return _section_of(arguments[1]) if is_mapping and len(arguments) == 2 else None
+            yield Key(path, describe_expected(field), default, " ".join((field.description or "").split()), title)

@@ -319,6 +319,23 @@ def test_a_recipe_prefers_values_and_the_user_wins() -> None:
     assert next(key.default for key in keys_of(Preferring) if key.path == "optim.lr") == 5e-4
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"lr": 1.0}, {"max_norm": 2.0}, {"schedule": "constant", "lr": Optim().lr}], ids=str
+)
+def test_a_section_that_a_script_builds_keeps_what_the_recipe_prefers(given: dict[str, Any]) -> None:
+    expected = build_config(Preferring, {"optim": given})
+    built = Preferring(optim=Optim(**given))
+    assert built == Preferring(optim=given) == build_config(Preferring, {"optim": Optim(**given)}) == expected  # type: ignore[arg-type]
+    assert config_to_dict(built) == config_to_dict(expected)
+    assert dataclasses.replace(built, steps=3).optim == pickle.loads(pickle.dumps(built)).optim == expected.optim
+
+
+def test_a_changed_copy_of_a_section_has_what_it_says() -> None:
+    copy = dataclasses.replace(Optim(), max_norm=2.0)  # all keys of a copy are set
+    assert Preferring(optim=copy).optim == copy
+    assert Preferring(optim=dataclasses.replace(Preferring().optim, lr=1.0)).optim == Optim(lr=1.0, schedule="cosine")
+
+
 def test_a_mistake_in_a_file_names_it_and_one_on_the_command_line_does_not(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("steps: many")
