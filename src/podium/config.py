@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 import typing
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast, dataclass_transform
@@ -40,7 +41,9 @@ from podium.spelling import nearest_spellings, suggest, words_of
 
 C = TypeVar("C")
 
-_SET: Final = "_set_keys"  # the attribute of a section with the names of the keys that its maker has set
+_named_keys: Final[dict[int, tuple[weakref.ref[object], tuple[str, ...]]]] = {}
+"""By the id of a section that code of this process has made, the keys that it named. They are no attribute of the
+section, because a copy is often made of all of these."""
 _RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
@@ -76,7 +79,7 @@ def section(path: str = "") -> Callable[[type[C]], type[C]]:
                 check(self, **_keep_preferred(made, values))
             except pydantic.ValidationError as error:
                 raise ConfigError("\n".join(_mistakes(made, error, path))) from None
-            vars(self)[_SET] = tuple(values)
+            _remember_keys(self, tuple(values))
 
         made.__init__ = __init__
         return cast("type[C]", made)
@@ -378,6 +381,11 @@ def _validate(cls: type[C], values: Mapping[str, Any], text_as_number: bool = Tr
     return cast(Any, cls).__pydantic_validator__.validate_python(merged, context=text_as_number)
 
 
+def _remember_keys(made: object, names: tuple[str, ...]) -> None:
+    number = id(made)
+    _named_keys[number] = weakref.ref(made, lambda _, forget=_named_keys.pop: forget(number, None)), names
+
+
 def _keep_preferred(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``values`` with those of :func:`prefer` in sections, for keys that are not set there. Of a section that a
     script has made, the keys that it named are set."""
@@ -386,7 +394,7 @@ def _keep_preferred(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
         inner = values.get(name)
         if not isinstance(field.default_factory, functools.partial):
             continue
-        preferred, named = field.default_factory.keywords, getattr(inner, _SET, None)
+        preferred, (_, named) = field.default_factory.keywords, _named_keys.get(id(inner), (None, None))
         if isinstance(inner, Mapping):
             merged[name] = {**preferred, **inner}
         elif named is not None and preferred.keys() - named:

@@ -121,7 +121,7 @@ def test_a_judge_of_this_machine_is_asked_without_a_proxy(host: str, monkeypatch
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "")
     with HTTPServer(("127.0.0.1", 0), Judge) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://{host}:{server.server_port}"
         judge = Endpoint("the judge", "judge", url, "", 30.0, 1, {}, "with a score")
         assert asyncio.run(judge.send({}, lambda answer: answer["score"], is_last=True)) == 0.5
@@ -152,6 +152,7 @@ def test_a_machine_without_a_directory_for_temporary_files_is_told_what_to_set(
         make_private_directory()
 
 
+@pytest.mark.exhaustive
 def test_without_docstrings_models_and_tools_say_what_to_do() -> None:
     """PYTHONOPTIMIZE=2 came to "makes no causal language model", and tools had no description."""
     command = [sys.executable, "-OO", "-c", WITHOUT_DOCSTRINGS]
