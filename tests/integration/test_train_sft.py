@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from rich.console import Console
 
 import podium
@@ -35,6 +37,23 @@ def test_the_loss_falls_and_the_model_goes_on_to_grpo(tmp_path: Path) -> None:
     assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 10, 20]
     assert {metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.TOKENS_PER_S} <= metrics_rows(run)[0].keys()
     assert after.before == warm.after  # the same weights on the same held-out prompts
+
+
+@pytest.mark.parametrize(("config_of", "trainer_of"), [(SFTConfig, SFTTrainer), (GRPOConfig, PPOTrainer)])
+def test_a_script_has_its_memory_back_after_a_run_of_its_own_process(
+    tmp_path: Path, config_of: Any, trainer_of: Any
+) -> None:
+    """Models are parts of cycles, for which Python may not look for hours."""
+    config = tiny(config_of, tmp_path, run={"steps": 1}, eval={"items": 0})
+    gc.collect()
+    before = {id(model) for model in gc.get_objects() if isinstance(model, torch.nn.Embedding)}
+    gc.disable()
+    try:
+        trainer = trainer_of(config, cluster="inline", show=False)
+        trainer.fit()
+        assert [m for m in gc.get_objects() if isinstance(m, torch.nn.Embedding) and id(m) not in before] == []
+    finally:
+        gc.enable()
 
 
 def test_sft_resumes_to_the_same_losses(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 fit ─▶ prepare: all that a run has ─▶ resume ─▶ schedule: collect, learn, … ─▶ finish
 """
 
+import gc
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -200,6 +201,8 @@ class Trainer(ABC, Generic[C, E, R]):
                     self.config = replace(self.config, run=resumed)
         finally:
             self.config = config_before  # a second call starts with the same configuration
+            if "run" in vars(self) and not self.run.cluster.capabilities.processes:
+                gc.collect()  # the models of this process are parts of cycles, for which Python looks late
 
     def _prepare_again(self, before: Run[E] | None, stack: ExitStack, lasting: ExitStack) -> Run[E]:
         """Do :meth:`prepare`. A process that ends meanwhile is one more loss, if the run ``before`` has had one: its
