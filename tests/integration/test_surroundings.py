@@ -112,7 +112,7 @@ class Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b'{"score": 0.5}')
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
