@@ -179,10 +179,10 @@ def test_a_loss_reads_token_columns_of_ones_own(
     table = pq.read_table(folder / "runs" / "run" / "completions" / "step-000001.parquet").to_pydict()
     prompts, columns = table["prompt_tokens"], ("token_logprobs", "token_advantages")
     logprobs, advantages = (np.concatenate(table[name]) for name in columns)
-    place = np.concatenate([len(p) + np.arange(len(t)) for p, t in zip(prompts, table["tokens"], strict=True)])
+    positions = np.concatenate([len(p) + np.arange(len(t)) for p, t in zip(prompts, table["tokens"], strict=True)])
     row = metrics_rows(folder / "runs" / "run")[0]
-    assert row["place"] == pytest.approx(place.mean())
-    assert row[metrics.LOSS] == pytest.approx((-advantages * logprobs * place).mean(), rel=0.02)
+    assert row["place"] == pytest.approx(positions.mean())
+    assert row[metrics.LOSS] == pytest.approx((-advantages * logprobs * positions).mean(), rel=0.02)
 
 
 @pytest.mark.parametrize("trainer", [RewardsInScore, RewardsInAdvantages, RewardsOfTokens])

@@ -121,8 +121,8 @@ class ScoredBatch:
             )
         rewards_B = batch.dense(fields.REWARDS)
         if fields.TOKEN_REWARDS in batch and fields.TOKEN_REWARDS not in self.batch:
-            given = batch.select(fields.TOKEN_REWARDS, fields.LOSS_MASK).fetch()
-            values, mask = given.jagged(fields.TOKEN_REWARDS), given.jagged(fields.LOSS_MASK)
+            columns = batch.select(fields.TOKEN_REWARDS, fields.LOSS_MASK).fetch()
+            values, mask = columns.jagged(fields.TOKEN_REWARDS), columns.jagged(fields.LOSS_MASK)
             sampled = values.like(torch.where(mask.values.bool(), values.values, 0.0))
             rewards_B = rewards_B + torch.stack([row.sum() for row in sampled.unbind()])
         changes = (rewards_B.double() - self.batch.dense(_GRADED).double()).tolist()

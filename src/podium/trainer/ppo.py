@@ -427,8 +427,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         pending: list[Call[dict[str, float]]] = []
         algorithm, policy, critic = self.config.algorithm, self.run.roles.policy, self.run.roles.critic
         trains, bound = step > algorithm.critic.critic_warmup, algorithm.passes.max_kl or math.inf
-        own = tuple(list_own_columns(batch))
-        inputs = columns.select(batch, columns.MODEL_INPUTS + columns.UPDATE_INPUTS + own)
+        own_columns = tuple(list_own_columns(batch))
+        inputs = columns.select(batch, columns.MODEL_INPUTS + columns.UPDATE_INPUTS + own_columns)
         with Counting("optimizer steps", algorithm.updates) as count:
             for minibatch in self.minibatches(inputs, step):
                 done = [call.result() for call in pending]  # after the next minibatch was made

@@ -208,12 +208,7 @@ def open_run(
         _check_cluster(options)  # before the directory is made, since it refuses wrong options
     directory = RunDirectory(run_path(config, recipe), resume=bool(config.run.resume))
     stack.callback(directory.close)
-    checkpoint = directory.checkpoints.latest() if config.run.resume else None
-    if config.run.resume:
-        if config.run.epochs is None:
-            _refuse_later_checkpoint(config, checkpoint, directory)
-        step = None if checkpoint is None else step_of(checkpoint.name)
-        directory.check_rewind(step)
+    checkpoint = _find_checkpoint(config, directory) if config.run.resume else None
     stack.enter_context(directory.controller_log())
     console = terminal() if options.show else None
     for sink in directory.sinks(config, console):
@@ -263,6 +258,16 @@ def open_run(
     )
     stack.callback(subscribe(partial(_hear_of_loss, run)))
     return run
+
+
+def _find_checkpoint(config: PPOConfig | SFTConfig, directory: RunDirectory) -> Path | None:
+    """Return the checkpoint from which a resumed run goes on, or None if it begins at step 1. Raises ConfigError if the
+    run cannot go on from there."""
+    checkpoint = directory.checkpoints.latest()
+    if config.run.epochs is None:
+        _refuse_later_checkpoint(config, checkpoint, directory)
+    directory.check_rewind(None if checkpoint is None else step_of(checkpoint.name))
+    return checkpoint
 
 
 def _check_cluster(options: RunOptions) -> None:

@@ -53,7 +53,9 @@ def list_own_columns(batch: Batch) -> list[str]:
     """Return the token columns of ``batch`` that are not Podium's, which a loss finds in ``inputs.columns``."""
     lengths = batch.jagged(fields.TOKENS).lengths
     named = {name: batch[name] for name in batch if is_own_column(name)}
-    return [name for name, own in named.items() if isinstance(own, Jagged) and torch.equal(own.lengths, lengths)]
+    return [
+        name for name, column in named.items() if isinstance(column, Jagged) and torch.equal(column.lengths, lengths)
+    ]
 
 
 class Progress(NamedTuple):

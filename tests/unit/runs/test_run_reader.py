@@ -227,8 +227,8 @@ def test_what_a_run_lacks_or_cannot_be_is_named(
         (tmp_path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in metrics))
     (tmp_path / "summary.json").write_text('{"steps": 2, "finished": true}')
     assert main(["runs", str(tmp_path)]) == 0
-    said = "\n".join(caplog.messages)
-    assert re.search(expected, said) if expected else not said, said
+    messages = "\n".join(caplog.messages)
+    assert re.search(expected, messages) if expected else not messages, messages
 
 
 def test_a_last_line_that_a_kill_cut_off_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -316,8 +316,8 @@ def test_a_ledger_that_lacks_lines_is_named_and_the_rest_is_shown(
         (run / "ledger.jsonl").write_text(text if lines > 0 else f'{{"first": 0}}\n{{"state"\n{text}')
     assert main(["runs", str(run)]) == 0
     assert "finished at step 3, held-out accuracy 25.0%" in capsys.readouterr().out
-    said = "\n".join(caplog.messages)
-    assert re.search(complaint, said) if complaint else not said, said
+    messages = "\n".join(caplog.messages)
+    assert re.search(complaint, messages) if complaint else not messages, messages
     assert [*map(str, Run(run, "").answer("about")["complaints"])] == caplog.messages[: len(caplog.messages) // 2]
 
 
@@ -361,13 +361,13 @@ def test_a_run_without_readable_rows_is_not_removed(tmp_path: Path, monkeypatch:
 def test_figures_of_another_set_are_not_compared_with_those_of_the_set_that_judges(tmp_path: Path) -> None:
     """The page had the first figure of the run, by whatever set, and the last one."""
     run = make_run(tmp_path / "run", steps=0)
-    own = {"kind": "eval", "metric": "accuracy"}
+    judged = {"kind": "eval", "metric": "accuracy"}
     rows = [
-        {**own, "step": 0, "items": 4, "items/easy": 4, "accuracy": 0.75, "accuracy/easy": 0.75},
-        {**own, "step": 1, "items": 8, "accuracy": 0.875},
-        {**own, "step": 2, "items": 2, "items/hard": 2, "items/easy": 4, "accuracy": 0.5, "accuracy/hard": 0.5}
+        {**judged, "step": 0, "items": 4, "items/easy": 4, "accuracy": 0.75, "accuracy/easy": 0.75},
+        {**judged, "step": 1, "items": 8, "accuracy": 0.875},
+        {**judged, "step": 2, "items": 2, "items/hard": 2, "items/easy": 4, "accuracy": 0.5, "accuracy/hard": 0.5}
         | {"accuracy/easy": 1.0},
-        {**own, "step": 4, "items": 4, "items/easy": 4, "accuracy": 1.0, "accuracy/easy": 1.0},
+        {**judged, "step": 4, "items": 4, "items/easy": 4, "accuracy": 1.0, "accuracy/easy": 1.0},
     ]
     for judge, count, before, after in (
         ("hard", 3, "50.0%", "50.0%"),

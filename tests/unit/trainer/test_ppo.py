@@ -85,17 +85,17 @@ def test_the_explained_variance_of_a_step_is_that_of_all_its_tokens() -> None:
 
 
 def test_steps_before_a_resume_count_among_those_in_which_nothing_is_learned() -> None:
-    watch, said = StepWatch(GRPOConfig()), list[str]()
+    watch, notes = StepWatch(GRPOConfig()), list[str]()
     flat = {metrics.FLAT_GROUPS: 1.0, metrics.REWARD_STD: 0.0}
     watch.go_on([{metrics.FLAT_GROUPS: 0.5}, flat, flat, flat])
-    unsubscribe = subscribe(lambda event: said.append(event.text) if isinstance(event, Note) else None)
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
     try:
         watch.check_signal(flat, 5)
-        assert not said
+        assert not notes
         watch.check_signal(flat, 6)
     finally:
         unsubscribe()
-    assert "nothing is learned: for 5 steps, up to step 6" in said[0]
+    assert "nothing is learned: for 5 steps, up to step 6" in notes[0]
 
 
 def test_a_limit_of_the_mismatch_below_what_is_noted_ends_the_run() -> None:

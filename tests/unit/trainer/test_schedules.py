@@ -142,8 +142,8 @@ def test_a_step_that_was_not_evaluated_is_made_up_for_with_a_note(evaluated: int
     finally:
         unsubscribe()
     assert between(trainer.calls) == [*first, "evaluate 4", "save 4"]
-    told = "step 2: it is evaluated before the run goes on, since it was not, and eval.every = 2"
-    assert notes == [told] * bool(first)
+    note = "step 2: it is evaluated before the run goes on, since it was not, and eval.every = 2"
+    assert notes == [note] * bool(first)
 
 
 def test_a_step_that_other_sets_have_evaluated_is_made_up_for() -> None:
@@ -161,8 +161,8 @@ def test_a_step_that_other_sets_have_evaluated_is_made_up_for() -> None:
         finally:
             unsubscribe()
         assert between(trainer.calls) == [*["evaluate 2", "save 2"] * bool(why), "evaluate 4", "save 4"]
-        told = f"step 2: it is evaluated before the run goes on, since it was not{why}, and eval.every = 2"
-        assert notes == [told] * bool(why)
+        note = f"step 2: it is evaluated before the run goes on, since it was not{why}, and eval.every = 2"
+        assert notes == [note] * bool(why)
     assert not Evaluated.of(2, last, [], {"easy"}).new_sets, "a run without its metrics"
     assert Evaluated.of(2, None, rows, {"easy"}).is_unknown
 

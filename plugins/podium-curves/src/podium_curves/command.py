@@ -33,9 +33,9 @@ def run_compare(arguments: Sequence[str]) -> int:
     from podium_curves.comparison import RunCurve, describe_omissions, differing, group_curves, plot_curves
     from podium_view.runs import describe_held_out, find_runs, name_runs, write_table
 
-    given = [run for path in options.paths for run in find_runs(Path(path))]
-    runs_by_place = {run.files.run: run for run in given}  # one that is given twice is no second one
-    if len(given) < 2:
+    named_runs = [run for path in options.paths for run in find_runs(Path(path))]
+    runs_by_place = {run.files.run: run for run in named_runs}  # one that is given twice is no second one
+    if len(named_runs) < 2:
         raise ConfigError(f"{options.paths[0]} is one run: give at least two to compare")
     runs, names = [*runs_by_place.values()], [visible(name) for name in name_runs([*runs_by_place])]
     write_table(

@@ -61,13 +61,13 @@ def group_curves(curves: Sequence[RunCurve]) -> list[list[RunCurve]]:
 def describe_omissions(groups: Sequence[Sequence[RunCurve]], metric: str) -> Iterator[str]:
     """Yield a sentence for each run, and for each group, of which the picture does not show all."""
     for group in groups:
-        drawn = [curve for curve in group if curve.values]
+        curves = [curve for curve in group if curve.values]
         yield from (f"{curve.name} has no {metric}, and is not drawn" for curve in group if not curve.values)
-        common, steps = _find_common(drawn), {step for curve in drawn for step in curve.values}
+        common, steps = _find_common(curves), {step for curve in curves for step in curve.values}
         if len(common) < len(steps):
-            each = ", ".join(f"{curve.name} {_describe_steps([*curve.values])}" for curve in drawn)
+            lengths = ", ".join(f"{curve.name} {_describe_steps([*curve.values])}" for curve in curves)
             what = f"drawn at the {write_count(len(common), 'step')} that all of them have" if common else "not drawn"
-            yield f"{_label(drawn)}: {what}, of {each}"
+            yield f"{_label(curves)}: {what}, of {lengths}"
 
 
 def _find_common(curves: Sequence[RunCurve]) -> list[int]:

@@ -69,14 +69,14 @@ def _find_answer(path: str, keys: Collection[str] | None) -> Equivalent | None:
 def _prefer_own_keys(word: str, answer: Equivalent, keys: Collection[str]) -> Equivalent:
     """Return an answer that lists Podium's keys of the name ``word`` first, if ``answer`` has another key and is that
     to a setting whose name only ends so."""
-    own, tables = [key for key in keys if key.endswith(f".{word}")], read_tables()
-    if not own or not answer.key or answer.key in own:
+    same_names, tables = [key for key in keys if key.endswith(f".{word}")], read_tables()
+    if not same_names or not answer.key or answer.key in same_names:
         return answer
     if any(word in table.answers or table.find(word) for table in tables):
         return answer
     ends = {f"{table.project}'s {name}": end for table in tables for name, end in table.find_endings(word).items()}
     name = next(name for name, end in ends.items() if end.choose(keys) == answer)
-    return Equivalent(remark=f"keys of this name are {', '.join(own)}; {name} is {answer.key}", several=True)
+    return Equivalent(remark=f"keys of this name are {', '.join(same_names)}; {name} is {answer.key}", several=True)
 
 
 def _describe(answer: Equivalent, value: object) -> str:

@@ -119,11 +119,11 @@ class Evaluated:
         know of that step, for a run with these evaluation sets."""
         in_rows = set[str]().union(*(sets_of(row) for row in rows if row["step"] == step))
         is_own = last is not None and last.step == step
-        known = in_rows | ({last.set_name} if last is not None and is_own else set())
+        known_sets = in_rows | ({last.set_name} if last is not None and is_own else set())
         return cls(
             last=last.step if last is not None else 0,
             is_unknown=bool(in_rows) and not is_own,
-            new_sets=tuple(sorted({*sets} - known)) if known else (),
+            new_sets=tuple(sorted({*sets} - known_sets)) if known_sets else (),
             has_others=bool(in_rows - {*sets}),
         )
 
