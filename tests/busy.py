@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["BusyRecord", "RunResult", "compute_beside", "main", "read_result"]
+__all__ = ["BusyRecord", "RunResult", "compute_beside", "main", "read_result", "run_tests"]
 
 ROOT: Final = Path(__file__).parents[1]
 RECORD: Final = ROOT / "runs" / "test-busy.json"
@@ -79,11 +80,16 @@ def read_result(status: int, output: str) -> RunResult:
     }
 
 
-def run_tests(processes: int) -> tuple[int, str]:
-    """Run the everyday tests in so many processes; return pytest's exit status and what it printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(processes), "--dist", "loadscope"]
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    return ended.returncode, ended.stdout.decode(errors="replace")
+def run_tests(command: Sequence[str]) -> tuple[int, str]:
+    """Run ``command``, which ends with this process; return its exit status and what it printed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as tests:
+        try:
+            output, _ = tests.communicate()
+        except BaseException:
+            tests.terminate()
+            raise
+    return tests.returncode, output.decode(errors="replace")
 
 
 def read_commit() -> str:
@@ -111,11 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes of the tests")
     options = parser.parse_args(arguments)
     record = BusyRecord(RECORD)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(options.processes), "--dist", "loadscope"]
 
     def run() -> RunResult:
         commit, started = read_commit(), time.monotonic()
         with compute_beside(options.beside):
-            status, output = run_tests(options.processes)
+            status, output = run_tests(command)
         result = read_result(status, output)
         if not result["passed"]:
             print(output[-40_000:], flush=True)  # noqa: T201 - a command

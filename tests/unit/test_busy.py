@@ -35,6 +35,17 @@ def test_the_processes_end_with_a_command_that_is_killed() -> None:
     assert all_end(pids)
 
 
+def test_the_tests_end_with_the_command_that_is_asked_to_end(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    tests = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
+    program = f"import sys; from tests.busy import run_tests; run_tests([sys.executable, '-c', {tests!r}])"
+    with subprocess.Popen([sys.executable, "-c", program]) as command:
+        assert wait_until(lambda: note.exists() and note.read_text(encoding="ascii").endswith("."))
+        command.terminate()
+        assert command.wait() == 143
+    assert all_end([int(note.read_text(encoding="ascii")[:-1])])
+
+
 def test_failures_and_the_last_line_are_read() -> None:
     output = (
         "FAILED tests/unit/test_a.py::test_b[1 - 2] - assert 1 == 2\n"

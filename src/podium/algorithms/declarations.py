@@ -240,8 +240,7 @@ class NamedFunctions:
     def check_name(self, spec: str) -> None:
         """Check the form of ``spec`` and import nothing. Raises ConfigError as
         :func:`podium.functions.check_function_name` does."""
-        if spec not in find_packaged(self.group):
-            check_function_name(spec, key=self.key, known=dict.fromkeys((*self.words, *self.own), ""), group=self.group)
+        check_function_name(spec, key=self.key, known=dict.fromkeys((*self.words, *self.own), ""), group=self.group)
 
     def load(self, spec: str) -> Callable[..., Any]:
         """Return the function that ``spec`` names.

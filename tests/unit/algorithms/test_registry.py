@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -280,9 +280,9 @@ def test_an_option_of_the_clipped_surrogate_is_refused_with_a_loss_that_does_not
 
 
 def test_a_function_of_a_package_takes_two_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = EntryPoint("short", "builtins:len", "podium.losses")
-    monkeypatch.setattr("podium.algorithms.declarations.find_packaged", lambda group: {"short": place})
+    entries = EntryPoints([EntryPoint("short", "builtins:len", LOSSES.group)])
+    for module in ("functions", "algorithms.declarations"):
+        monkeypatch.setattr(f"podium.{module}.list_entry_points", lambda group, **wanted: entries.select(**wanted))
     monkeypatch.setattr("podium.algorithms.declarations.is_installed", lambda entry: True)
-    monkeypatch.setattr("podium.algorithms.declarations._load_packaged", lambda functions, name: place.load())
     with pytest.raises(ConfigError, match=r"algorithm\.loss = 'short': the function is called with two positional"):
         check_functions(AlgorithmConfig(loss="short"))
