@@ -460,6 +460,8 @@ def check_config(trainer: type, config: object) -> None:
     remedy = f"give it a {name}, as those of podium.trainer"
     if isinstance(config, Mapping):
         remedy = f"build it by podium.trainer.build_config({name}, values)"
+    elif isinstance(config, str | os.PathLike):
+        remedy = f"read the file by podium.trainer.load_config({name}, {os.fspath(config)!r})"
     raise ConfigError(f"{trainer.__name__} takes a {name}, and was given a {type(config).__name__}: {remedy}")
 
 

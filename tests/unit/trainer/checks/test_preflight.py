@@ -217,6 +217,8 @@ class Own(PPOTrainer):
             {},
             r"PPOTrainer takes a PPOConfig, and was given a dict: .*build_config\(PPOConfig, ",
         ),
+        (PPOTrainer, "run.yaml", r"a str: read the file by podium\.trainer\.load_config\(PPOConfig, 'run\.yaml'\)"),
+        (PPOTrainer, Path("run.yaml"), r"load_config\(PPOConfig, 'run\.yaml'\)"),
         (PPOTrainer, SFTConfig(), "PPOTrainer takes a PPOConfig, and was given a SFTConfig: give it a PPOConfig"),
         (SFTTrainer, GRPOConfig(), "SFTTrainer takes a SFTConfig, and was given a GRPOConfig"),
         (Own, SFTConfig(), "Own takes a PPOConfig"),
