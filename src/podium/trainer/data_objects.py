@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,12 +22,13 @@ from podium.rollout.tasks import DataConfig
 from podium.rollout.tasks.rows import tell_splits
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.spelling import write_count
-from podium.telemetry import Waiting, emit
+from podium.telemetry import Note, Waiting, emit
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
 _ROWS: Final = 1000  # that are written together
 _FOLDER: Final = ".data"
+_TIMES: Final = (datetime.date, datetime.time)
 
 
 def write_data(data: Any, config: C) -> C:
@@ -111,6 +112,7 @@ def _write_table(rows: Any, path: Path) -> None:
 
 
 def _write_lines(rows: Iterable[Any], path: Path) -> None:
+    changed = dict[tuple[str, str], str]()  # what a reward gets in place of a value of this type, by column
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows, start=1):
             if number % _ROWS == 0:
@@ -123,35 +125,45 @@ def _write_lines(rows: Iterable[Any], path: Path) -> None:
                 if str(name) in line:
                     raise DataError(f"row {number} of data has two columns that are called {str(name)!r}; rename one")
                 try:
-                    _check_keys(value)
+                    changed.update({(str(name), kind): form for kind, form in _list_changed(value)})
                     line[str(name)] = json.dumps(value, default=_plain)
                 except (TypeError, ValueError, RecursionError) as error:
                     raise DataError(f"row {number} of data, column {name!r}: {error}; expected plain values") from None
             file.write("{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in line.items()) + "}\n")
+    for (name, kind), form in changed.items():
+        emit(Note(f"the column {name!r} of data holds a {kind}, which is read as a {form}, and so a reward gets it"))
 
 
-def _check_keys(value: Any) -> None:
-    """Check that mappings inside a value have texts as keys. Raises TypeError: JSON would make others texts, so that a
-    reward no longer finds them."""
+def _list_changed(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the types in a value that JSON has not, and what a reward gets in their place.
+
+    Raises TypeError for a mapping whose keys are no texts: JSON would make them texts, so that a reward no longer finds
+    them.
+    """
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[Any, Any]", value).items():
             if not isinstance(key, str):
                 raise TypeError(f"a mapping has the key {key!r} of type {type(key).__name__}: give texts as keys")
-            _check_keys(item)
+            yield from _list_changed(item)
     elif isinstance(value, list | tuple):
+        if isinstance(value, tuple):
+            yield type(value).__name__, "list"
         for item in cast("list[Any]", value):
-            _check_keys(item)
+            yield from _list_changed(item)
+    elif isinstance(value, _TIMES) and type(value).__name__ != "NaTType":
+        yield type(value).__name__, "text"
 
 
 def _plain(value: Any) -> Any:
     """Return an array or a scalar of NumPy or torch as plain values, a time as text, a mapping as a dictionary."""
     if type(value).__name__ in ("NAType", "NaTType"):  # as pandas marks what is missing
         return None
-    if isinstance(value, datetime.date | datetime.time):
+    if isinstance(value, _TIMES):
         return str(value)
     if isinstance(value, Mapping):
         return dict(cast("Mapping[Any, Any]", value))
     if callable(read := getattr(value, "tolist", None)):
-        _check_keys(plain := read())
+        for _ in _list_changed(plain := read()):  # it checks the keys
+            pass
         return plain
     raise TypeError(f"a {type(value).__name__} is no value that JSON can hold")

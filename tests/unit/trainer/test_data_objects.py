@@ -4,7 +4,7 @@ import datetime
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -87,6 +87,24 @@ def test_values_of_libraries_become_plain_ones_and_others_are_refused_by_row_and
     with pytest.raises(ConfigError, match="the script passes data: give one of the two"):
         write_data(ROWS, settings(tmp_path, train="train.jsonl"))
     assert not [*(tmp_path / "runs/.data").glob("*.tmp")]
+
+
+def test_what_a_reward_gets_in_place_of_values_that_json_has_not_is_told(tmp_path: Path) -> None:
+    pair = NamedTuple("Pair", [("x", int)])(1)
+    rows = [
+        {"prompt": "1=", "span": {"at": [(0, 1)]}, "when": None, "at": pandas.NaT},
+        {"prompt": "2=", "span": pair, "when": pandas.Timestamp("2026-11-26"), "at": datetime.time(12)},
+        {"prompt": "3=", "span": [1], "when": datetime.datetime(2026, 11, 26), "at": "12:00"},
+    ]
+    notes = notes_of(lambda: write_data(rows, settings(tmp_path)))
+    assert [text.partition(", and so")[0] for text in notes] == [
+        "the column 'span' of data holds a tuple, which is read as a list",
+        "the column 'span' of data holds a Pair, which is read as a list",
+        "the column 'when' of data holds a Timestamp, which is read as a text",
+        "the column 'at' of data holds a time, which is read as a text",
+        "the column 'when' of data holds a datetime, which is read as a text",
+    ]
+    assert not notes_of(lambda: write_data(ROWS, settings(tmp_path)))
 
 
 def test_a_trainer_reads_the_rows_again_when_it_resumes(tmp_path: Path) -> None:
