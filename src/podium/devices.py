@@ -108,7 +108,7 @@ def _processor_flags() -> set[str] | None:
     return None
 
 
-def time_products(terms: int, columns: int, dtype: torch.dtype, *, rows: int = 16, count: int = 5) -> float:
+def time_matmuls(terms: int, columns: int, dtype: torch.dtype, *, rows: int = 16, count: int = 5) -> float:
     """Return the milliseconds of a product ``[rows, terms] @ [terms, columns]`` on the CPU: the least of ``count``."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.rand(*shape, generator=generator).to(dtype) for shape in ((rows, terms), (columns, terms)))

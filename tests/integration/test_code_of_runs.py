@@ -24,7 +24,7 @@ from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.models import ModelConfig, load_model, load_tokenizer
 from podium.rollout.engines import EngineConfig, find_engines
-from podium.runs.checkpoints import TrainerState
+from podium.runs.checkpoint_folders import TrainerState
 from podium.runs.named_code import list_code
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.everyday import mark_others

@@ -34,10 +34,10 @@ from podium.cli import main
 from podium.config import config_to_yaml, load_config
 from podium.errors import PodiumError
 from podium.models import char_tokenizer, load_tokenizer
-from podium.models.loading import longest_text
+from podium.models.loading import position_limit
 from podium.models.manifest import check_manifest, file_sums, write_manifest
 from podium.rollout.tasks import DataConfig, encode_pairs, encode_prompts, load_examples
-from podium.runs.checkpoints import TrainerState
+from podium.runs.checkpoint_folders import TrainerState
 from podium.runs.recipes import find_recipe, list_recipes
 from podium.runs.run_writer import RunDirectory
 from podium.trainer.checks.preflight import check_settings, with_stop_tokens
@@ -279,7 +279,7 @@ class Doors:
             tokenizer = load_tokenizer(str(folder))
             with_stop_tokens(self.sampling, model, tokenizer, DataConfig())
         else:
-            longest_text(model)
+            position_limit(model)
 
     def run_directory(self, rng: random.Random) -> None:
         """The directory of a run, one file of which is damaged, as a resume and an evaluation read it."""

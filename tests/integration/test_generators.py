@@ -22,7 +22,7 @@ from podium.errors import LostTooOften, PodiumError
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Handle
 from podium.trainer.generators import Generators
-from podium.trainer.restart_limit import Losses
+from podium.trainer.restart_limit import LostWorkers
 from podium.workers import WeightSync
 from tests.integration.processes import wait_for
 
@@ -147,7 +147,7 @@ def test_nobody_asks_a_generator_that_has_no_weights_yet_after_its_restart(handl
             restarted.set()
             assert go_on.wait(LIMIT_S)
 
-    with Generators(handles, Sending(handles, before), Losses(3), apart=True) as generators:
+    with Generators(handles, Sending(handles, before), LostWorkers(3), apart=True) as generators:
         generators.sync_weights(5)
         kill(handles[0])
         first = in_thread(lambda: generators.generate(prompts(4), SAMPLING))
@@ -182,7 +182,7 @@ def test_what_a_sync_interrupts_that_lost_another_generator_is_drawn_again(handl
             return [generators.generate(prompts(4, version=7), SAMPLING)]
         return [part.result(LIMIT_S) for part in generators.draw(1, [prompts(1, version=7)] * 4, SAMPLING)]
 
-    with Generators(handles, Sending(handles, before), Losses(3), apart=True, capacity=4) as generators:
+    with Generators(handles, Sending(handles, before), LostWorkers(3), apart=True, capacity=4) as generators:
         drawn = in_thread(draw)
         wait_until_asked(handles, 2 if whole else 4)
         asked.append(handles[0].counts()[0][0])
@@ -207,7 +207,7 @@ def test_an_error_of_a_generator_during_a_sync_that_succeeds_is_raised(handles: 
             return error
         return None
 
-    with Generators(handles, Sending(handles, before), Losses(3), apart=True, capacity=4) as generators:
+    with Generators(handles, Sending(handles, before), LostWorkers(3), apart=True, capacity=4) as generators:
         drawn = in_thread(draw)
         wait_until_asked(handles, 2 if whole else 4)
         generators.sync_weights(7)
@@ -223,7 +223,7 @@ def test_a_generator_that_is_lost_before_it_has_its_weights_is_restarted_again(h
             times.append(1)
             kill(to[0])
 
-    with Generators(handles, Sending(handles, before), Losses(most), apart=True) as generators:
+    with Generators(handles, Sending(handles, before), LostWorkers(most), apart=True) as generators:
         generators.sync_weights(2)
         kill(handles[0])
         if most == 1:
@@ -240,6 +240,6 @@ def test_a_worker_without_the_endpoint_for_parts_draws_whole_batches(cluster: Cl
             return prompts
 
     handle: Any = cluster.start(Plain.bind(), name="generator", distributed=False)
-    with Generators([handle], Sending([], lambda to: None), Losses(3), apart=True) as generators:
+    with Generators([handle], Sending([], lambda to: None), LostWorkers(3), apart=True) as generators:
         assert len(generators.generate(prompts(3), SAMPLING)) == 3
     handle.group.close()

@@ -13,7 +13,7 @@ from torch import Tensor
 from podium.errors import ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.models.loading import lay_out
-from podium.models.other_parts import find_other_parts, freeze_other_parts
+from podium.models.other_parts_search import find_other_parts, freeze_other_parts
 from podium.models.value_head import add_value_head, find_value_head
 from podium.runs.stored_models import find_model
 from podium.trainer import SFTConfig, SFTTrainer

@@ -15,7 +15,7 @@ import torch
 from podium.data import Batch
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError
 from podium.models import load_tokenizer
-from podium.runs.checkpoints import TrainerState
+from podium.runs.checkpoint_folders import TrainerState
 from podium.runtime import Cluster, concat, endpoint, first, shard
 from podium.telemetry import Note, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer

@@ -18,7 +18,7 @@ from podium.telemetry import Event, Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium_view.completions import Completions
 from tests.integration.training import metrics_rows, tiny, train
-from tests.unit.rewards.test_panel import fails
+from tests.unit.rewards.test_reward_functions import fails
 
 FILE = """
 import asyncio

@@ -26,8 +26,8 @@ import podium
 from podium.errors import EndpointError
 from podium.exceptions import describe_error, format_error, is_readable, read_text
 from podium.functions import load_function
-from podium.rewards.forms import Item
-from podium.rewards.panel import Panel, judge
+from podium.rewards.call_forms import Item
+from podium.rewards.reward_functions import RewardFunctions, call_rewards
 from podium.runtime import Worker, endpoint
 from podium.runtime.exceptions import pack_exception, unpack_exception
 from podium.telemetry import Bus, Event, Note
@@ -532,7 +532,7 @@ def test_a_reward_that_raises_it_has_failed(kind: str) -> None:
     def score(completion: str) -> float:
         raise {**ODD, **PACKED}[kind]()
 
-    result = judge(Panel([score], (), frozenset({"prompt"}), 1), Item("text", {"prompt": ""}, {}))
+    result = call_rewards(RewardFunctions([score], (), frozenset({"prompt"}), 1), Item("text", {"prompt": ""}, {}))
     assert result.problem.startswith("raised ")
     result.problem.encode()
 

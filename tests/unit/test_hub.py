@@ -15,10 +15,10 @@ SCRIPT = """
 from podium.errors import PodiumError
 from podium.rollout.tasks import DataConfig, load_examples
 from podium.models import ModelConfig, load_tokenizer
-from podium.models.loading import load_scorer, longest_text
+from podium.models.loading import load_scorer, position_limit
 for work in (
     lambda: load_tokenizer("nobody/nothing"),
-    lambda: longest_text(ModelConfig(path="nobody/nothing")),
+    lambda: position_limit(ModelConfig(path="nobody/nothing")),
     lambda: load_scorer("nobody/nothing"),
     lambda: load_examples("nobody/nothing", DataConfig()),
 ):

@@ -37,7 +37,7 @@ from podium.spelling import suggest_nearest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from podium.models.untrained import OtherParts
+    from podium.models.other_parts import OtherParts
 
 _SHOWN: Final = 20  # names of tensors in a message, of each kind
 
@@ -159,29 +159,29 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
     return model
 
 
-def longest_text(config: ModelConfig, *, generated: bool = False) -> int | None:
+def position_limit(config: ModelConfig, *, generated: bool = False) -> int | None:
     """Return the most tokens, prompt and completion together, that the model has positions for; None if unknown.
 
     Args:
-        generated: Whether the text is generated token by token, which must not pass the :func:`rotary_turn`.
+        generated: Whether the text is generated token by token, which must not pass the :func:`longrope_threshold`.
 
     Raises:
         ConfigError: There is no such model, ``model_type`` or field.
     """
     settings = _settings(config)
     most = getattr(settings.get_text_config(), "max_position_embeddings", None)
-    turn = rotary_turn(settings) if generated else None
+    turn = longrope_threshold(settings) if generated else None
     return most if turn is None else min(turn, most or turn)
 
 
 def vocabulary_size(config: ModelConfig) -> int:
-    """Return the number of tokens that the model knows. Raises ConfigError as :func:`longest_text` does."""
+    """Return the number of tokens that the model knows. Raises ConfigError as :func:`position_limit` does."""
     return _settings(config).get_text_config().vocab_size
 
 
-def widths(config: ModelConfig) -> tuple[int, int]:
+def layer_widths(config: ModelConfig) -> tuple[int, int]:
     """Return the number of values of a hidden state, and of a feed-forward layer inside; 0 where the model has none.
-    Raises ConfigError as :func:`longest_text` does."""
+    Raises ConfigError as :func:`position_limit` does."""
     settings = _settings(config).get_text_config()
     return getattr(settings, "hidden_size", 0) or 0, getattr(settings, "intermediate_size", 0) or 0
 
@@ -219,7 +219,7 @@ def _as_it_is(cls: type, **_: object) -> type:
     return cls
 
 
-def rotary_turn(settings: PretrainedConfig) -> int | None:
+def longrope_threshold(settings: PretrainedConfig) -> int | None:
     """Return the length, in tokens, of the longest text that ``longrope`` rotates by its factors for short texts.
 
     Longer texts get other factors at all of their positions, and so do shorter rows beside them. None means that the

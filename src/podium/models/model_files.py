@@ -28,10 +28,10 @@ from podium.models.config import ModelConfig
 from podium.models.layout import ModelLayout, Stored
 from podium.models.loading import plain_model, save_pretrained
 from podium.models.manifest import file_sums
+from podium.models.other_parts import NO_OTHERS, OtherParts
 from podium.models.safetensors_writer import Part, write_safetensors
 from podium.models.tensor_files import Place, Source, places, read_rows
 from podium.models.tokenizers import load_tokenizer
-from podium.models.untrained import NO_OTHERS, OtherParts
 from podium.models.value_head import is_of_value_head
 from podium.models.weight_files import INDEX, WHOLE, read_stored_tensors
 from podium.models.whole_weights import WholeWeights

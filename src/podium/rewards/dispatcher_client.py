@@ -30,8 +30,8 @@ from podium.processes import (
 from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.grading_dispatcher import Settings
 from podium.rewards.grading_process import decode
-from podium.rewards.panel import Result, make_grade, show_traceback
 from podium.rewards.resolve import RewardFn, Source, name_of
+from podium.rewards.reward_functions import Result, make_grade, show_traceback
 from podium.secrecy import find_secrets
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting

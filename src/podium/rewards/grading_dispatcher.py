@@ -29,7 +29,7 @@ from podium.errors import ConfigError
 from podium.exceptions import describe_error, format_error
 from podium.processes import Channel, Frame, FrameError, Supervisor, describe_exit, make_frame, supervise
 from podium.rewards.grading_process import ALIVE, REPLACE, encode, grade_awaited, grade_items
-from podium.rewards.panel import Panel, Result
+from podium.rewards.reward_functions import Result, RewardFunctions
 
 MOST_RESULT_BYTES: Final = 1 << 20
 
@@ -63,18 +63,18 @@ def _dispatch(supervisor: Supervisor, channel: Channel) -> None:
     if first is None:
         return
     settings: Settings = pickle.loads(first[1])
-    panel, result = _load(settings)
+    functions, result = _load(settings)
     channel.send(0, encode(result))
-    if panel is not None:
+    if functions is not None:
         supervisor.settle()
-        _Dispatcher(supervisor, channel.connection, panel, settings).run()
+        _Dispatcher(supervisor, channel.connection, functions, settings).run()
 
 
-def _load(settings: Settings) -> tuple[Panel | None, Result]:
+def _load(settings: Settings) -> tuple[RewardFunctions | None, Result]:
     """The reward functions, and the result of item 0, which tells the grader what they ask for."""
     try:
         rewards = [pickle.loads(reward) if isinstance(reward, bytes) else reward for reward in settings.rewards]
-        panel = Panel(
+        functions = RewardFunctions(
             rewards,
             settings.weights,
             settings.columns,
@@ -82,7 +82,9 @@ def _load(settings: Settings) -> tuple[Panel | None, Result]:
             optional=settings.optional,
             time_limit_s=settings.time_limit_s,
         )
-        return panel, Result(0.0, extra={"notes": "\n".join(panel.notes), "extras": " ".join(sorted(panel.extras))})
+        return functions, Result(
+            0.0, extra={"notes": "\n".join(functions.notes), "extras": " ".join(sorted(functions.extras))}
+        )
     except ConfigError as error:
         return None, Result(problem=str(error), limit="configuration")
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
@@ -132,14 +134,16 @@ class _Child:
 
 
 class _Dispatcher:
-    def __init__(self, supervisor: Supervisor, connection: socket.socket, panel: Panel, settings: Settings) -> None:
+    def __init__(
+        self, supervisor: Supervisor, connection: socket.socket, functions: RewardFunctions, settings: Settings
+    ) -> None:
         self._supervisor = supervisor
         self._grader = _Stream(connection, supervisor.poller, trusted=True)
-        self._panel = panel
+        self._functions = functions
         self._settings = settings
-        self._most_items = max([_MOST_ITEMS, *(form.most_items for form in panel.forms)])
-        self._patience_s = settings.time_limit_s + (_GRACE_S if panel.is_async else 0.0)
-        awaits_all = settings.is_auto and all(form.is_async for form in panel.forms)
+        self._most_items = max([_MOST_ITEMS, *(form.most_items for form in functions.forms)])
+        self._patience_s = settings.time_limit_s + (_GRACE_S if functions.is_async else 0.0)
+        awaits_all = settings.is_auto and all(form.is_async for form in functions.forms)
         self._most_children = 1 if awaits_all else settings.processes  # what is awaited is computed elsewhere
         self._alone: set[int] = set()  # items of processes that ended while they worked on several
         self._items: dict[int, bytes] = {}  # all items without a result, by number
@@ -215,7 +219,7 @@ class _Dispatcher:
             return child
         if len(self._children) < (self._settings.processes if alone else self._most_children):
             return self._start_child()
-        if alone or child is None or not self._panel.is_async:
+        if alone or child is None or not self._functions.is_async:
             return None
         open_children = [child for child in self._children.values() if self._alone.isdisjoint(child.pending)]
         child = min(open_children, key=lambda child: len(child.pending), default=None)
@@ -228,9 +232,9 @@ class _Dispatcher:
         def run() -> int:
             for sock in (ours, *others):
                 sock.close()
-            if self._panel.is_async:
-                return grade_awaited(theirs, self._panel, self._settings.memory_bytes, self._settings.time_limit_s)
-            return grade_items(theirs, self._panel, self._settings.memory_bytes)
+            if self._functions.is_async:
+                return grade_awaited(theirs, self._functions, self._settings.memory_bytes, self._settings.time_limit_s)
+            return grade_items(theirs, self._functions, self._settings.memory_bytes)
 
         with theirs:
             pid = self._supervisor.fork(run)
@@ -247,7 +251,7 @@ class _Dispatcher:
             if not child.pending:
                 return self._end(child)
         for number, body in frames or ():
-            is_alive = number == ALIVE and not body and self._panel.is_async
+            is_alive = number == ALIVE and not body and self._functions.is_async
             if not is_alive and not self._expects(child, number):
                 return self._end_for_output(child, number, make_frame(number, body))
             child.deadline = time.monotonic() + self._patience_s
@@ -268,7 +272,7 @@ class _Dispatcher:
         return None
 
     def _expects(self, child: _Child, number: int) -> bool:
-        if self._panel.is_async:
+        if self._functions.is_async:
             return number in child.pending
         return bool(child.pending) and child.pending[0] == number
 
@@ -299,7 +303,7 @@ class _Dispatcher:
         child.stream.stop_polling()
         child.stream.close()
         self._supervisor.kill(child.pid)
-        if result is not None and self._panel.is_async and len(child.pending) > 1:
+        if result is not None and self._functions.is_async and len(child.pending) > 1:
             self._alone.update(child.pending)
         elif result is not None and child.pending:
             number = child.pending.popleft()

@@ -16,8 +16,8 @@ from typing import Any, Final, cast
 
 from podium.exceptions import describe_error
 from podium.processes import Channel, children_of, limit_memory
-from podium.rewards.forms import Item
-from podium.rewards.panel import Clock, Panel, Result, is_finite, judge, judge_awaited
+from podium.rewards.call_forms import Item
+from podium.rewards.reward_functions import Clock, Result, RewardFunctions, await_rewards, call_rewards, is_finite
 
 REPLACE: Final = 75  # exit code of a process that earlier items have filled with memory or processes
 ALIVE: Final = 0  # number of a frame by which a process that awaits says that it goes on
@@ -69,14 +69,14 @@ def decode(data: bytes) -> Result:
             return Result(problem=f"sent {data[:60]!r}, which is not a result")
 
 
-def grade_items(sock: socket.socket, panel: Panel, memory_bytes: int | None) -> int:
+def grade_items(sock: socket.socket, functions: RewardFunctions, memory_bytes: int | None) -> int:
     """Answer items one by one until ``sock`` closes. Returns the exit code of the process."""
     channel = _begin(sock, memory_bytes)
     answered, grader = 0, os.getpid()
     while (frame := channel.receive()) is not None:
         number, data = frame
         item = _read_item(data)
-        result = item if isinstance(item, Result) else _explain(judge(panel, item))
+        result = item if isinstance(item, Result) else _explain(call_rewards(functions, item))
         if os.getpid() != grader:  # the reward returned in a process that it forked, whose parent answers
             os._exit(0)
         full = memory_bytes is not None and result.limit == "memory"
@@ -88,12 +88,12 @@ def grade_items(sock: socket.socket, panel: Panel, memory_bytes: int | None) -> 
     return 0
 
 
-def grade_awaited(sock: socket.socket, panel: Panel, memory_bytes: int | None, limit_s: float) -> int:
+def grade_awaited(sock: socket.socket, functions: RewardFunctions, memory_bytes: int | None, limit_s: float) -> int:
     """Answer items, all that are here at once, until ``sock`` closes. Returns the exit code of the process."""
-    return asyncio.run(_serve(_begin(sock, memory_bytes), panel, Clock(limit_s)))
+    return asyncio.run(_serve(_begin(sock, memory_bytes), functions, Clock(limit_s)))
 
 
-async def _serve(channel: Channel, panel: Panel, clock: Clock) -> int:
+async def _serve(channel: Channel, functions: RewardFunctions, clock: Clock) -> int:
     loop, grader = asyncio.get_running_loop(), os.getpid()
     ending: asyncio.Future[int] = loop.create_future()
     tasks: set[asyncio.Task[None]] = set()
@@ -101,7 +101,7 @@ async def _serve(channel: Channel, panel: Panel, clock: Clock) -> int:
     async def answer(number: int, data: bytes) -> None:
         channel.send(ALIVE)
         item = _read_item(data)
-        result = item if isinstance(item, Result) else _explain(await judge_awaited(panel, item, clock))
+        result = item if isinstance(item, Result) else _explain(await await_rewards(functions, item, clock))
         if os.getpid() != grader:
             os._exit(0)
         channel.send(number, encode(result))

@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from podium.errors import RewardError
+from podium.rewards.call_forms import Item
 from podium.rewards.config import Grade, RewardConfig
-from podium.rewards.forms import Item
-from podium.rewards.panel import Clock, Panel, Result, judge, judge_awaited, make_grade
 from podium.rewards.resolve import Source
+from podium.rewards.reward_functions import Clock, Result, RewardFunctions, await_rewards, call_rewards, make_grade
 from podium.telemetry import Note, emit
 from podium.telemetry.progress import Counting
 
@@ -35,7 +35,7 @@ class GradingInScript:
     """
 
     def __init__(self, source: Source, label: str, config: RewardConfig) -> None:
-        self._panel = Panel(
+        self._functions = RewardFunctions(
             source.rewards,
             config.weights,
             source.columns,
@@ -43,7 +43,7 @@ class GradingInScript:
             optional=source.optional,
             time_limit_s=config.time_limit_s,
         )
-        self.extras, self.notes = self._panel.extras, self._panel.notes
+        self.extras, self.notes = self._functions.extras, self._functions.notes
         self._label, self._config = label, config
         self._calling = threading.RLock()  # threads take turns, as calls of workers in this process do
         self._runner: asyncio.Runner | None = None
@@ -66,7 +66,7 @@ class GradingInScript:
         try:
             items = [Item(*parts) for parts in zip(completions, rows, extras, strict=True)]
             with self._calling:
-                results = enumerate(self._judge(items, count or Counting("")))
+                results = enumerate(self._call_rewards(items, count or Counting("")))
                 names = "" if count is None else "item {}, "
                 grades = [self._grade(names.format(number), items[number], result) for number, result in results]
         except RewardError as error:
@@ -85,13 +85,13 @@ class GradingInScript:
             with suppress(KeyboardInterrupt):  # which a task has raised already, and raises again as it is cancelled
                 _run_apart(runner.close)
 
-    def _judge(self, items: Sequence[Item], count: Counting) -> Iterator[Result]:
-        if self._panel.is_async and items:
+    def _call_rewards(self, items: Sequence[Item], count: Counting) -> Iterator[Result]:
+        if self._functions.is_async and items:
             yield from self._run(lambda: self._judge_awaited(items, count))
             return
         for item in count.over(items):
             began_s = time.monotonic()
-            result = judge(self._panel, item)
+            result = call_rewards(self._functions, item)
             self._note_slow(time.monotonic() - began_s)
             yield result
 
@@ -100,7 +100,7 @@ class GradingInScript:
 
         async def judge_one(item: Item) -> Result:
             async with room:
-                result = await judge_awaited(self._panel, item, clock)
+                result = await await_rewards(self._functions, item, clock)
             count.done += 1
             return result
 

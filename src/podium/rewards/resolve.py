@@ -12,8 +12,8 @@ from podium.rewards.config import RewardConfig
 Score = float | Mapping[str, float] | Sequence[float | None] | None
 RewardFn = Callable[..., Score | Awaitable[Score]]
 """A reward function: ``reward(completion, row)``, where the row has "prompt" and "answer" beside the columns of the
-data, or another form of podium.rewards.forms. It returns a finite number, a mapping of named finite numbers that has
-"score", or None to abstain; or, with ``async def``, what is to be awaited for that."""
+data, or another form of podium.rewards.call_forms. It returns a finite number, a mapping of named finite numbers that
+has "score", or None to abstain; or, with ``async def``, what is to be awaited for that."""
 Rewards = RewardFn | Sequence[str | RewardFn]
 """One reward function, or several with the names of others, whose weighted sum is the score."""
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from podium.rewards.columns import reads
 from podium.rewards.config import Grade
-from podium.rewards.numbers import boxed_text, final_number, is_same_number
+from podium.rewards.number_parsing import boxed_text, final_number, is_same_number
 
 
 def answer_of(row: Mapping[str, Any]) -> str:

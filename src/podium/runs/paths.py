@@ -150,7 +150,7 @@ def _find_folder(name: str) -> Path | None:
     path, run = Path(name), Path(name.rpartition("@")[0] or name)
     if (path / "config.json").exists() or not (path.is_dir() or is_run(run)):
         return None
-    from podium.runs.checkpoints import files_of  # the imports take a second
+    from podium.runs.checkpoint_folders import files_of  # the imports take a second
     from podium.runs.stored_models import find_model
 
     stored = find_model(name)

@@ -40,7 +40,7 @@ from rich.console import Console
 from podium.config import config_to_dict
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.config import show_sources
-from podium.runs.checkpoints import Checkpoints, TrainerState
+from podium.runs.checkpoint_folders import Checkpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import SET, check_path, free_name, step_of
 from podium.runs.ledger import States

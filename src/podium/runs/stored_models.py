@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from podium.config import build_config, parse_overrides, read_values
 from podium.errors import ConfigError
-from podium.runs.checkpoints import StoredCheckpoints, TrainerState, files_of
+from podium.runs.checkpoint_folders import StoredCheckpoints, TrainerState, files_of
 from podium.runs.config import InferenceConfig
 from podium.runs.files import STATE_FILE, step_of
 from podium.runs.named_code import check_code

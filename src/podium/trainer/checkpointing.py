@@ -17,7 +17,7 @@ from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.exceptions import name_class, read_text
 from podium.models.manifest import check_manifest, explain, file_sums, refusal_of, write_manifest
 from podium.models.vocabulary import add_ends
-from podium.runs.checkpoints import Checkpoints, TrainerState, files_of
+from podium.runs.checkpoint_folders import Checkpoints, TrainerState, files_of
 from podium.runs.files import STATE_FILE
 from podium.runs.run_files import RunFiles
 from podium.runs.run_json import write_json

@@ -32,7 +32,7 @@ from podium.trainer.rollout_queue import RolloutQueue
 if TYPE_CHECKING:
     from podium.rollout.sampling import SamplingParams
     from podium.runtime import Call, Handle
-    from podium.trainer.restart_limit import Losses
+    from podium.trainer.restart_limit import LostWorkers
     from podium.workers import Estimator, Generator, WeightSync
 
 _MOST_PARTS: Final = 24  # parts of one generator; each takes one of the 32 threads for concurrent calls
@@ -95,7 +95,7 @@ class Generators:
         self,
         handles: Sequence[Handle[Generator]],
         weight_sync: WeightSync,
-        losses: Losses,
+        losses: LostWorkers,
         *,
         apart: bool,
         keeper: Handle[Estimator] | None = None,

@@ -30,7 +30,7 @@ from podium.data import Batch, fields
 from podium.errors import NoRowsError, PodiumError, RewardError
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import PromptStream
-from podium.runs.checkpoints import TrainerState
+from podium.runs.checkpoint_folders import TrainerState
 from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.spelling import write_count

@@ -32,7 +32,7 @@ def find_lost(error: BaseException) -> list[str]:
     return []
 
 
-class Losses:
+class LostWorkers:
     """The workers that a run has lost, and the prompts that may have ended them.
 
     Args:

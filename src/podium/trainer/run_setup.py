@@ -49,7 +49,7 @@ from podium.trainer.checks.resumed import describe_changes
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preload import LATER, PRELOAD, importing
 from podium.trainer.prompts import HeldOut, Prompt, load_held_out
-from podium.trainer.restart_limit import Losses
+from podium.trainer.restart_limit import LostWorkers
 from podium.trainer.roles import Roles, RoleWorkers, start_roles
 from podium.trainer.schedules import Schedule
 from podium.trainer.sessions import Sessions
@@ -113,7 +113,7 @@ class _Lasting(Generic[E]):
     data: RunData[E]
     start: Mapping[str, Any]  # the stream's place before the first step
     grader: Grader
-    losses: Losses
+    losses: LostWorkers
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def _open_lasting(
         grader.start()
     if cluster.capabilities.processes:  # otherwise the workers load in this process, which does not wait for them
         lasting.enter_context(importing(LATER))
-    losses = Losses(config.run.max_restarts, _remedies(config))
+    losses = LostWorkers(config.run.max_restarts, _remedies(config))
     return _Lasting(cluster, stop, data, data.stream.state(), grader, losses)
 
 

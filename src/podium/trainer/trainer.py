@@ -24,11 +24,11 @@ from podium.rewards.resolve import list_rewards
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import EncodedExamples, Example, PromptStream
 from podium.rollout.tasks.templates import chat_template
-from podium.runs.checkpoints import StoredCheckpoints, TrainerState
+from podium.runs.checkpoint_folders import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.evaluation import Evaluation
-from podium.runs.judging import choose_metric, knows_accuracy
 from podium.runs.ledger import Ledger
+from podium.runs.metric_choice import choose_metric, knows_accuracy
 from podium.runs.named_code import remember_code
 from podium.runs.named_files import record
 from podium.runs.paths import resolve_resume

@@ -24,7 +24,7 @@ from podium.algorithms import PartialMetrics, TokenLoss, partial_metrics
 from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, compute_dtype
 from podium.errors import DataError, PodiumError
-from podium.models.loading import plain_model, rotary_turn
+from podium.models.loading import longrope_threshold, plain_model
 from podium.telemetry.progress import Counting
 from podium.training.config import OptimConfig, ParallelConfig
 from podium.training.data_parallel import make_parallel
@@ -374,7 +374,7 @@ class TrainEngine:
         """
         needed = batch.select(fields.TOKENS, fields.LOSS_MASK, *columns).to(self.device)
         packed, equal = self.batching == "packed", self.batching == "equal"
-        most, turn = self.micro_batch_tokens, rotary_turn(plain_model(self.model).config)
+        most, turn = self.micro_batch_tokens, longrope_threshold(plain_model(self.model).config)
         share = self.shares_prompts and not noisy
         micros = cut(needed, most, packed=packed, equal=equal, turn=turn, share=share, columns=columns)
         if not self.parallel.equal_passes:

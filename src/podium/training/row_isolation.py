@@ -6,7 +6,7 @@ zero. A leak between rows that small weights hide in rounding shows in this grad
 is no path.
 
 On a large model the trial is several passes of it. Later starts read its verdict from a file (see
-:mod:`.row_verdicts`), and compute a row of two tokens, which shows that the weights give finite numbers.
+:mod:`.row_isolation_cache`), and compute a row of two tokens, which shows that the weights give finite numbers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, same_within_rounding
 from podium.errors import ConfigError
 from podium.exceptions import describe_error
-from podium.models.loading import plain_model, rotary_turn
+from podium.models.loading import longrope_threshold, plain_model
 from podium.training.config import ParallelConfig
 from podium.training.data_parallel import is_sharded
 from podium.training.micro_batches import cut
-from podium.training.row_verdicts import Verdicts
+from podium.training.row_isolation_cache import RowIsolationCache
 from podium.training.scoring import run_model
 from podium.training.shared_prompts import SharedPrompts
 
@@ -48,18 +48,18 @@ def choose_batching(
             one length.
     """
     name, note = type(plain_model(model)).__name__, ""
-    verdicts = _verdicts(model, device, precision)
+    cache = _open_cache(model, device, precision)
     if config.packed(device):
-        reason = _try(verdicts, model, device, precision, packed=True)
+        reason = _try(cache, model, device, precision, packed=True)
         if not reason:
             return "packed", ""
         if config.batching == "packed":
             raise ConfigError(f"parallel.batching=packed: {name} cannot take packed rows: {reason}; use auto or padded")
         note = f"{name} gets padded rows, because it cannot take packed ones: {reason}"
-    reason = _try(verdicts, model, device, precision)
+    reason = _try(cache, model, device, precision)
     if not reason:
         return "padded", note
-    if other := _try(verdicts, model, device, precision, equal=True):
+    if other := _try(cache, model, device, precision, equal=True):
         raise ConfigError(f"{name} cannot take several rows in a forward pass: {other}")
     return "equal", f"{name} gets rows of one length at a time, because it cannot take padded ones: {reason}"
 
@@ -71,23 +71,23 @@ def may_share_prompts(
 
     They may not if a layer rotates by the length of the row.
     """
-    turns = rotary_turn(plain_model(model).config) is not None
+    turns = longrope_threshold(plain_model(model).config) is not None
     if config.batching != "auto" or batching == "equal" or turns:
         return False
-    return not _try(_verdicts(model, device, precision), model, device, precision, share=True)
+    return not _try(_open_cache(model, device, precision), model, device, precision, share=True)
 
 
-def _verdicts(model: nn.Module, device: torch.device, precision: torch.dtype) -> Verdicts:
-    return Verdicts(model, device, precision, ("", _MIXED, _DIFFERENT), sharded=is_sharded(model))
+def _open_cache(model: nn.Module, device: torch.device, precision: torch.dtype) -> RowIsolationCache:
+    return RowIsolationCache(model, device, precision, ("", _MIXED, _DIFFERENT), sharded=is_sharded(model))
 
 
-def _try(verdicts: Verdicts, model: nn.Module, device: torch.device, precision: torch.dtype, **rows: bool) -> str:
+def _try(cache: RowIsolationCache, model: nn.Module, device: torch.device, precision: torch.dtype, **rows: bool) -> str:
     """Return what :func:`interference` returns for such rows, or returned at an earlier start."""
     trial = " ".join(sorted(rows)) or "padded"
-    verdict = verdicts.find(trial)
+    verdict = cache.find(trial)
     if verdict is None:
         verdict = interference(model, device, precision, **rows)
-        verdicts.keep(trial, verdict)
+        cache.keep(trial, verdict)
     elif "share" not in rows:  # other rows of the same model were computed before those that share a prompt
         with _evaluating(model, device, precision), torch.no_grad():
             row = _rows(_vocabulary(model), [2], [1], share=False).to(device)

@@ -27,8 +27,8 @@ from podium.models.layout import ModelLayout, model_layout
 from podium.models.loading import plain_model
 from podium.models.manifest import check_manifest, explain, write_manifest
 from podium.models.model_files import RESUME, ModelCopy, model_texts, read_layout, read_model
-from podium.models.other_parts import find_other_parts, freeze_other_parts
-from podium.models.untrained import OtherParts
+from podium.models.other_parts import OtherParts
+from podium.models.other_parts_search import find_other_parts, freeze_other_parts
 from podium.models.value_head import is_of_value_head
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.spelling import write_count

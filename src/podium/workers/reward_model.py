@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
-from podium.models.loading import load_scorer, rotary_turn
+from podium.models.loading import load_scorer, longrope_threshold
 from podium.models.tokenizers import load_tokenizer
 from podium.rollout.tasks.templates import encode_scored
 from podium.runtime import Worker, concat, endpoint, first, shard
@@ -103,7 +103,7 @@ class RewardModel(Worker):
             )
         scores_B = torch.zeros(len(ids))
         self._settings.pad_token_id = self._padding_of(ids)
-        equal, turn = self._equal or self._settings.pad_token_id == _NO_TOKEN, rotary_turn(self._settings)
+        equal, turn = self._equal or self._settings.pad_token_id == _NO_TOKEN, longrope_threshold(self._settings)
         for rows in plan([len(row) for row in ids], self._max_tokens, packed=False, equal=equal, turn=turn):
             scores_B[rows] = self._score_together([ids[row] for row in rows])
         return Batch({fields.REWARDS: scores_B})

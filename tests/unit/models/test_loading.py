@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.errors import CheckpointError, ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model
-from podium.models.loading import load_scorer, longest_text, save_pretrained, vocabulary_size
+from podium.models.loading import load_scorer, position_limit, save_pretrained, vocabulary_size
 from podium.models.tokenizers import load_tokenizer
 from podium.models.whole_weights import WholeWeights, full_weights
 from podium_dryrun.memory import model_size
@@ -179,7 +179,7 @@ def test_code_in_a_models_directory_is_not_run(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "code.py").write_text(f"open({str(mark)!r}, 'w')\nclass Settings: pass\nclass Model: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     config = ModelConfig(path=str(tmp_path), tokenizer="chars:01")
-    for load in (load_model, longest_text, model_size, lambda config: load_scorer(config.path)):
+    for load in (load_model, position_limit, model_size, lambda config: load_scorer(config.path)):
         with pytest.raises(ConfigError, match="Python code of its own, which Podium does not run"):
             load(config)
     assert not mark.exists()
@@ -210,10 +210,10 @@ def test_a_kernel_of_the_hub_is_not_fetched(tmp_path: Path, name: str, value: An
 def test_a_configuration_that_is_read_without_docstrings_leaves_transformers_as_it_was() -> None:
     writer: Any = sys.modules["transformers.utils.auto_docstring"]  # whose function has the module's name
     usual = writer.auto_class_docstring
-    assert longest_text(TINY) == TINY.config["max_position_embeddings"]
+    assert position_limit(TINY) == TINY.config["max_position_embeddings"]
     assert writer.auto_class_docstring is usual
     with pytest.raises(ConfigError, match="model_type = 'none'"):
-        longest_text(replace(TINY, config={"model_type": "none"}))
+        position_limit(replace(TINY, config={"model_type": "none"}))
     assert writer.auto_class_docstring is usual
 
 

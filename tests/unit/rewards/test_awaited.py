@@ -131,7 +131,7 @@ def test_an_error_has_the_traceback_of_the_reward() -> None:
     with Grader(RewardConfig(processes=1), reward=misbehave) as grader, pytest.raises(RewardError) as caught:
         grader.grade(["ok", "raise"], [{}] * 2)
     assert "in misbehave" in str(caught.value)
-    assert "panel.py" not in str(caught.value)
+    assert "reward_functions.py" not in str(caught.value)
 
 
 async def gives_up(completion: str) -> float:

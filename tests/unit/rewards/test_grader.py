@@ -18,8 +18,8 @@ import pytest
 
 from podium.errors import ConfigError, RewardError
 from podium.rewards import Grade, Grader, RewardConfig, dispatcher_client
-from podium.rewards.forms import Item
-from podium.rewards.panel import Panel, judge
+from podium.rewards.call_forms import Item
+from podium.rewards.reward_functions import RewardFunctions, call_rewards
 from podium.telemetry import Event, Note, subscribe
 from tests.unit.rewards.deeds import Row, alive_with, family_of, misbehave, own_pid, returns
 from tests.waits import LONG_S, wait_until
@@ -72,10 +72,10 @@ def test_numpy_and_torch_scalars_are_numbers() -> None:
     import torch  # here, because grading processes import this module, and it takes seconds
 
     values = [np.float32(0.5), np.bool_(True), np.array(2.0), torch.tensor(0.25)]
-    panel = Panel([returns])
-    results = [judge(panel, Item("", {"value": value})) for value in values]
+    functions = RewardFunctions([returns])
+    results = [call_rewards(functions, Item("", {"value": value})) for value in values]
     assert [result.score for result in results] == [0.5, 1.0, 2.0, 0.25]
-    assert judge(panel, Item("", {"value": torch.ones(2)})).problem == "returned tensor([1., 1.]) (Tensor)"
+    assert call_rewards(functions, Item("", {"value": torch.ones(2)})).problem == "returned tensor([1., 1.]) (Tensor)"
 
 
 NO_SCORES: tuple[tuple[object, str], ...] = (

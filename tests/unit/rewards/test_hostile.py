@@ -24,7 +24,7 @@ from podium.errors import ConfigError, RewardError
 from podium.processes import HEADER, make_frame
 from podium.rewards import Grade, Grader, RewardConfig
 from podium.rewards.grading_process import decode, encode
-from podium.rewards.panel import Result
+from podium.rewards.reward_functions import Result
 from tests.unit.rewards.deeds import Row, alive_with, family_of, has_variable, misbehave
 from tests.waits import LONG_S, wait_until
 

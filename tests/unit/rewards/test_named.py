@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from podium.rewards import resolve_reward
-from podium.rewards.numbers import final_number
+from podium.rewards.number_parsing import final_number
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
 

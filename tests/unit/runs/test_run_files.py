@@ -72,10 +72,10 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "mkdir read_bytes rglob save_pretrained tempfile.TemporaryDirectory write_bytes",
         LOOKED_AT,
     ),
-    "models/other_parts.py": ("read_bytes", PERSON),
+    "models/other_parts_search.py": ("read_bytes", PERSON),
     "models/safetensors_writer.py": ("open", LOOKED_AT),
     "models/tensor_files.py": ("open", LOOKED_AT),
-    "models/untrained.py": ("read_bytes rename write_bytes write_text", LOOKED_AT),
+    "models/other_parts.py": ("read_bytes rename write_bytes write_text", LOOKED_AT),
     "models/weight_files.py": ("open read_text", LOOKED_AT),
     "processes/handover.py": ("os.open", PRIVATE),
     "processes/launcher.py": (

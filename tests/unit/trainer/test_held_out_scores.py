@@ -12,7 +12,7 @@ from podium.errors import ConfigError
 from podium.rewards import Grade, Grader, RewardConfig
 from podium.runs.config import GRPOConfig, InferenceConfig
 from podium.runs.evaluation import Evaluation
-from podium.runs.judging import choose_metric
+from podium.runs.metric_choice import choose_metric
 from podium.telemetry.held_out import Metric
 from podium.trainer import build_config
 from podium.trainer.held_out_scores import Sampled, majority, pass_at_k, scores_of

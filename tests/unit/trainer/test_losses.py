@@ -10,7 +10,7 @@ import pytest
 
 from podium.errors import WorkerDied
 from podium.trainer import PPOTrainer
-from podium.trainer.restart_limit import Losses, RunLost
+from podium.trainer.restart_limit import LostWorkers, RunLost
 
 ENDED = WorkerDied("policy.update: rank 0 has ended", rank=0, node="localhost", cause="signal SIGKILL", role="policy")
 
@@ -23,7 +23,7 @@ class Attempt:
     """A trainer whose policy's process can end, and which has lost nothing yet."""
 
     def __init__(self) -> None:
-        self.losses = Losses(most=3)
+        self.losses = LostWorkers(most=3)
         self.ended: dict[int, Any] = {}
         group = SimpleNamespace(lost=self.ended, check_alive=lambda: raise_ended() if self.ended else None)
         roles = SimpleNamespace(workers={"policy": SimpleNamespace(group=group)})

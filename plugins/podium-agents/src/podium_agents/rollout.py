@@ -24,7 +24,7 @@ from podium.data.masks import mask_columns
 from podium.data.sampled_text import text_column
 from podium.errors import ConfigError
 from podium.models.config import ModelConfig
-from podium.models.loading import longest_text
+from podium.models.loading import position_limit
 from podium.models.tokenizers import load_tokenizer
 from podium.models.vocabulary import TextIds, find_text_ids
 from podium.rollout.engines.requests import SessionRoom
@@ -226,7 +226,7 @@ class Rollout(Worker):
     async def _service(self, sampling: SamplingParams, call: str) -> AsyncIterator[tuple[Service, Any]]:
         """The service of one call, and the function that gives its address."""
         source = self._source
-        limits = [most for most in (longest_text(self._model, generated=True), source.positions) if most]
+        limits = [most for most in (position_limit(self._model, generated=True), source.positions) if most]
         service = Service(
             source,
             self._form,

@@ -81,7 +81,7 @@ def _describe_finished(evaluations: Mapping[str, Evaluation], activity: str) -> 
 
 def _write_evaluations(config: InferenceConfig, evaluations: Mapping[str, Evaluation]) -> None:
     """Print the figures of each set, and then some samples of each."""
-    from podium.runs.judging import choose_metric
+    from podium.runs.metric_choice import choose_metric
 
     for name, evaluation in evaluations.items():
         judge, _ = choose_metric(config, next(iter(evaluations.values())))

@@ -12,7 +12,7 @@ from podium.rollout.environments import EnvironmentConfig, load_sessions
 from podium.rollout.tasks import Example
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation
-from podium.runs.judging import knows_accuracy
+from podium.runs.metric_choice import knows_accuracy
 from podium.runs.paths import resolve_models
 from podium.runtime import Cluster
 from podium.spelling import write_count

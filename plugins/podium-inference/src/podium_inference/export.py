@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
-from podium.runs.checkpoints import StoredCheckpoints, TrainerState, files_of
+from podium.runs.checkpoint_folders import StoredCheckpoints, TrainerState, files_of
 from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import check_path
 from podium.runs.named_files import as_given

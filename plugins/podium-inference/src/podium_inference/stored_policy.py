@@ -23,7 +23,7 @@ from podium.models.config import ModelConfig
 from podium.models.loading import load_model, save_pretrained
 from podium.models.manifest import check_manifest, refusal_of
 from podium.models.model_files import RESUME
-from podium.models.other_parts import find_other_parts
+from podium.models.other_parts_search import find_other_parts
 from podium.models.tokenizers import load_tokenizer
 from podium.models.whole_weights import full_weights
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, fields
 from podium.data.sampled_text import count_sampled
-from podium.models.loading import longest_text
+from podium.models.loading import position_limit
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example, PromptStream, load_examples
 from podium.rollout.tasks.examples import RowReader
@@ -195,7 +195,7 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
 
     def join_rows(self, rows: Sequence[EncodedPreference], step: int) -> Answers:
         """The answers of some rows, for ``values``."""
-        most = longest_text(self.config.model)
+        most = position_limit(self.config.model)
         return Answers.of(rows, step, most=most, mismatched=self.config.algorithm.reads_labels)
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:

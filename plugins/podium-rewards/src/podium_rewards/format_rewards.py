@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.rewards.columns import reads
-from podium.rewards.numbers import boxed_text
+from podium.rewards.number_parsing import boxed_text
 
 __all__ = ["CHOICE", "FORMAT", "LENGTH", "REPETITION"]
 __all__ += ["check_choice", "check_format", "limit_length", "limit_repetition"]

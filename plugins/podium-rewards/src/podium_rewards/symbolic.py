@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 from podium.errors import ConfigError
 from podium.extras import install_command
 from podium.rewards.columns import reads
-from podium.rewards.numbers import MARK
+from podium.rewards.number_parsing import MARK
 from podium.rewards.text import answer_of
 
 try:

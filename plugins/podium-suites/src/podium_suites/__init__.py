@@ -115,7 +115,7 @@ class HarnessTask:
             PodiumError: The harness failed, got no answer, or left no results. Its own output is on stderr.
         """
         from podium.models import load_tokenizer
-        from podium.models.loading import longest_text
+        from podium.models.loading import position_limit
         from podium_agents.proxies import spare_proxy
         from podium_agents.services import load_service
 
@@ -129,7 +129,7 @@ class HarnessTask:
             tokenizer, results = Path(folder, "tokenizer"), Path(folder, "results")
             load_tokenizer(config.model.tokenizer_source).save_pretrained(tokenizer)
             results.mkdir()
-            served_model = Served(name, f"{spare_proxy(model.url)}/v1", str(tokenizer), longest_text(config.model))
+            served_model = Served(name, f"{spare_proxy(model.url)}/v1", str(tokenizer), position_limit(config.model))
             arguments = [*harness.arguments(served_model, self.task, str(results)), *self.arguments]
             env = {_OFFLINE_COSTS: "True", **os.environ, "OPENAI_API_KEY": token, "OPENAI_BASE_URL": served_model.url}
             status = _run([self.program, *arguments], env)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from podium.errors import ConfigError
 from podium.models import ModelConfig
-from podium.models.loading import longest_text, vocabulary_size
+from podium.models.loading import position_limit, vocabulary_size
 from podium.models.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _check(
             f"{who} has {rows:,} rows, and the policy's tokenizer has the id {last:,}: the {role}'s tokenizer is not "
             f"its own; {remedy}"
         )
-    needed, most = longest if longest is not None else longest_text(config.model), longest_text(model)
+    needed, most = longest if longest is not None else position_limit(config.model), position_limit(model)
     if most is not None and needed is not None and needed > most:
         raise ConfigError(
             f"{who} has {most:,} positions, and a prompt with its completion may have {needed:,} tokens: lower "

@@ -234,21 +234,21 @@ def suggest_bfloat16(config: InferenceConfig, generator: Any) -> None:
 
 
 def _widths(worker: Worker) -> tuple[int, int]:
-    from podium.models.loading import widths
+    from podium.models.loading import layer_widths
 
-    return widths(cast(Any, worker).config)
+    return layer_widths(cast(Any, worker).config)
 
 
 def _time_dtypes(worker: Worker, terms: int, columns: int) -> tuple[float, float] | None:
     """The milliseconds of a product in float32 and bfloat16; None where the processor has no unit for the latter."""
     import torch
 
-    from podium.devices import has_bfloat16_unit, time_products
+    from podium.devices import has_bfloat16_unit, time_matmuls
 
     del worker
     if not has_bfloat16_unit():
         return None
-    return time_products(terms, columns, torch.float32), time_products(terms, columns, torch.bfloat16)
+    return time_matmuls(terms, columns, torch.float32), time_matmuls(terms, columns, torch.bfloat16)
 
 
 def _has_bfloat16(worker: Worker) -> bool:

@@ -20,7 +20,7 @@ from podium.functions import OF_SCRIPT, describe_object
 from podium.models import ModelConfig
 from podium.models.weight_files import read_stored_tensors
 from podium.rewards import RewardConfig, Rewards
-from podium.rewards.forms import read_form
+from podium.rewards.call_forms import read_form
 from podium.rewards.resolve import check_weights, columns_read, list_rewards, load_nearby, name_of
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
@@ -222,13 +222,13 @@ def check_lengths(
     Raises:
         ConfigError: They do not fit. The message names the settings that would make them fit.
     """
-    from podium.models.loading import longest_text
+    from podium.models.loading import position_limit
 
-    most = longest_text(model, generated=True)
+    most = position_limit(model, generated=True)
     index = max(range(len(lengths)), key=lengths.__getitem__)
     if most is not None and lengths[index] + max_new_tokens > most:
         room = most - max_new_tokens
-        longer = longest_text(model) != most
+        longer = position_limit(model) != most
         why = ", beyond which longrope changes the rotation of all tokens, generated ones included" if longer else ""
         shorter = f", or data.max_prompt_tokens to {room} (data.overlong decides what happens to longer prompts)"
         raise ConfigError(
@@ -253,9 +253,9 @@ def find_fitting(
         lengths: The number of tokens of each row.
         max_new_tokens: Tokens that follow a row; None where a row has its answer.
     """
-    from podium.models.loading import longest_text
+    from podium.models.loading import position_limit
 
-    most = longest_text(model, generated=max_new_tokens is not None)
+    most = position_limit(model, generated=max_new_tokens is not None)
     if data.bad_rows == "refuse" or most is None:
         return None
     most -= max_new_tokens or 0
@@ -334,9 +334,9 @@ def check_examples(model: ModelConfig, lengths: Sequence[int], examples: Sequenc
     Raises:
         ConfigError: Some examples do not fit. The message says how many.
     """
-    from podium.models.loading import longest_text
+    from podium.models.loading import position_limit
 
-    most = longest_text(model)
+    most = position_limit(model)
     if most is not None and (beyond := sum(length > most for length in lengths)):
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from podium.algorithms.entropy import EntropyController
 from podium.errors import CheckpointError, ConfigError
-from podium.runs.checkpoints import TrainerState
+from podium.runs.checkpoint_folders import TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import find_other_settings
 from podium.runs.run_files import RunFiles

@@ -184,7 +184,7 @@ def test_what_bfloat16_would_save_is_told_where_there_is_a_unit_for_it(
     monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(f"flags\t: fpu {flags}\n")
     times = {torch.float32: 1.0, torch.bfloat16: bfloat16_ms}
-    monkeypatch.setattr(devices, "time_products", lambda terms, columns, dtype: times[dtype])
+    monkeypatch.setattr(devices, "time_matmuls", lambda terms, columns, dtype: times[dtype])
     model = {**MODEL, "config": {**MODEL["config"], "hidden_size": width, "intermediate_size": width}}
     config = build_config(InferenceConfig, {"model": model, "engine": {"dtype": dtype}})
     with podium.connect("inline") as cluster, start_generator(cluster, config):
@@ -195,8 +195,8 @@ def test_what_bfloat16_would_save_is_told_where_there_is_a_unit_for_it(
 
 
 def test_products_are_timed_in_both_types() -> None:
-    assert 0 < devices.time_products(64, 128, torch.float32) < 60_000
-    assert 0 < devices.time_products(64, 128, torch.bfloat16) < 60_000
+    assert 0 < devices.time_matmuls(64, 128, torch.float32) < 60_000
+    assert 0 < devices.time_matmuls(64, 128, torch.bfloat16) < 60_000
 
 
 @pytest.mark.parametrize(

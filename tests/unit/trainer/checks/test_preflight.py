@@ -13,7 +13,7 @@ from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import CheckpointError, ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model, load_tokenizer
-from podium.models.loading import longest_text
+from podium.models.loading import position_limit
 from podium.rollout.tasks import Example
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
@@ -126,7 +126,7 @@ def test_a_run_is_not_resumed_with_another_tokenizer(tmp_path: Path) -> None:
 
 def test_generation_beyond_a_turn_of_rotary_factors_is_refused() -> None:
     model = ModelConfig(config=LONGROPE, tokenizer="chars:0123")
-    assert longest_text(model) == 64
+    assert position_limit(model) == 64
     examples = [Example("0", None, {}, place=f"rows.jsonl, line {line}") for line in (1, 2)]
     check_lengths(model, 10, "training", [6], examples[:1])
     said = r"prompt, rows.jsonl, line 2, has 7 .* 16 positions, beyond which longrope changes the rotation .*lower"
@@ -164,12 +164,12 @@ def test_rows_beyond_the_models_positions_are_left_out_as_bad_rows_are(
 
 def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:
     tiny_model = ModelConfig(**MODEL)
-    assert longest_text(tiny_model) == 32
+    assert position_limit(tiny_model) == 32
     load_model(tiny_model).save_pretrained(tmp_path)
     load_tokenizer(tiny_model.tokenizer).save_pretrained(tmp_path)
-    assert longest_text(ModelConfig(path=str(tmp_path))) == 32
+    assert position_limit(ModelConfig(path=str(tmp_path))) == 32
     with pytest.raises(ConfigError, match="its configuration cannot be read"):
-        longest_text(ModelConfig(path=str(tmp_path / "absent")))
+        position_limit(ModelConfig(path=str(tmp_path / "absent")))
 
 
 def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluated(

@@ -13,14 +13,13 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from podium.errors import ConfigError, RewardError
 from podium.exceptions import describe_error, format_error, read_text
+from podium.rewards.call_forms import CallError, CallForm, Item, Log, read_form
 from podium.rewards.config import Grade, RewardConfig
-from podium.rewards.forms import CallError, Form, Item, Log, read_form
 from podium.rewards.resolve import RewardFn, name_of, resolve_reward
 
 _LARGEST: Final = 3.4028234663852886e38  # of float32, in which rewards train
@@ -56,7 +55,7 @@ class Result:
     error: BaseException | None = None
 
 
-class Panel:
+class RewardFunctions:
     """The reward functions of a run.
 
     Args:
@@ -158,7 +157,7 @@ class Panel:
             return Result(problem=f"has the score {total:g} with the parts {parts}"[:_PROBLEM])
         return Result(total if is_scored else None, parts, extra, logged)
 
-    def blame(self, form: Form, result: Result) -> Result:
+    def blame(self, form: CallForm, result: Result) -> Result:
         """Name the function in a problem, if there are several."""
         if len(self.forms) == 1:
             return result
@@ -166,41 +165,43 @@ class Panel:
         return Result(problem=problem, traceback=result.traceback, limit=result.limit, error=result.error)
 
 
-def judge(panel: Panel, item: Item) -> Result:
+def call_rewards(functions: RewardFunctions, item: Item) -> Result:
     """Run the functions once and check what they return."""
     values: list[Any] = []
     log = Log()
-    for form in panel.forms:
+    for form in functions.forms:
         value = _catch(lambda: form.read(_finish(form.call(item, log))))  # noqa: B023 - it is called at once
         if isinstance(value, Result):
-            return panel.blame(form, value)
+            return functions.blame(form, value)
         values.append(value)
-    return panel.add_up(values, log)
+    return functions.add_up(values, log)
 
 
-async def judge_awaited(panel: Panel, item: Item, clock: Clock) -> Result:
+async def await_rewards(functions: RewardFunctions, item: Item, clock: Clock) -> Result:
     """Run the functions once, and await those that are to be awaited beside each other.
 
     What is awaited has the time limit of ``clock``.
     """
     values: list[Any] = []
     log = Log()
-    for form in panel.forms:
+    for form in functions.forms:
         with clock.stopped():
             value = _catch(lambda: form.call(item, log))  # noqa: B023 - it is called at once
         if isinstance(value, Result):
             for waiting in values:
                 if inspect.iscoroutine(waiting):
                     waiting.close()
-            return panel.blame(form, value)
+            return functions.blame(form, value)
         values.append(value)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_await(form, value, clock)) for form, value in zip(panel.forms, values, strict=True)]
+        tasks = [
+            group.create_task(_await(form, value, clock)) for form, value in zip(functions.forms, values, strict=True)
+        ]
     results = [task.result() for task in tasks]
-    for form, value in zip(panel.forms, results, strict=True):
+    for form, value in zip(functions.forms, results, strict=True):
         if isinstance(value, Result):
-            return panel.blame(form, value)
-    return panel.add_up(results, log)
+            return functions.blame(form, value)
+    return functions.add_up(results, log)
 
 
 class Clock:
@@ -242,7 +243,7 @@ class Clock:
             return Result(problem=f"ran over {self.limit_s:g} s", limit="time")
 
 
-async def _await(form: Form, value: Any, clock: Clock) -> Any:
+async def _await(form: CallForm, value: Any, clock: Clock) -> Any:
     """What comes of a function's value, which may be to await, or the result of its failure."""
     value = await clock.finish(value) if inspect.isawaitable(value) else value
     return value if isinstance(value, Result) else _catch(lambda: form.read(value))
@@ -333,7 +334,7 @@ def _show(value: object) -> str:
         return f"an object of {type(value).__name__}"
 
 
-_OURS: Final = frozenset({__file__, str(Path(__file__).with_name("forms.py"))})
+_OURS: Final = frozenset({__file__, inspect.getfile(CallForm)})
 
 
 def _trace(error: BaseException) -> str:

@@ -122,7 +122,7 @@ class _Call:
     rest: Callable[[Item, Log], Mapping[str, Any]] | None
 
 
-class Form:
+class CallForm:
     """A reward function and the way in which it is called.
 
     Args:
@@ -315,7 +315,7 @@ class Form:
         )
 
 
-class _RowForm(Form):
+class _RowForm(CallForm):
     """Podium's form: one completion, with its row or with columns by name."""
 
     _row: str | None = None
@@ -395,7 +395,7 @@ class _RowForm(Form):
         return {**({self._row: columns} if self._row else {}), **({self.rest: names} if self.rest else {})}
 
 
-class _ListForm(Form):
+class _ListForm(CallForm):
     """TRL's form. Each completion has its own time limit and place in a process, so the lists have one entry."""
 
     takes_lists = True
@@ -430,7 +430,7 @@ class _ListForm(Form):
         return _read_list(value)
 
 
-class _VerlForm(Form):
+class _VerlForm(CallForm):
     """verl's form: texts, whatever the prompt is. The parameters of a batch have names in the plural."""
 
     def __init__(self, reward: Callable[..., Any], name: str, steps: int = 0) -> None:
@@ -477,7 +477,7 @@ class _VerlForm(Form):
         return {self.rest: frozenset(EXTRAS)} if self.rest else {}
 
 
-def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> Form:
+def read_form(reward: Callable[..., Any], name: str, steps: int = 0) -> CallForm:
     """Return the form of a function, a callable object, or a class whose objects are callable and need no argument.
 
     Raises:

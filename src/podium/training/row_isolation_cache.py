@@ -41,7 +41,7 @@ _PASSIVE: Final = ("numpy", "huggingface_hub", "typing_extensions", "packaging",
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class Verdicts:
+class RowIsolationCache:
     """The kept verdicts on one model.
 
     Args:

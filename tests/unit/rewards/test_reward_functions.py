@@ -12,8 +12,8 @@ import pytest
 from podium.config import load_config
 from podium.errors import ConfigError, RewardError
 from podium.rewards import Grade, Grader, RewardConfig
-from podium.rewards.forms import Item
-from podium.rewards.panel import Panel, Result, judge
+from podium.rewards.call_forms import Item
+from podium.rewards.reward_functions import Result, RewardFunctions, call_rewards
 from podium.telemetry import Event, Note, subscribe
 
 ROW = {"prompt": "2 - 1 =", "answer": "1"}
@@ -40,7 +40,7 @@ def fails(completion: str) -> float:
 
 
 def result_of(rewards: Sequence[Any], completion: str = "1", weights: Sequence[float] = ()) -> Result:
-    return judge(Panel(rewards, weights, ["prompt", "answer"]), Item(completion, ROW))
+    return call_rewards(RewardFunctions(rewards, weights, ["prompt", "answer"]), Item(completion, ROW))
 
 
 def test_the_score_is_the_weighted_sum_and_parts_have_the_functions_names() -> None:
@@ -63,15 +63,15 @@ def test_a_function_called_score_is_a_part_and_the_score_of_a_mapping_is_none() 
 
 
 def test_podiums_rewards_mix_with_functions() -> None:
-    result = result_of(["gsm8k", "exact", right, "tests/unit/rewards/test_panel.py:short"])
+    result = result_of(["gsm8k", "exact", right, "tests/unit/rewards/test_reward_functions.py:short"])
     assert result.score == 4.0
     assert {*result.parts} == {"gsm8k", "exact", "right", "short", "short.letters"}
 
 
 def test_equal_names_get_a_number_and_that_is_noted() -> None:
-    panel = Panel([right, right, lambda completion: 1.0, lambda completion: 2.0])
-    assert [form.name for form in panel.forms] == ["right", "right_2", "lambda", "lambda_2"]
-    (note,) = panel.notes
+    functions = RewardFunctions([right, right, lambda completion: 1.0, lambda completion: 2.0])
+    assert [form.name for form in functions.forms] == ["right", "right_2", "lambda", "lambda_2"]
+    (note,) = functions.notes
     assert note.endswith("in metrics and completions the later ones are called right_2, lambda_2")
 
 
@@ -103,7 +103,7 @@ def test_a_failure_names_the_function(rewards: Sequence[Any], problem: str) -> N
 
 
 def test_a_failure_of_one_is_the_completions() -> None:
-    message = r"test_panel:right, .*test_panel:fails failed in fails, which raised Val"
+    message = r"test_reward_functions:right, .*test_reward_functions:fails failed in fails, which raised Val"
     grader = Grader(RewardConfig(processes=1), reward=[right, fails])
     with grader, pytest.raises(RewardError, match=message):
         grader.grade(["1"], [ROW])
@@ -139,7 +139,7 @@ def test_text_in_a_mapping_is_kept_in_every_form_and_its_numbers_are_finite(form
     def score_of(value: object) -> Result:
         scope: dict[str, Any] = {"value": [value] if "completions" in form else value}
         exec(f"def score{form}: return value", scope)
-        return judge(Panel([scope["score"]], columns=["answer"]), Item("1", ROW))
+        return call_rewards(RewardFunctions([scope["score"]], columns=["answer"]), Item("1", ROW))
 
     result = score_of({"score": True, "acc": 0.5, "pred": "[INVALID]", "why": None, "steps": [1, "two"]})
     assert (result.score, result.parts) == (1.0, {"acc": 0.5})

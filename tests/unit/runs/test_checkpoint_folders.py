@@ -13,7 +13,7 @@ import pytest
 
 from podium.errors import CheckpointError
 from podium.models.manifest import file_sums, write_manifest
-from podium.runs.checkpoints import Checkpoints, TrainerState
+from podium.runs.checkpoint_folders import Checkpoints, TrainerState
 from podium.runs.evaluation import Evaluation
 from podium.runs.run_files import RunFiles
 from podium.runtime import endpoint
@@ -180,7 +180,7 @@ KILLED_IN = {
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from podium.runs.checkpoints import Checkpoints
+from podium.runs.checkpoint_folders import Checkpoints
 from podium.runs.run_files import RunFiles
 
 def write(folder, function, count):

@@ -16,15 +16,15 @@ import pytest
 
 from podium.errors import ConfigError, RewardError
 from podium.rewards import Grader, RewardConfig
-from podium.rewards.forms import EXTRAS, Item
-from podium.rewards.panel import Panel, Result, judge
+from podium.rewards.call_forms import EXTRAS, Item
+from podium.rewards.reward_functions import Result, RewardFunctions, call_rewards
 
 ROW: dict[str, Any] = {"prompt": "2 - 1 =", "answer": "1", "info": {"gold": "1"}, "difficulty": 3.0}
 COMPLETION = "1"
 
 
 def score_of(reward: Any, row: Mapping[str, Any] = ROW, **extras: Any) -> Result:
-    return judge(Panel([reward], columns=frozenset(row)), Item(COMPLETION, row, extras))
+    return call_rewards(RewardFunctions([reward], columns=frozenset(row)), Item(COMPLETION, row, extras))
 
 
 class Plain:
@@ -197,16 +197,18 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_what_nobody_can_give_is_refused_by_its_name(name: str) -> None:
     reward, message = WRONG[name]
     with pytest.raises(ConfigError) as caught:
-        Panel([reward], columns=frozenset(ROW))
+        RewardFunctions([reward], columns=frozenset(ROW))
     assert message in str(caught.value)
 
 
 def test_the_refusal_names_function_file_line_parameter_and_what_to_write() -> None:
     with pytest.raises(ConfigError) as caught:
-        Panel([two], columns=["answer", "prompt"])
+        RewardFunctions([two], columns=["answer", "prompt"])
     line = two.__code__.co_firstlineno
     text = str(caught.value)
-    assert f"the reward two (tests/unit/rewards/test_forms.py, line {line}) has the signature (completion: " in text
+    assert (
+        f"the reward two (tests/unit/rewards/test_call_forms.py, line {line}) has the signature (completion: " in text
+    )
     assert "(which are answer, prompt)" in text
     assert 'write `def two(completion, row)` and read row["answer"] in it' in text
     assert "`def two(completion, answer)`" in text
@@ -216,13 +218,13 @@ def test_a_name_that_may_be_the_row_or_its_column_is_refused() -> None:
     reward = RIGHT["example"]
     assert score_of(reward).score == 1.0
     with pytest.raises(ConfigError, match="'example', which may be the row or its column 'example'"):
-        Panel([reward], columns=["prompt", "answer", "example"])
+        RewardFunctions([reward], columns=["prompt", "answer", "example"])
 
     def as_text(completion: str, example: str) -> float:
         return float(completion == example)
 
     with pytest.raises(ConfigError, match="'example' is neither"):
-        Panel([as_text], columns=["prompt", "answer"])
+        RewardFunctions([as_text], columns=["prompt", "answer"])
 
 
 def test_a_grader_checks_the_columns_of_its_first_rows_before_it_scores_anything() -> None:
@@ -237,9 +239,9 @@ def test_a_grader_checks_the_columns_of_its_first_rows_before_it_scores_anything
 
 
 def test_rows_may_differ_in_columns_that_have_a_default() -> None:
-    panel = Panel([RIGHT["column with default"]], columns=["prompt"])
-    assert judge(panel, Item("1", {"prompt": "", "answer": "1"})).score == 1.0
-    assert judge(panel, Item("other", {"prompt": ""})).score == 1.0
+    functions = RewardFunctions([RIGHT["column with default"]], columns=["prompt"])
+    assert call_rewards(functions, Item("1", {"prompt": "", "answer": "1"})).score == 1.0
+    assert call_rewards(functions, Item("other", {"prompt": ""})).score == 1.0
 
 
 @pytest.mark.parametrize(
@@ -266,15 +268,15 @@ def test_verls_other_arguments_and_what_it_returns() -> None:
     result = score_of(compute_score, row)
     assert seen == [("sums", {"index": 3})]
     assert (result.score, result.parts, result.extra) == (1.0, {"acc": 1.0}, {"pred": "1"})
-    assert Panel([compute_score], columns=["answer"]).notes == [
+    assert RewardFunctions([compute_score], columns=["answer"]).notes == [
         "the data have no column data_source, so the reward compute_score gets None for it"
     ]
     batch: Any = lambda data_sources, solution_strs: [{"score": 0.5, "acc": 1}]  # noqa: E731
     assert score_of(batch, row).parts == {"acc": 1.0}
-    assert [note.partition(" ")[0] for note in Panel([batch], columns=["answer"]).notes] == ["the", "the"]
+    assert [note.partition(" ")[0] for note in RewardFunctions([batch], columns=["answer"]).notes] == ["the", "the"]
     assert "returned 0.5 for a list of one completion" in score_of(lambda solution_strs, answer: 0.5).problem
     with pytest.raises(ConfigError, match="verl's signature, and the rows have no ground truth"):
-        Panel([compute_score], columns=["prompt"])
+        RewardFunctions([compute_score], columns=["prompt"])
     assert "no reward_model.ground_truth" in score_of(compute_score, {"prompt": "", "answer": None}).problem
 
 
@@ -287,13 +289,15 @@ def test_verls_form_of_a_batch_has_lists_of_one_of_the_run_and_of_columns() -> N
 
     row = {"prompt": "", "prompts": "a", "completion_ids": [9], "trainer_state": 8, "data_source": "sums"}
     extras = {"completion_ids": [1, 2], "trainer_state": 3}
-    panel = Panel([batch], columns=row.keys())
-    assert judge(panel, Item("1", row, extras)).score == 1.0
+    functions = RewardFunctions([batch], columns=row.keys())
+    assert call_rewards(functions, Item("1", row, extras)).score == 1.0
     assert seen == [([[1, 2]], 3, ["a"])]
-    told = [name for name in row for note in panel.notes if f"gets the {name} of the run, and not the column" in note]
+    told = [
+        name for name in row for note in functions.notes if f"gets the {name} of the run, and not the column" in note
+    ]
     assert told == ["completion_ids", "trainer_state"]
     with pytest.raises(ConfigError, match="'completion' is neither the completion, the row nor a column") as caught:
-        Panel([lambda solution_strs, answer, completion: [0.0]], columns=["answer"])
+        RewardFunctions([lambda solution_strs, answer, completion: [0.0]], columns=["answer"])
     assert "TRL" not in str(caught.value)
 
 
@@ -308,16 +312,16 @@ def test_what_the_trainer_knows_is_given_where_a_signature_asks_for_it() -> None
         return [float(len(ids)) for ids in kwargs["completion_ids"]]
 
     extras: dict[str, Any] = {"completion_ids": [5, 6], "prompt_ids": [7], "trainer_state": 3}
-    panel = Panel([by_row, by_state, in_rest], columns=["answer"], steps=4)
-    assert panel.extras == {*EXTRAS} - {"max_new_tokens", "stop_text"}
-    assert dict(judge(panel, Item("1", {"answer": "1"}, extras)).parts) == {
+    functions = RewardFunctions([by_row, by_state, in_rest], columns=["answer"], steps=4)
+    assert functions.extras == {*EXTRAS} - {"max_new_tokens", "stop_text"}
+    assert dict(call_rewards(functions, Item("1", {"answer": "1"}, extras)).parts) == {
         "by_row": 12,
         "by_state": 0.75,
         "in_rest": 2,
     }
     assert score_of(by_row).problem == "asks for completion_ids, which a run knows: Grader.grade gets it as extras"
     assert score_of(lambda completion, row, completion_ids=None: float(completion_ids is None)).score == 1.0
-    assert Panel([RIGHT["column"]]).extras == frozenset()
+    assert RewardFunctions([RIGHT["column"]]).extras == frozenset()
 
 
 def test_the_rest_of_trls_form_may_be_passed_on() -> None:
@@ -329,7 +333,7 @@ def test_the_rest_of_trls_form_may_be_passed_on() -> None:
     def scaled(completions: Any, answer: Any, **kwargs: Any) -> list[float]:
         return [score / 2 for score in base(completions, **kwargs)]
 
-    assert Panel([scaled], columns=["answer"]).extras == {"completion_ids", "trainer_state"}
+    assert RewardFunctions([scaled], columns=["answer"]).extras == {"completion_ids", "trainer_state"}
     assert score_of(scaled, completion_ids=[1, 2, 3], trainer_state=5).score == 4.0
 
 
@@ -337,7 +341,7 @@ def test_a_function_within_a_reward_reads_what_the_trainer_knows() -> None:
     def by_row(completion: str, answer: str, **kwargs: Any) -> float:
         return max((lambda: float(len(kwargs.get("completion_ids") or ())))(), 0.0)
 
-    assert Panel([by_row], columns=["answer"]).extras == {"completion_ids"}
+    assert RewardFunctions([by_row], columns=["answer"]).extras == {"completion_ids"}
     assert score_of(by_row, completion_ids=[1, 2]).score == 2.0
 
 
@@ -385,16 +389,16 @@ def test_what_a_function_reads_that_the_data_do_not_have_is_noted(reward: Any, n
     """Such a function would score 0 for ever, without an error."""
     (line,) = [
         line
-        for line in Panel([reward], columns=frozenset(ROW)).notes
+        for line in RewardFunctions([reward], columns=frozenset(ROW)).notes
         if "takes lists" not in line and "data_sou" not in line
     ]
     assert note in line
-    assert "tests/unit/rewards/test_forms.py, line" in line
+    assert "tests/unit/rewards/test_call_forms.py, line" in line
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_reads_the_data_is_not_noted(name: str) -> None:
-    notes = Panel([RIGHT[name]], columns=frozenset(ROW)).notes
+    notes = RewardFunctions([RIGHT[name]], columns=frozenset(ROW)).notes
     expected = {"length": 1, "row with a default that is a column": 1}
     assert len([note for note in notes if "takes lists" not in note and "data_source" not in note]) == expected.get(
         name, 0
@@ -425,8 +429,8 @@ def test_a_column_that_the_run_has_a_value_for_is_told() -> None:
     def score(completion: str, answer: str, max_new_tokens: int) -> float:
         return float(completion == answer) / max_new_tokens
 
-    (note,) = Panel([score], columns=["answer", "max_new_tokens"]).notes
+    (note,) = RewardFunctions([score], columns=["answer", "max_new_tokens"]).notes
     assert note.endswith("gets the max_new_tokens of the run, and not the column of this name")
-    (note, _) = Panel([lambda completions, **rest: [1.0]], columns=["answer", "completions"]).notes
+    (note, _) = RewardFunctions([lambda completions, **rest: [1.0]], columns=["answer", "completions"]).notes
     assert note.endswith("gets the completions of the run, and not the column of this name")
-    assert Panel([score], columns=["answer"]).notes == []
+    assert RewardFunctions([score], columns=["answer"]).notes == []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers.models.llama import modeling_llama
 
 from podium.errors import ConfigError
-from podium.training import ParallelConfig, row_isolation, row_verdicts
+from podium.training import ParallelConfig, row_isolation, row_isolation_cache
 from podium.training.row_isolation import choose_batching, may_share_prompts
 from tests.unit.training.families import make
 
@@ -24,9 +24,9 @@ Trials = list[dict[str, bool]]
 
 @pytest.fixture
 def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
-    """Verdicts on models of any size are kept in an empty cache; the list gets each trial that is made."""
+    """RowIsolationCache on models of any size are kept in an empty cache; the list gets each trial that is made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(row_verdicts, "_FROM", 0)
+    monkeypatch.setattr(row_isolation_cache, "_FROM", 0)
     made: Trials = []
     interference = row_isolation.interference
 
@@ -97,10 +97,10 @@ def test_another_precision_and_changed_code_are_tried_again(
     assert len(trials) == 4
     code = tmp_path / "code"
     code.mkdir()
-    monkeypatch.setattr(row_verdicts, "_code_folders", lambda model: iter([code]))
+    monkeypatch.setattr(row_isolation_cache, "_code_folders", lambda model: iter([code]))
     for text in ("a = 1", "a = 2"):
         (code / "model.py").write_text(text)
-        row_verdicts._digest_code.cache_clear()
+        row_isolation_cache._digest_code.cache_clear()
         start(make("llama"))
     assert len(trials) == 8
 
@@ -220,7 +220,7 @@ def test_a_file_of_another_user_is_not_believed(trials: Trials, monkeypatch: pyt
 def test_weights_that_are_not_finite_are_found_though_the_verdict_is_kept(
     trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_verdicts, "_SAMPLE", 8)
+    monkeypatch.setattr(row_isolation_cache, "_SAMPLE", 8)
     model = make("llama")
     start(model)
     model.model.layers[1].mlp.up_proj.weight.data[0, 1] = float("nan")
