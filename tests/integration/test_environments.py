@@ -333,6 +333,22 @@ def test_a_full_context_leaves_the_rewards_of_turns_and_is_never_correct(tmp_pat
         assert row[metrics.REWARD_MEAN] == pytest.approx(row[metrics.SESSIONS_TURNS])
         assert row[metrics.ACCURACY] == 0.0
     assert {row["accuracy"] for row in metrics_rows(run, "eval")} == {0.0}
+    evaluation = {"items": 4, "metric": "accuracy", "at_start": False}  # no score says whether a session is correct
+    judged = train(config_of("endless", tmp_path / "judged", options={"earns": 1.0}, eval=evaluation))
+    assert [row[metrics.ACCURACY] for row in metrics_rows(judged)] == [0.0, 0.0]
+    assert [row["accuracy"] for row in metrics_rows(judged, "eval")] == [0.0]
+
+
+def test_a_session_is_cut_off_if_the_last_answer_of_its_agent_is(tmp_path: Path) -> None:
+    """That answer is in the first of two rows, and ends by a text. What is said elsewhere is mostly cut off."""
+    run = train(config_of("aside", tmp_path, run={"steps": 1}))
+    (row,) = metrics_rows(run)
+    assert (row[metrics.SESSIONS_TRAINED], row[metrics.SESSIONS_ROWS]) == (32, 48)
+    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
+    ends = [*zip(table["agent"], table["finish_reason"], strict=True)]
+    assert {end for agent, end in ends if not agent} == {"stop"}
+    assert row[metrics.TRUNCATED] == ends.count(("other", "length")) / 32 > 0.25
+    assert [row["cut_off"] for row in metrics_rows(run, "eval")] == [0.0, 0.0]
 
 
 def test_agents_of_one_session_have_rewards_and_groups_of_their_own(tmp_path: Path) -> None:

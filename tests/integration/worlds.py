@@ -170,6 +170,17 @@ async def debate(task: Task, client: Client) -> Outcome:
     return Outcome(score=digits(first.text), agents={"judge": 1.0 - digits(second.text)})
 
 
+async def aside(task: Task, client: Client) -> float:
+    """The last answer, which a text ends, follows the first, and between them is another conversation. Another agent is
+    cut off."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
+    reply = await client.chat(said, max_tokens=1)
+    await client.chat("9=", max_tokens=1)
+    last = await client.chat([*said, reply.message, {"role": "user", "content": "="}], stop=[*"0123456789= "])
+    await client.agent("other").chat(task["prompt"], max_tokens=1)
+    return digits(last.text)
+
+
 async def interleaved(task: Task, client: Client) -> float:
     """Leaves a conversation for another one, and comes back to it."""
     first: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]

@@ -277,15 +277,24 @@ class ScoredBatch:
         return self.grades is not None and all(grade.correct is not None for grade in self.verdicts)
 
     def with_verdicts(self, known: bool | None) -> ScoredBatch:
-        """Return this with a verdict in each grade, where a score of at least 1 is correct, or, if ``known`` is False,
-        with none. None changes nothing."""
+        """Return this with a verdict in each grade, by :meth:`passes`, or with none if ``known`` is False. None changes
+        nothing."""
         if known is None or self.grades is None:
             return self
         grades = [
-            replace(grade, correct=(grade.score >= 1 if grade.correct is None else grade.correct) if known else None)
-            for grade in self.grades
+            replace(grade, correct=self.passes(row, grade.score) if known else None)
+            for row, grade in enumerate(self.grades)
         ]
         return replace(self, grades=grades)
+
+    def passes(self, row: int, score: float) -> bool:
+        """Whether a row with this whole reward counts as correct: by its verdict, or without one if ``score`` is at
+        least 1 and its session, if it is one, did not end because the context was full or a limit used up."""
+        verdict = None if self.grades is None else self.grades[row].correct
+        if verdict is not None:
+            return verdict
+        is_full = fields.GRADE in self.batch and self.batch.python(fields.GRADE)[row].full
+        return score >= 1 and not is_full
 
     def metrics(self) -> dict[str, float]:
         """Accuracy, completions that were cut off, and tokens: the metrics that this process knows by itself.
@@ -299,10 +308,10 @@ class ScoredBatch:
             **({names.ACCURACY: float(correct.float().mean())} if self.verdicts_known else {}),
             names.TRUNCATED: ends.count("length") / len(ends),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
-            **{
-                names.REWARD_PART_PREFIX + name.partition("/")[2]: float(self.batch.dense(name)[judged].nanmean())
+            **{  # without parts that none of these completions has, such as those of groups that a filter dropped
+                names.REWARD_PART_PREFIX + name.partition("/")[2]: float(parts_J.nanmean())
                 for name in self.batch
-                if name.startswith(_FIGURES)
+                if name.startswith(_FIGURES) and not bool((parts_J := self.batch.dense(name)[judged]).isnan().all())
             },
             **({} if self.left_out is None else {names.ABSTAINED: float(len(self.left_out.firsts))}),
             **self._agent_rewards(),

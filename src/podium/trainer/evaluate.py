@@ -119,7 +119,7 @@ def _collect(scored: ScoredBatch, grader: Grader, items: Sequence[list[Sampled]]
                 Sampled(
                     grade,
                     sum(lengths[row] for row in rows),
-                    reasons[rows[-1]] == "length",
+                    reasons[row] == "length",
                     read[place] if read is not None else None,
                 )
             )

@@ -25,24 +25,18 @@ from podium.trainer.prompts import Prompt
 
 
 def list_flat(scored: ScoredBatch, by: str) -> set[int]:
-    """Return the groups whose rows are all equally good.
+    """Return the groups whose rows are all equally good. Of sessions with several agents, the rows of each agent are
+    compared with one another, as an advantage compares them.
 
     Args:
-        by: What is compared: the rewards, or whether completions are correct. A completion without a verdict is correct
-            if its reward is at least 1.
+        by: What is compared: the rewards, or whether completions are correct, by :meth:`.ScoredBatch.passes`.
     """
-    values: dict[int, set[float]] = {}
-    rewards = _rewards(scored)
-    for row, group in enumerate(scored.groups):
-        value = rewards[row] if by == "rewards" else float(row_passes(scored, row))
-        values.setdefault(group, set()).add(value)
-    return {group for group, distinct in values.items() if len(distinct) == 1}
-
-
-def row_passes(scored: ScoredBatch, row: int) -> bool:
-    """Whether a completion is correct: by its verdict, or, without one, if its reward is at least 1."""
-    correct = None if scored.grades is None else scored.grades[row].correct
-    return _rewards(scored)[row] >= 1 if correct is None else correct
+    values: dict[int, dict[str, set[float]]] = {}
+    agents = scored.batch.python(fields.AGENT) if fields.AGENT in scored.batch else [""] * len(scored.batch)
+    for row, (group, agent, reward) in enumerate(zip(scored.groups, agents, sum_rewards(scored), strict=True)):
+        value = reward if by == "rewards" else float(scored.passes(row, reward))
+        values.setdefault(group, {}).setdefault(agent, set()).add(value)
+    return {group for group, by_agent in values.items() if all(len(distinct) == 1 for distinct in by_agent.values())}
 
 
 def fill_step(
@@ -84,7 +78,7 @@ def fill_step(
     dropped = sorted(groups - kept)
     figures = {
         names.FILTER_DROPPED: len(flat) / len(groups),
-        names.FILTER_REWARD: fmean(map(_rewards(step_rows).__getitem__, step_rows.firsts)),
+        names.FILTER_REWARD: fmean(map(sum_rewards(step_rows).__getitem__, step_rows.firsts)),
         names.FILTER_REFILLS: float(draws),
         names.FILTER_MISSING: float(max(0, choice.count - mixed)),
     }
@@ -96,7 +90,7 @@ def fill_step(
     return replace(trained, figures={**trained.figures, **figures}), dropped
 
 
-def _rewards(scored: ScoredBatch) -> list[float]:
+def sum_rewards(scored: ScoredBatch) -> list[float]:
     """The whole reward of each row: in a session, with the rewards of its turns."""
     rewards = scored.rewards_B.tolist()
     if fields.GRADE not in scored.batch:

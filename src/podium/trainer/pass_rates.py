@@ -16,7 +16,7 @@ from podium.runs.sections import PromptChoice
 from podium.spelling import write_count
 from podium.telemetry import Note, emit
 from podium.trainer.completions import ScoredBatch
-from podium.trainer.group_filter import row_passes
+from podium.trainer.group_filter import sum_rewards
 from podium.trainer.prompts import draw_uniform
 
 _LEAST: Final = 0.05  # the probability with which a curriculum takes a prompt at least, so that its rate is measured
@@ -112,10 +112,10 @@ class PassRates:
 def shares_of(scored: ScoredBatch, examples: Iterable[int]) -> dict[int, float]:
     """Return the share of correct completions of each example. ``examples`` are those of the step's prompts by place.
 
-    A completion without a verdict is correct if its reward is at least 1.
+    They are correct by :meth:`.ScoredBatch.passes`.
     """
-    places = [*examples]
+    places, rewards = [*examples], sum_rewards(scored)
     passes: dict[int, list[bool]] = {}
     for row in scored.judged:
-        passes.setdefault(places[scored.groups[row]], []).append(row_passes(scored, row))
+        passes.setdefault(places[scored.groups[row]], []).append(scored.passes(row, rewards[row]))
     return {example: sum(values) / len(values) for example, values in passes.items()}

@@ -60,6 +60,17 @@ def test_the_rewards_of_turns_count() -> None:
     assert trained.figures[metrics.FILTER_REWARD] == pytest.approx(4.0 / 6)
 
 
+def test_agents_are_compared_with_themselves_and_full_sessions_are_not_correct() -> None:
+    """As advantages and accuracy have it."""
+    batch = scored({0: [1.0, -1.0, 1.0, -1.0], 1: [1.0, -1.0, 1.0, 0.0], 2: [2.0, 0.0, 0.0, 0.0]})
+    agents = batch.batch.with_columns({fields.AGENT: ["", "other"] * 6})
+    assert list_flat(replace(batch, batch=agents), "rewards") == {0}
+    full = {fields.GRADE: [Earned(0.0, {}, 0.0, reward == 2.0) for reward in batch.rewards_B.tolist()]}
+    assert list_flat(batch, "accuracy") == set()
+    assert list_flat(replace(batch, batch=batch.batch.with_columns(full)), "accuracy") == {2}
+    assert list_flat(replace(batch, batch=agents.with_columns(full)), "accuracy") == {0, 1, 2}
+
+
 def test_a_step_draws_as_many_prompts_as_are_missing() -> None:
     draws = [scored({3: [1.0, 1.0], 4: [0.0, 1.0]}), scored({5: [0.0, 0.5]})]
     asked: list[int] = []

@@ -319,7 +319,7 @@ def _as_batch(
             fields.GROUP: torch.tensor([group for _, _, group, _, _ in rows], dtype=torch.int64),
             fields.AGENT: [trajectory.agent for _, trajectory, _, _, _ in rows],
             fields.FINISH_REASON: [
-                "length" if episode.truncated else row.turns[-1].finish_reason for episode, _, _, _, row in rows
+                "length" if episode.truncated else _last_reason(trajectory) for episode, trajectory, _, _, _ in rows
             ],
             fields.GRADE: [
                 Earned(
@@ -356,6 +356,12 @@ def _turns(row: Row, rewards: Any) -> tuple[list[int], list[float]]:
 def _range(row: Row) -> tuple[int, int]:
     versions = [version for version, sampled in zip(row.versions, row.sampled, strict=True) if sampled]
     return min(versions), max(versions)
+
+
+def _last_reason(trajectory: Trajectory) -> str:
+    """How the last answer of an agent ended, in whichever of its rows that answer is."""
+    turns = (turn for row in trajectory.session.rows for turn in row.turns)
+    return max(turns, key=lambda turn: turn.call).finish_reason
 
 
 def _last_text(one: Trajectory) -> str:
