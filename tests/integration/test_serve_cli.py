@@ -176,9 +176,10 @@ def test_all_ranks_answer_and_are_counted_as_one_service(model: Path) -> None:
         numbers = counted(served.ask("/metrics")[1])
         assert numbers['podium_requests_total{path="/v1/chat/completions",code="200"}'] == 14
         assert numbers["podium_sessions"] == 1
-        with served.begun({**body, "stream": True, "max_tokens": 3000, "n": 64}) as connection:
+        endless = {"stream": True, "max_tokens": 3000, "n": 64, "logit_bias": {"2": -100}}  # without <eos>
+        with served.begun({**body, **endless}) as connection:
             assert connection.recv(12) == b"HTTP/1.1 200"
-            assert counted(served.ask("/metrics")[1])["podium_tokens_in_flight"] > 0
+            assert wait_until(lambda: counted(served.ask("/metrics")[1])["podium_tokens_in_flight"] > 0)
         assert wait_until(lambda: counted(served.ask("/metrics")[1])["podium_tokens_in_flight"] == 0)
         assert served.ask("/v1/chat/completions", body, "wrong")[0] == 401
         assert served.ask("/metrics", token="wrong")[0] == 401

@@ -13,7 +13,7 @@ import pytest
 
 from podium.errors import RewardError
 from podium.rewards import Grader, RewardConfig
-from tests.waits import LONG_S
+from tests.waits import LONG_S, grade_undisturbed
 
 LIMIT_S = 2.0  # where an item is to pass it
 AT_ONCE = 20
@@ -73,7 +73,7 @@ def test_each_has_its_time_and_none_harms_another() -> None:
     words = ["ok", "hang", "ok", "block", "ok", "exit", "ok", "raise", "time out", *["ok"] * 30]
     config = RewardConfig(time_limit_s=LIMIT_S, on_error="score", failure_score=-1.0)
     with Grader(config, reward=misbehave) as grader:
-        grades = grader.grade(words, [{}] * len(words))
+        grades = grade_undisturbed(lambda: grader.grade(words, [{}] * len(words)), late=[1, 3])
     assert [grade.score for grade in grades] == [1.0 if word == "ok" else -1.0 for word in words]
     errors = {word: (grade.error, grade.timed_out) for word, grade in zip(words, grades, strict=True)}
     assert errors == {
@@ -92,7 +92,7 @@ def test_the_time_in_which_another_function_blocks_does_not_count() -> None:
         return 1.0
 
     with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=1), reward=[blocks, waits]) as grader:
-        grades = grader.grade(["x"] * 3, [{}] * 3)
+        grades = grade_undisturbed(lambda: grader.grade(["x"] * 3, [{}] * 3))
     assert not any(grade.timed_out for grade in grades)
 
 

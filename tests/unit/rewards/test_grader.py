@@ -22,7 +22,7 @@ from podium.rewards.call_forms import Item
 from podium.rewards.reward_functions import RewardFunctions, call_rewards
 from podium.telemetry import Event, Note, subscribe
 from tests.unit.rewards.deeds import Row, alive_with, family_of, misbehave, own_pid, returns
-from tests.waits import LONG_S, wait_until
+from tests.waits import LONG_S, grade_undisturbed, wait_until
 
 LIMIT_S = 2.0  # where an item is to pass it; the other items of such a grader take no time
 
@@ -142,8 +142,13 @@ def test_what_runs_over_its_limit_is_killed_and_the_rest_goes_on(word: str) -> N
     heard: list[Event] = []
     with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=2), reward=misbehave) as grader:
         grader.start()
+
+        def grade() -> list[Grade]:
+            heard.clear()
+            return grader.grade(words, [{}] * len(words))
+
         unsubscribe = subscribe(heard.append)
-        grades = grader.grade(words, [{}] * len(words))
+        grades = grade_undisturbed(grade, late=[7, 30])
         unsubscribe()
     assert [index for index, grade in enumerate(grades) if grade.timed_out] == [7, 30]
     assert [event.text for event in heard if isinstance(event, Note)] == [
@@ -155,7 +160,7 @@ def test_what_runs_over_its_limit_is_killed_and_the_rest_goes_on(word: str) -> N
 
 def test_the_limit_is_for_an_item_and_not_for_a_batch() -> None:
     with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=1), reward=misbehave) as grader:
-        grades = grader.grade(["slow"] * 5, [{}] * 5)  # 2.5 s in all
+        grades = grade_undisturbed(lambda: grader.grade(["slow"] * 5, [{}] * 5))  # 2.5 s in all
     assert not any(grade.timed_out for grade in grades)
 
 
@@ -170,7 +175,12 @@ def test_results_from_before_a_kill_are_kept(tmp_path: Path) -> None:
         return 1.0
 
     with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=1), reward=count) as grader:
-        grades = grader.grade([str(n) for n in range(40)], [{}] * 40)
+
+        def grade() -> list[Grade]:
+            log.write_text("")
+            return grader.grade([str(n) for n in range(40)], [{}] * 40)
+
+        grades = grade_undisturbed(grade, late=[19])
     assert [index for index, grade in enumerate(grades) if grade.timed_out] == [19]
     assert sorted(map(int, log.read_text().split())) == list(range(40)), "each item must be graded exactly once"
 
@@ -179,7 +189,8 @@ def test_killed_and_dead_processes_leave_no_child_of_theirs() -> None:
     tag = f"tag-{os.getpid()}-{time.monotonic_ns()}"
     config = RewardConfig(time_limit_s=LIMIT_S, on_error="score", failure_score=-1.0, processes=2)
     with Grader(config, reward=misbehave) as grader:
-        grades = grader.grade(["grandchild", "orphan", "ok"], [{"tag": tag}] * 3)
+        words = ["grandchild", "orphan", "ok"]
+        grades = grade_undisturbed(lambda: grader.grade(words, [{"tag": tag}] * 3), late=[0])
         assert [grade.score for grade in grades] == [-1.0, -1.0, 1.0]
         assert wait_until(lambda: not alive_with(tag))
         assert wait_until(lambda: "Z" not in family_of(os.getpid()).values())

@@ -26,7 +26,7 @@ from podium.rewards import Grade, Grader, RewardConfig
 from podium.rewards.grading_process import decode, encode
 from podium.rewards.reward_functions import Result
 from tests.unit.rewards.deeds import Row, alive_with, family_of, has_variable, misbehave
-from tests.waits import LONG_S, wait_until
+from tests.waits import LONG_S, grade_undisturbed, wait_until
 
 LIMIT_S = 2.0  # where an item is to pass it; the other items of such a grader take no time
 
@@ -245,7 +245,7 @@ def is_socket(fd: int) -> bool:
     ],
 )
 def test_a_process_that_cannot_answer_is_that_items_failure(impatient: Grader, word: str, cause: str) -> None:
-    grades = impatient.grade(["ok", word, "ok"], [{}] * 3)
+    grades = grade_undisturbed(lambda: impatient.grade(["ok", word, "ok"], [{}] * 3), late=[1])
     assert [grade.error for grade in grades] == [None, cause, None]
 
 
@@ -261,7 +261,7 @@ def test_a_dispatcher_that_its_reward_has_stopped_goes_on(grader: Grader) -> Non
     "word", [pytest.param("daemonize and spin", marks=pytest.mark.exhaustive), "daemonize and exit"]
 )
 def test_a_daemon_ends_with_its_grading_process(impatient: Grader, word: str, tag: str) -> None:
-    failed, after = impatient.grade([word, "ok"], [{"tag": tag}, {}])
+    failed, after = grade_undisturbed(lambda: impatient.grade([word, "ok"], [{"tag": tag}, {}]), late=[0])
     assert (failed.score, after.score) == (-1.0, 1.0)
     assert wait_until(lambda: not alive_with(tag))
     assert wait_until(lambda: "Z" not in family_of(os.getpid()).values())
