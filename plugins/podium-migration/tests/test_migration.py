@@ -84,7 +84,7 @@ def test_a_name_of_trl_is_answered(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(GRPOConfig, None, [f"--{name}", "1"])
     answer = ANSWERS["TRL", name]
-    lacking = "Podium has none" if answer.missing else "it needs none"
+    lacking = "Podium has none:" if answer.missing else "and needs none:"
     assert (f"did you mean {answer.key}?" if answer.key else lacking) in re.sub(
         r"(\w): \w+\?", r"\1?", str(caught.value)
     )
@@ -226,7 +226,7 @@ def test_what_podium_lacks_is_not_called_needless() -> None:
     assert lacking.startswith(
         "unknown key load_in_4bit (value True): Podium has none: adapters (model.lora.rank) train"
     )
-    assert needless.startswith("unknown key push_to_hub (value True): there is none, and it needs none: podium export ")
+    assert needless.startswith("unknown key push_to_hub (value True): Podium has none and needs none: podium export ")
 
 
 def test_the_answers_to_a_file_of_trl(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_the_answers_to_a_file_of_trl(tmp_path: Path) -> None:
     first, second, third = str(caught.value).splitlines()
     assert "unknown key max_completion_length (value 512); did you mean sampling.max_new_tokens? 256 by" in first
     assert "did you mean algorithm.kl_coef? set algorithm.kl_in to loss" in second
-    assert "gradient_accumulation_steps (value 4): there is none, and it needs none" in third
+    assert "gradient_accumulation_steps (value 4): Podium has none and needs none" in third
 
 
 def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
@@ -273,9 +273,9 @@ def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
             "write --algorithm.aggregation sequence-mean: each completion counts",
         ),
         ("actor.ppo_mini_batch_size=64", "write --algorithm.minibatches VALUE: it is how many, not how large"),
-        ("trainer.balance_batch=True", "there is none, and it needs none: parallel.batching"),
+        ("trainer.balance_batch=True", "Podium has none and needs none: parallel.batching"),
         ("~trainer.del_local_ckpt_after_load", "leave it out"),
-        ("~data.shuffle", "leave it out: there is none, and it needs none"),
+        ("~data.shuffle", "leave it out: Podium has none and needs none"),
         ("trainer.logger=['console','wandb']", "write --run.trackers VALUE: a list"),
         ("critic.optim.lr=1e-5", "write --critic.lr 1e-5"),
         ("data.train_files=[a.parquet,b.parquet]", "write --data.train '[a.parquet,b.parquet]'"),

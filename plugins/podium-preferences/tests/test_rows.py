@@ -285,7 +285,7 @@ def test_labels_of_one_kind_and_contradictions_are_told(tmp_path: Path) -> None:
     good, bad = ({"prompt": SUM, "completion": text, "label": text == "7"} for text in ("7", "8"))
     assert notes_of(lambda: load(tmp_path, [good, bad], labels=True)) == []
     (note,) = notes_of(lambda: load(tmp_path, [good, {**good, "completion": "77"}], labels=True))
-    assert note == "all 2 answers have the label true: labels teach by both kinds"
+    assert note == "all 2 answers have the label true: answers of both labels are needed"
     (note,) = notes_of(lambda: load(tmp_path, [good, bad, {**good, "label": False}], labels=True))
     assert note == "1 answer or pair is the better one in one row, and the worse one in another"
     swapped = {**GOOD, "chosen": GOOD["rejected"], "rejected": GOOD["chosen"]}

@@ -113,7 +113,7 @@ class AlgorithmConfig:
     of their group in both cases."""
     entropy_coef: Annotated[float, Field(ge=-1e6, le=1e6)] | Mapping[str, Any] = 0.0
     """The policy's entropy, times this coefficient, is subtracted from the loss. {target: 0.2, delta: 1e-4, max: 0.005}
-    lets it follow the entropy, which then stays near the target."""
+    lets the coefficient follow the entropy, which then stays near the target."""
     correction: str | tuple[str, ...] = "auto"
     """These weights or masks of tokens correct for differences between generator and trainer: truncate,
     bypass, one of an installed package, such as icepop, sequence_mask or geometric, module:function,

@@ -100,8 +100,8 @@ def _check_centering(config: AlgorithmConfig) -> None:
         LOSSES.declaration(name).scales_advantage for name in config.sampled_losses
     ):
         raise ConfigError(
-            f"{what}loss = {config.loss!r} and correction = {config.correction!r}: it centers the score in a loss of "
-            "which the advantage is a factor (scales_advantage), and whose ratio is not to the generator, which needs "
+            f"{what}loss = {config.loss!r} and correction = {config.correction!r}: score centering needs a loss "
+            "of which the advantage is a factor (scales_advantage), and a loss whose ratio is to the generator needs "
             "no centering; choose ppo_clip, reinforce or cispo, for example"
         )
     if others := sorted(name for name in config.corrections if not CORRECTIONS.declaration(name).by_ratio):

@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"start from the settings of a paper, with grpo: {', '.join(list_presets())}",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
+    parser.add_argument("--config", metavar="FILE", help="read settings from this YAML file")
     parser.add_argument(
         "--resume",
         metavar="RUN",
@@ -194,8 +194,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--replay",
         metavar="RUN",
-        help="train again on the completions that the run in this directory has recorded, with its settings but for "
-        "yours; nothing is sampled",
+        help="train again on the completions that the run in this directory has recorded; other settings are those of "
+        "the run, unless you give them; nothing is sampled",
     )
     parser.add_argument(_DRY_RUN, action="store_true", help="print settings, plan and the first data; start nothing")
     parser.add_argument("--measure", action="store_true", help="with --dry-run: start the workers and time a step")

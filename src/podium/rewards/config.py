@@ -15,9 +15,9 @@ class RewardConfig:
     """The reward function, and what happens when it fails."""
 
     name: str | tuple[str, ...] = "exact"
-    """This reward, or the sum of the rewards of this list, scores completions: choice, exact, format, fraction, gsm8k,
-    length, model, overlong, repetition, module:function, path/file.py:function, or one of an installed package, such as
-    code, math and reasoning_gym."""
+    """This reward, or the sum of the rewards of this list, scores completions: exact, fraction, gsm8k, model, overlong,
+    module:function, path/file.py:function, or one of an installed package, such as choice, code, format, length, math,
+    reasoning_gym and repetition."""
     weights: tuple[float, ...] = ()
     """The rewards of a list have these weights in the sum. An empty list gives each the weight 1."""
     path: str = ""

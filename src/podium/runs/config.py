@@ -281,9 +281,9 @@ class PPOConfig(_TrainingConfig):
         self._check_rewards(estimator)
         if self.algorithm.needs_teacher and self.algorithm.teacher.teacher_top_k and self.sampling.filtered:
             raise ConfigError(
-                f"algorithm.options.teacher_top_k = {self.algorithm.teacher.teacher_top_k} with sampling.top_k, "
-                "top_p or min_p, which leave the policy only some of the ids that the teacher finds most probable: set "
-                "them to 0, 1 and 0, or leave teacher_top_k out"
+                f"algorithm.options.teacher_top_k = {self.algorithm.teacher.teacher_top_k} with sampling.top_k "
+                "or top_p, which leave the policy only some of the ids that the teacher finds most probable: set them "
+                "to 0 and 1, or leave teacher_top_k out"
             )
         self._check_recording()
         together = any({"policy", "reference"} <= {*roles} for roles, _ in self.processes)
@@ -330,8 +330,8 @@ class PPOConfig(_TrainingConfig):
             )
         if estimator.judges_rewards and self.algorithm.kl_in == "reward":
             raise ConfigError(
-                f"algorithm.kl_in = 'reward' with algorithm.advantage = {self.algorithm.advantage!r}, which reads what "
-                "completions were graded: less a KL, a reward of 1 would not be 1 any more; set algorithm.kl_in to loss"
+                f"algorithm.kl_in = 'reward' with algorithm.advantage = {self.algorithm.advantage!r}, which needs "
+                "rewards as they were graded: less a KL, a reward of 1 is not 1 any more; set algorithm.kl_in to loss"
             )
 
     def _check_critic(self) -> None:
@@ -375,7 +375,7 @@ class PPOConfig(_TrainingConfig):
     def list_endpoints(self, role: str) -> dict[str, str]:
         if role == "policy" and self.algorithm.has_value_head:
             trunk = self.algorithm.critic.critic_trunk
-            why = f"by which algorithm.options.critic_trunk = {trunk} makes it its own critic"
+            why = f"by which it is its own critic (algorithm.options.critic_trunk = {trunk})"
             return {**super().list_endpoints(role), "values": why}
         return super().list_endpoints(role)
 

@@ -179,7 +179,7 @@ def _check_columns(where: str, stored: set[str]) -> None:
             raise ConfigError(f"{where} cannot be replayed; it {reason}")
     if missing := [column for column in (*_PROMPT, *_ROW, "finish_reason") if column not in stored]:
         raise ConfigError(
-            f"{where} has no column {missing[0]!r}, which Podium records since replays exist: run it again"
+            f"{where} has no column {missing[0]!r}, which older versions of Podium did not record: run it again"
         )
 
 

@@ -120,7 +120,7 @@ class StepWatch:
         )
         if self._replays:  # the policy of another loss is soon another one than that which sampled
             if self._mismatch_noted and not was_noted:
-                emit(Note(f"{what}: the policy has left the one that sampled what is replayed"))
+                emit(Note(f"{what}: the policy differs much from the one that sampled the replayed completions"))
             return
         if most is not None and not apart <= most:
             raise PodiumError(

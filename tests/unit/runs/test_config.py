@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from podium.algorithms.declarations import ADVANTAGES, CORRECTIONS, LOSSES
 from podium.config import config_to_dict
 from podium.errors import ConfigError
+from podium.rewards import NAMED_REWARDS
 from podium.trainer import (
     GRPOConfig,
     InferenceConfig,
@@ -66,6 +68,25 @@ def test_the_help_of_a_key_is_a_sentence(path: str) -> None:
     assert len(words) > 3
     assert words[-1].endswith(".")
     assert words[0].lower() not in ("of", "for", "whether", "how", "which", "what", "where")
+
+
+NAMES = {
+    "reward.name": NAMED_REWARDS,
+    "algorithm.advantage": ADVANTAGES.own,
+    "algorithm.loss": LOSSES.own,
+    "algorithm.correction": CORRECTIONS.own,
+}
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_the_help_lists_podiums_own_functions_and_no_function_of_a_package_among_them(path: str) -> None:
+    help_text = next(key.doc for key in keys_of(GRPOConfig) if key.path == path)
+    own, between, packaged = help_text.partition("one of an installed package, such as")
+    assert between
+    names = {name for name in re.findall(r"(\w+),", own.partition(": ")[2]) if name != "function"}
+    assert names == set(NAMES[path])
+    examples = set(re.findall(r"\w+", packaged.partition(".")[0].partition("module:")[0]))
+    assert not examples & set(NAMES[path])
 
 
 FORMS = ("algorithm.entropy_coef", "algorithm.epochs")  # a number, or a mapping whose entries have defaults

@@ -46,17 +46,16 @@ def run_eval(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--suite",
         metavar="NAME:TASK",
-        help="have a suite of an installed package evaluate the model on TASK; what stands behind -- are arguments "
-        "of the suite",
+        help="evaluate the model on TASK by a suite of an installed package; arguments after -- go to the suite",
     )
     parser.add_argument("--harness", metavar="PATH", help="the command that the suite starts, if it is not on the path")
-    parser.add_argument("--output", metavar="FILE", help="write the results of a suite here, not beside the run's")
+    parser.add_argument("--output", metavar="FILE", help="write the results of a suite to this file")
     arguments, further = _split_arguments(arguments)
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
     if options.suite is not None:
         return _run_suite(options, overrides, backend, further)
     if further or options.harness or options.output:
-        raise ConfigError("--harness, --output and arguments behind -- belong to --suite NAME:TASK: give it")
+        raise ConfigError("--harness, --output and arguments after -- belong to --suite NAME:TASK: give it")
     evaluations, status = dict[str, "Evaluation"](), StatusSink(f"loading {options.model}")
     with (
         explained(lambda: _describe_finished(evaluations, status.activity)),
@@ -337,7 +336,7 @@ def model_parser(command: str, description: str, epilog: str = "") -> argparse.A
         help="a run (its final model, or else its latest checkpoint), RUN@STEP, RUN@best, the directory of a "
         "checkpoint or of a model, or a hub name",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
+    parser.add_argument("--config", metavar="FILE", help="read settings from this YAML file")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -32,7 +32,7 @@ class ProjectAnswers(Answers):
         if answer is None:
             return ""
         if removes:
-            held = f": there is none, and it needs none: {answer.remark}" if answer.holds else _describe(answer, None)
+            held = f": Podium has none and needs none: {answer.remark}" if answer.holds else _describe(answer, None)
             return f"leave it out{held}"
         read = _read_value(value)
         translation = answer.translate(read) if answer.key else None
@@ -84,7 +84,7 @@ def _describe(answer: Equivalent, value: object) -> str:
     if answer.several:
         return f": {answer.remark}"
     if not answer.key:
-        return f": {'Podium has none' if answer.lacks(value) else 'there is none, and it needs none'}: {answer.remark}"
+        return f": Podium has none{'' if answer.lacks(value) else ' and needs none'}: {answer.remark}"
     translation = answer.translate(value) or Translation()
     key, remark = translation.key or answer.key, _join(translation.remark, answer.remark)
     if translation.missing:

@@ -26,7 +26,7 @@ def convert_settings(settings: Settings, convert: Callable[[Settings], "Conversi
     for name in settings.values:
         if (answer := conversion.find_expected(name)) and _equals_without(conversion, name, convert):
             remark = f", {answer.remark}" if answer.remark else ""
-            conversion.lose(name, f"it is {answer.key}{remark}; nothing of this configuration follows from it")
+            conversion.lose(name, f"it is {answer.key}{remark}; it changes nothing in this configuration")
     return conversion
 
 

@@ -142,7 +142,7 @@ def _convert_objective(c: Conversion) -> None:
     c.set(
         "algorithm.clip_low",
         min(low, 1.0),
-        "A ratio is above 0, so that a bound below that is none." if low > 1 else "",
+        "A ratio is above 0, so a bound below 0 has no effect." if low > 1 else "",
     )
     c.set("algorithm.clip_high", both if explicit[1] is None else high)
     if c.is_set(f"{ACTOR}.clip_ratio") and None not in explicit and both != explicit[0]:

@@ -403,7 +403,7 @@ def encode_preferences(
     if 0 < with_margin < len(rows):
         raise DataError(
             f"column 'margin' has a number in {with_margin:,} of {write_count(len(rows), 'row')}: give all rows one, "
-            "0 where an answer is better by nothing in particular, or take the column out"
+            "0 where no margin is known, or take the column out"
         )
     return EncodedPreferences(encoded.take(places), _starts(rows), rows)
 
@@ -426,7 +426,8 @@ def _tell_labels(rows: Sequence[Example]) -> None:
     if len(marks) == 1 and len(rows) > 1 and isinstance(mark := next(iter(marks)), bool):
         emit(
             Note(
-                f"all {write_count(len(rows), 'answer')} have the label {str(mark).lower()}: labels teach by both kinds"
+                f"all {write_count(len(rows), 'answer')} have the label {str(mark).lower()}: answers of both labels "
+                "are needed"
             )
         )
 

@@ -30,7 +30,9 @@ def run_serve(arguments: Sequence[str]) -> int:
         f"Clients send a token as their API key. The token is the value of the environment variable {_TOKEN}, or a new "
         "token, which podium serve prints. --placement.ranks N answers with N worker processes.",
     )
-    parser.add_argument("--name", metavar="NAME", help="the name of the model for clients (default: the last of MODEL)")
+    parser.add_argument(
+        "--name", metavar="NAME", help="the name of the model for clients (default: the last part of MODEL)"
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="the address to listen at (default: loopback, for this machine only)"
     )

@@ -105,7 +105,7 @@ class _Outside:
         if (offer := self._offers.get(name)) is None:
             raise Refusal(
                 404,
-                f"the session {name!r} is not known: it was never opened, or is over for long, or the run was resumed",
+                f"the session {name!r} is not known: it was never opened, or ended long ago, or the run was resumed",
             )
         return offer
 

@@ -84,13 +84,12 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
     if opened := sum(e.columns == ("prompt", None) and bool(e.turns) for e in examples):
         yield (
             f"{write_count(opened, 'row has a prompt that ends', 'rows have prompts that end')} with the assistant's "
-            "turn, which is the answer, and not the beginning of an answer that is generated"
+            "turn, which is the answer: no completion goes on with it"
         )
     if numbers := [e for e in examples if isinstance(value := e.row.get("answer"), float) and _is_odd(value)]:
         yield (
-            f"the answers of {write_count(len(numbers), 'row')} are numbers such as {numbers[0].answer}, which is "
-            "also their text: write them as texts, or as whole numbers, where they are compared with or learned as "
-            "others"
+            f"the answers of {write_count(len(numbers), 'row')} are numbers such as {numbers[0].answer}, and "
+            "are compared and learned in this form: write texts or whole numbers if another one is meant"
         )
     if texts := sum(example.is_text for example in examples):
         rows = write_count(texts, "row is text without a prompt", "rows are texts without prompts")
@@ -189,7 +188,7 @@ def note_unwritten(fields: Mapping[str, int], messages: Mapping[str, int]) -> It
     """Yield notes on fields of messages that the template does not write, and on messages that it writes otherwise."""
     if fields:
         named = ", ".join(f"{name!r} of {write_count(count, 'message')}" for name, count in sorted(fields.items()))
-        yield f"the chat template does not write {named}: these fields are taken for meta data"
+        yield f"the chat template does not write {named}: these fields are taken for metadata"
     if messages:
         named = ", ".join(f"{count:,} of the role {role!r}" for role, count in sorted(messages.items()))
         yield (

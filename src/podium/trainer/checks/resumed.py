@@ -51,8 +51,8 @@ def describe_changes(config: PPOConfig | SFTConfig, run: Path, checkpoint: Path 
             yield f"{', '.join(used)}: {sentence}"
     if measures := _select(changes, _MEASURES):
         yield (
-            f"{', '.join(measures)}: held-out figures do not compare with those before the resume, by which the first "
-            "and the best evaluation of the run are still measured; podium eval measures a checkpoint by new settings"
+            f"{', '.join(measures)}: held-out figures do not compare with those before the resume, among them "
+            "the run's first and perhaps its best; podium eval evaluates a checkpoint with the new settings"
         )
 
 

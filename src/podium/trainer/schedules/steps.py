@@ -135,9 +135,9 @@ class Evaluated:
     def explain(self, every: int) -> str:
         """Say why it is missing, where ``eval.every`` is ``every``."""
         if self.is_unknown:
-            return "its checkpoint does not know its evaluation"
+            return "its checkpoint lacks its evaluation"
         by_sets = f" by {', '.join(filter(None, self.new_sets)) or 'these data'}" if self.new_sets else ""
-        return f"it was not{by_sets}, and eval.every = {every}"
+        return f"it was not evaluated{by_sets}, and eval.every = {every}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,7 +201,7 @@ SCHEMA = "response_format.json_schema.schema"
         ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern: this service"),
         ({"structured_outputs": {"grammar": "begin: /a/"}}, "structured_outputs.grammar: "),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is not JSON"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "are two wishes"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "both name a form"),
         ({"structured_outputs": {"choice": ["né"]}}, "structured_outputs.choice: the vocabulary has no tokens for"),
         (
             {"response_format": json_schema({"type": "object", "properties": {"a": {"enum": ["b", "é"]}}})},

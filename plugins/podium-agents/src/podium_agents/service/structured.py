@@ -69,7 +69,7 @@ def read_rule(response_format: Any, structured_outputs: Any) -> Rule | None:
         Refusal: The request asks for something that is not known, or for two things.
     """
     if response_format not in (None, {"type": "text"}) and structured_outputs:
-        raise Refusal(400, "response_format and structured_outputs are two wishes: leave one out", "response_format")
+        raise Refusal(400, "response_format and structured_outputs both name a form: leave one out", "response_format")
     if structured_outputs:
         return _read_structured(structured_outputs)
     if response_format is None:
