@@ -106,9 +106,12 @@ class Evaluation:
         """This evaluation with its figures alone."""
         return replace(self, scores={}, weights=())
 
-    def is_binary(self, name: str) -> bool:
-        """Whether each item has the score 0 or 1, as far as scores were kept."""
-        return all(score in (0, 1, None) for score in self.scores.get(name, ()))
+    def counts_items(self, name: str) -> bool:
+        """Whether a figure is the share of the items that have the score 1, where the others have 0. An accuracy whose
+        scores were not kept counts as one."""
+        if name not in self.scores or self.weights:
+            return name == ACCURACY
+        return Metric(name).is_share and all(score in (0, 1, None) for score in self.scores[name])
 
     def interval(self, name: str) -> Interval | None:
         """Return the 95 % interval of a figure; None where it is not known.
@@ -118,7 +121,7 @@ class Evaluation:
         """
         if name not in self.figures:
             return None
-        if name == ACCURACY and self.is_binary(name):
+        if self.counts_items(name):
             return accuracy_interval(self.figures[name], self.count(name))
         if name == PERPLEXITY:
             bounds = self.interval(LOSS)
@@ -165,7 +168,8 @@ class Gain:
         value: The difference.
         interval: Its 95 % interval; None where it is not known.
         may_be_chance: Whether the interval holds 0, or fewer than six items changed.
-        changed: Number of items whose score changed; None where the evaluations are not of the same items.
+        changed: Number of items whose score changed, or that only one of the evaluations has a score of; None where the
+            evaluations are not of the same items.
     """
 
     value: float
@@ -177,26 +181,25 @@ class Gain:
 def gain(before: Evaluation, after: Evaluation, name: str) -> Gain:
     """Return the gain in a figure. Evaluations of the same items are compared item by item.
 
-    The interval of a gain in accuracy is that of paired proportions (Newcombe 1998, Statistics in Medicine 17:2635,
-    method 10), and Student's of the items' differences for a mean. Evaluations of other items are compared as
-    independent samples (Newcombe 1998, Statistics in Medicine 17:873, method 10; or the means' intervals joined).
+    The interval of a gain in a share of items, such as the accuracy, is that of paired proportions (Newcombe 1998,
+    Statistics in Medicine 17:2635, method 10), and Student's of the items' differences for a mean. Evaluations of other
+    items are compared as independent samples (Newcombe 1998, Statistics in Medicine 17:873, method 10; or the means'
+    intervals joined).
     """
     value = after.value(name) - before.value(name)
     old, new = before.scores.get(name, ()), after.scores.get(name, ())
     is_paired = len(old) == len(new) > 0 and tuple(before.weights) == tuple(after.weights)
-    pairs = [
-        (earlier, later, weight)
-        for earlier, later, weight in zip(old, new, after.weights or [1.0] * len(new), strict=True)
-        if earlier is not None and later is not None
-    ] if is_paired else []  # fmt: skip
-    changed = sum(earlier != later for earlier, later, _ in pairs) if pairs else None
+    pairs = [*zip(old, new, strict=True)] if is_paired else []
+    if all(earlier is None or later is None for earlier, later in pairs):
+        pairs = []
+    changed = sum(earlier != later for earlier, later in pairs) if pairs else None
     if not math.isfinite(value):
         bounds = None
-    elif name == ACCURACY and before.is_binary(name) and after.is_binary(name):
-        correlation = _correlation([(bool(earlier), bool(later)) for earlier, later, _ in pairs])
-        bounds = _newcombe(before, after, correlation)
+    elif before.counts_items(name) and after.counts_items(name):
+        both = [(bool(old), bool(new)) for old, new in pairs if old is not None and new is not None]
+        bounds = _newcombe(before, after, name, _correlation(both))
     elif pairs:
-        error = _error([later - earlier for earlier, later, _ in pairs], [weight for *_, weight in pairs])
+        error = _paired_error(old, new, after.weights)
         bounds = None if error is None else (value - error, value + error)
     else:
         bounds = _join(before.interval(name), after.interval(name), value)
@@ -240,6 +243,29 @@ def _error(scores: Sequence[float], weights: Sequence[float]) -> float | None:
     return _student95(count - 1) * math.sqrt(squares * count / (count - 1)) / sum(weights)
 
 
+def _paired_error(old: Scores, new: Scores, weights: Sequence[float]) -> float | None:
+    """Half the 95 % interval of the difference of two weighted means over the same items; None for fewer than two.
+
+    What each item adds to the difference varies by its own share in the two means. Where all items have both scores,
+    this is :func:`_error` of the items' differences.
+    """
+    scores = old, new
+    parts = [_present(column, weights) for column in scores]
+    means, totals = [_mean(*part) for part in parts], [sum(of_items) for _, of_items in parts]
+    added = [
+        weight * sum(
+            sign * (score - mean) / total
+            for sign, score, mean, total in zip((-1, 1), pair, means, totals, strict=True)
+            if score is not None
+        )
+        for pair, weight in zip(zip(*scores, strict=True), weights or [1.0] * len(old), strict=True)
+        if any(score is not None for score in pair)
+    ]  # fmt: skip
+    if (count := len(added)) < 2:
+        return None
+    return _student95(count - 1) * math.sqrt(sum(amount * amount for amount in added) * count / (count - 1))
+
+
 def _student95(freedom: int) -> float:
     """The 97.5 % quantile of Student's distribution (Abramowitz and Stegun 1964, eq. 26.7.5).
 
@@ -255,11 +281,11 @@ def _student95(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def _newcombe(before: Evaluation, after: Evaluation, correlation: float) -> Interval:
+def _newcombe(before: Evaluation, after: Evaluation, name: str, correlation: float) -> Interval:
     """The interval of a difference of shares from the score intervals of both."""
-    p_1, p_2 = before.figures[ACCURACY], after.figures[ACCURACY]
+    p_1, p_2 = before.figures[name], after.figures[name]
     (low_1, high_1), (low_2, high_2) = (
-        accuracy_interval(share, evaluation.count(ACCURACY)) for share, evaluation in ((p_1, before), (p_2, after))
+        accuracy_interval(share, evaluation.count(name)) for share, evaluation in ((p_1, before), (p_2, after))
     )
 
     def join(one: float, other: float) -> float:

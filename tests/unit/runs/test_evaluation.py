@@ -158,6 +158,43 @@ def test_a_loss_beyond_all_bounds_has_no_interval_or_gain_that_is_sure(loss: flo
     assert gain(scored("loss", [2.0, 1.0]), broken, "loss").may_be_chance
 
 
+def test_an_item_that_only_one_evaluation_has_a_score_of_makes_no_sure_gain() -> None:
+    """Nothing changed but that the reward scores one more item. The spread of both means counts, item by item."""
+    before = [0.0, 1.0, 0.25, 0.75, 0.5, 0.5, 0.0, 1.0, 0.5]
+    result = gain(scored("reward_mean", [*before, None]), scored("reward_mean", [*before, 1.0]), "reward_mean")
+    assert result.value == pytest.approx(0.05)
+    assert (result.changed, result.may_be_chance) == (1, True)
+    old_mean, new_mean = 4.5 / 9, 5.5 / 10
+    added = [(score - new_mean) / 10 - (score - old_mean) / 9 for score in before] + [(1.0 - new_mean) / 10]
+    error = 2.262 * math.sqrt(sum(amount**2 for amount in added) * 10 / 9)  # nine degrees of freedom
+    assert interval_of(result) == pytest.approx((0.05 - error, 0.05 + error), abs=1e-4)
+    nothing = gain(scored("reward_mean", [0.5, None]), scored("reward_mean", [None, 1.0]), "reward_mean")
+    assert nothing.changed is None and nothing.may_be_chance
+
+
+def test_the_gain_of_weighted_means_is_students_of_the_differences() -> None:
+    old, new, weights = [1.0, 2.0, 4.0], [0.5, 2.5, 1.0], [3.0, 1.0, 2.0]
+    result = gain(scored("loss", old, weights), scored("loss", new, weights), "loss")
+    differences = [later - earlier for earlier, later in zip(old, new, strict=True)]
+    mean = sum(weight * value for weight, value in zip(weights, differences, strict=True)) / 6
+    squares = sum((weight * (value - mean)) ** 2 for weight, value in zip(weights, differences, strict=True))
+    error = 4.303 * math.sqrt(squares * 3 / 2) / 6  # two degrees of freedom
+    assert interval_of(result) == pytest.approx((mean - error, mean + error), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["pass@4", "maj@4", "sources/math/accuracy", "cut_off"])
+def test_every_share_of_items_has_the_interval_of_a_share(name: str) -> None:
+    """Of pass@k where k completions are drawn, each item is solved or not. Nine of nine is no certainty."""
+    solved, same = scored(name, [1.0] * 9), scored("accuracy", [1.0] * 9)
+    assert solved.interval(name) == same.interval("accuracy") == pytest.approx((0.7009, 1.0), abs=1e-4)
+    old, new = [1.0, 0.0, 0.0, 0.0] * 5, [1.0, 1.0, 0.0, 1.0] * 5
+    assert gain(scored(name, old), scored(name, new), name) == gain(
+        scored("accuracy", old), scored("accuracy", new), "accuracy"
+    )
+    assert scored(name, [1.0, 0.5, 0.0]).counts_items(name) is False
+    assert scored("token_accuracy", [1.0, 0.0], [3.0, 1.0]).counts_items("token_accuracy") is False, "tokens count"
+
+
 def test_a_figure_that_an_evaluation_lacks_gains_nothing() -> None:
     result = gain(scored("loss", [1.0, 2.0]), scored("reward_mean", [1.0, 2.0]), "loss")
     assert math.isnan(result.value)

@@ -95,7 +95,7 @@ def test_shares_of_completions_have_the_interval_of_a_mean() -> None:
     evaluation = Evaluation.of(1, 3, scores_of(items_of(["4444", "4559", "9999"])))
     low, high = evaluation.interval("accuracy") or (-1.0, -1.0)
     assert 0 <= low <= evaluation.figures["accuracy"] <= high <= 1
-    assert not evaluation.is_binary("accuracy")
+    assert not evaluation.counts_items("accuracy")
 
 
 def test_completions_that_the_reward_left_out_do_not_count_in_the_mean() -> None:

@@ -125,7 +125,7 @@ def _run_suite(options: argparse.Namespace, overrides: Sequence[str], backend: B
 
 def _describe(evaluation: Evaluation, judge: Metric) -> Iterator[str]:
     """The figures of an evaluation, a line each: that of the metric ``judge`` first, and with its interval."""
-    from podium.telemetry.held_out import ACCURACY, Metric
+    from podium.telemetry.held_out import Metric
 
     names = sorted(evaluation.figures, key=lambda name: name != judge.name)
     width = max(9, *(len(Metric(name).title) for name in names))
@@ -135,7 +135,7 @@ def _describe(evaluation: Evaluation, judge: Metric) -> Iterator[str]:
         bounds = evaluation.interval(name)
         if metric == judge:
             items = write_count(evaluation.count(name), "item")
-            if name == ACCURACY and evaluation.is_binary(name):
+            if evaluation.counts_items(name):
                 items = f"{round(value * evaluation.count(name))} of {evaluation.count(name)}"
             interval = "" if bounds is None else f"; 95% interval {' to '.join(map(metric.write, bounds))}"
             line += f"  ({items}{interval})"
