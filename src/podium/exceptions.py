@@ -1,7 +1,7 @@
 """The text of exceptions of code that is not Podium's.
 
 The class of an exception may run anything where the exception is shown. So Podium shows it by these functions alone,
-which return in any case. :mod:`podium.runtime.exceptions` brings exceptions to other processes.
+which return in any case. :mod:`podium.runtime.exception_pickling` brings exceptions to other processes.
 """
 
 from __future__ import annotations

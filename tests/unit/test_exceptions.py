@@ -29,7 +29,7 @@ from podium.functions import load_function
 from podium.rewards.call_forms import Item
 from podium.rewards.reward_functions import RewardFunctions, call_rewards
 from podium.runtime import Worker, endpoint
-from podium.runtime.exceptions import pack_exception, unpack_exception
+from podium.runtime.exception_pickling import pack_exception, unpack_exception
 from podium.telemetry import Bus, Event, Note
 from podium.telemetry.sinks.base import Sink
 from podium_agents.environments.tools import Toolbox

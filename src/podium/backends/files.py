@@ -4,11 +4,12 @@ import contextlib
 import itertools
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from podium.processes import make_private_directory
 
 LAST_LINES = 20
 CRASH, LINES_BEFORE_CRASH = "Fatal Python error", 5
@@ -54,7 +55,7 @@ class Files:
     def __init__(
         self, log_dir: str | Path | None = None, echo: bool | None = None, private: Path | None = None
     ) -> None:
-        self.private = private or Path(tempfile.mkdtemp(prefix="podium-"))
+        self.private = private or make_private_directory()
         self.log_dir = Path(log_dir or self.private / "logs").absolute()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._rendezvous = itertools.count(1)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
-from podium.runtime.calls.call import Watch, refuse_in_a_fork
+from podium.runtime.calls.call import refuse_in_a_fork
+from podium.runtime.calls.deadlines import DeadlineWatch
 from podium.runtime.calls.process_calls import ProcessCalls
 from podium.runtime.calls.progress import ProgressWatch
 from podium.runtime.codec import copy_value
@@ -59,7 +60,7 @@ class Cluster:
         self.backend_name = name or type(backend).__name__
         self._backend = backend
         self._inventory = Inventory(backend)
-        self._watch = Watch()
+        self._watch = DeadlineWatch()
         self._progress = ProgressWatch(self._read_counts)
         self._groups: dict[str, WorkerGroup[Any]] = {}
         self._names = threading.Lock()

@@ -6,7 +6,7 @@ Tensors arrive on the CPU and detached, whatever device they came from, with the
 memory arrive apart.
 
 A reference (``podium.data.TensorRef``) crosses as the names of its blocks; the blocks themselves go beside the message.
-In a worker it becomes a tensor, unless its endpoint asks for references: see :func:`read_as`.
+In a worker it becomes a tensor, unless its endpoint asks for references: see :func:`read_references`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _is_ours(code: Any) -> bool:
     return module.startswith("podium.") and getattr(sys.modules.get(module), code.__qualname__, None) is code
 
 
-def read_as(mode: Reading, read: Callable[[], T]) -> T:
+def read_references(mode: Reading, read: Callable[[], T]) -> T:
     """The result of ``read()``. References that this thread decodes meanwhile become ``mode``, and others stay."""
     before, _here.mode = _here.mode, mode
     _here.lent = []
@@ -106,7 +106,7 @@ def read_as(mode: Reading, read: Callable[[], T]) -> T:
         _here.mode = before
 
 
-def take_back(method: str) -> None:
+def check_lent_memory(method: str) -> None:
     """Compare what this thread read as readonly with its checksums, where blocks are checked.
 
     Raises:
@@ -135,8 +135,6 @@ def encode(
     buffers: list[pickle.PickleBuffer] = []
     try:
         return _dump(value, buffers, blocks), buffers
-    except KeyboardInterrupt:
-        raise
     except _RAISED as error:
         raise SerializationError(f"{where} does not pickle: {_blame(value)}{describe_error(error)}") from error
 
@@ -222,8 +220,6 @@ def copy_value(
         loader = cast(Any, _Loader(stream, buffers=[bytearray(buffer.raw()) for buffer in buffers]))
         loader.kept = kept
         return loader.load()
-    except KeyboardInterrupt:
-        raise
     except _RAISED:  # the call itself fails with it, and says where
         return value
 
@@ -235,8 +231,6 @@ def _blame(value: object, depth: int = 6) -> str:
     for key, entry in _parts(value):
         try:
             _dump(entry, [], [])
-        except KeyboardInterrupt:
-            raise
         except _RAISED:
             return f"{key!r} ({type(entry).__name__}): {_blame(entry, depth - 1)}"
     return ""

@@ -143,8 +143,6 @@ def _load_backend(scheme: str, backend: str) -> type[Backend]:
     entry = entries[scheme]
     try:
         cls: Any = entry.load()
-    except KeyboardInterrupt:
-        raise
     except (Exception, SystemExit) as error:
         what = read_text(error) if isinstance(error, ImportError) else describe_error(error)
         other = f"another version of the package of {entry.value}, or what that package requires"

@@ -393,7 +393,7 @@ class shard(Dispatch):
         return RowPlan(padded, padding, self.balance == "rows" or parts == 1, tokens)
 
 
-class Outer(Dispatch):
+class DispatchWrapper(Dispatch):
     """A dispatch around another one, whose rows it leaves as they are."""
 
     def __init__(self, inner: Dispatch) -> None:
@@ -406,7 +406,7 @@ class Outer(Dispatch):
         return changed
 
 
-class Among(Outer):
+class OnRanks(DispatchWrapper):
     """Another dispatch over some ranks of a group, as if the group had no others.
 
     Raises:
@@ -443,7 +443,7 @@ class Among(Outer):
         return replace(split, ranks=ranks, collectors=collectors)
 
 
-class Checked(Outer):
+class CheckedDispatch(DispatchWrapper):
     """A user's own dispatch, whose splits are checked."""
 
     def split(self, arguments: Arguments, world: World) -> Split:
@@ -469,7 +469,7 @@ class Checked(Outer):
         raise ConfigError(f"{arguments.method}: the Split of {type(self._inner).__name__} {wrong}")
 
 
-class Shipped(Outer):
+class ShippedDispatch(DispatchWrapper):
     """Another dispatch, for the arguments of ``function``, which travels with them and runs on the worker ``name``."""
 
     def __init__(self, inner: Dispatch, name: str, function: Callable[..., Any]) -> None:

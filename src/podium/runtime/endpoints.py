@@ -17,7 +17,7 @@ from podium.errors import ConfigError
 from podium.runtime.calls.call import Call
 from podium.runtime.codec import Reading
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
-from podium.runtime.dispatch import Arguments, Checked, Dispatch, broadcast, check_count, shard
+from podium.runtime.dispatch import Arguments, CheckedDispatch, Dispatch, broadcast, check_count, shard
 from podium.spelling import write_count
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def _spec(function: Callable[..., Any], called: str, dispatch: Dispatch, **how: 
         names=tuple(named),
         required=frozenset(name for name, parameter in named.items() if parameter.default is parameter.empty),
         open_ended=len(named) < len(parameters),
-        dispatch=Checked(dispatch) if checked else dispatch,
+        dispatch=CheckedDispatch(dispatch) if checked else dispatch,
         checked=checked,
         function=function,
         **how,

@@ -24,12 +24,12 @@ from typing import (
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.functions import nearest
-from podium.runtime.calls.call import Call, CallArgument, Here, fill_in, find_calls
+from podium.runtime.calls.call import Call, CallArgument, CurrentProcess, fill_in, find_calls
 from podium.runtime.calls.process_calls import WAITS_FOR_ITSELF
 from podium.runtime.calls.relay import Outbox, Wanted, reachable, travelled
 from podium.runtime.codec import copy_value
 from podium.runtime.collect import Collect, check_ranks, concat, first, gather, reduce
-from podium.runtime.dispatch import Among, Dispatch, Mesh, PerRank, Ranks, Shipped, World, broadcast
+from podium.runtime.dispatch import Dispatch, Mesh, OnRanks, PerRank, Ranks, ShippedDispatch, World, broadcast
 from podium.runtime.endpoints import Endpoint, EndpointSpec, endpoints_of, spec_of_function
 from podium.runtime.pool import ResourcePool
 from podium.runtime.process_set import ProcessSet, Role
@@ -174,8 +174,8 @@ class WorkerGroup(Generic[W]):
             collect: As there.
         """
         spec = spec_of_function(function, dispatch or broadcast(), collect or gather())
-        chosen = spec.dispatch if on is None else Among(spec.dispatch, on, self.world_size, self.name)
-        return Endpoint(self, replace(spec, dispatch=Shipped(chosen, self.name, function)))
+        chosen = spec.dispatch if on is None else OnRanks(spec.dispatch, on, self.world_size, self.name)
+        return Endpoint(self, replace(spec, dispatch=ShippedDispatch(chosen, self.name, function)))
 
     def run(self, function: Shippable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Run ``function(worker, *args, **kwargs)`` on every rank, and return the results in rank order."""
@@ -256,7 +256,7 @@ class WorkerGroup(Generic[W]):
         if caller is self.processes.calls and not spec.concurrent:
             raise ConfigError(f"{wanted.label}: {WAITS_FOR_ITSELF}")
         if wanted.ranks is not None:
-            spec = replace(spec, dispatch=Among(spec.dispatch, wanted.ranks, self.world_size, self.name))
+            spec = replace(spec, dispatch=OnRanks(spec.dispatch, wanted.ranks, self.world_size, self.name))
         if wanted.pad is not None:
             spec = replace(spec, dispatch=spec.dispatch.with_pad(wanted.pad))
         values = {name: PerRank(value) if name in wanted.apart else value for name, value in wanted.values.items()}
@@ -308,7 +308,7 @@ class WorkerGroup(Generic[W]):
                 call.fail(DeadlineExceeded(what, method=waiting.spec.name))
 
 
-class FarGroup:
+class RemoteGroup:
     """A group in the process of a worker that was given its handle. The script owns it: it restarts and closes it."""
 
     def __init__(self, key: str, name: str, cls: type, world_size: int, timeout_s: float) -> None:
@@ -340,13 +340,13 @@ class FarGroup:
                     f"{label}: argument {name!r} is or holds call.arg(), which only the script can pass; a worker "
                     "passes call.result()"
                 )
-        if Outbox.here is None or Outbox.here.process != Here.pid:
+        if Outbox.here is None or Outbox.here.process != CurrentProcess.pid:
             raise ConfigError(
-                f"{label}: process {Here.pid} is neither the script that started the group nor a worker, and a process "
-                "that a worker has started cannot call; call in the worker, and pass the result"
+                f"{label}: process {CurrentProcess.pid} is neither the script that started the group nor a worker, and "
+                "a process that a worker has started cannot call; call in the worker, and pass the result"
             )
         dispatch = spec.dispatch
-        ranks = dispatch.ranks if isinstance(dispatch, Among) else None
+        ranks = dispatch.ranks if isinstance(dispatch, OnRanks) else None
         apart = [name for name, value in values.items() if isinstance(value, PerRank)]
         values = {name: value.values if name in apart else value for name, value in values.items()}
         wanted = Wanted(0, self.key, label, spec.name, ranks, values, apart, timeout_s or self.timeout_s, dispatch.pad)
@@ -355,7 +355,7 @@ class FarGroup:
 
 def _arrive(ranks: Ranks | None, key: str, *facts: Any) -> Any:
     """A handle where it has travelled to: in the script itself, of the group itself."""
-    return WorkerHandle(cast(Any, reachable.get(key)) or FarGroup(key, *facts), ranks)
+    return WorkerHandle(cast(Any, reachable.get(key)) or RemoteGroup(key, *facts), ranks)
 
 
 class WorkerHandle:
@@ -365,12 +365,12 @@ class WorkerHandle:
     group: WorkerGroup[Any]
     _of: Ranks | None
 
-    def __init__(self, group: WorkerGroup[Any] | FarGroup, ranks: Ranks | None = None) -> None:
+    def __init__(self, group: WorkerGroup[Any] | RemoteGroup, ranks: Ranks | None = None) -> None:
         own: dict[str, Any] = vars(self)  # __setattr__ refuses
         own["group"], own["_of"] = group, ranks
         for name, spec in endpoints_of(group.cls).items():
             if ranks is not None:
-                spec = replace(spec, dispatch=Among(spec.dispatch, ranks, group.world_size, group.name))
+                spec = replace(spec, dispatch=OnRanks(spec.dispatch, ranks, group.world_size, group.name))
             own[name] = Endpoint[Any, Any](self.group, spec)
 
     def __getattr__(self, name: str) -> Any:

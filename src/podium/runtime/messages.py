@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from podium.runtime.exceptions import unpack_exception
+from podium.runtime.exception_pickling import unpack_exception
 
 __all__ = ["Capabilities", "Death", "Failure", "Node", "OnDeath", "Packed", "Place", "ProcessSpec", "Reply", "Request"]
 __all__ += ["Resources"]

@@ -14,7 +14,8 @@ from typing import Any, cast
 from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
-from podium.runtime.calls.call import Watch, refuse_in_a_fork
+from podium.runtime.calls.call import refuse_in_a_fork
+from podium.runtime.calls.deadlines import DeadlineWatch
 from podium.runtime.calls.in_flight import Kept
 from podium.runtime.calls.process_calls import ProcessCalls, limit_of
 from podium.runtime.dispatch import Mesh, World, join_meshes
@@ -77,7 +78,7 @@ class ProcessSet:
     def __init__(
         self,
         backend: Backend,
-        watch: Watch,
+        watch: DeadlineWatch,
         pool: ResourcePool,
         name: str,
         threads: Sequence[int],
@@ -103,7 +104,7 @@ class ProcessSet:
             reservation.holders.append(name)
 
     @classmethod
-    def attach(cls, backend: Backend, watch: Watch, name: str) -> tuple[ProcessSet, Record]:
+    def attach(cls, backend: Backend, watch: DeadlineWatch, name: str) -> tuple[ProcessSet, Record]:
         """The processes of a detached group that another controller started as ``name``. Raises ConfigError if there is
         no such group, or if it is still starting."""
         calls = ProcessCalls(backend, watch, name, ())

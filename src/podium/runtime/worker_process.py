@@ -34,14 +34,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from podium.errors import SerializationError, StoreFullError
 from podium.exceptions import describe_error, format_error, is_readable, name_class, read_text
 from podium.runtime import event_loop
-from podium.runtime.calls.call import Here, end_fork
+from podium.runtime.calls.call import CurrentProcess, end_fork
 from podium.runtime.calls.relay import Outbox, Wanted
 from podium.runtime.calls.siblings import Collectives
 from podium.runtime.calls.stacks import is_inside_collective
-from podium.runtime.codec import Reading, read_as, take_back
+from podium.runtime.codec import Reading, check_lent_memory, read_references
 from podium.runtime.endpoints import Returns, endpoints_of
 from podium.runtime.event_loop import UNDONE, run_loop, wait_for_result
-from podium.runtime.exceptions import pack_exception, unpack_exception
+from podium.runtime.exception_pickling import pack_exception, unpack_exception
 from podium.runtime.messages import Failure
 from podium.runtime.profiling import Profile, Recorded
 from podium.runtime.worker import Bound, Worker, WorkerContext, check_made, current_context
@@ -149,7 +149,7 @@ class WorkerProcess:
     ) -> None:
         self.workers: dict[str, Worker] = {}
         self._ships_exceptions = ships_exceptions
-        self._process = Here.pid if ships_exceptions else 0
+        self._process = CurrentProcess.pid if ships_exceptions else 0
         self._make_store = make_store
         self._address = address
         self._store: TensorStore | None = None
@@ -183,11 +183,13 @@ class WorkerProcess:
             function, context, reads, keeps = self._functions.get((target, method)) or self._find(target, method)
             if current_context.get() is not context:
                 token = current_context.set(context)
-            result = function(**(read_as(reads, values) if callable(values) else values)) if values else function()
+            result = (
+                function(**(read_references(reads, values) if callable(values) else values)) if values else function()
+            )
             if isinstance(result, UNDONE):
                 result = self._await(running, result)
             if reads == "readonly":
-                take_back(f"{target}.{method}")
+                check_lent_memory(f"{target}.{method}")
             keep = partial(self._keep, keeps) if keeps else None
             return Outcome("ok", result, started, time.monotonic_ns(), keep)
         except BaseException as error:  # the boundary: everything a worker raises is translated
@@ -425,8 +427,6 @@ class WorkerProcess:
         for name in reversed(list(self.workers)):
             try:
                 self.do_close_worker(name)
-            except KeyboardInterrupt:
-                raise
             except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - the others are closed, too
                 logging.getLogger("podium").error("close() of worker %r raised: %s", name, format_error(error))
         if self._owns_process_group:

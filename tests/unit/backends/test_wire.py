@@ -34,7 +34,7 @@ from podium.backends.local.wire import (
 )
 from podium.data import keep
 from podium.errors import StoreFullError
-from podium.runtime.codec import read_as
+from podium.runtime.codec import read_references
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -166,7 +166,7 @@ def test_more_blocks_than_one_message_has_room_for(count: int, segments: Segment
     (_, wire), received = receiver.receive(pair[1], wait=True)
     inbound = receive_parcel(wire, received, Releases(pair[1]), theirs)
     assert receiver.receive(pair[1], wait=True) == (("next",), [])
-    back = read_as("tensor", inbound.read)
+    back = read_references("tensor", inbound.read)
     assert [float(tensor[-1]) for tensor in back] == list(range(count))
     del back, inbound, refs, parcel, leases, early, last
     assert store.usage().nbytes == 0

@@ -13,7 +13,7 @@ from podium.backends.inline import InlineBackend
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError
 from podium.runtime import Call
 from podium.runtime.backend import Backend
-from podium.runtime.calls.call import Watch
+from podium.runtime.calls.deadlines import DeadlineWatch
 from tests.waits import LONG_S, wait_until
 
 
@@ -153,7 +153,7 @@ class Ticked:
 
 
 def test_the_watch_ticks_until_it_is_closed_and_survives_what_a_tick_raises() -> None:
-    watch, heard = Watch(), list[float]()
+    watch, heard = DeadlineWatch(), list[float]()
     watched = Ticked(heard, ValueError("no harm to the watch"))
     watch.register(watched)
     assert wait_until(lambda: len(heard) >= 3)
@@ -165,7 +165,7 @@ def test_the_watch_ticks_until_it_is_closed_and_survives_what_a_tick_raises() ->
 
 
 def test_the_watch_does_not_keep_what_it_ticks() -> None:
-    watch, heard = Watch(), list[float]()
+    watch, heard = DeadlineWatch(), list[float]()
     watched = Ticked(heard)
     watch.register(watched)
     assert wait_until(lambda: bool(heard))

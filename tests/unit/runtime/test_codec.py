@@ -11,7 +11,7 @@ import torch
 
 from podium.data import MemoryStore, TensorRef, keep
 from podium.errors import SerializationError
-from podium.runtime.codec import decode, encode, read_as
+from podium.runtime.codec import decode, encode, read_references
 
 
 def weight(value: object) -> int:
@@ -92,7 +92,7 @@ def test_references_to_the_same_rows_are_tensors_apart() -> None:
     blocks: list[Any] = []
     data, buffers = encode([ref[0:5], ref[4:8], ref[8:10], ref[0:5]], blocks=blocks)
     openers = [lambda info, block=block: block for block in blocks]
-    got = read_as("tensor", lambda: decode(data, buffers, blocks=openers))
+    got = read_references("tensor", lambda: decode(data, buffers, blocks=openers))
     for tensor in got:
         tensor += 100
     assert [tensor.tolist() for tensor in got] == [

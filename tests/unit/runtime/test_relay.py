@@ -13,7 +13,7 @@ import podium
 from podium.errors import CallCancelled, DeadlineExceeded, SerializationError
 from podium.runtime import Call, Reply
 from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Relay, Wanted, reachable
-from podium.runtime.exceptions import unpack_exception
+from podium.runtime.exception_pickling import unpack_exception
 from podium.runtime.messages import Failure
 from podium_testing.workers import Counter
 from tests.waits import LONG_S

@@ -20,7 +20,7 @@ from podium import Cluster, TensorRef, Worker, endpoint, only, shard
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime import Mesh
 from podium.runtime.calls.relay import Outbox
-from podium.runtime.group import FarGroup, WorkerHandle
+from podium.runtime.group import RemoteGroup, WorkerHandle
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_a_process_that_a_worker_forked_cannot_call(monkeypatch: pytest.MonkeyPa
     """It has the worker's handles and no connection: nobody would hear of the call, nor end it at its deadline."""
     outbox = Outbox(lambda label, value: value)
     monkeypatch.setattr(Outbox, "here", outbox)
-    handle: Any = WorkerHandle(FarGroup("key", "far", Strict, 1, 60.0))  # pyright: ignore[reportArgumentType]
+    handle: Any = WorkerHandle(RemoteGroup("key", "far", Strict, 1, 60.0))  # pyright: ignore[reportArgumentType]
     assert not handle.place.submit().done()
     outbox.process += 1
     with pytest.raises(ConfigError, match=r"far\.place: process \d+ is neither the script .* call in the worker, and"):

@@ -73,8 +73,6 @@ def connect(address: str | None, init: Mapping[str, Any]) -> None:
             else:
                 _knock(address)
                 _init(address, {**QUIET, **init})
-        except KeyboardInterrupt:
-            raise
         except (Exception, SystemExit) as error:
             where = "an embedded cluster" if address is None else f"address {address!r}"
             unsure = address is not None and "RAY_AUTH_MODE" not in os.environ

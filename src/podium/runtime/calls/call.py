@@ -1,11 +1,10 @@
-"""A call as its caller holds it, and the thread that watches the deadlines of all calls."""
+"""A call as its caller holds it."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import itertools
-import logging
 import operator
 import os
 import sys
@@ -13,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, cast
 from weakref import WeakSet
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, PodiumError
@@ -28,10 +27,9 @@ T = TypeVar("T")
 
 LONGEST_WAIT_S = 1e6  # one wait of the operating system; a longer wait is several
 FIRST_NAP_S, LAST_NAP_S = 0.0005, 0.1  # between two offers to deliver replies for the backend
-TICK_S = 0.1
 
 
-class Here:
+class CurrentProcess:
     """This process. A fork notes its own number once, because every call asks for it."""
 
     pid: ClassVar[int] = os.getpid()
@@ -43,12 +41,12 @@ class Here:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Here.note)
+    os.register_at_fork(after_in_child=CurrentProcess.note)
 
 
 def refuse_in_a_fork(process: int, what: str) -> None:
     """Raise a ConfigError if this process is a fork of ``process``, whose connections it shares. 0 allows forks."""
-    if process not in (Here.pid, 0):
+    if process not in (CurrentProcess.pid, 0):
         raise ConfigError(
             f"{what}: process {process} connected this cluster, and this process is a fork of it, which cannot use its "
             "connections; call podium.connect() in the fork"
@@ -58,12 +56,12 @@ def refuse_in_a_fork(process: int, what: str) -> None:
 def end_fork(process: int, what: str, error: BaseException | None = None) -> None:
     """End this process if it is a fork of ``process`` that has come back from ``what``, perhaps by ``error``. It would
     answer and take calls in the place of ``process``, whose connections it has. 0 allows forks."""
-    if process in (Here.pid, 0):
+    if process in (CurrentProcess.pid, 0):
         return
     if error is not None:
         sys.stderr.write(format_error(error))
     why = f"is a fork of {process} and came back from {what}; it ends here, where a fork has to call os._exit()"
-    sys.stderr.write(f"podium: process {Here.pid} {why}\n")
+    sys.stderr.write(f"podium: process {CurrentProcess.pid} {why}\n")
     sys.stderr.flush()
     os._exit(1)
 
@@ -84,7 +82,7 @@ class Call(Generic[T]):
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self.backend = backend
-        self._process = Here.pid
+        self._process = CurrentProcess.pid
         self._lock = threading.Lock()
         self._gate = threading.Lock()  # held until the call has ended: a lock wakes its waiter faster than an Event
         self._gate.acquire()
@@ -117,7 +115,7 @@ class Call(Generic[T]):
         until = None if timeout_s is None else time.monotonic() + timeout_s
         nap = FIRST_NAP_S
         while not self._ended:
-            if self._process != Here.pid:
+            if self._process != CurrentProcess.pid:
                 refuse_in_a_fork(self._process, self.label)
             left = None if until is None else min(until - time.monotonic(), LONGEST_WAIT_S)
             if left is not None and not left > 0:
@@ -346,52 +344,6 @@ def _copy_of(error: BaseException) -> BaseException:
     again = copy.copy(error)
     again.__cause__ = error.__cause__
     return again
-
-
-class Ticking(Protocol):
-    """An object that looks at the time now and then."""
-
-    def tick(self, now: float) -> None:
-        """Return quickly. ``now`` is in seconds of ``time.monotonic()``."""
-        ...
-
-
-class Watch:
-    """Calls ``tick(now)`` of every registered object ten times a second, for as long as the object exists."""
-
-    def __init__(self) -> None:
-        self.process = Here.pid
-        self._ticking: WeakSet[Ticking] = WeakSet()
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="podium-watch", daemon=True)
-        self._thread.start()
-
-    def register(self, ticking: Ticking) -> None:
-        with self._lock:
-            self._ticking.add(ticking)
-
-    def registered(self) -> list[Ticking]:
-        """The objects that were registered and still exist."""
-        with self._lock:
-            return [*self._ticking]
-
-    def close(self) -> None:
-        """Stop. No tick runs after this returns."""
-        self._closed.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed.wait(TICK_S):
-            with self._lock:
-                ticks = [ticking.tick for ticking in self._ticking]
-            while ticks:  # no name here keeps an object until the next round
-                try:
-                    ticks.pop()(time.monotonic())
-                except Exception as error:  # noqa: BLE001 - the checks go on whatever one of them raises
-                    what = "checking the deadlines of calls failed; the checks go on"
-                    logging.getLogger("podium").error("%s: %s", what, format_error(error))
 
 
 def run_later(delay_s: float, action: Callable[..., object], *args: Any) -> None:

@@ -24,7 +24,8 @@ from podium.errors import (
 )
 from podium.exceptions import read_text
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.calls.call import Call, Here, Watch, refuse_in_a_fork, run_later
+from podium.runtime.calls.call import Call, CurrentProcess, refuse_in_a_fork, run_later
+from podium.runtime.calls.deadlines import DeadlineWatch
 from podium.runtime.calls.in_flight import STALL_S, HearReply, InFlight, pack_arguments, return_number, take_number
 from podium.runtime.calls.progress import RankCounts
 from podium.runtime.calls.relay import Relay, travelled
@@ -61,7 +62,7 @@ def limit_of(timeout_s: float) -> float:
 class ProcessCalls:
     """The calls to the processes of one set, from their start to their end."""
 
-    def __init__(self, backend: Backend, watch: Watch, name: str, nodes: Sequence[str]) -> None:
+    def __init__(self, backend: Backend, watch: DeadlineWatch, name: str, nodes: Sequence[str]) -> None:
         self.name = name  # of the group, for messages
         self.nodes = nodes  # each rank's node; empty while that is not known
         self.handles: Sequence[ProcessHandle] = ()  # set by whoever starts them and passes on_death to the backend
@@ -118,7 +119,7 @@ class ProcessCalls:
             raise ConfigError(f"{call.label}: {WAITS_FOR_ITSELF}")
         if self._unsettled:
             self._wait_for_settlement(call, method, concurrent)
-        if self._process not in (Here.pid, 0) or not self.usable:
+        if self._process not in (CurrentProcess.pid, 0) or not self.usable:
             self._refuse(call.label)
         packed = pack_arguments(self._backend, call.label, split)
         flight = InFlight(call, target, method, split, collect, collect.ranks(split), set(split.ranks))

@@ -23,10 +23,11 @@ from weakref import WeakValueDictionary
 
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
 from podium.exceptions import describe_error, format_error
-from podium.runtime.calls.call import Call, Here, Watch
+from podium.runtime.calls.call import Call, CurrentProcess
+from podium.runtime.calls.deadlines import DeadlineWatch
 from podium.runtime.calls.in_flight import Ask
 from podium.runtime.codec import decode, encode
-from podium.runtime.exceptions import pack_exception
+from podium.runtime.exception_pickling import pack_exception
 from podium.runtime.messages import Failure, Reply
 
 UNANSWERED_S = 10.0  # after a call's deadline, by which the script has ended the call if it is there
@@ -80,12 +81,12 @@ class Outbox:
 
     def __init__(self, keep: Callable[[str, Any], Any]) -> None:
         self._keep = keep
-        self.process = Here.pid  # a fork has no connection to the script
+        self.process = CurrentProcess.pid  # a fork has no connection to the script
         self._waiting: deque[Wanted | None] = deque()
         self._some = threading.Condition()
         self._calls: dict[int, Call[Any]] = {}
         self._number = self._taken = 0
-        self._watch: Watch | None = None
+        self._watch: DeadlineWatch | None = None
 
     def submit(self, wanted: Wanted, by_reference: bool) -> Call[Any]:
         """Send a call on its way. Raises SerializationError."""
@@ -103,7 +104,7 @@ class Outbox:
         call.deadline += UNANSWERED_S  # the script's clock counts
         with self._some:
             if self._watch is None:
-                self._watch = Watch()
+                self._watch = DeadlineWatch()
                 self._watch.register(self)
             self._number += 1
             number = self._number

@@ -74,8 +74,6 @@ def unpack_exception(data: bytes | None) -> BaseException | None:
 def _load(data: bytes | None) -> object:
     try:
         return None if data is None else pickle.loads(data)
-    except KeyboardInterrupt:
-        raise
     except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - a module or class raises anything; not Ctrl-C
         return None
 
