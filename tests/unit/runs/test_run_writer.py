@@ -351,7 +351,7 @@ def test_the_examples_of_the_documentation_run(
     with JsonlSink(run.metrics_path):
         for step in (1, 2):
             emit(StepFinished(step, {"reward/mean": 0.5, "policy/entropy": 1.0, "tokens_per_s/step": 1000.0}))
-        emit(EvalFinished(2, 500, {"accuracy": 0.5, "reward_mean": 0.5}))
+        emit(EvalFinished(2, 500, {"reward_mean": 0.5}))  # no accuracy: the reward gives no verdicts
     batch = rollouts().with_columns({fields.FINISH_REASON: ["length", "length", "stop", "stop"]})
     with CompletionsLog(run.completions) as log:
         log.write(scored([Grade(0.5)] * 4, batch), None)
@@ -360,7 +360,7 @@ def test_the_examples_of_the_documentation_run(
     assert len(examples) == 4
     for example in examples:
         exec(example, {"__name__": "example"})
-    assert capsys.readouterr().out == "step 40: accuracy 5%\n"
+    assert capsys.readouterr().out == "step 40: reward 0.05\n"
 
 
 def test_every_metric_of_the_documentation_exists_and_the_other_way_round() -> None:
