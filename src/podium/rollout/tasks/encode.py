@@ -421,7 +421,7 @@ def check_media(example: Example, words: Collection[str], *, answer: bool = Fals
     if (sign := find_sign([*texts, (example.answer or "") if answer else ""], words)) is not None:
         raise DataError(
             f"the text has {sign!r}, which stands for an image, video or audio that Podium does not read; take the row "
-            "out, or put {sign!r} in quotes where the text only speaks of it"
+            f"out, or put {sign!r} in quotes where the text only speaks of it"
         )
 
 

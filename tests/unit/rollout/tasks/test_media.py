@@ -101,7 +101,10 @@ def test_a_text_may_speak_of_such_a_sign_unless_the_tokenizer_reads_it_as_one(te
     ("row", "said"),
     [
         ({**PAIR, "images": ["a.png"]}, "column 'images' holds an image, video or audio"),
-        ({**PAIR, "prompt": "<image>\nhow many?"}, "the text has '<image>', which stands for an image"),
+        (
+            {**PAIR, "prompt": "<image>\nhow many?"},
+            r"the text has '<image>', which stands for an image.*, or put '<image>' in quotes",
+        ),
         (
             {"messages": [{"role": "user", "content": "<video> so?"}, {"role": "assistant", "content": "3"}]},
             "'<video>'",
