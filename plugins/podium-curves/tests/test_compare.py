@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from podium.cli import main
 from tests.made_runs import make_run
@@ -93,3 +94,31 @@ def test_a_loss_is_that_of_steps_and_not_that_of_an_evaluation(
         file.write(json.dumps({"kind": "eval", "step": 3, "time": 99.0, "loss": 2.5, "items": 4}) + "\n")
     assert main(["runs", "compare", *map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
     assert ["loss", "0", "0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_runs_that_have_not_measured_the_same_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Held-out figures of other data or other lengths stand in one row, and one line of ``--best`` below the other."""
+    pytest.importorskip("matplotlib")
+    runs = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    compare = ["runs", "compare", *map(str, runs), "--out", str(tmp_path / "x.png")]
+    best = ["runs", str(tmp_path), "--best"]
+    for command in (compare, best):
+        assert main(command) == 0
+        assert "measured" not in capsys.readouterr().err
+    values = yaml.safe_load((runs[1] / "config.yaml").read_text())
+    values["eval"] = {"items": 7}
+    values["data"] = {**values.get("data", {}), "eval": {"hard": "hard.jsonl"}}
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(values))
+    row = {"kind": "eval", "step": 3, "metric": "accuracy", "accuracy": 0.5, "items": 7}
+    row |= {"accuracy/hard": 0.5, "items/hard": 7}
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    for command in (compare, best):
+        assert main(command) == 0
+        out, err = capsys.readouterr()
+        assert "accuracy of hard 50.0%" in out and "accuracy 25.0%" in out
+        (line,) = [line for line in err.splitlines() if "measured" in line]
+        assert line.startswith("held-out accuracy: these runs may not have measured the same, as they differ in ")
+        assert {"eval.items", "data.eval.hard", "the set that judges them"} <= {
+            *line.partition("differ in ")[2].split(", ")
+        }

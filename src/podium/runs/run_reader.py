@@ -37,6 +37,12 @@ from podium.telemetry.metrics import TIME_PREFIX
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
 UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
 """Settings that say nothing of how runs compare."""
+MEASURES: Final = (
+    *("eval.items", "eval.temperature", "data.eval", "data.holdout", "data.eval_split", "data.answer_column"),
+    *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "reward", "environment"),
+    *("sampling.max_new_tokens", "sampling.stop_token_ids"),
+)
+"""Sections and keys by which held-out figures are measured."""
 _TIME_OF_STEP: Final = f"{TIME_PREFIX}step"
 _ITEMS: Final = "items/"
 _MOST_SETTINGS: Final = 10_000
@@ -255,10 +261,18 @@ class RunRecord:
     @property
     def judged(self) -> tuple[Metric, float] | None:
         """The metric that judges the run, and its value when it was measured last; None without an evaluation."""
-        row = next((row for row in reversed(self.rows) if row["kind"] == "eval"), {})
-        metric = metric_of(row)
-        value = figure_of(row, metric.name, set_of(row))
+        metric = metric_of(self._last_evaluation)
+        value = figure_of(self._last_evaluation, metric.name, self.judging_set)
         return None if value is None else (metric, value)
+
+    @property
+    def judging_set(self) -> str:
+        """The name of the evaluation set by which the run is judged; "" for a set without a name, and for none."""
+        return set_of(self._last_evaluation)
+
+    @property
+    def _last_evaluation(self) -> Mapping[str, Any]:
+        return next((row for row in reversed(self.rows) if row["kind"] == "eval"), {})
 
     def scores_by_set(self, names: Sequence[str], done: int) -> dict[str, dict[str, Any]]:
         """The figures of the evaluation sets ``names`` before the first step and after step ``done``."""

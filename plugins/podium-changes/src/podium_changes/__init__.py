@@ -1,12 +1,19 @@
 """``podium changes RUN`` shows which held-out prompts became worse, and which better, between two evaluations."""
 
+from __future__ import annotations
+
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from podium.errors import ConfigError
 from podium.spelling import write_count
+
+if TYPE_CHECKING:
+    from podium_changes.evaluations import Changes
 
 __all__ = ["run_changes"]
 
@@ -64,6 +71,7 @@ def _show(first: Path, second: Path, count: int) -> None:
             f"{round(mean * changes.items)} of {changes.items}" if are_verdicts else write_count(changes.items, "item")
         )
         sys.stdout.write(f"{name:<9} {metric.write(mean)}  ({items})  {visible(str(path))}\n")
+    _write_reported(first, second, changes)
     kinds = {
         ("broke" if are_verdicts else "worse"): changes.worse,
         ("mended" if are_verdicts else "better"): changes.better,
@@ -83,3 +91,15 @@ def _show(first: Path, second: Path, count: int) -> None:
             if change.before is not None and change.after is not None:
                 sys.stdout.write(f"before    {change.before!r}\nafter     {change.after!r}\n")
             sys.stdout.write(f"expected  {change.expected!r}\n")
+
+
+def _write_reported(first: Path, second: Path, changes: Changes) -> None:
+    """Print the figures that the run has reported, where they are not those of the prompts that are compared."""
+    from podium_changes.evaluations import find_reported
+
+    reported = [find_reported(path, changes.metric) for path in (first, second)]
+    pairs = zip(reported, changes.means, strict=True)
+    if all(value is None or math.isclose(value, mean, rel_tol=1e-5, abs_tol=1e-9) for value, mean in pairs):
+        return
+    values = " to ".join("-" if value is None else changes.metric.write(value) for value in reported)
+    sys.stdout.write(f"reported  {values}  (by the run, over all of its prompts, and with sessions that failed)\n")

@@ -12,11 +12,11 @@ from urllib.parse import unquote
 from podium.errors import ConfigError
 from podium.runs.files import SET, step_of
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import METRICS, RunRecord, check_run, is_run
+from podium.runs.run_reader import METRICS, RunRecord, check_run, figure_of, is_run
 from podium.telemetry.held_out import ACCURACY, LOSS, REWARD, TOKEN_ACCURACY, Metric, count_draws
 from podium.telemetry.metrics import REWARD_PART_PREFIX
 
-__all__ = ["Change", "Changes", "compare_evaluations", "find_evaluations", "without_completions"]
+__all__ = ["Change", "Changes", "compare_evaluations", "find_evaluations", "find_reported", "without_completions"]
 
 _COLUMNS = ("prompt", "completion", "expected")
 
@@ -138,6 +138,16 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
         better=tuple(change for change, gain in zip(changes, gains, strict=True) if gain > 0),
         are_verdicts=metric.name == ACCURACY and all({*change.scores} <= {0.0, 1.0} for change in changes),
     )
+
+
+def find_reported(file: Path, metric: Metric) -> float | None:
+    """The figure that a run has reported of the evaluation in ``file``; None where metrics.jsonl has none. Sessions
+    that failed count in it, and are not in the file."""
+    set_name = unquote(file.parent.name.removeprefix(SET)) if file.parent.name.startswith(SET) else ""
+    rows = [
+        row for row in RunRecord(find_run(file)).rows if row["kind"] == "eval" and row["step"] == step_of(file.stem)
+    ]
+    return figure_of(rows[-1], metric.name, set_name) if rows else None
 
 
 def find_run(file: Path) -> Path:

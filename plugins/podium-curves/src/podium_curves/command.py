@@ -31,7 +31,7 @@ def run_compare(arguments: Sequence[str]) -> int:
     from podium.telemetry import metrics
     from podium.telemetry.formatting import visible
     from podium_curves.comparison import RunCurve, describe_omissions, differing, group_curves, plot_curves
-    from podium_view.runs import describe_held_out, find_runs, name_runs, write_table
+    from podium_view.runs import describe_held_out, explain_unlike, find_runs, name_runs, write_table
 
     named_runs = [run for path in options.paths for run in find_runs(Path(path))]
     runs_by_place = {run.files.run: run for run in named_runs}  # one that is given twice is no second one
@@ -52,7 +52,8 @@ def run_compare(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--metric {metric or 'NAME'}: no metric of this name is in metrics.jsonl of these runs")
     curves = [RunCurve.of(run, name, metric) for run, name in zip(runs, names, strict=True)]
     groups = group_curves(curves)
-    for remark in describe_omissions(groups, metric):
+    sys.stdout.flush()
+    for remark in (*explain_unlike(runs), *describe_omissions(groups, metric)):
         sys.stderr.write(f"{remark}\n")
     sys.stdout.write(f"{metric}: {plot_curves(groups, metric, Path(options.out))}\n")
     return 0

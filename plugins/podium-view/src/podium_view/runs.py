@@ -19,7 +19,7 @@ from podium.spelling import write_count
 if TYPE_CHECKING:
     from podium.runs.run_reader import RunRecord
 
-__all__ = ["describe_held_out", "find_runs", "name_runs", "run_runs", "write_table"]
+__all__ = ["describe_held_out", "explain_unlike", "find_runs", "name_runs", "run_runs", "write_table"]
 
 _EPILOG: Final = """\
 examples:
@@ -59,6 +59,8 @@ def run_runs(arguments: Sequence[str]) -> int:
     else:
         runs.sort(key=lambda run: run.modified, reverse=True)
         _list(sorted(runs, key=_rank) if options.best else runs)
+        sys.stdout.flush()
+        sys.stderr.writelines(f"{sentence}\n" for sentence in (explain_unlike(runs) if options.best else ()))
     return 0
 
 
@@ -99,8 +101,36 @@ def _rank(run: RunRecord) -> tuple[str, float]:
 
 
 def describe_held_out(run: RunRecord) -> str:
-    """What was measured last, such as "accuracy 42.3%"."""
-    return "-" if run.judged is None else f"{run.judged[0].title} {run.judged[0].write(run.judged[1])}"
+    """What was measured last, such as "accuracy 42.3%", or "accuracy of hard 42.3%" for a set with a name."""
+    if run.judged is None:
+        return "-"
+    metric, value = run.judged
+    return f"{metric.title}{f' of {run.judging_set}' * bool(run.judging_set)} {metric.write(value)}"
+
+
+def explain_unlike(runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield a sentence for each metric by which some of the runs are judged, and which they have measured on other data
+    or in another way, as far as their settings say so."""
+    by_title: dict[str, list[dict[str, str]]] = {}
+    for run in runs:
+        if run.judged is not None and run.settings:
+            by_title.setdefault(run.judged[0].title, []).append(_select_measures(run))
+    for title, settings in by_title.items():
+        keys = dict.fromkeys(key for of_run in settings for key in of_run)
+        if differing := [key for key in keys if len({of_run.get(key) for of_run in settings}) > 1]:
+            reasons = ", ".join(differing)
+            yield f"held-out {title}: these runs may not have measured the same, as they differ in {reasons}"
+
+
+def _select_measures(run: RunRecord) -> dict[str, str]:
+    """The settings by which a run measures its held-out figures, and the set that judges it."""
+    from podium.runs.run_reader import MEASURES
+
+    has_own_data = any(value and f"{key}.".startswith("data.eval.") for key, value in run.settings.items())
+    others = {"data.holdout"} if has_own_data else set[str]()
+    begins = tuple(f"{name}." for name in (*MEASURES, *([] if has_own_data else ["data.train"])) if name not in others)
+    settings = {key: str(value) for key, value in run.settings.items() if f"{key}.".startswith(begins)}
+    return settings | ({"the set that judges them": run.judging_set} if run.judging_set else {})
 
 
 def _parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:

@@ -16,15 +16,10 @@ from podium.runs.checkpoint_folders import TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import find_other_settings
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import CONFIG
+from podium.runs.run_reader import CONFIG, MEASURES
 from podium.telemetry.formatting import visible
 
 _SHOWN: Final = 80  # characters of a value
-_MEASURES: Final = (  # sections and keys by which held-out figures are measured
-    *("eval.items", "eval.temperature", "data.eval", "data.holdout", "data.eval_split", "data.answer_column"),
-    *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "reward", "environment"),
-    *("sampling.max_new_tokens", "sampling.stop_token_ids"),
-)
 
 
 def describe_changes(config: PPOConfig | SFTConfig, run: Path, checkpoint: Path | None) -> Iterator[str]:
@@ -49,7 +44,7 @@ def describe_changes(config: PPOConfig | SFTConfig, run: Path, checkpoint: Path 
     for keys, sentence in _explain_unused(config, checkpoint).items():
         if used := _select(changes, keys):
             yield f"{', '.join(used)}: {sentence}"
-    if measures := _select(changes, _MEASURES):
+    if measures := _select(changes, MEASURES):
         yield (
             f"{', '.join(measures)}: held-out figures do not compare with those before the resume, among them "
             "the run's first and perhaps its best; podium eval evaluates a checkpoint with the new settings"
