@@ -44,7 +44,7 @@ from podium.runs.schedules import declaration_of
 from podium.runtime import Worker, concat, endpoint, shard
 from podium.trainer.checks.preflight import load_schedule
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.restart_limit import Losses
+from podium.trainer.restart_limit import LostWorkers
 from podium.trainer.rollout_queue import RolloutQueue
 
 MEDIAN, SIGMA, LONGEST = 1200, 0.9, 16_000  # tokens of a completion
@@ -298,7 +298,9 @@ def controller(backend: str, generators: int, prompts: int, machine: str) -> dic
         capacity = parts_of(LANES, N)[1]
         weights: Any = NoWeights()
         ledger = Ledger(Path(folder) / "ledger.jsonl")
-        with Generators(list(handles), weights, Losses(0), apart=True, keeper=keeper, capacity=capacity) as drawing:
+        with Generators(
+            list(handles), weights, LostWorkers(0), apart=True, keeper=keeper, capacity=capacity
+        ) as drawing:
             for pass_number in (1, 2):
                 _workers_s[0] = 0.0
                 began, spent = time.monotonic(), time.process_time()
