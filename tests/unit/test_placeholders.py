@@ -17,11 +17,11 @@ CONVERTED = re.compile(r"\{[a-z_][\w.]*![ras]\}")
 def find_placeholders(text: str) -> Iterator[int]:
     """The lines of a module with a text that shows the placeholder of a value."""
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.JoinedStr):
+        if not isinstance(node, ast.JoinedStr) or ast.unparse(node)[2:].startswith("import "):  # a program
             continue
         names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
         for part in node.values:
-            if isinstance(part, ast.Constant) and not str(part.value).startswith("import "):  # a program
+            if isinstance(part, ast.Constant):
                 named = {match[1] for match in PLACEHOLDER.finditer(str(part.value))} & names
                 if named or CONVERTED.search(str(part.value)):
                     yield part.lineno
