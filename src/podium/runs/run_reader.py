@@ -280,8 +280,11 @@ class RunRecord:
         before, after = rows.get(0, {}), rows.get(done if done else -1, {})
 
         def select(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-            figures = {key.removesuffix(f"/{name}"): row[key] for key in row if key.endswith(f"/{name}")}
-            return {key: value for key, value in figures.items() if key in row and key != "items"}
+            of_first = {key for key in row if f"{key}/{set_of(row)}" in row}  # that set has figures without a name, too
+            others = tuple(f"/{other}" for other in names if other != name and other.endswith(f"/{name}"))
+            own_keys = (key for key in row if key not in of_first and not (others and key.endswith(others)))
+            figures = {key.removesuffix(f"/{name}"): row[key] for key in own_keys if key.endswith(f"/{name}")}
+            return {key: value for key, value in figures.items() if key != "items"}
 
         return {
             name: {

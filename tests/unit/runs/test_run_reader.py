@@ -407,3 +407,20 @@ def test_prompts_without_a_score_are_not_compared_and_counted(
     (run / "metrics.jsonl").unlink()
     assert main(["changes", str(run)]) == 2
     assert f"in both; {run}/metrics.jsonl, which says what judges the run, is not there\n" in capsys.readouterr().err
+
+
+def test_a_set_has_its_own_figures_in_the_summary_though_the_first_set_lacks_them(tmp_path: Path) -> None:
+    """A part of the reward has the name of a set, and a set's name ends as another one does."""
+    run = make_run(tmp_path / "run")
+    row: dict[str, Any] = {"kind": "eval", "step": 0, "metric": "reward_mean", "items": 4, "reward_mean": 0.1}
+    row |= {"items/easy": 4, "reward_mean/easy": 0.1, "reward_parts/hard": 2.0, "reward_parts/hard/easy": 2.0}
+    row |= {"items/hard": 5, "reward_mean/hard": 0.2, "accuracy/hard": 0.4, "reward_parts/odd/hard": 3.0}
+    row |= {"items/very/hard": 6, "reward_mean/very/hard": 0.3, "accuracy/very/hard": 0.5}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    sets = RunRecord(run).scores_by_set(["easy", "hard", "very/hard"], 0)
+    assert {name: of_set["before"] for name, of_set in sets.items()} == {
+        "easy": {"reward_mean": 0.1, "reward_parts/hard": 2.0},
+        "hard": {"reward_mean": 0.2, "accuracy": 0.4, "reward_parts/odd": 3.0},
+        "very/hard": {"reward_mean": 0.3, "accuracy": 0.5},
+    }
+    assert [of_set["items"] for of_set in sets.values()] == [4, 5, 6]
