@@ -10,7 +10,7 @@ import torch
 from podium.data import Batch, Jagged
 from podium.data.sampled_text import text_column
 from podium.models import ModelConfig, char_tokenizer
-from podium.rewards import RewardConfig
+from podium.rewards import Grade, RewardConfig
 from podium.rollout.tasks import Example
 from podium.runs.config import InferenceConfig
 from podium.trainer.completions import ScoredBatch
@@ -20,8 +20,10 @@ from podium_inference.best_of_n import BestOfN, _choose
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
-def scored(scores: list[float], reasons: list[str], texts: list[str]) -> ScoredBatch:
+def scored(scores: list[float], reasons: list[str], texts: list[str], correct_at: float | None = None) -> ScoredBatch:
     """Two completions of each prompt. The second prompt has tools."""
+    reward = RewardConfig(correct_at=correct_at)
+    grades = [Grade(score, correct=reward.is_correct(score)) for score in scores]
     tokenizer = char_tokenizer("ab")
     examples = [Example(text, None, {"prompt": text}) for text in ("p", "q", "r", "s")]
     examples[1] = replace(examples[1], prompt=[{"role": "user", "content": "q"}], row={"tools": TOOLS})
@@ -34,7 +36,7 @@ def scored(scores: list[float], reasons: list[str], texts: list[str]) -> ScoredB
         "text": text_column(texts),
     }
     prompts = [Prompt(ids, example, tokenizer.decode) for example in examples[: len(texts) // 2]]
-    return ScoredBatch(step=0, batch=Batch(columns), prompts=prompts, tokenizer=tokenizer)
+    return ScoredBatch(step=0, batch=Batch(columns), prompts=prompts, tokenizer=tokenizer, grades=grades)
 
 
 def config_of(**reward: Any) -> InferenceConfig:
@@ -58,6 +60,17 @@ def test_the_first_of_the_best_that_ended_by_itself_is_the_answer() -> None:
 
 def test_with_a_lowest_correct_score_a_prompt_without_a_correct_completion_has_no_row() -> None:
     count = BestOfN()
-    batch = scored([0.5, 0.9, 1.0, 0.0], ["stop"] * 4, ["a", "b", "c", "d"])
+    batch = scored([0.5, 0.9, 1.0, 0.0], ["stop"] * 4, ["a", "b", "c", "d"], correct_at=1.0)
     assert [row["answer"] for row in _choose(batch, config_of(correct_at=1.0), count)] == ["c"]
     assert count == BestOfN(kept=1, wrong=1)
+
+
+def test_a_score_is_compared_and_written_as_the_reward_gave_it() -> None:
+    """0.7 and 0.9 are smaller in float32, in which a step's rewards are."""
+    for score in (0.7, 0.9):
+        count = BestOfN()
+        batch = scored([0.1, score], ["stop"] * 2, ["a", "b"], correct_at=score)
+        assert [*_choose(batch, config_of(correct_at=score), count)] == [
+            {"prompt": "p", "answer": "b", "reward": score}
+        ]
+        assert count == BestOfN(kept=1)

@@ -86,7 +86,8 @@ def draw_best(
 
 def _choose(scored: ScoredBatch, config: InferenceConfig, count: BestOfN) -> Iterator[dict[str, Any]]:
     """Yield a row for each prompt with an answer."""
-    scores, reasons = scored.rewards_B.tolist(), scored.batch.python(fields.FINISH_REASON)
+    grades, reasons = scored.grades or (), scored.batch.python(fields.FINISH_REASON)
+    scores = [grade.score for grade in grades]  # as the reward gave them, where the column of rewards is in float32
     texts = [text for rows in scored.chunks(1 << 16) for text in scored.texts(rows)]
     rows_by_group: dict[int, list[int]] = {}
     for row, group in enumerate(scored.groups):
@@ -96,7 +97,7 @@ def _choose(scored: ScoredBatch, config: InferenceConfig, count: BestOfN) -> Ite
         best = _best_of(rows_by_group.get(group, ()), scores)
         if best is None:
             count.unfinished += 1
-        elif config.reward.correct_at is not None and scores[best] < config.reward.correct_at:
+        elif config.reward.correct_at is not None and not grades[best].correct:
             count.wrong += 1
         else:
             count.kept += 1
