@@ -81,7 +81,7 @@ def section(path: str = "") -> Callable[[type[C]], type[C]]:
                 raise ConfigError("\n".join(_mistakes(made, error, path))) from None
             _remember_keys(self, tuple(values))
 
-        made.__init__ = __init__
+        made.__init__, made.__reduce__ = __init__, _reduce_section
         return cast("type[C]", made)
 
     return decorate
@@ -384,6 +384,20 @@ def _validate(cls: type[C], values: Mapping[str, Any], text_as_number: bool = Tr
 def _remember_keys(made: object, names: tuple[str, ...]) -> None:
     number = id(made)
     _named_keys[number] = weakref.ref(made, lambda _, forget=_named_keys.pop: forget(number, None)), names
+
+
+def _reduce_section(made: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
+    """Say how a section is copied and pickled: with the keys that were named."""
+    _, names = _named_keys.get(id(made), (None, None))
+    return _restore_section, (type(made), {**vars(made)}, names)
+
+
+def _restore_section(cls: type, values: Mapping[str, object], names: tuple[str, ...] | None) -> object:
+    made = object.__new__(cls)
+    vars(made).update(values)
+    if names is not None:
+        _remember_keys(made, names)
+    return made
 
 
 def _keep_preferred(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

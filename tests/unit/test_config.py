@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -328,11 +329,15 @@ def test_a_section_that_a_script_builds_keeps_what_the_recipe_prefers(given: dic
     assert built == Preferring(optim=given) == build_config(Preferring, {"optim": Optim(**given)}) == expected  # type: ignore[arg-type]
     assert config_to_dict(built) == config_to_dict(expected)
     assert dataclasses.replace(built, steps=3).optim == pickle.loads(pickle.dumps(built)).optim == expected.optim
+    for copied in (copy.copy, copy.deepcopy, lambda part: pickle.loads(cloudpickle.dumps(part))):
+        part = copied(copied(Optim(**given)))
+        assert part == Optim(**given) and repr(part) == repr(Optim(**given))
+        assert Preferring(optim=part) == expected, "an exact copy names the keys that the section named"
 
 
 def test_a_changed_copy_of_a_section_has_what_it_says() -> None:
-    copy = dataclasses.replace(Optim(), max_norm=2.0)  # all keys of a copy are set
-    assert Preferring(optim=copy).optim == copy
+    changed = dataclasses.replace(Optim(), max_norm=2.0)  # all keys of it are set
+    assert Preferring(optim=changed).optim == changed
     assert Preferring(optim=dataclasses.replace(Preferring().optim, lr=1.0)).optim == Optim(lr=1.0, schedule="cosine")
 
 
