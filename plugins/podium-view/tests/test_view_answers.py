@@ -232,7 +232,7 @@ def test_a_step_that_was_not_graded(tmp_path: Path) -> None:
     columns = {"group": [0, 0], "completion": ["a", "b"], "tokens": [[1], [2]], "reward": [math.nan, math.nan]}
     run = _only_file(tmp_path, columns)
     assert run.answer("groups/1")["groups"] == [
-        {"group": 0, "n": 2, "correct": 0, "cut": 0, "prompt": "", "mean": None, "low": None, "high": None}
+        {"group": 0, "n": 2, "correct": 0, "judged": 0, "cut": 0, "prompt": "", "mean": None, "low": None, "high": None}
     ]
     assert not run.answer("groups/1")["graded"]
     json.dumps(run.answer("group/1/0/0"), allow_nan=False)
@@ -246,12 +246,12 @@ def test_the_rows_of_an_agent_in_a_session_are_one_completion(tmp_path: Path) ->
         "completion": [""] * 5,
         "tokens": [[1]] * 5,
         "reward": [3.0, 3.0, 1.0, 2.0, 5.0],
-        "correct": [True, True, False, False, True],
+        "correct": [True, True, None, False, True],
         "finish_reason": ["stop", "length", "stop", "stop", "stop"],
     }
     first, second = _only_file(tmp_path, columns).answer("groups/1")["groups"]
     assert first == {
-        "group": 0, "n": 3, "correct": 1, "cut": 1, "prompt": "", "mean": 2.0, "low": 1.0, "high": 3.0,
+        "group": 0, "n": 3, "correct": 1, "judged": 2, "cut": 1, "prompt": "", "mean": 2.0, "low": 1.0, "high": 3.0,
     }  # fmt: skip
     assert second["n"] == 1
 

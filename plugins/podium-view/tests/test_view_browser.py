@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from podium_view.export import export_page
@@ -35,6 +37,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "sessions", tokens=30, tokenizer=word_tokenizer(), sessions=True)
     write_evaluations(folder / "first", {0: ["0", "0", "0", None], 3: ["0"] * 4, 6: [HOSTILE, "1", "2", "3"]})
     write_evaluations(folder / "first", {6: ["1"]}, name="other")
+    for step, rewards in {0: [None, 0.5, 0.5], 6: [0.5, None, 0.75]}.items():
+        path = folder / "first" / "evaluations" / "set=unscored" / f"step-{step:06d}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        columns = {"group": [0, 1, 2], "prompt": ["a", "b", "c"], "completion": ["d", "e", "f"], "reward": rewards}
+        pq.write_table(pa.table(columns), path)
     return folder
 
 
@@ -199,6 +206,13 @@ def test_answers_of_two_evaluations_stand_side_by_side(page: Chromium) -> None:
     assert page.run("document.querySelectorAll('.group').length") == 0
     page.show("evaluations/1")
     assert "no evaluations yet" in page.run("document.querySelector('main').textContent")
+
+
+def test_prompts_that_the_reward_left_out_once_are_neither_better_nor_worse(page: Chromium) -> None:
+    page.show("evaluations/0/2")
+    page.wait("document.querySelectorAll('.group').length === 3")
+    kinds = page.run("[...[...document.querySelectorAll('select')].at(-1).options].map((one) => one.textContent)")
+    assert kinds == ["all 3", "worse (0)", "better (1)", "as good (2)"]
 
 
 def test_settings_in_which_runs_differ_come_first(page: Chromium) -> None:

@@ -40,8 +40,8 @@ class Completions:
 
         Returns:
             ``groups``, each with its number, ``n`` completions, the rewards' ``mean``, ``low`` and ``high``, how many
-            are ``correct`` and how many ``cut`` off, and the head of the ``prompt``. All rows of one agent in a session
-            are one completion.
+            are ``correct`` of those that are ``judged`` and how many ``cut`` off, and the head of the ``prompt``. All
+            rows of one agent in a session are one completion. The reward has not judged those that it left out.
 
         Raises:
             DataError: The file cannot be read, or there is none.
@@ -60,11 +60,13 @@ class Completions:
             group = table["group"][row]
             if group is None:
                 continue
-            entry = groups.setdefault(group, {"group": group, "n": 0, "correct": 0, "cut": 0})
+            entry = groups.setdefault(group, {"group": group, "n": 0, "correct": 0, "judged": 0, "cut": 0})
             if entry["n"] == 0:
                 entry["prompt"] = str(table.get("prompt", nothing)[row] or "")[:_HEAD]
             entry["n"] += 1
-            entry["correct"] += table.get("correct", nothing)[row] is True
+            verdict = table.get("correct", nothing)[row]
+            entry["correct"] += verdict is True
+            entry["judged"] += verdict is not None
             entry["cut"] += table.get("finish_reason", nothing)[row] == "length"
             reward = number(table.get("reward", nothing)[row])
             if reward is not None and math.isfinite(reward):

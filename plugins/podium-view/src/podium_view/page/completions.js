@@ -105,7 +105,7 @@ export class CompletionsView {
       mean.style.left = share(one.mean);
     }
     const flat = one.mean !== null && one.low === one.high && one.n > 1;
-    const said = this.groups.graded ? `${one.correct} of ${one.n} correct` : `mean ${short(one.mean)}`;
+    const said = this.groups.graded ? `${one.correct} of ${one.judged} correct` : `mean ${short(one.mean)}`;
     return el("button", {
       class: one.group === this.group ? "group chosen" : "group", role: "option", "aria-selected": String(one.group === this.group),
       "data-group": one.group, id: `group-${one.group}`, tabindex: -1, onclick: () => this.app.go(`completions/${this.run}/${this.step}/${one.group}`),

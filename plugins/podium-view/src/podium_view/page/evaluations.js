@@ -12,11 +12,12 @@ const mean = (values) => (values.length ? values.reduce((sum, value) => sum + va
 /** A verdict, or the share of several completions that is correct. */
 const verdictOf = (share, n) => (share === 1 ? "✓" : share === 0 ? "✗" : n > 1 ? percent(share) : short(share));
 
-/** Whether a prompt is better than before: by the verdict, or by the score where both or one of them have none. */
+/** Whether a prompt is better than before: by the verdict, or by the score where both or one of them have none. One that has no score in one of them is as good. */
 function changeOf(before, after) {
   if (!before || !after) return "same";
   const judged = before.correct !== null && after.correct !== null && before.correct !== after.correct;
   const [old, now] = judged ? [Number(before.correct), Number(after.correct)] : [worth(before), worth(after)];
+  if (old === null || now === null) return "same";
   return now > old ? "better" : now < old ? "worse" : "same";
 }
 
