@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from podium.algorithms.declarations import (
@@ -47,6 +47,7 @@ def check_functions(config: AlgorithmConfig) -> None:
             f"algorithm.loss = {config.loss!r} learns from a teacher, and there is none: set "
             "algorithm.options.teacher to the directory, the run or the hub name of its model"
         )
+    _check_bounds(config)
     _check_critic(config)
     _check_replay(config)
     _check_centering(config)
@@ -65,6 +66,18 @@ def check_functions(config: AlgorithmConfig) -> None:
         (CriticOptions, estimator.needs_values),
     )
     _check_options(config, [*dict.fromkeys(section for section, is_read in read if section is not None and is_read)])
+
+
+def _check_bounds(config: AlgorithmConfig) -> None:
+    """Check that losses of a sum have the same clip bounds by default, since they get the same ones."""
+    for key in ("clip_low", "clip_high"):
+        readers = [name for name in config.sampled_losses if key in (LOSSES.declaration(name).reads or ())]
+        bounds = {name: replace(config, loss=name).explain()[key].value for name in readers}
+        if getattr(config, key) is None and len({*bounds.values()}) > 1:
+            raise ConfigError(
+                f"algorithm.loss = {config.loss!r}: algorithm.{key} is one bound for all of them, and by default it is "
+                f"{' and '.join(f'{bound:g} of {name}' for name, bound in bounds.items())}: set it"
+            )
 
 
 def _check_critic(config: AlgorithmConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -277,6 +278,30 @@ def test_an_option_of_the_clipped_surrogate_is_refused_with_a_loss_that_does_not
             check_functions(AlgorithmConfig(loss=loss, options={"dual_clip": 1}))
     with pytest.raises(ConfigError, match=r"unknown key algorithm\.options\.dual_clip"):
         check_functions(AlgorithmConfig(loss="clip_cov", options={"dual_clip": 3.0}))
+
+
+@pytest.mark.parametrize(
+    ("losses", "bounds"),
+    [
+        (("ppo_clip", "gspo"), r"clip_low .* 0\.2 of ppo_clip and 0\.0003 of gspo: set it"),
+        (("cispo", "dppo_tv"), r"clip_low .* 1 of cispo and 0\.15 of dppo_tv: set it"),
+        (("gspo", "teacher_kl"), ""),
+        (("ppo_clip", "reinforce", "cross_entropy"), ""),
+    ],
+)
+def test_losses_of_a_sum_that_clip_otherwise_by_default_are_refused_without_bounds(
+    losses: tuple[str, ...], bounds: str
+) -> None:
+    """ppo_clip beside gspo was clipped at 3e-4."""
+    config = AlgorithmConfig(
+        loss=dict.fromkeys(losses, 0.5), options={"teacher": "x"} if "teacher_kl" in losses else {}
+    )
+    with pytest.raises(ConfigError, match=bounds) if bounds else nullcontext():
+        check_functions(config)
+    if bounds:
+        with pytest.raises(ConfigError, match="clip_high is one bound for all of them"):
+            check_functions(replace(config, clip_low=0.1))
+    check_functions(replace(config, clip_low=0.1, clip_high=0.2))
 
 
 def test_a_function_of_a_package_takes_two_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
