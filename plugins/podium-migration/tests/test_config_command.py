@@ -127,6 +127,14 @@ def test_grpo_of_verl(tmp_path: Path) -> None:
     assert config.placement.ranks == 1
 
 
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_a_schedule_that_overlaps_halves_has_a_generator_apart(mode: str, tmp_path: Path) -> None:
+    """Such a run is refused if the generator reads the policy's own weights."""
+    config, _ = convert_verl(tmp_path, "grpo", f"trainer.v1.trainer_mode={mode}")
+    assert (config.run.schedule == "sync") == (mode == "sync")
+    assert (config.placement.layout == "split") == (mode != "sync")
+
+
 def test_words_behind_the_file_win_and_decide(tmp_path: Path) -> None:
     config, text = convert_verl(tmp_path, "grpo", "trainer.nnodes=2", "actor_rollout_ref.rollout.n=8")
     assert (config.placement.ranks, config.sampling.n) == (16, 8)

@@ -385,6 +385,16 @@ class PPOConfig(_TrainingConfig):
         return bool(self.engine.replayed_run)
 
     @property
+    def keeps_apart(self) -> str:
+        """Why the two halves of steps cannot run at the same time, and what to change; empty if they can."""
+        if self.replays or not self.placement.reads_policy:
+            return ""
+        where, remedy = "placement.layout = colocated", "set placement.layout to split"
+        if self.placement.pools:
+            where, remedy = "policy and generator in one pool", "give the generator a pool of its own"
+        return f"with {where} the generator reads the policy's own weights, which an update changes: {remedy}"
+
+    @property
     def teacher_model(self) -> ModelConfig:
         """The teacher's model, with the policy's data type and without adapters."""
         path = self.algorithm.teacher.teacher

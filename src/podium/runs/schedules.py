@@ -33,10 +33,13 @@ class ScheduleDeclaration:
             nothing is known.
         side_by_side: Up to ``run.max_staleness + 1`` steps are collected at the same time, in parts of a few prompts,
             and no token is more than ``run.max_staleness`` updates older than the newest weights.
+        overlaps: Halves of different steps run at the same time. A run whose generator reads the policy's own weights
+            is refused before it starts.
     """
 
     staleness: int | None = None
     side_by_side: bool = False
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         if self.side_by_side and self.staleness is not None:
@@ -46,6 +49,8 @@ class ScheduleDeclaration:
             )
         if self.staleness is not None and self.staleness < 0:
             raise ConfigError(f"ScheduleDeclaration(staleness={self.staleness}): expected 0 or more")
+        if self.staleness == 0 and self.overlaps:
+            raise ConfigError("ScheduleDeclaration(staleness=0, overlaps=True): halves that overlap have older weights")
 
     def __call__(self, function: F) -> F:
         """Attach this declaration to ``function``, and return ``function``."""

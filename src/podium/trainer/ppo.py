@@ -505,12 +505,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     @property
     def keeps_apart(self) -> str:
-        if self.config.replays or not self.config.placement.reads_policy:
-            return ""
-        where, remedy = "placement.layout = colocated", "set placement.layout to split"
-        if self.config.placement.pools:
-            where, remedy = "policy and generator in one pool", "give the generator a pool of its own"
-        return f"with {where} the generator reads the policy's own weights, which an update changes: {remedy}"
+        return self.config.keeps_apart
 
     @property
     def _needs_old_logprobs(self) -> bool:

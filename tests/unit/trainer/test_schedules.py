@@ -372,6 +372,8 @@ def test_a_declaration_of_several_steps_at_a_time_has_its_bound_in_the_configura
         ScheduleDeclaration(staleness=1, side_by_side=True)
     with pytest.raises(ConfigError, match=r"staleness=-1\): expected 0 or more"):
         ScheduleDeclaration(staleness=-1)
+    with pytest.raises(ConfigError, match=r"staleness=0, overlaps=True\): halves that overlap have older weights"):
+        ScheduleDeclaration(staleness=0, overlaps=True)
 
 
 def test_the_ledger_and_the_metrics_of_each_step_are_written_once() -> None:

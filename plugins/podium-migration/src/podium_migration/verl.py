@@ -243,6 +243,8 @@ def _convert_placement(c: Conversion) -> None:
             each = write_count(rows, "completion")
             note = f"Of {nodes} x {devices} devices, one for each of a minibatch's {each}: no model is split."
         c.set("placement.ranks", min(devices * nodes, rows), note)
+    if c.values.get("run.schedule", "sync") != "sync":
+        c.set("placement.layout", "split", "The generator draws while the policy learns, in processes of its own.")
     if c.values.get("placement.ranks", 1) > 1 and c.theirs == "fsdp":
         c.set("parallel.strategy", "fsdp2", "replicate is faster where the model fits.")
     all_of_it, optimizer = (c.get(f"{ACTOR}.fsdp_config.{part}_offload") for part in ("param", "optimizer"))

@@ -30,7 +30,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.run_reader import check_run
-from podium.runs.schedules import find_schedule
+from podium.runs.schedules import declaration_of, find_schedule
 from podium.runs.trackers import load_tracker
 from podium.runtime import Bound
 from podium.spelling import write_count, write_share
@@ -75,7 +75,7 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
         else:
             check_data(config.data)
         check_reward(config.reward, reward)
-    load_schedule(config.run.schedule)
+    _check_schedule(config)
     check_engine(config.engine)
     _suggest_engine(config)
     for tracker in config.run.trackers:
@@ -181,6 +181,14 @@ def check_signatures(config: RewardConfig, reward: Rewards | None, columns: froz
     for function in list_rewards(config, reward) if columns is not None else ():
         if (loaded := load_nearby(function)) is not None:
             read_form(loaded, name_of(function, short=True)).check(columns or ())
+
+
+def _check_schedule(config: PPOConfig | SFTConfig) -> None:
+    """Check that the schedule exists, and that the halves of steps may run at the same time where it declares so."""
+    declared = declaration_of(load_schedule(config.run.schedule))
+    if isinstance(config, PPOConfig) and declared.overlaps and config.keeps_apart:
+        what = f"run.schedule = {config.run.schedule!r} runs the halves of steps at the same time"
+        raise ConfigError(f"{what}, and {config.keeps_apart}")
 
 
 def load_schedule(name: str) -> Schedule:

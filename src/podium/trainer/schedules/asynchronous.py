@@ -20,7 +20,7 @@ from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Rollout, Steps
 
 
-@ScheduleDeclaration(side_by_side=True)
+@ScheduleDeclaration(side_by_side=True, overlaps=True)
 def asynchronous(steps: Steps) -> None:
     """Collect as many steps as the bound allows, and learn them in order."""
     coming: deque[Future[Rollout]] = deque()

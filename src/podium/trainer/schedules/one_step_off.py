@@ -12,7 +12,7 @@ from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Steps
 
 
-@ScheduleDeclaration(staleness=1)
+@ScheduleDeclaration(staleness=1, overlaps=True)
 def one_step_off(steps: Steps) -> None:
     """Collect step k + 1 while step k is learned."""
     coming = steps.collect_ahead(steps.first)

@@ -17,7 +17,7 @@ from podium.models.loading import position_limit
 from podium.rollout.tasks import Example
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.checks.preflight import check_config, check_given, check_lengths, names_of_given
+from podium.trainer.checks.preflight import check_config, check_given, check_lengths, check_settings, names_of_given
 from podium.workers import Policy
 from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, metrics_rows, tiny
@@ -45,6 +45,44 @@ def test_names_are_those_of_functions_classes_and_bound_classes(tmp_path: Path) 
     assert names_of_given(None, "exact", {"policy": Mine.bind(model=config.model)}) == {"policy": f"a class {here}Mine"}
     assert names_of_given(None, "exact", None, PPOTrainer) == {}
     assert names_of_given(None, "exact", None, Mine) == {"trainer": f"a class {here}Mine"}
+
+
+ONE_POOL = {"pools": {"all": {"roles": ["policy", "generator"]}}}
+APART = {"pools": {"train": {"roles": ["policy"]}, "serve": {"roles": ["generator"]}}}
+OWN_SCHEDULE = """
+from podium.trainer.schedules import ScheduleDeclaration
+
+def undeclared(steps): ...
+
+@ScheduleDeclaration(overlaps=True)
+def ahead(steps): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement", "why"),
+    [
+        ("sync", {}, ""),
+        ("one_step_off", {}, "with placement.layout = colocated the generator reads.*set placement.layout to split"),
+        ("asynchronous", ONE_POOL, "with policy and generator in one pool.*give the generator a pool of its own"),
+        ("mine.py:ahead", {}, "with placement.layout = colocated"),
+        ("mine.py:undeclared", {}, ""),
+        ("one_step_off", {"layout": "split"}, ""),
+        ("asynchronous", APART, ""),
+    ],
+)
+def test_a_schedule_that_overlaps_halves_is_refused_where_the_generator_reads_the_policys_weights(
+    schedule: str, placement: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN_SCHEDULE)
+    config = tiny(GRPOConfig, tmp_path, run={"schedule": schedule}, placement=placement)
+    if not why:
+        return check_settings(config)
+    with pytest.raises(
+        ConfigError, match=rf"run\.schedule = '{schedule}' runs the halves.* at the same time, and {why}"
+    ):
+        check_settings(config)
 
 
 def test_what_is_missing_is_named_unless_something_else_was_said() -> None:
