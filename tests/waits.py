@@ -33,5 +33,5 @@ def grade_undisturbed(grade: Callable[[], Sequence[Grade]], late: Collection[int
     for _ in range(TRIALS):
         grades = grade()
         if {index for index, item in enumerate(grades) if item.timed_out} <= {*late}:
-            break
-    return grades
+            return grades
+    return grade()
