@@ -319,6 +319,12 @@ CORES = len(os.sched_getaffinity(0))
             r"trackio, .*: pip install 'trackio>=0\.5'$",
         ),
         ({"run": {"schedule": "absent.py:mine"}}, "local", r"run\.schedule = .*no file .*absent\.py"),
+        ({"run": {"profile": ["critic.update"]}}, "local", r"run\.profile = critic\.update: expected ROLE\.ENDPOINT"),
+        (
+            {"run": {"schedule": "one_step_off"}},
+            "local",
+            r"run\.schedule = .* at the same time, .*set placement\.layout to split",
+        ),
         ({"run": {"schedule": "operator:add"}}, "local", r"run\.schedule = .*'add' must take exactly one argument"),
         (
             {"model": {"path": "./absent", "config": {}}},

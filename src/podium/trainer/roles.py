@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
-from podium.functions import load_function
+from podium.functions import load_function, nearest
 from podium.models.loading import vocabulary_size
 from podium.rollout.environments import load_rollout, load_sessions
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
@@ -178,11 +178,8 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
 
     Raises:
         ConfigError: ``workers`` names a role that does not exist or that this configuration does not use, or holds
-            something that is no worker.
+            something that is no worker, or ``run.profile`` names an endpoint that a role does not have.
     """
-    for call in config.run.profile:
-        if call.partition(".")[0] not in config.roles:
-            raise ConfigError(f"run.profile: {call!r} is not ROLE.ENDPOINT of a role here: {', '.join(config.roles)}")
     named = {role: load_function(name, key=f"worker of the {role}") for role, name in config.worker_names.items()}
     usual = cast("dict[str, type[Worker]]", {**list_classes(config), **named})
     if isinstance(config, PPOConfig) and config.algorithm.reference.reference_refresh:
@@ -196,7 +193,11 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
         worker = classes[role]
         if not isinstance(worker, Bound) and not (isinstance(worker, type) and issubclass(worker, Worker)):
             raise ConfigError(f"workers[{role!r}] is {worker!r}: expected a subclass of Worker, or its .bind(...)")
-        _check_endpoints(role, worker.cls if isinstance(worker, Bound) else worker, config)
+        cls = worker.cls if isinstance(worker, Bound) else worker
+        _check_endpoints(role, cls, config)
+        for call in config.run.profile:
+            if call.startswith(f"{role}.") and (name := call.partition(".")[2]) not in (endpoints := endpoints_of(cls)):
+                raise ConfigError(f"run.profile = {call}: no endpoint of {cls.__name__}{nearest(name, endpoints)}")
         bound[role] = worker if isinstance(worker, Bound) else worker.bind(**_arguments(role, config))
     return bound
 

@@ -85,8 +85,9 @@ def test_chosen_calls_leave_a_trace_in_the_run(tmp_path: Path) -> None:
     (trace,) = tmp_path.rglob("profile/*")
     assert (trace.name, trace.parent.parent.name) == ("policy-0-update-1.json", "recorded")
     for wrong, says in (
-        ("critic.update", r"run\.profile: 'critic\.update'"),
-        ("policy.updat", "'policy.updat' is no endpoint"),
+        ("critic.update", r"run\.profile = critic\.update: expected ROLE\.ENDPOINT, and the roles are policy, "),
+        ("update", r"run\.profile = update: expected ROLE\.ENDPOINT"),
+        ("policy.updat", r"run\.profile = policy\.updat: no endpoint of Policy; did you mean update\?"),
     ):
         config = tiny(GRPOConfig, tmp_path, run={"steps": 1, "profile": [wrong]})
         with pytest.raises(ConfigError, match=says):

@@ -76,6 +76,11 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
             check_data(config.data)
         check_reward(config.reward, reward)
     _check_schedule(config)
+    for call in config.run.profile:
+        if call.partition(".")[0] not in config.roles or not call.partition(".")[2]:
+            raise ConfigError(
+                f"run.profile = {call}: expected ROLE.ENDPOINT, and the roles are {', '.join(config.roles)}"
+            )
     check_engine(config.engine)
     _suggest_engine(config)
     for tracker in config.run.trackers:
