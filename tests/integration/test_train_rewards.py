@@ -14,7 +14,7 @@ import pytest
 from podium.errors import ConfigError, RewardError
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import RunRecord
-from podium.telemetry import Event, Note, metrics, subscribe
+from podium.telemetry import EvalFinished, Event, Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium_view.completions import Completions
 from tests.integration.training import metrics_rows, tiny, train
@@ -109,10 +109,16 @@ def test_completions_without_a_score_are_not_trained_and_kept(tmp_path: Path) ->
     def hear(event: Event) -> None:
         if isinstance(event, Note):
             notes.append(event.text)
+        if isinstance(event, EvalFinished):
+            scored[event.step] = event.items, event.scored
 
+    scored: dict[int, tuple[int, int | None]] = {}
     unsubscribe = subscribe(hear)
     run = train(tiny(GRPOConfig, tmp_path, batch={"prompts": 8}), reward=[even, lambda completions: [None]])
     unsubscribe()
+    for step in (0, 2):
+        rewards = pq.read_table(run / "evaluations" / f"step-{step:06d}.parquet").to_pydict()["reward"]
+        assert scored[step] == (4, 4 - rewards.count(None)) and None in rewards
     means: dict[int, list[float]] = {}
     for step, row in enumerate(metrics_rows(run), 1):
         table = table_of(run, step)

@@ -178,7 +178,8 @@ class EvalFinished(Event):
     """A held-out evaluation over ``items`` prompts or examples ended. ``figures`` are its results by the names of
     :mod:`podium.telemetry.held_out`.
 
-    The figure ``metric`` judges the run, and ``interval`` is its 95 % interval; None where it is not known.
+    The figure ``metric`` judges the run, and ``interval`` is its 95 % interval; None where it is not known. It is over
+    the ``scored`` items, those that the reward did not leave out; None for all.
     Where there are several evaluation sets, each has a ``name``. This is the one that judges the run, and ``others``
     are the rest. ``samples`` are the completions of the set's first prompts.
     """
@@ -191,6 +192,7 @@ class EvalFinished(Event):
     name: str = ""
     others: tuple["EvalFinished", ...] = ()
     samples: tuple["Sample", ...] = ()
+    scored: int | None = None
 
 
 @dataclass(frozen=True)

@@ -493,7 +493,9 @@ class Trainer(ABC, Generic[C, E, R]):
         self.state = replace(self.state.after(judged, metric), metric=metric.name if decides else self.state.metric)
         interval = judged.interval(metric.name)
         event, *others = (
-            EvalFinished(step, e.items, e.figures, metric.name, interval, name, samples=e.samples)
+            EvalFinished(
+                step, e.items, e.figures, metric.name, interval, name, samples=e.samples, scored=e.count(metric.name)
+            )
             for name, e in sets.items()
         )
         emit(replace(event, others=tuple(others)))

@@ -103,7 +103,7 @@ def test_a_file_gets_plain_lines_with_the_columns_that_matter() -> None:
         emit(EvalFinished(0, 500, {"accuracy": 0.422, "reward_mean": 0.5}))
         emit(StepFinished(1, GRPO))
         emit(StepFinished(2, {**GRPO, metrics.REWARD_MEAN: float("nan")}))
-        emit(EvalFinished(2, 500, {"accuracy": 0.45, "reward_mean": 0.52}))
+        emit(EvalFinished(2, 500, {"accuracy": 0.45, "reward_mean": 0.52}, scored=480))
         emit(CheckpointSaved(2, "runs/a/checkpoints/step-000002"))
     lines = out.getvalue().splitlines()
     assert "\x1b" not in out.getvalue()
@@ -118,7 +118,7 @@ def test_a_file_gets_plain_lines_with_the_columns_that_matter() -> None:
     ]  # fmt: skip
     assert len(lines[3]) == len(lines[4]), "headers stand above their columns"
     assert lines[5].split()[:2] == ["2", "nan"]
-    assert "+2.8 points" in lines[6]
+    assert "accuracy 45.0% of 480  +2.8 points" in lines[6]
     assert lines[7] == "      2  checkpoint  runs/a/checkpoints/step-000002"
 
 

@@ -479,7 +479,8 @@ class ConsoleSink(Sink):
                 row.append(f"  {metric.title} {metric.write(value)}", "dim")
                 continue
             row.append(f"  {metric.title} ").append(metric.write(value), "bold green")
-            row.append(f" {'of' if name == ACCURACY else 'over'} {event.items}")
+            scored = event.items if event.scored is None else event.scored
+            row.append(f" {'of' if name == ACCURACY else 'over'} {scored}")
             if before is not None:
                 better = metric.rank(value) - metric.rank(before)
                 style = "green" if better > 0 else "red" if better < 0 else "dim"
