@@ -117,20 +117,23 @@ def explain_unlike(runs: Sequence[RunRecord]) -> Iterator[str]:
             by_title.setdefault(run.judged[0].title, []).append(_select_measures(run))
     for title, settings in by_title.items():
         keys = dict.fromkeys(key for of_run in settings for key in of_run)
-        if differing := [key for key in keys if len({of_run.get(key) for of_run in settings}) > 1]:
+        if differing := [key for key in keys if len({of_run.get(key, "") for of_run in settings}) > 1]:
             reasons = ", ".join(differing)
             yield f"held-out {title}: these runs may not have measured the same, as they differ in {reasons}"
 
 
 def _select_measures(run: RunRecord) -> dict[str, str]:
-    """The settings by which a run measures its held-out figures, and the set that judges it."""
+    """The settings by which a run measures its held-out figures, by the sections and keys that have them, and the set
+    that judges it."""
     from podium.runs.run_reader import MEASURES
 
-    has_own_data = any(value and f"{key}.".startswith("data.eval.") for key, value in run.settings.items())
-    others = {"data.holdout"} if has_own_data else set[str]()
-    begins = tuple(f"{name}." for name in (*MEASURES, *([] if has_own_data else ["data.train"])) if name not in others)
-    settings = {key: str(value) for key, value in run.settings.items() if f"{key}.".startswith(begins)}
-    return settings | ({"the set that judges them": run.judging_set} if run.judging_set else {})
+    def select(name: str) -> str:
+        settings = {key: value for key, value in run.settings.items() if f"{key}.".startswith(f"{name}.")}
+        return str(sorted(settings.items())) if any(value not in (None, "") for value in settings.values()) else ""
+
+    names = [name for name in MEASURES if name != "data.holdout"]
+    names += [] if select("data.eval") else ["data.train", "data.holdout"]  # from which held-out prompts are taken
+    return {name: select(name) for name in names} | {"the set that judges them": run.judging_set}
 
 
 def _parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
