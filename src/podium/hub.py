@@ -21,7 +21,7 @@ def look_for_hub(name: str) -> None:
 
 
 def explain_offline(error: BaseException) -> str:
-    """Say what to do if ``error`` says that a model or dataset is absent because the hub is off line; "" otherwise.
+    """Say what to do if ``error`` says that a model or dataset is absent because the hub is offline; "" otherwise.
 
     A path that exists, and a model or dataset that was downloaded before, raise no such error.
     """
@@ -35,7 +35,7 @@ def explain_offline(error: BaseException) -> str:
     if not (constants.HF_HUB_OFFLINE and absent):
         return ""
     return (
-        "it is not on this machine, and the hub is off line (no network, or HF_HUB_OFFLINE is set): connect to the "
+        "it is not on this machine, and the hub is offline (no network, or HF_HUB_OFFLINE is set): connect to the "
         "network, or give the path of a copy"
     )
 

@@ -53,6 +53,13 @@ def test_links_into_the_repository_lead_to_files() -> None:
             assert (ROOT / link).exists(), f"{page.name}: {link}"
 
 
+def test_no_wrapped_sentence_begins_a_list() -> None:
+    """A line of a paragraph that begins with "- 1. With" or "+ 1 again" is shown as an item of a list."""
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert not re.findall(r"\S\n[ ]*(?:[+] |[-*] \d|\d+[.)] ).*", text), page.name
+
+
 def test_pictures_are_there() -> None:
     for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
         for image in re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", page.read_text()):

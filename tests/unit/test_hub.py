@@ -28,7 +28,7 @@ for work in (
         print(type(error).__name__, error, sep=": ")
 """
 OFFLINE = (
-    "it is not on this machine, and the hub is off line (no network, or HF_HUB_OFFLINE is set): connect to the "
+    "it is not on this machine, and the hub is offline (no network, or HF_HUB_OFFLINE is set): connect to the "
     "network, or give the path of a copy"
 )
 

@@ -96,7 +96,9 @@ def _check_replay(options: argparse.Namespace) -> None:
     for name in ("config", "resume", "preset"):
         if getattr(options, name) is not None:
             flag = "recipe" if name == "preset" else name
-            raise ConfigError(f"--replay begins with the settings of its run: leave out --{flag}; give single settings")
+            raise ConfigError(
+                f"--replay begins with the settings of its run: give --SECTION.KEY VALUE in place of --{flag}"
+            )
     check_run(Path(options.replay))
     values = read_values(
         find_recipe(options.recipe).config, options.replay, content=RunFiles(options.replay).read_small(CONFIG)
@@ -121,7 +123,9 @@ def _check_preset(preset: Preset, options: argparse.Namespace) -> None:
             f"--recipe {preset.name} has settings of podium train grpo, not of podium train {options.recipe}"
         )
     if options.resume not in (None, "auto"):  # auto gives all settings in any case
-        raise ConfigError("--resume uses the run's own settings: leave out --recipe; give single settings")
+        raise ConfigError(
+            "--resume uses the run's own settings: leave out --recipe; change a key by --SECTION.KEY VALUE"
+        )
 
 
 def _open_view(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "Trainer[Any, Any, Any]":
@@ -235,7 +239,9 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
         return load_config(cls, path, [*overrides, "--run.resume", resume])
     if resume is not None:
         if path is not None:
-            raise ConfigError("--resume uses the run's own settings: leave out --config; give single settings")
+            raise ConfigError(
+                "--resume uses the run's own settings: leave out --config; change a key by --SECTION.KEY VALUE"
+            )
         check_run(Path(resume))
         path = str(Path(resume) / CONFIG)
         content = RunFiles(resume).read_small(CONFIG)

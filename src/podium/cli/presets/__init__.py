@@ -66,7 +66,7 @@ class Preset:
     def describe(self) -> str:
         """Return the name, the source and the settings, as text of two lines."""
         settings = ", ".join(f"{key} = {value}" for key, value in self.settings.items())
-        return f"preset       {self.name}: {self.source}\n{'':12} {settings}; your own settings come before these"
+        return f"preset       {self.name}: {self.source}\n{'':12} {settings}; your own settings override these"
 
 
 def list_presets() -> list[str]:
