@@ -176,6 +176,8 @@ def test_a_name_with_several_meanings_lists_them() -> None:
     [
         ("algorithm.aggregation", "seq-mean-token-mean", "sequence-mean"),
         ("algorithm.advantage", "reinforce_plus_plus", "reinforce_pp"),
+        ("algorithm.loss", "grpo", "ppo_clip"),
+        ("algorithm.loss", "dapo", "ppo_clip"),
         ("algorithm.kl_estimator", "low_var_kl", "k3"),
         ("optim.lr_schedule", "constant_with_warmup", "constant"),
         ("model.lora.targets", "all-linear", "[]"),

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.installed import has_library
+from podium.spelling import write_count
 from podium_migration.conversion import Conversion, convert_settings
 from podium_migration.sources import Settings, explain_other_trainer
 
@@ -104,7 +105,8 @@ def _convert_batches(c: Conversion) -> None:
     processes = c.settings.processes or 1
     accumulation = c.get("gradient_accumulation_steps")
     rows = c.get("per_device_train_batch_size") * processes
-    note = f"{c.get('per_device_train_batch_size')} rows on each of {processes} processes, {accumulation} times"
+    each, devices = c.get("per_device_train_batch_size"), write_count(processes, "process", "processes")
+    note = f"{write_count(each, 'row')} x {devices} x {write_count(accumulation, 'accumulation')}"
     if not c.settings.processes:
         c.lose(
             "per_device_train_batch_size",
