@@ -32,6 +32,7 @@ from podium.workers import Estimator, Generator, Policy
 from podium_agents.environments import runner
 from podium_dryrun import describe_data
 from podium_inference import evaluate_model
+from podium_view.run import Run
 from tests.everyday import mark_others
 from tests.integration import worlds
 from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
@@ -337,6 +338,28 @@ def test_a_full_context_leaves_the_rewards_of_turns_and_is_never_correct(tmp_pat
     judged = train(config_of("endless", tmp_path / "judged", options={"earns": 1.0}, eval=evaluation))
     assert [row[metrics.ACCURACY] for row in metrics_rows(judged)] == [0.0, 0.0]
     assert [row["accuracy"] for row in metrics_rows(judged, "eval")] == [0.0]
+
+
+def test_no_agent_takes_the_place_of_one_that_the_reward_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither in accuracies nor in lengths, and a session counts once."""
+
+    def score(completion: str, row: dict[str, Any]) -> float | None:
+        return None if int(row["answer"]) % 2 else 0.0
+
+    run = train(config_of("helped", tmp_path, run={"steps": 1}, reward={"correct_at": 1.0}), reward=score)
+    (row,) = metrics_rows(run)
+    assert row[metrics.ABSTAINED] > 0 and row[metrics.ACCURACY] == 0.0
+    for evaluated in metrics_rows(run, "eval"):
+        assert (evaluated["accuracy"], evaluated["reward_mean"], evaluated["cut_off"]) == (0.0, 0.0, 1.0)
+        assert evaluated["completion_tokens"] == 3.0
+    capsys.readouterr()
+    assert main(["changes", str(run), "--show", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("  0.0%  (0 of ") == 2 and "reported" not in out and "the reward left them out" in out
+    rows = Run(run, "").answer("evaluation/0/1")["rows"]
+    assert {entry["correct"] for entry in rows} == {0.0, None} and {entry["n"] for entry in rows} == {1}
 
 
 def test_a_session_is_cut_off_if_the_last_answer_of_its_agent_is(tmp_path: Path) -> None:

@@ -170,6 +170,13 @@ async def debate(task: Task, client: Client) -> Outcome:
     return Outcome(score=digits(first.text), agents={"judge": 1.0 - digits(second.text)})
 
 
+async def helped(task: Task, client: Client) -> Outcome:
+    """Another agent is always right, and the reward scores the client."""
+    await client.chat(task["prompt"], max_tokens=2)
+    await client.agent("other").chat(task["prompt"], max_tokens=1)
+    return Outcome(agents={"other": 1.0})
+
+
 async def aside(task: Task, client: Client) -> float:
     """The last answer, which a text ends, follows the first, and between them is another conversation. Another agent is
     cut off."""

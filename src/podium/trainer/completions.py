@@ -36,6 +36,7 @@ _LOGGED: Final = "logged/"  # as fields.PART, of a number that the reward only l
 _FIGURES: Final = (fields.PART, _LOGGED)
 
 _GRADED: Final = "graded_rewards"  # as the column rewards, float32 [B]: those that the grades have
+_JUDGED: Final = "is_judged"  # bool [B], of sessions: see ScoredBatch.judged
 
 _GRADED_TOKENS: Final = 1 << 19  # tokens of the rows whose texts are fetched at once: enough for all graders
 _NO_VERSION: Final = -1
@@ -91,6 +92,9 @@ class ScoredBatch:
     def with_grades(self, grades: Sequence[Grade], rewards_B: Tensor, data: Sequence[str] = ()) -> ScoredBatch:
         """Return this with grades, and without the rows whose grade says that the reward left them out."""
         columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B, _GRADED: rewards_B}
+        if fields.SESSION in self.batch:  # before those that are left out are taken from it
+            rows = torch.tensor(self.judged, dtype=torch.int64)
+            columns[_JUDGED] = torch.zeros(len(self.batch), dtype=torch.bool).index_fill(0, rows, True)
         for name in sorted({name for grade in grades for name in grade.parts}):
             parts = [grade.parts.get(name, math.nan) for grade in grades]
             is_logged = any(name in grade.logged for grade in grades)
@@ -249,8 +253,11 @@ class ScoredBatch:
     def judged(self) -> list[int]:
         """The rows whose grades are the verdicts: one of each completion, and one of each session of an environment.
 
-        A session is represented by its first agent, which is the client itself if the client has sampled anything.
+        A session is represented by its first agent, which is the client itself if the client has sampled anything. If
+        the reward leaves this agent out, no other one takes its place.
         """
+        if _JUDGED in self.batch:
+            return self.batch.dense(_JUDGED).nonzero().flatten().tolist()
         if fields.SESSION not in self.batch:
             return self.firsts
         numbers = self.batch.dense(fields.SESSION).tolist()
@@ -301,11 +308,11 @@ class ScoredBatch:
 
         There is no accuracy where some score is no verdict.
         """
-        reasons, judged = self.batch.python(fields.FINISH_REASON), torch.tensor(self.judged)
+        reasons, judged = self.batch.python(fields.FINISH_REASON), torch.tensor(self.judged, dtype=torch.int64)
         ends = [reasons[row] for row in self._lasts]
         correct = torch.tensor([bool(grade.correct) for grade in self.verdicts])
         return {
-            **({names.ACCURACY: float(correct.float().mean())} if self.verdicts_known else {}),
+            **({names.ACCURACY: float(correct.float().mean())} if self.verdicts_known and len(judged) else {}),
             names.TRUNCATED: ends.count("length") / len(ends),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
             **{  # without parts that none of these completions has, such as those of groups that a filter dropped

@@ -1,5 +1,6 @@
 """Evaluation on held-out prompts: the generator answers, and the grader judges the answers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -104,25 +105,23 @@ def _collect(scored: ScoredBatch, grader: Grader, items: Sequence[list[Sampled]]
     """Put each completion to its item. Returns whether their answers were read."""
     parts = [scored] if scored.left_out is None else [scored, scored.left_out]
     texts = [[text for rows in part.chunks(_READ_TOKENS) for text in part.texts(rows)] for part in parts if answers]
-    is_read = False
+    is_read, lengths = False, [part.token_counts() for part in parts]
+    sessions = [part.batch.dense(fields.SESSION).tolist() for part in parts if fields.SESSION in part.batch]
+    tokens = Counter[int]()  # by session, of all of its agents
+    for numbers, lengths_of_part in zip(sessions, lengths, strict=False):
+        for session, length in zip(numbers, lengths_of_part, strict=True):
+            tokens[session] += length
     for number, part in enumerate(parts):
         grades = [None if grade.abstained else grade for grade in part.verdicts]
         read = None
         if answers:
             read = grader.read_answers([texts[number][row] for row in part.judged], grades)
             is_read = is_read or read is not None
-        lengths, reasons = part.token_counts(), part.batch.python(fields.FINISH_REASON)
-        ends = [*part.judged[1:], len(part.batch)]
+        reasons = part.batch.python(fields.FINISH_REASON)
         for place, (row, grade) in enumerate(zip(part.judged, grades, strict=True)):
-            rows = range(row, ends[place])
-            items[part.groups[row]].append(
-                Sampled(
-                    grade,
-                    sum(lengths[row] for row in rows),
-                    reasons[row] == "length",
-                    read[place] if read is not None else None,
-                )
-            )
+            length = tokens[sessions[number][row]] if sessions else lengths[number][row]
+            answer = read[place] if read is not None else None
+            items[part.groups[row]].append(Sampled(grade, length, reasons[row] == "length", answer))
     return is_read
 
 

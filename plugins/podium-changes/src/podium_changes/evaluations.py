@@ -209,8 +209,8 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
     The key ``score`` of a row is its score by ``metric``. Of several completions or sessions of a prompt, it is the
     mean over those that have a score, and there is no ``completion``.
 
-    A session is represented by its first row, which has the verdict. The number of its prompt is that of the task,
-    because all sessions of another task may have failed.
+    A session is represented by the first row of its client, which has the verdict. The number of its prompt is that of
+    the task, because all sessions of another task may have failed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -222,7 +222,7 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
             file = pq.ParquetFile(opened)
             present = file.schema_arrow.names
             weighing = ("tokens",) if metric.name in (LOSS, TOKEN_ACCURACY) else ()
-            names = [name for name in (*_COLUMNS, column, *weighing, "group", "session") if name in present]
+            names = [name for name in (*_COLUMNS, column, *weighing, "group", "session", "agent") if name in present]
             kinds = {field.name: field.type for field in file.schema_arrow}
             checks = {name: _is_text for name in _COLUMNS if name != "completion" or name in present}
             checks |= {name: _is_number for name in ("group", column) if name == "group" or name in present}
@@ -239,6 +239,7 @@ def _rows(path: Path, metric: Metric) -> dict[tuple[str, int], dict[str, Any]]:
         if name in names and (number := next((i for i, row in enumerate(rows, 1) if row[name] is None), 0)):
             raise ConfigError(f"{path}, row {number}: the column {name!r} is empty: the file was damaged or changed")
     if is_sessions := "session" in present:
+        rows.sort(key=lambda row: bool(row.get("agent")))  # an agent that the reward left out stands last in the file
         rows = [*{row["session"]: row for row in reversed(rows)}.values()][::-1]
     rows_by_group: dict[int, list[dict[str, Any]]] = {}
     for row in rows:

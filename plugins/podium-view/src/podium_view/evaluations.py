@@ -20,7 +20,7 @@ __all__ = ["Evaluations"]
 _FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
 _FOLDER: Final = "evaluations"
 _HEAD: Final = 160  # characters of a prompt in the list of prompts
-_COLUMNS: Final = ("prompt", "completion", "expected", "correct", "reward", "loss", "finish_reason", "session")
+_COLUMNS: Final = ("prompt", "completion", "expected", "correct", "reward", "loss", "finish_reason", "session", "agent")
 _FIGURES: Final = ("reward", "correct", "loss")
 _REMEMBERED: Final = 2  # files whose rows are known: what is compared
 
@@ -94,8 +94,8 @@ class Evaluations:
 
 
 def _by_prompt(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return a row for each prompt, with its answers and the means of their figures. A session is represented by its
-    first row.
+    """Return a row for each prompt, with its answers and the means of their figures. A session is represented by the
+    first row of its client.
 
     A key consists of a hash of the prompt's text and the number of the prompt among those with this text. For sessions,
     it is the number of the task, because other sessions may have failed."""
@@ -103,8 +103,9 @@ def _by_prompt(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
     columns = [table.get(name, nothing) for name in _COLUMNS]
     rows: dict[int, dict[str, Any]] = {}
     sessions = set[int]()
-    for group, *values in zip(table["group"], *columns, strict=True):
-        prompt, completion, expected, correct, reward, loss, finish_reason, session = values
+    by_agent = sorted(zip(table["group"], *columns, strict=True), key=lambda row: bool(row[-1]))  # the client first
+    for group, *values in by_agent:
+        prompt, completion, expected, correct, reward, loss, finish_reason, session, _ = values
         if group is None or session in sessions:
             continue
         if session is not None:
