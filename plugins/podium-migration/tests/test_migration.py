@@ -178,6 +178,7 @@ def test_a_name_with_several_meanings_lists_them() -> None:
         ("algorithm.advantage", "reinforce_plus_plus", "reinforce_pp"),
         ("algorithm.loss", "grpo", "ppo_clip"),
         ("algorithm.loss", "dapo", "ppo_clip"),
+        ("algorithm.advantage", "ppo", "gae"),
         ("algorithm.kl_estimator", "low_var_kl", "k3"),
         ("optim.lr_schedule", "constant_with_warmup", "constant"),
         ("model.lora.targets", "all-linear", "[]"),

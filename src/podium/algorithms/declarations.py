@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import is_pydantic_dataclass
 
+from podium.answers import load_answers
 from podium.config import section
 from podium.errors import ConfigError
 from podium.functions import check_function_name, is_installed, load_function
@@ -239,8 +240,13 @@ class NamedFunctions:
 
     def check_name(self, spec: str) -> None:
         """Check the form of ``spec`` and import nothing. Raises ConfigError as
-        :func:`podium.functions.check_function_name` does."""
-        check_function_name(spec, key=self.key, known=dict.fromkeys((*self.words, *self.own), ""), group=self.group)
+        :func:`podium.functions.check_function_name` does, which a function of another key does with the key's name."""
+        known = dict.fromkeys((*self.words, *self.own), "")
+        if spec not in (*known, *find_packaged(self.group)) and not load_answers().find_translation(self.key, spec):
+            for other in (ADVANTAGES, LOSSES, CORRECTIONS):
+                if spec in (*other.own, *find_packaged(other.group)):
+                    raise ConfigError(f"{self.key} = {spec!r} is a name for {other.key}: write --{other.key} {spec}")
+        check_function_name(spec, key=self.key, known=known, group=self.group)
 
     def load(self, spec: str) -> Callable[..., Any]:
         """Return the function that ``spec`` names.

@@ -33,6 +33,13 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
     ("settings", "message"),
     [
         ({"advantage": "grop"}, "expected one of grpo, .*did you mean grpo"),
+        (
+            {"advantage": "gspo"},
+            r"algorithm\.advantage = 'gspo' is a name for algorithm\.loss: write --algorithm\.loss gspo",
+        ),
+        ({"loss": "rloo"}, r"algorithm\.loss = 'rloo' is a name for algorithm\.advantage: write --"),
+        ({"loss": {"ppo_clip": 1, "opo": 1}}, r"algorithm\.loss = 'opo' is a name for algorithm\.advantage"),
+        ({"loss": "icepop"}, r"algorithm\.loss = 'icepop' is a name for algorithm\.correction"),
         ({"loss": {"ppo_clip": 0.0, "teacher_kl": 0.0}}, "all weights are 0, so that nothing is learned"),
         ({"kl_coef": 0.1}, "kl_coef = 0.1 with algorithm.kl_in = 'none': expected kl_coef 0, or kl_in set"),
         (
