@@ -242,7 +242,9 @@ class NamedFunctions:
         """Check the form of ``spec`` and import nothing. Raises ConfigError as
         :func:`podium.functions.check_function_name` does, which a function of another key does with the key's name."""
         known = dict.fromkeys((*self.words, *self.own), "")
-        if spec not in (*known, *find_packaged(self.group)) and not load_answers().find_translation(self.key, spec):
+        if spec in known:
+            return
+        if spec not in find_packaged(self.group) and not load_answers().find_translation(self.key, spec):
             for other in (ADVANTAGES, LOSSES, CORRECTIONS):
                 if spec in (*other.own, *find_packaged(other.group)):
                     raise ConfigError(f"{self.key} = {spec!r} is a name for {other.key}: write --{other.key} {spec}")
