@@ -520,11 +520,11 @@ def test_evaluations_are_compared_task_by_task_where_sessions_fail(
     assert (before["group"], after["group"]) == ([0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3])
     capsys.readouterr()
     assert main(["changes", str(run), "--show", "0"]) == 0
-    said = [
+    words = [
         re.sub(r"  (/.*|\((only one|by the run)\b.*)", "", line).split()
         for line in capsys.readouterr().out.splitlines()
     ]
-    assert said == [
+    assert words == [
         ["before", "0.0%", "(0", "of", "3)"],
         ["after", "100.0%", "(3", "of", "3)"],
         ["reported", "0.0%", "to", "75.0%"],

@@ -24,13 +24,13 @@ def digits(text: str) -> float:
 
 async def twice(task: Task, client: Client) -> dict[str, float]:
     """Two turns, each with its reward."""
-    said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
     total = 0.0
     for _ in range(2):
-        reply = await client.chat(said)
+        reply = await client.chat(messages)
         client.reward(digits(reply.text))
         total += digits(reply.text)
-        said += [reply.message, {"role": "user", "content": "="}]
+        messages += [reply.message, {"role": "user", "content": "="}]
     return {"score": 0.0, "digits": total}
 
 

@@ -240,15 +240,15 @@ class NamedFunctions:
 
     def check_name(self, spec: str) -> None:
         """Check the form of ``spec`` and import nothing. Raises ConfigError as
-        :func:`podium.functions.check_function_name` does, which a function of another key does with the key's name."""
-        known = dict.fromkeys((*self.words, *self.own), "")
-        if spec in known:
+        :func:`podium.functions.check_function_name` does, and for the name of another key's function."""
+        names = dict.fromkeys((*self.words, *self.own), "")
+        if spec in names:
             return
         if spec not in find_packaged(self.group) and not load_answers().find_translation(self.key, spec):
             for other in (ADVANTAGES, LOSSES, CORRECTIONS):
                 if spec in (*other.own, *find_packaged(other.group)):
                     raise ConfigError(f"{self.key} = {spec!r} is a name for {other.key}: write --{other.key} {spec}")
-        check_function_name(spec, key=self.key, known=known, group=self.group)
+        check_function_name(spec, key=self.key, known=names, group=self.group)
 
     def load(self, spec: str) -> Callable[..., Any]:
         """Return the function that ``spec`` names.

@@ -292,10 +292,10 @@ def test_verls_form_of_a_batch_has_lists_of_one_of_the_run_and_of_columns() -> N
     functions = RewardFunctions([batch], columns=row.keys())
     assert call_rewards(functions, Item("1", row, extras)).score == 1.0
     assert seen == [([[1, 2]], 3, ["a"])]
-    told = [
+    names = [
         name for name in row for note in functions.notes if f"gets the {name} of the run, and not the column" in note
     ]
-    assert told == ["completion_ids", "trainer_state"]
+    assert names == ["completion_ids", "trainer_state"]
     with pytest.raises(ConfigError, match="'completion' is neither the completion, the row nor a column") as caught:
         RewardFunctions([lambda solution_strs, answer, completion: [0.0]], columns=["answer"])
     assert "TRL" not in str(caught.value)

@@ -76,9 +76,9 @@ def test_metrics_of_completions() -> None:
 def test_a_part_of_the_reward_that_no_completion_has_is_no_metric() -> None:
     """A filter may drop the groups that have it."""
     grades = [Grade(score, {"a": score} if score == 1.0 else {}) for score in (1.0, 1.0, 0.5, 0.5)]
-    whole = scored(None).with_grades(grades, rollouts().dense(fields.REWARDS))
-    assert whole.metrics()["reward_parts/a"] == 1.0
-    assert "reward_parts/a" not in whole.with_rows([2, 3]).metrics()
+    graded = scored(None).with_grades(grades, rollouts().dense(fields.REWARDS))
+    assert graded.metrics()["reward_parts/a"] == 1.0
+    assert "reward_parts/a" not in graded.with_rows([2, 3]).metrics()
 
 
 def test_the_penalty_for_long_completions_knows_the_limit_of_the_run() -> None:

@@ -32,8 +32,8 @@ class ProjectAnswers(Answers):
         if answer is None:
             return ""
         if removes:
-            held = f": Podium has none and needs none: {answer.remark}" if answer.holds else _describe(answer, None)
-            return f"leave it out{held}"
+            remark = f": Podium has none and needs none: {answer.remark}" if answer.holds else _describe(answer, None)
+            return f"leave it out{remark}"
         read = _read_value(value)
         translation = answer.translate(read) if answer.key else None
         if not answer.key or (translation is not None and translation.missing):
