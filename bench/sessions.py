@@ -36,9 +36,9 @@ from podium_agents.environments.processes import SessionProcesses
 from podium_agents.environments.runner import live
 from podium_agents.service.admission import Admission
 from podium_agents.service.chat_format import chat_format
+from podium_agents.service.request_bodies import ChatRequest
 from podium_agents.service.service import Service
 from podium_agents.service.session_recording import Sampled
-from podium_agents.service.wire import ChatRequest
 from podium_serve.gateway import Gateway
 
 SESSIONS, TURNS, ANSWER = 1000, 10, 16

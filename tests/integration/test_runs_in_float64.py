@@ -101,7 +101,7 @@ class Again:
         advantages, parts = advantages_of(rows), self.algorithm.minibatches
         before = rollout if self.algorithm.ratio_to == "rollout" else old
         found: list[tuple[float, float]] = []
-        for epoch in range(self.algorithm.passes.count):
+        for epoch in range(self.algorithm.epoch_choice.count):
             order = row_order(self.config.run.seed, step, epoch, len(rows)).tolist()
             for part in range(parts):
                 chosen = order[len(rows) * part // parts : len(rows) * (part + 1) // parts]

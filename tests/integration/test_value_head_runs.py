@@ -92,7 +92,7 @@ class Again:
         ends = np.cumsum([len(row.mask) for row in columns])[:-1]
         by_row = np.split(oracles.whitened(advantages, every), ends)
         targets, parts, updates = np.split(returns, ends), self.algorithm.minibatches, list[tuple[float, ...]]()
-        for epoch in range(self.algorithm.passes.count):
+        for epoch in range(self.algorithm.epoch_choice.count):
             order = row_order(self.config.run.seed, step, epoch, len(rows)).tolist()
             for part in range(parts):
                 chosen = order[len(rows) * part // parts : len(rows) * (part + 1) // parts]

@@ -10,8 +10,8 @@ from podium.plain_values import explain_json
 from podium.rollout.tasks.messages import parse_json
 from podium.rollout.tasks.rows import read_rows
 from podium_agents.environments.tools import ToolError, _arguments
+from podium_agents.service.request_bodies import Refusal
 from podium_agents.service.structured import _read_json
-from podium_agents.service.wire import Refusal
 from podium_serve.exchange import as_json
 
 LONG = "9" * 5000

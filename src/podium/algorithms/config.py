@@ -123,13 +123,13 @@ class AlgorithmConfig:
     """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
     many nats on average. null never ends the run."""
     epochs: Annotated[int, Field(ge=1, le=10**6)] | Mapping[str, Any] = 1
-    """Training goes this many times over the completions of a step. {count: 4, max_kl: 0.02} ends the policy's part of
-    a step after an optimizer step before which KL(old || new) was above max_kl nats a token."""
+    """Training goes this many times over the completions of a step. {count: 4, max_kl: 0.02} ends the
+    policy's updates of a step after the first one that measured a KL(old || new) above max_kl nats a token."""
     minibatches: int = Field(default=1, ge=1, le=10**6)
     """Each epoch has this many optimizer steps."""
 
     def __post_init__(self) -> None:
-        _ = self.passes, EntropyController.of(self.entropy_coef)  # raises an error if an entry is unknown
+        _ = self.epoch_choice, EntropyController.of(self.entropy_coef)  # raises an error if an entry is unknown
         ADVANTAGES.check_name(self.advantage)
         if not self.sampled_losses:
             raise ConfigError(
@@ -213,7 +213,7 @@ class AlgorithmConfig:
     @property
     def updates(self) -> int:
         """Number of optimizer steps on one batch. With 1 the old log-probabilities are those of the update itself."""
-        return self.passes.count * self.minibatches
+        return self.epoch_choice.count * self.minibatches
 
     @property
     def reference(self) -> ReferenceOptions:
@@ -236,17 +236,17 @@ class AlgorithmConfig:
         return self.read_options(RouterOptions).router_replay
 
     @property
-    def recorded_for(self) -> Mapping[str, str]:
+    def record_reasons(self) -> Mapping[str, str]:
         """What engines record, as fields of ``RequestParams``, and the option with its value that needs it."""
         needed = {"record_top": f"score_centering = {count}"} if (count := self.score_centering) else {}
         replays = self.router_replay == "rollout"
         return needed | ({"record_experts": "router_replay = 'rollout'"} if replays else {})
 
     @property
-    def recording(self) -> Mapping[str, Any]:
+    def record_params(self) -> Mapping[str, Any]:
         """The same fields with their values."""
         values = {"record_top": self.score_centering, "record_experts": True}
-        return {name: values[name] for name in self.recorded_for}
+        return {name: values[name] for name in self.record_reasons}
 
     @property
     def score_centering(self) -> int:
@@ -264,7 +264,7 @@ class AlgorithmConfig:
         return self.critic.critic_trunk != "separate" and ADVANTAGES.declaration(self.advantage).needs_values
 
     @property
-    def passes(self) -> EpochChoice:
+    def epoch_choice(self) -> EpochChoice:
         """How often a step goes over its completions. Raises ConfigError for an entry that is wrong."""
         entries = {"count": self.epochs} if isinstance(self.epochs, int) else self.epochs
         return build_config(EpochChoice, entries, key="algorithm.epochs")

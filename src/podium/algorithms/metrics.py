@@ -40,7 +40,7 @@ class TokenMean(float):
 
     @classmethod
     def over(cls, count: float, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the ``metrics`` of an optimizer step, of which those are means over ``count`` that are no maxima."""
+        """Return the ``metrics`` of an optimizer step; each but a :class:`Maximum` becomes a mean over ``count``."""
         means = {
             name: value if isinstance(value, TokenMean) else cls(value)
             for name, value in metrics.items()

@@ -36,7 +36,7 @@ class _VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
-def _spell_warnings() -> None:
+def _escape_warnings() -> None:
     """Spell out the control characters of warnings, which repeat what stands in files."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_VisibleFormatter())
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    _spell_warnings()
+    _escape_warnings()
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     installed = {} if command in COMMANDS else find_commands()
     if command not in COMMANDS and command not in installed:
-        return _explain_commands(command, installed)
+        return _show_help(command, installed)
     try:
         _check_text(rest)
         with ended_by_sigterm():
@@ -114,7 +114,7 @@ def _summarize_error(error: PodiumError | OSError) -> str:
     """Return the message of an error. For an error of Podium's that a worker raised, this is the message without the
     worker's traceback."""
     if isinstance(error, OSError) and not isinstance(error, PodiumError):
-        if error.filename is None and not isinstance(error, FileNotFoundError) and not _can_write():
+        if error.filename is None and not isinstance(error, FileNotFoundError) and not _try_stdout():
             return f"stdout cannot be written ({error.strerror or error})"
         from podium.models.manifest import refusal_of
         from podium.processes import explain_limit
@@ -140,7 +140,7 @@ def _summarize_error(error: PodiumError | OSError) -> str:
     return f"{sentence} ({text})" if sentence else text
 
 
-def _can_write() -> bool:
+def _try_stdout() -> bool:
     """Whether stdout takes a byte."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
@@ -159,7 +159,7 @@ def _has_directory() -> bool:
     return True
 
 
-def _explain_commands(word: str, installed: Mapping[str, EntryPoint]) -> int:
+def _show_help(word: str, installed: Mapping[str, EntryPoint]) -> int:
     parser = argparse.ArgumentParser(
         prog="podium",
         usage="podium COMMAND [options]",

@@ -41,7 +41,6 @@ from podium.processes.channel import (
     read_frame as read_frame,
 )
 from podium.processes.fork_server import ForkServer as ForkServer, serve_forks as serve_forks
-from podium.processes.handover import close_memory as close_memory, hide_secrets as hide_secrets, open_own as open_own
 from podium.processes.launcher import (
     Launched as Launched,
     command as command,
@@ -60,6 +59,11 @@ from podium.processes.limits import (
     explain_limit as explain_limit,
     limit_memory as limit_memory,
     raise_descriptor_limit as raise_descriptor_limit,
+)
+from podium.processes.secret_handover import (
+    close_memory as close_memory,
+    hide_secrets as hide_secrets,
+    open_own as open_own,
 )
 from podium.processes.supervisor import Supervisor as Supervisor, supervise as supervise
 from podium.processes.table import (

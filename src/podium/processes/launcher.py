@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from podium.errors import ConfigError, DataError
 from podium.processes.channel import Channel
-from podium.processes.handover import TAKE, hide_secrets
+from podium.processes.secret_handover import TAKE, hide_secrets
 from podium.processes.table import kill_marked
 from podium.spelling import is_text
 

@@ -14,8 +14,15 @@ from podium.extras import explain_packages
 from podium.functions import check_function_name, explain_raised, find_installed, load_function, load_installed, nearest
 from podium.installed import list_entry_points
 
-__all__ = ["BUDGETS", "EnvironmentConfig", "SessionLimits", "SessionPackage", "find_environments", "find_rollout"]
-__all__ += ["load_environment", "load_rollout", "load_sessions"]
+__all__ = [
+    "BUDGETS",
+    "EnvironmentConfig",
+    "SessionLimits",
+    "SessionPackage",
+    "find_environments",
+    "find_rollout_worker",
+]
+__all__ += ["load_environment", "load_rollout_worker", "load_sessions"]
 
 BUDGETS: Final[Mapping[str, str]] = {
     "turn_limit": "answers",
@@ -70,7 +77,7 @@ class SessionPackage(Protocol):
         ...
 
 
-def find_rollout() -> EntryPoint | None:
+def find_rollout_worker() -> EntryPoint | None:
     """Return the entry point of the workers that run sessions; None if no package with them is installed.
 
     Raises:
@@ -79,9 +86,9 @@ def find_rollout() -> EntryPoint | None:
     return find_installed(_SESSIONS, "rollout", _SESSIONS)
 
 
-def load_rollout(purpose: str) -> type[Any]:
+def load_rollout_worker(purpose: str) -> type[Any]:
     """Return the class of the workers that run sessions. Arguments and errors are those of :func:`load_sessions`."""
-    return cast("type[Any]", _load(find_rollout(), purpose))
+    return cast("type[Any]", _load(find_rollout_worker(), purpose))
 
 
 def load_sessions(purpose: str) -> SessionPackage:
@@ -161,9 +168,9 @@ class SessionLimits:
     sampled_limit: int = Field(default=0, ge=0)
     """A session ends when it has sampled so many tokens. Its last answer is cut off there."""
     read_limit: int = Field(default=0, ge=0)
-    """A session ends at the prompt with which all of its prompts have more tokens than this."""
+    """A session ends at the prompt that brings its prompts above this many tokens in all."""
     tool_call_limit: int = Field(default=0, ge=0)
-    """A session ends at the request after the model has called tools more often than this."""
+    """Once the model has called tools more often than this, the session ends at its next request."""
     train_at_limit: bool = True
     """What was said in a session that ends by one of these four limits is trained on, with the score 0, as when the
     model's context is full. With false the session is counted as failed.

@@ -345,7 +345,7 @@ class PPOConfig(_TrainingConfig):
 
     def _check_recording(self) -> None:
         """Check that what the loss reads of the generator's distributions is recorded."""
-        for what in self.algorithm.recorded_for.values():
+        for what in self.algorithm.record_reasons.values():
             reasons = {
                 "sampling.top_k or top_p": self.sampling.filtered and "centering" in what,
                 f"environment.name = {self.environment.name!r}": self.environment.name,

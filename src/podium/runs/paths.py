@@ -16,7 +16,7 @@ from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.files import free_name
 from podium.runs.named_files import align_values, find_again
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import CONFIG, RunRecord, flatten, is_run
+from podium.runs.run_reader import CONFIG, RunRecord, check_run, flatten, is_run
 from podium.secrecy import mask
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
@@ -56,12 +56,16 @@ def resolve_resume(config: C) -> C:
     started with are found again if they or the run have moved. Paths of models that name runs become directories.
 
     Raises:
-        ConfigError: A path names a run that has no such model; ``run.name`` is empty; the run of this name has other
-            settings for training, which the message lists; or a file that the run was started with is gone.
+        ConfigError: A path names a run that has no such model; ``run.resume`` names no run; ``run.name`` is empty; the
+            run of this name has other settings for training, which the message lists; or a file that the run was
+            started with is gone.
     """
     config = resolve_models(config)
+    if not config.run.resume:
+        return config
     if config.run.resume != "auto":
-        return find_again(config, Path(config.run.resume)) if config.run.resume else config
+        check_run(run := Path(config.run.resume))
+        return find_again(config, run)
     if not config.run.name:
         raise ConfigError("run.resume = 'auto' resumes the run of run.name, if it is there: set run.name")
     config = replace(config, run=replace(config.run, resume=""))

@@ -289,12 +289,12 @@ class ScoredBatch:
         if known is None or self.grades is None:
             return self
         grades = [
-            replace(grade, correct=self.passes(row, grade.score) if known else None)
+            replace(grade, correct=self.is_correct(row, grade.score) if known else None)
             for row, grade in enumerate(self.grades)
         ]
         return replace(self, grades=grades)
 
-    def passes(self, row: int, score: float) -> bool:
+    def is_correct(self, row: int, score: float) -> bool:
         """Whether a row with this whole reward counts as correct: by its verdict, or without one if ``score`` is at
         least 1 and its session, if it is one, did not end because the context was full or a limit used up."""
         verdict = None if self.grades is None else self.grades[row].correct

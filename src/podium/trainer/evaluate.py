@@ -29,7 +29,7 @@ from podium.trainer.checks.preflight import (
 from podium.trainer.completion_files import write_completions, write_examples
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
-from podium.trainer.held_out_scores import Sampled, scores_of
+from podium.trainer.held_out_metrics import Sampled, scores_of
 from podium.trainer.prompts import Prompt, completion_seeds, pair_batch, prompt_batch
 from podium.trainer.sessions import Sessions
 from podium.workers import Generator, Policy, RewardModel

@@ -29,12 +29,12 @@ def list_flat(scored: ScoredBatch, by: str) -> set[int]:
     compared with one another, as an advantage compares them.
 
     Args:
-        by: What is compared: the rewards, or whether completions are correct, by :meth:`.ScoredBatch.passes`.
+        by: What is compared: the rewards, or whether completions are correct, by :meth:`.ScoredBatch.is_correct`.
     """
     values: dict[int, dict[str, set[float]]] = {}
     agents = scored.batch.python(fields.AGENT) if fields.AGENT in scored.batch else [""] * len(scored.batch)
     for row, (group, agent, reward) in enumerate(zip(scored.groups, agents, sum_rewards(scored), strict=True)):
-        value = reward if by == "rewards" else float(scored.passes(row, reward))
+        value = reward if by == "rewards" else float(scored.is_correct(row, reward))
         values.setdefault(group, {}).setdefault(agent, set()).add(value)
     return {group for group, by_agent in values.items() if all(len(distinct) == 1 for distinct in by_agent.values())}
 

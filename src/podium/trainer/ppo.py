@@ -40,9 +40,9 @@ from podium.trainer import step_columns as columns
 from podium.trainer.baselines import add_baselines, be_greedy
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
+from podium.trainer.curriculum import PassRates, shares_of
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.group_filter import fill_step
-from podium.trainer.pass_rates import PassRates, shares_of
 from podium.trainer.prompts import Prompt, completion_seeds, prompt_batch, row_order
 from podium.trainer.replay import Replay
 from podium.trainer.run_setup import Run
@@ -328,7 +328,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     @property
     def _recorded_sampling(self) -> SamplingParams:
         """The sampling parameters, with what the algorithm needs to be recorded."""
-        sampling, recording = self.run.data.sampling, self.config.algorithm.recording
+        sampling, recording = self.run.data.sampling, self.config.algorithm.record_params
         return sampling.to_request(**recording) if recording else sampling
 
     def _prompt_batch(self, prompts: Sequence[Prompt], step: int) -> Batch:
@@ -426,7 +426,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         updates: list[Mapping[str, float]] = []
         pending: list[Call[dict[str, float]]] = []
         algorithm, policy, critic = self.config.algorithm, self.run.roles.policy, self.run.roles.critic
-        trains, bound = step > algorithm.critic.critic_warmup, algorithm.passes.max_kl or math.inf
+        trains, bound = step > algorithm.critic.critic_warmup, algorithm.epoch_choice.max_kl or math.inf
         own_columns = tuple(list_own_columns(batch))
         inputs = columns.select(batch, columns.MODEL_INPUTS + columns.UPDATE_INPUTS + own_columns)
         with Counting("optimizer steps", algorithm.updates) as count:
@@ -455,7 +455,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         batch = batch.with_meta(max_new_tokens=self.run.data.sampling.max_new_tokens)
         if self.entropy.target is not None:
             batch = batch.with_meta(**{ENTROPY_COEF: self.entropy.coef})
-        for epoch in range(algorithm.passes.count):
+        for epoch in range(algorithm.epoch_choice.count):
             order = row_order(self.config.run.seed, step, epoch, rows)
             for start, end in pairwise(ends):
                 yield batch if parts == 1 else batch.take(order[start:end])
@@ -471,7 +471,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         metrics = {**join_updates(updates), **figures}
         if self.config.algorithm.needs_reference:
             metrics[KL_COEF] = self.kl.coef
-        if self.config.algorithm.passes.max_kl is not None or self.config.algorithm.critic.critic_warmup:
+        if self.config.algorithm.epoch_choice.max_kl is not None or self.config.algorithm.critic.critic_warmup:
             metrics[names.UPDATES] = float(sum(names.LOSS in update for update in updates))
         if self.entropy.target is not None:
             metrics[names.ENTROPY_COEF] = self.entropy.coef

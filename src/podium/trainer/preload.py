@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from podium.rollout.environments import find_rollout
+from podium.rollout.environments import find_rollout_worker
 
 MODEL_MODULES: Final = (
     *("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.modeling_layers"),
@@ -29,7 +29,7 @@ PRELOAD: Final = (
     "transformers",
     *MODEL_MODULES,
     *(f"podium.workers.{role}" for role in ("policy", "reference", "critic", "reward_model", "estimator", "generator")),
-    *([entry.module] if (entry := find_rollout()) is not None else []),
+    *([entry.module] if (entry := find_rollout_worker()) is not None else []),
 )
 """Modules that worker processes import before their workers are made. The fork server of ``local`` imports them once
 for all processes."""

@@ -21,7 +21,7 @@ from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
 from podium.functions import load_function, nearest
 from podium.models.loading import vocabulary_size
-from podium.rollout.environments import load_rollout, load_sessions
+from podium.rollout.environments import load_rollout_worker, load_sessions
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runs.schedules import declaration_of, find_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
@@ -325,7 +325,11 @@ def start_workers(
 
 def list_classes(config: InferenceConfig) -> dict[str, type[Any]]:
     """Return Podium's class of each role that this configuration may use."""
-    return {**_ROLES, "rollout": load_rollout(config.environment.shown)} if "rollout" in config.roles else {**_ROLES}
+    return (
+        {**_ROLES, "rollout": load_rollout_worker(config.environment.shown)}
+        if "rollout" in config.roles
+        else {**_ROLES}
+    )
 
 
 def inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:

@@ -6,6 +6,6 @@ from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from podium.training.config import OptimConfig as OptimConfig, ParallelConfig as ParallelConfig
-    from podium.training.engine import StepResult as StepResult, TrainEngine as TrainEngine
+    from podium.training.train_engine import StepResult as StepResult, TrainEngine as TrainEngine
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -13,6 +12,7 @@ from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.models.config import ModelConfig
 from podium.spelling import write_count
+from podium.training.learning_rate import compute_learning_rate
 
 if TYPE_CHECKING:
     import torch
@@ -171,22 +171,3 @@ class ParallelConfig:
     def packed(self, device: torch.device) -> bool:
         """Whether rows are packed on this device."""
         return self.batching == "packed" or (self.batching == "auto" and device.type != "cpu")
-
-
-def compute_learning_rate(
-    peak: float, schedule: Literal["constant", "linear", "cosine"], step: int, warmup: int, end: int
-) -> float:
-    """Return the learning rate of optimizer step ``step``, counted from 0.
-
-    Args:
-        peak: The learning rate at the end of the warm-up.
-        schedule: The course of the learning rate after the warm-up.
-        warmup: Steps over which the learning rate rises linearly to ``peak``.
-        end: The step at which a learning rate that falls is 0. It is larger than ``warmup``.
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if schedule == "constant":
-        return peak
-    done = min(1.0, (step - warmup) / (end - warmup))
-    return peak * (1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))

@@ -33,9 +33,9 @@ from podium.models.value_head import is_of_value_head
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.spelling import write_count
 from podium.training.config import OptimConfig, ParallelConfig, check_dropout
-from podium.training.engine import TrainEngine
 from podium.training.sharded_loading import load_parallel
 from podium.training.state_copy import StateCopy
+from podium.training.train_engine import TrainEngine
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader

@@ -14,10 +14,10 @@ from podium.devices import choose_device
 from podium.models.config import ModelConfig
 from podium.runtime import Worker, concat, endpoint, first, nothing, shard
 from podium.training.config import ParallelConfig
-from podium.training.engine import TrainEngine
 from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import score_tokens
 from podium.training.sharded_loading import load_parallel
+from podium.training.train_engine import TrainEngine
 from podium.workers.learner import Learner
 from podium.workers.siblings import find_sibling
 

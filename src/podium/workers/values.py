@@ -10,8 +10,8 @@ from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, value_loss, value_moments
 from podium.data import Batch, Jagged, fields
-from podium.training.engine import TrainEngine
 from podium.training.micro_batches import MicroBatch
+from podium.training.train_engine import TrainEngine
 
 VALUE_COLUMNS: Final = (fields.VALUES, fields.RETURNS)
 """The columns that the loss of values reads."""

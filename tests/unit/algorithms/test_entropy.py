@@ -60,6 +60,6 @@ def test_forms_of_the_keys() -> None:
         "0.1",
     ]
     algorithm = load_config(GRPOConfig, None, words).algorithm
-    assert (algorithm.passes.count, algorithm.passes.max_kl, algorithm.updates) == (3, 0.1, 3)
+    assert (algorithm.epoch_choice.count, algorithm.epoch_choice.max_kl, algorithm.updates) == (3, 0.1, 3)
     assert algorithm.resolve().entropy_coef == 0.0
     assert EntropyController.of(algorithm.entropy_coef).target == EntropyTarget(target=0.4)

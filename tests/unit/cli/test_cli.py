@@ -289,6 +289,17 @@ def test_a_backend_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]
     assert "did you mean inline?" in err
 
 
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+def test_a_run_that_a_configuration_resumes_and_that_is_missing_is_named(
+    capsys: pytest.CaptureFixture[str], yaml: Path, tmp_path: Path, words: list[str]
+) -> None:
+    config = ["--config", str(yaml), "--run.resume", str(tmp_path / "absent")]
+    status, out, err = run(capsys, "train", "sft", *config, *words)
+    assert status == 2
+    assert f"no run at {tmp_path / 'absent'}: it has no config.yaml" in err
+    assert out == ""
+
+
 def test_a_run_of_another_recipe_is_not_resumed(capsys: pytest.CaptureFixture[str], yaml: Path, tmp_path: Path) -> None:
     for recipe, batch in (("grpo", "prompts: 4"), ("sft", "examples: 4")):
         (tmp_path / recipe).mkdir()

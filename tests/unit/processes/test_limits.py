@@ -115,7 +115,7 @@ def test_a_limit_behind_an_error_is_what_the_command_line_names(
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (7, 7))
     monkeypatch.setattr(podium.cli, "load_command", lambda _: end)
-    monkeypatch.setattr(podium.cli, "_can_write", lambda: True)
+    monkeypatch.setattr(podium.cli, "_try_stdout", lambda: True)
     for shown in (error, wrapper):
         assert podium.cli.main(["train"]) == 2
         said = capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 from podium.cli import find_commands, main
 from podium.config import build_config
 from podium.errors import ConfigError
-from podium.rollout.environments import SessionPackage, load_rollout, load_sessions
+from podium.rollout.environments import SessionPackage, load_rollout_worker, load_sessions
 from podium.trainer import PRELOAD, GRPOConfig
 from podium.trainer.checks.preflight import check_services, check_settings
 from podium.trainer.sessions import Sessions
@@ -51,7 +51,7 @@ def test_the_package_of_sessions_has_what_the_contract_names() -> None:
         wanted = [*inspect.signature(getattr(SessionPackage, name)).parameters][1:]
         assert [*inspect.signature(getattr(sessions, name)).parameters] == wanted
     assert {name for name in vars(Sessions) if not name.startswith("_")} <= {*vars(sessions.Sessions)}
-    assert load_rollout("a test").__module__ in PRELOAD
+    assert load_rollout_worker("a test").__module__ in PRELOAD
 
 
 def test_without_a_package_of_sessions_a_run_in_an_environment_is_refused_before_it_starts(
@@ -61,7 +61,7 @@ def test_without_a_package_of_sessions_a_run_in_an_environment_is_refused_before
     config = build_config(GRPOConfig, {"environment": {"name": "tests.unit.rollout.test_services:play"}})
     with pytest.raises(ConfigError, match=f"environment.name = 'tests.* a package that runs sessions.*{REMEDY}"):
         check_settings(config)
-    for load in (load_rollout, load_sessions):
+    for load in (load_rollout_worker, load_sessions):
         with pytest.raises(ConfigError, match=f"a test needs a package that runs sessions.*{REMEDY}"):
             load("a test")
 

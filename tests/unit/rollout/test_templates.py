@@ -24,9 +24,9 @@ from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium_agents.service.admission import Admission
 from podium_agents.service.chat_format import ChatFormat
+from podium_agents.service.request_bodies import ChatRequest
 from podium_agents.service.service import Answer, Service
 from podium_agents.service.session_recording import Sampled, Session
-from podium_agents.service.wire import ChatRequest
 from tests.everyday import mark_others
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 

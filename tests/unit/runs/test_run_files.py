@@ -77,7 +77,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "models/tensor_files.py": ("open", LOOKED_AT),
     "models/other_parts.py": ("read_bytes rename write_bytes write_text", LOOKED_AT),
     "models/weight_files.py": ("open read_text", LOOKED_AT),
-    "processes/handover.py": ("os.open", PRIVATE),
+    "processes/secret_handover.py": ("os.open", PRIVATE),
     "processes/launcher.py": (
         "mkdir open os.open tempfile.TemporaryDirectory tempfile.gettempdir tempfile.mkdtemp",
         LOGS,

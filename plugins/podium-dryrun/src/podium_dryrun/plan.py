@@ -82,7 +82,7 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
             )
         rows = config.rows // algorithm.minibatches
         yield (
-            f"updates      {write_count(algorithm.passes.count, 'epoch')} x "
+            f"updates      {write_count(algorithm.epoch_choice.count, 'epoch')} x "
             f"{write_count(algorithm.minibatches, 'minibatch')} = {write_count(algorithm.updates, 'optimizer step')} "
             f"of {write_count(rows, 'row')}; {_share(rows, ranks)} a rank"
         )

@@ -70,7 +70,7 @@ class _Times:
     def learn(self, config: PPOConfig | SFTConfig, length: float) -> float:
         """Seconds for the passes of a step over rows of ``length`` tokens, and its optimizer steps."""
         if isinstance(config, PPOConfig):
-            rows, epochs, updates = config.rows, config.algorithm.passes.count, config.algorithm.updates
+            rows, epochs, updates = config.rows, config.algorithm.epoch_choice.count, config.algorithm.updates
         else:
             rows, epochs, updates = config.batch.examples, 1, 1
         per_token = {name: seconds / self.tokens for name, seconds in self.passes.items()}

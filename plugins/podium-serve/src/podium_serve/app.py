@@ -30,13 +30,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from podium.errors import PodiumError
 from podium.rollout.engines.stops import before_stop
-from podium_agents.service.session_recording import Sampled
-from podium_agents.service.wire import (
+from podium_agents.service.request_bodies import (
     WISHES,
     ChatRequest,
     Refusal,
     parse,
 )
+from podium_agents.service.session_recording import Sampled
 from podium_serve.bodies import (
     CompletionRequest,
     DetokenizeRequest,

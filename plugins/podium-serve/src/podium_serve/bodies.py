@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from podium_agents.service.wire import CommonRequest, Messages, Restricted, Temperature, Tools
+from podium_agents.service.request_bodies import CommonRequest, Messages, Restricted, Temperature, Tools
 
 __all__ = [
     "CompletionRequest",

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from podium.errors import PodiumError
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 from podium_serve.exchange import Streamed
 
 if TYPE_CHECKING:

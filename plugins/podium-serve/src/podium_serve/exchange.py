@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from podium.plain_values import explain_json
 from podium_agents.service.keys import root_of
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 from podium_serve.concurrency import all_of
 
 __all__ = ["SESSION_HEADER", "Streamed", "as_json", "read_body", "session_of", "while_there"]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import GenerationError, PodiumError
 from podium_agents.service.keys import SessionKeys, root_of
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 from podium_serve.exchange import Streamed, read_body, session_of, while_there
 from podium_serve.metrics import add_line
 from podium_serve.routes import PATHS, make_routes

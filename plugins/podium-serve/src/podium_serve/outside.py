@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from podium_agents.service.keys import OneToken
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 from podium_serve.exchange import as_json, read_body, while_there
 from podium_serve.repeats import Repeats
 from podium_serve.routes import guard, make_application

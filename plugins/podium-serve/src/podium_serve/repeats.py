@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 from podium_serve.exchange import SESSION_HEADER, read_body, while_there
 
 __all__ = ["Repeats"]

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from podium.errors import ConfigError, PodiumError
 from podium_agents.service.keys import Access, OneToken
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 from podium_serve.dialects import Dialect
 from podium_serve.exchange import session_of
 from podium_serve.messages import Messages

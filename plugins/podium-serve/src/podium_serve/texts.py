@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from podium.errors import ConfigError
+from podium_agents.service.request_bodies import Refusal, texts_of
 from podium_agents.service.service import UNWRITTEN
-from podium_agents.service.wire import Refusal, texts_of
 
 if TYPE_CHECKING:
     from podium_agents.service.service import Service

@@ -65,8 +65,11 @@ def main(fds: Sequence[int], surroundings: tuple[Any, ...], store: tuple[int | N
 
 
 def _sleep() -> None:
-    """Sleep until the process ends. The controller hears of the end by that of this thread or of the control thread:
-    one of a process's threads ends last, and first frees the memory, which takes long."""
+    """Sleep until the process ends.
+
+    The thread that ends last frees the process's memory, which takes long. So the controller watches this thread and
+    the control thread: the first one that ends tells it of the process's end.
+    """
     threading.Event().wait()
 
 

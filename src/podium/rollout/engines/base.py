@@ -465,7 +465,7 @@ class Engine(WeightHolder):
                 passed.append(event)
             elif isinstance(event, Tokens):
                 was_over = watch.is_over
-                if watch.has_ended(event.token_ids) and request.constraint is None:  # whose masks come with the end
+                if watch.add(event.token_ids) and request.constraint is None:  # whose masks come with the end
                     ended[event.id] = request
                 if request.stream and not was_over:
                     passed.append(event.without_last(watch.count_beyond() if watch.is_over else 0))

@@ -3,7 +3,8 @@
 The number depends on (seed, position) alone, and the arithmetic of a row on that row alone. So what is drawn does not
 depend on the other completions of the batch.
 
-Legend: B rows (completions), V vocabulary, K candidates kept by top-k, W width of a chunk, C chunks of a row.
+Legend: B rows (completions), V vocabulary, N entries of a row, K candidates kept by top-k, J most probable tokens that
+are recorded.
 """
 
 from typing import NamedTuple
@@ -68,7 +69,8 @@ def seed_at(seed: int, position: int) -> int:
 
 
 def leave_out(logits_BV: Tensor, text_ids: tuple[int, tuple[int, ...]] | None) -> Tensor:
-    """Return the logits of ids that stand for text, as of :attr:`.Engine.text_ids`. Those of holes are overwritten."""
+    """Return the logits of ids below the limit of :attr:`.Engine.text_ids`; those of holes, ids that stand for no text,
+    become -inf in place."""
     if text_ids is None:
         return logits_BV
     limit, holes = text_ids
@@ -104,7 +106,8 @@ def _find_top(log_p_BV: Tensor, count: int) -> Tensor:
 
 
 def _invert(mass_BN: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first entry of each row at which the running sum exceeds u times the row's sum: int64 ``[B, 1]``."""
+    """The first entry of each row at which the running sum exceeds the row's sum times its number of ``uniforms_B``:
+    int64 ``[B, 1]``."""
     uniform = uniforms_B.unsqueeze(1)
     size = mass_BN.shape[1]
     if size <= _FLAT_LIMIT:

@@ -98,7 +98,7 @@ def model_device(config: EngineConfig, device: torch.device) -> torch.device:
     return device if config.name == AUTO else engine_class(config.name).model_device(config, device)
 
 
-def generation_config(config: EngineConfig, device: torch.device) -> EngineConfig:
+def choose_dtype(config: EngineConfig, device: torch.device) -> EngineConfig:
     """Return ``config`` with its data type filled in: null means bfloat16 on accelerators, as in training."""
     return replace(config, dtype="bfloat16") if config.dtype is None and device.type != "cpu" else config
 
@@ -113,7 +113,7 @@ def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
         ConfigError: As :func:`check_engine`; or the engine cannot run this model. The message says why.
     """
     check_engine(config)
-    config = generation_config(config, next(model.parameters()).device)
+    config = choose_dtype(config, next(model.parameters()).device)
     reasons: dict[str, str] = {}
     for name, cls in _automatic() if config.name == AUTO else [(config.name, engine_class(config.name))]:
         reason = cls.supports(model)
@@ -131,7 +131,7 @@ def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
 
 
 def _check_package(name: str) -> None:
-    """Check that a library that an engine's package requires, and after which the engine is named, can be imported."""
+    """Check that the library after which an engine is named, such as vllm, can be imported."""
     entry = find_engines().get(name)
     command = library_command(entry, name) if entry else ""
     if command and not has_library(name):

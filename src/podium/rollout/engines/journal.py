@@ -35,7 +35,7 @@ from podium.telemetry.progress import Counting
 
 REPORT_EVERY_S: Final = 1.0
 _KEEP_S: Final = 30.0  # a finished completion stays for so long, until another process has it for certain
-_MOST_BYTES: Final = 1 << 24  # a longer file loses what is over
+_MOST_BYTES: Final = 1 << 24  # a longer file is written again without finished completions
 _logger = logging.getLogger(__name__)
 
 
@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 class Drawn:
     """The first tokens of a completion: ids, log-probabilities, versions of the weights, and the kept ids if any.
 
-    ``prompt`` is the checksum of the prompt that they continue, or None where that is known to be the right one.
+    ``prompt_sum`` is the checksum of the prompt that they continue, or None where that is known to be the right one.
     ``top`` are the rows of :attr:`.Completion.top`, which files do not have.
     """
 
@@ -51,7 +51,7 @@ class Drawn:
     logprobs: list[float]
     versions: list[int]
     kept: list[list[int]] | None = None
-    prompt: int | None = field(default=None, compare=False)
+    prompt_sum: int | None = field(default=None, compare=False)
     top: list[Tensor] | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
@@ -97,19 +97,19 @@ class Journal:
         self.path = path
         self._lock = Lock()
         self._lengths: dict[int, int] = {}  # by seed, the number of tokens in the lines
-        self._prompts: dict[int, int | None] = {}  # by seed, the checksum of the prompt
+        self._prompt_sums: dict[int, int | None] = {}  # by seed, the checksum of the prompt
         self._done: dict[int, float] = {}  # by seed of a finished completion, the time of its end
         self._lines: list[bytes] = []  # those that are not in the file
         self._bytes, self._limit = 0, _MOST_BYTES
         self._refused = False
 
-    def begin(self, seed: int, drawn: Drawn | None = None, prompt: int | None = None) -> None:
-        """Begin a completion, of which ``drawn`` was drawn elsewhere. What was known of its seed is over. ``prompt`` is
-        the checksum of its prompt."""
+    def begin(self, seed: int, drawn: Drawn | None = None, prompt_sum: int | None = None) -> None:
+        """Begin a completion, of which ``drawn`` was drawn elsewhere, and forget what was noted under this seed.
+        ``prompt_sum`` is the checksum of its prompt."""
         with self._lock:
             if self._refused:
                 return
-            self._lengths[seed], self._prompts[seed] = 0, prompt
+            self._lengths[seed], self._prompt_sums[seed] = 0, prompt_sum
             self._done.pop(seed, None)
         if drawn is not None:
             self.add(seed, drawn)
@@ -122,7 +122,7 @@ class Journal:
             if length < at or len(drawn) <= length - at or self._refused:
                 return
             line: dict[str, Any] = {"seed": seed, "at": length}
-            line |= {} if length else {"prompt": self._prompts.get(seed)}
+            line |= {} if length else {"prompt": self._prompt_sums.get(seed)}
             line |= {"ids": drawn.token_ids[new], "logprobs": drawn.logprobs[new], "versions": drawn.versions[new]}
             if drawn.kept is not None:
                 line["kept"] = drawn.kept[new]
@@ -144,8 +144,8 @@ class Journal:
                     self._limit = max(_MOST_BYTES, 2 * self._bytes)
             except OSError as error:
                 self._refused = True
-                for kept in (self._lengths, self._prompts, self._done):
-                    kept.clear()
+                for table in (self._lengths, self._prompt_sums, self._done):
+                    table.clear()
                 _logger.warning(
                     "%s cannot be written (%s): if a worker is lost, its completions are generated "
                     "again from the start",
@@ -160,17 +160,17 @@ class Journal:
                 self._done.update(dict.fromkeys(seeds, time.monotonic()))
 
     def _shorten(self) -> None:
-        """Keep the completions alone that are not over."""
+        """Write the file again without completions that finished some time ago."""
         now = time.monotonic()
-        over = {seed for seed, ended in self._done.items() if now - ended >= _KEEP_S}
-        lines = [line for line in self.path.read_bytes().splitlines(True) if json.loads(line)["seed"] not in over]
+        finished = {seed for seed, ended in self._done.items() if now - ended >= _KEEP_S}
+        lines = [line for line in self.path.read_bytes().splitlines(True) if json.loads(line)["seed"] not in finished]
         aside = self.path.with_name(f"{self.path.name}.new")  # another rank has a file of its own
         aside.write_bytes(b"".join(lines))
         aside.replace(self.path)
         self._bytes = sum(map(len, lines))
-        for seed in over:
+        for seed in finished:
             self._lengths.pop(seed, None)
-            self._prompts.pop(seed, None)
+            self._prompt_sums.pop(seed, None)
             del self._done[seed]
 
 
@@ -195,12 +195,12 @@ class Rows:
         self._params, self._journal = params, journal
         self._cut = cut or (lambda completion: completion)
         begun = {} if params.record_top or params.record_experts else begun  # journals have neither
-        kept = journal is not None or bool(begun)
-        sums = [prompt_sum for prompt in prompts for prompt_sum in [checksum(prompt) if kept else 0] * params.n]
+        needs_sums = journal is not None or bool(begun)
+        sums = [prompt_sum for prompt in prompts for prompt_sum in [checksum(prompt) if needs_sums else 0] * params.n]
         self.heads = {
             row: head
-            for (row, seed), prompt in zip(self.seeds.items(), sums, strict=True)
-            if (head := begun.get(seed)) is not None and head.prompt in (None, prompt)
+            for (row, seed), prompt_sum in zip(self.seeds.items(), sums, strict=True)
+            if (head := begun.get(seed)) is not None and head.prompt_sum in (None, prompt_sum)
         }
         self.completions = {
             row: self._cut(head.completion(reason))
@@ -209,8 +209,8 @@ class Rows:
         }
         self.count = Counting("completions", len(seeds))
         if journal is not None:
-            for (row, seed), prompt in zip(self.seeds.items(), sums, strict=True):
-                journal.begin(seed, self.heads.get(row), prompt)
+            for (row, seed), prompt_sum in zip(self.seeds.items(), sums, strict=True):
+                journal.begin(seed, self.heads.get(row), prompt_sum)
             if self.heads:
                 journal.flush()  # what was reported of them is in this process alone
 

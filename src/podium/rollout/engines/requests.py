@@ -131,7 +131,7 @@ class SessionRoom(NamedTuple):
     tokens: int
 
     def holds(self, sessions: int, tokens: int) -> bool:
-        """Whether so many sessions are remembered that have so many tokens together."""
+        """Whether ``sessions`` equally long sessions with ``tokens`` tokens in all are remembered."""
         return tokens * max(0, sessions - self.sessions) <= self.tokens * sessions
 
 
@@ -141,7 +141,7 @@ class RequestQueue:
     The engine's base class adds requests and removes those that were aborted; ``advance`` takes those that it begins.
 
     Attributes:
-        longest: At least the number of positions that the longest of these requests may take.
+        longest: An upper bound of the positions that any of these requests may take.
     """
 
     def __init__(self) -> None:

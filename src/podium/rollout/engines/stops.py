@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from podium.rollout.sampling import Completion
 
-_MARGIN: Final = 8  # characters at the front of a part that may be others in the whole: pieces of one, or a lost space
-_TOGETHER: Final = 8  # tokens after which a watch looks, because decoding takes longer than drawing a few of them
+_MARGIN: Final = 8
+"""Characters by which the front of a decoded part may differ from the whole text: half a character, a lost space."""
+_LOOK_EVERY: Final = 8  # tokens after which a watch looks, because decoding takes longer than drawing a few of them
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -81,16 +82,16 @@ class Watch:
     """
 
     def __init__(
-        self, stops: Sequence[str], decode: Decode, ids: Sequence[int] = (), together: int = _TOGETHER
+        self, stops: Sequence[str], decode: Decode, ids: Sequence[int] = (), look_every: int = _LOOK_EVERY
     ) -> None:
-        self._stops, self._decode, self._ids, self._together = stops, decode, [*ids], together
+        self._stops, self._decode, self._ids, self._look_every = stops, decode, [*ids], look_every
         self._new, self.is_over = len(self._ids), False
 
-    def has_ended(self, ids: Sequence[int]) -> bool:
-        """Take further tokens. Whether one of the texts has come, as far as this has looked."""
+    def add(self, ids: Sequence[int]) -> bool:
+        """Add further tokens. Return whether one of the texts has come, as far as this has looked."""
         self._ids += ids
         self._new += len(ids)
-        if self._new < self._together:
+        if self._new < self._look_every:
             return self.is_over
         new, self._new = self._new, 0
         self.is_over = self.is_over or ends_now(self._ids, new, self._stops, self._decode)

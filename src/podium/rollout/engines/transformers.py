@@ -110,7 +110,7 @@ class TransformersEngine(ModelEngine):
             if request.constraint is not None
         }
         texts = getattr(params, "stop", ())
-        watches = [Watch(texts, self.decode, together=1) for _ in requests] if texts and self.decode else []
+        watches = [Watch(texts, self.decode, look_every=1) for _ in requests] if texts and self.decode else []
         processor = _Drawing(params, seeds_B, self.text_ids, self.count, guided, watches)
         stops = list(params.stop_token_ids) or None
         with _record_experts(self.model, processor.experts) if params.record_experts else nullcontext():
@@ -230,7 +230,7 @@ class _Drawing(LogitsProcessor):
         self._count.done += int(self._live_B.sum())
         self._live_B &= ~torch.isin(result.ids_B, self._stops)
         for row, id in enumerate(result.ids_B.tolist() if self._watches else ()):
-            self._live_B[row] &= not self._watches[row].has_ended([id])
+            self._live_B[row] &= not self._watches[row].add([id])
         self.ids.append(result.ids_B)
         self.logprobs.append(result.logprobs_B)
         if result.kept_ids_BK is not None and result.kept_sizes_B is not None:

@@ -32,12 +32,12 @@ from podium.rollout.tasks.forms import Example
 from podium.rollout.tasks.media import find_media, find_sign
 from podium.rollout.tasks.messages import Messages, message_text
 from podium.rollout.tasks.notes import (
+    emit_notes,
     last_text,
     note_texts,
     note_turns,
     note_unlearned,
     note_unwritten,
-    tell,
     whole_text,
 )
 from podium.rollout.tasks.spans import find_mark, split_turns
@@ -206,7 +206,7 @@ def encode_prompts(
     stored = _read_or_encode(encoder, tokenizer, examples, BadRows(config.bad_rows), map(_content, examples))
     _check_unknown(encoder, examples, stored)
     unwritten = json.loads(bytes(stored["unwritten"].tolist()))
-    tell(note_unwritten(*unwritten), note_texts(examples, encoder, answers=False))
+    emit_notes(note_unwritten(*unwritten), note_texts(examples, encoder, answers=False))
     dropped, cut = stored["counts"].tolist()
     rows = TokenRows(stored["values"], stored["offsets"])
     return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if encoder.is_lasting else "")
@@ -262,8 +262,8 @@ def encode_pairs(
         of = f" {noun}" if noun != "rows" else ""
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}{of}"))
     unwritten = json.loads(bytes(stored["unwritten"].tolist()))
-    tell(note_turns(*stored["turns"].tolist()), note_unwritten(*unwritten))
-    tell(note_unlearned(examples), note_texts(examples, encoder, answers=True))
+    emit_notes(note_turns(*stored["turns"].tolist()), note_unwritten(*unwritten))
+    emit_notes(note_unlearned(examples), note_texts(examples, encoder, answers=True))
     rows = TokenRows(stored["values"], stored["offsets"])
     mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
     kept = [examples[index] for index in stored["kept"].tolist()]

@@ -53,7 +53,7 @@ from podium.rollout.tasks.messages import (
     message_text,
     parse_json,
 )
-from podium.rollout.tasks.notes import Untaken, note_forms, tell
+from podium.rollout.tasks.notes import MissingPart, emit_notes, note_forms
 from podium.rollout.tasks.rows import (
     PlacedRow,
     dataset_rows,
@@ -212,7 +212,7 @@ def _read_examples(
     if not (shared and held_out):  # the training side has told of the same rows
         if bad:
             bad.tell(len(bad), len(everything) + len(bad))
-        tell(note_forms(spec, everything, config, untaken))
+        emit_notes(note_forms(spec, everything, config, untaken))
     if not shared:
         return _choice(everything, limit) if held_out else everything
     if not everything:
@@ -250,7 +250,7 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
 
 def _map_rows(
     rows: Iterator[PlacedRow], config: DataConfig, limit: int | None, read: RowReader
-) -> tuple[list[Example], BadRows, Counter[Untaken]]:
+) -> tuple[list[Example], BadRows, Counter[MissingPart]]:
     """Return the examples of ``rows``, at most ``limit``, the rows of which no example can be made, and what is not
     taken of the others.
 
@@ -258,7 +258,7 @@ def _map_rows(
         ConfigError, DataError: There are such rows and ``data.bad_rows`` refuses them, or no others.
     """
     examples: list[Example] = []
-    bad, untaken = BadRows(config.bad_rows), Counter[Untaken]()
+    bad, untaken = BadRows(config.bad_rows), Counter[MissingPart]()
     last: float = math.inf
     for location, row in rows:
         try:
@@ -275,7 +275,7 @@ def _map_rows(
     return examples, bad, untaken
 
 
-def _list_untaken(row: Mapping[str, Any], example: Example, config: DataConfig) -> Iterator[Untaken]:
+def _list_untaken(row: Mapping[str, Any], example: Example, config: DataConfig) -> Iterator[MissingPart]:
     """Yield what a row has by the name of prompt or answer beside them, and fields without a value of templates."""
     for part, column in (("prompt", config.prompt_column), ("answer", config.answer_column)):
         fields = list_fields(column) if is_template(column, row) else []

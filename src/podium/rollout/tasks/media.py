@@ -14,7 +14,9 @@ _NAME: Final = re.compile(
     r"(_?(path|file|bytes|data|b64|base64|grid_thw|input|content|url|uri|link|\d+))*s?"
 )
 _LINK: Final = re.compile(r".*(url|uri|link)s?")
-_OTHER: Final = re.compile(r"(num|number|n|has|is|with|no|count|total|requires|needs|docker|container|disk|vm|os)_.*")
+_NOT_MEDIA: Final = re.compile(
+    r"(num|number|n|has|is|with|no|count|total|requires|needs|docker|container|disk|vm|os)_.*"
+)
 _MAGIC: Final = re.compile(
     rb"\x89PNG|\xff\xd8\xff|GIF8|BM|II\*\0|MM\0\*|RIFF....(WEBP|WAVE|AVI )|OggS|fLaC|ID3|\xff[\xf2-\xfb]|\x1aE\xdf\xa3"
     rb"|....ftyp",
@@ -32,7 +34,9 @@ _SIGN: Final = re.compile(
     re.IGNORECASE,
 )
 _QUOTES: Final = ("``", '""', "''", "“”")
-_NAMED: Final = re.compile(r"\s+(?:html\W+)?(?:tag|element|token|placeholder|attribute|node|keyword)", re.IGNORECASE)
+_WORD_AFTER_SIGN: Final = re.compile(
+    r"\s+(?:html\W+)?(?:tag|element|token|placeholder|attribute|node|keyword)", re.IGNORECASE
+)
 
 
 def find_media(row: Mapping[str, Any], read: Collection[str] = ()) -> str | None:
@@ -89,7 +93,7 @@ def _find(name: str, value: Any, depth: int, *, named: bool) -> str | None:
 @lru_cache(maxsize=4096)
 def _names_media(name: str) -> bool:
     lowered = name.lower()
-    return _NAME.fullmatch(lowered) is not None and _OTHER.fullmatch(lowered) is None
+    return _NAME.fullmatch(lowered) is not None and _NOT_MEDIA.fullmatch(lowered) is None
 
 
 def _is_empty(value: Any) -> bool:
@@ -137,4 +141,4 @@ def _is_spoken_of(text: str, match: re.Match[str]) -> bool:
     before, after = text[: match.start()], text[match.end() :]
     quoted = before[-1:] + after[:1] in _QUOTES
     in_code = before.count("```") % 2 == 1 or before.rpartition("\n")[2].count("`") % 2 == 1
-    return quoted or in_code or _NAMED.match(after) is not None or f"</{match[0][1:-1].split()[0]}" in text
+    return quoted or in_code or _WORD_AFTER_SIGN.match(after) is not None or f"</{match[0][1:-1].split()[0]}" in text

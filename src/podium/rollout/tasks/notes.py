@@ -35,9 +35,9 @@ _OPENING: Final = re.compile(
 )
 """The end of a prompt that some template has opened for an answer."""
 
-Untaken = tuple[str, str]
-"""A part of an example, "prompt" or "answer", and a field without a value of its template; "" for a column that has the
-name of the part and is not the part."""
+MissingPart = tuple[str, str]
+"""A part of an example, "prompt" or "answer", and a field of its template that has no value in the row; "" where a
+column has the part's name and is not read as the part."""
 
 _CONTEXTS: Final = re.compile(
     r"(.+_)?(context|passage|document|paragraph|article|story|narrative|evidence|choice|option)s?|"
@@ -47,16 +47,16 @@ _CONTEXTS: Final = re.compile(
 _LONGEST_NUMBER: Final = 12  # characters of a number that somebody wrote
 
 
-def tell(*notes: Iterable[str]) -> None:
+def emit_notes(*notes: Iterable[str]) -> None:
     """Emit notes."""
     for note in chain(*notes):
         emit(Note(note))
 
 
 def note_forms(
-    spec: str, examples: Sequence[Example], config: DataConfig, untaken: Mapping[Untaken, int]
+    spec: str, examples: Sequence[Example], config: DataConfig, untaken: Mapping[MissingPart, int]
 ) -> Iterator[str]:
-    """Yield notes on what is read from columns that no setting names, and on what a person may take for read.
+    """Yield notes on what is read from columns that no setting names, and on columns that may be believed to be read.
 
     Args:
         spec: The data.
@@ -110,7 +110,7 @@ def _are_ids(value: Any) -> bool:
     return isinstance(first, int) or _are_ids(first)
 
 
-def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mapping[Untaken, int]) -> Iterator[str]:
+def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mapping[MissingPart, int]) -> Iterator[str]:
     links = Counter(link for e in examples if (link := find_links(e.row)) is not None)
     for name, count in links.items():
         rows = write_count(count, "row has", "rows have")
@@ -158,7 +158,7 @@ def _is_left_out(name: str, example: Example) -> bool:
     return any(text.strip() not in shown for text in list_texts(example.row.get(name)))
 
 
-def note_turns(turns: int, rewritten: int, endless: int, partial: int, opened: int) -> Iterator[str]:
+def note_turns(turns: int, rewritten: int, without_end_token: int, partial: int, opened: int) -> Iterator[str]:
     """Yield notes on turns that are not learned as their rows have them."""
     if rewritten:
         yield (
@@ -177,10 +177,10 @@ def note_turns(turns: int, rewritten: int, endless: int, partial: int, opened: i
             f"the chat template marks {partial} of {write_count(turns, 'turn')} of the assistant by "
             f"{{% generation %}} only in part, or not at all: the model does not learn the rest"
         )
-    if endless:
+    if without_end_token:
         yield (
-            f"the chat template ends {endless} of {write_count(turns, 'turn')} of the assistant without a special "
-            "token, so the model does not learn to stop there"
+            f"the chat template ends {without_end_token} of {write_count(turns, 'turn')} of the assistant without a "
+            "special token, so the model does not learn to stop there"
         )
 
 

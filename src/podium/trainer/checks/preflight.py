@@ -89,7 +89,7 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
     paths["reward.path"] = config.reward.path
     if isinstance(config, PPOConfig):
         check_functions(config.algorithm)
-        check_engine(config.engine, config.algorithm.recorded_for)
+        check_engine(config.engine, config.algorithm.record_reasons)
         config.check_roles(load=True)
         paths["critic.path"] = config.critic.path
         paths["algorithm.options.teacher"] = config.algorithm.teacher.teacher

@@ -120,10 +120,10 @@ def _list_of_algorithm(config: PPOConfig) -> Iterator[str]:
             f"algorithm.kl_estimator = {algorithm.kl_estimator!r} has no effect with algorithm.kl_in = 'none', where "
             "no KL is measured"
         )
-    if algorithm.passes.max_kl is not None and algorithm.updates == 1:
+    if algorithm.epoch_choice.max_kl is not None and algorithm.updates == 1:
         yield (
-            f"algorithm.epochs.max_kl = {algorithm.passes.max_kl:g} has no effect where a step is one update: it ends "
-            "the updates that follow; raise algorithm.epochs.count or algorithm.minibatches"
+            f"algorithm.epochs.max_kl = {algorithm.epoch_choice.max_kl:g} has no effect where a step is one update: it "
+            "ends the updates that follow; raise algorithm.epochs.count or algorithm.minibatches"
         )
     needed = {"teacher_divergence": "teacher_top_k", "reference_mix": "reference_refresh"}
     for option, other in needed.items():

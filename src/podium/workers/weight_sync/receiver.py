@@ -23,7 +23,7 @@ from podium.models.tokenizers import load_tokenizer
 from podium.models.vocabulary import TextIds, find_text_ids
 from podium.models.whole_weights import WholeWeights
 from podium.rollout.engines import Engine, EngineConfig, make_engine
-from podium.rollout.engines.engine_lookup import generation_config, model_device
+from podium.rollout.engines.engine_lookup import choose_dtype, model_device
 from podium.runtime import Worker, endpoint, nothing
 from podium.training.offload import Offload
 from podium.workers.siblings import find_sibling
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from podium.training.engine import TrainEngine
+    from podium.training.train_engine import TrainEngine
 
 
 class SourcePolicy(Protocol):
@@ -340,7 +340,7 @@ class WeightReceiver(Worker):
     def _make_engine(self) -> Engine:
         policy = self._policy
         device = self._device if policy is None else policy.device
-        config = generation_config(self.engine_config, device)
+        config = choose_dtype(self.engine_config, device)
         shared = None if policy is None or policy.adapted else policy.model
         engine = make_engine(config, self._own_model(config, device) if shared is None else shared)
         if self._text_ids is not None:

@@ -155,7 +155,7 @@ def test_a_journal_that_the_disk_refuses_keeps_nothing_in_memory(tmp_path: Path)
         journal.add(seed, drawn(0, 3))
         journal.flush()
         journal.finished([seed])
-    assert not any(vars(journal)[name] for name in ("_lengths", "_prompts", "_done", "_lines"))
+    assert not any(vars(journal)[name] for name in ("_lengths", "_prompt_sums", "_done", "_lines"))
 
 
 def test_the_native_engine_writes_while_it_draws(

@@ -49,11 +49,11 @@ def test_what_is_not_recorded_is_refused(make_model: MakeModel) -> None:
         make_engine(EngineConfig(name="native"), make_model("qwen3_moe")).generate([[4]], params, [1])
     with pytest.raises(ConfigError, match="record_experts: Qwen3ForCausalLM is no mixture of experts"):
         make_engine(EngineConfig(name="transformers"), make_model("qwen3")).generate([[4]], params, [1])
-    replaying = AlgorithmConfig(options={"router_replay": "rollout"}).recorded_for
+    replaying = AlgorithmConfig(options={"router_replay": "rollout"}).record_reasons
     for name in ("auto", "native"):
         with pytest.raises(
             ConfigError, match=f"engine.name = '{name}' with algorithm.options.router_replay = 'rollout'"
         ):
             check_engine(EngineConfig(name=name), replaying)
     check_engine(EngineConfig(name="transformers"), replaying)
-    check_engine(EngineConfig(), AlgorithmConfig(options={"score_centering": 4}).recorded_for)
+    check_engine(EngineConfig(), AlgorithmConfig(options={"score_centering": 4}).record_reasons)

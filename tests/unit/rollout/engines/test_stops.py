@@ -60,14 +60,14 @@ def test_a_completion_ends_with_the_token_that_completes_a_text(
 def test_a_watch_sees_a_text_in_chunks_of_any_size(together: int, chunk: int) -> None:
     ids = [3] * 7 + [0, 1, 2] + [3] * 20
     watch = Watch(["</answer>", "zz"], decode, (), together)
-    seen = [watch.has_ended(ids[at : at + chunk]) for at in range(0, len(ids), chunk)]
+    seen = [watch.add(ids[at : at + chunk]) for at in range(0, len(ids), chunk)]
     first = seen.index(True) * chunk
     assert 9 - chunk < first <= 10 + together + chunk
     assert all(seen[first // chunk :]) and watch.count_beyond() >= 0
 
 
 def test_a_watch_goes_on_after_what_another_engine_drew() -> None:
-    assert Watch(["</answer>"], decode, [3, 0, 1], 1).has_ended([2])
+    assert Watch(["</answer>"], decode, [3, 0, 1], 1).add([2])
 
 
 def test_of_several_the_first_in_the_text_counts() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import EngineConfig, make_engine
-from podium.rollout.engines.engine_lookup import generation_config
+from podium.rollout.engines.engine_lookup import choose_dtype
 from podium.rollout.sampling import SamplingParams
 
 from .conftest import MakeModel, same
@@ -62,8 +62,8 @@ def test_another_dtype_is_a_copy_that_refresh_fills(make_model: MakeModel, name:
 def test_an_accelerator_generates_in_bfloat16_unless_told_otherwise(make_model: MakeModel) -> None:
     """torch's meta device stands for an accelerator: it is no CPU."""
     cuda, cpu, own = torch.device("cuda"), torch.device("cpu"), EngineConfig()
-    assert [generation_config(own, device).dtype for device in (cuda, cpu)] == ["bfloat16", None]
-    assert generation_config(EngineConfig(dtype="float32"), cuda).dtype == "float32"
+    assert [choose_dtype(own, device).dtype for device in (cuda, cpu)] == ["bfloat16", None]
+    assert choose_dtype(EngineConfig(dtype="float32"), cuda).dtype == "float32"
     for config, found in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
         settings: Any = {"name": "transformers", **config}
         engine: Any = make_engine(EngineConfig(**settings), make_model("qwen3").to("meta"))

@@ -16,10 +16,10 @@ from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium_agents.service.admission import Admission
 from podium_agents.service.chat_format import ChatFormat
+from podium_agents.service.request_bodies import ChatRequest
 from podium_agents.service.service import Service
 from podium_agents.service.session_recording import Sampled
 from podium_agents.service.token_source import Scored
-from podium_agents.service.wire import ChatRequest
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>")

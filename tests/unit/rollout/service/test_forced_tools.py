@@ -10,9 +10,9 @@ import pytest
 
 from podium.rollout.sampling import SamplingParams
 from podium_agents.service.answer_forms import AnswerForms
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from podium_agents.service.service import Service
 from podium_agents.service.structured import schema_rule
-from podium_agents.service.wire import ChatRequest, Refusal
 from podium_serve.texts import encode
 from tests.everyday import mark_others
 from tests.unit.rollout.service.engine import random_service

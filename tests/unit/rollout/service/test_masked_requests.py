@@ -14,9 +14,9 @@ from podium.data.masks import mask_columns
 from podium.rollout.sampling import SamplingParams
 from podium.training.micro_batches import cut
 from podium.training.scoring import score_tokens
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from podium_agents.service.service import Service
 from podium_agents.service.session_recording import Row
-from podium_agents.service.wire import ChatRequest, Refusal
 from podium_serve.app import make_app
 from podium_serve.generator_client import RemoteTokens
 from podium_serve.server import Server

@@ -15,7 +15,7 @@ from podium.models import ModelConfig, char_tokenizer
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks.config import DataConfig
 from podium.trainer.checks.preflight import with_stop_tokens
-from podium_agents.service.wire import ChatRequest, Refusal
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from tests.unit.rollout.service.scripted import LOOK, TOKEN, USER, say, scripted
 from tests.unit.rollout.service.spelling import make_tokenizer
 

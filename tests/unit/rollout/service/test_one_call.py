@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from podium_agents.service.wire import ChatRequest, Refusal
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from podium_serve.messages import Messages
 from podium_serve.streaming import stream_answers
 from tests.unit.rollout.service.scripted import CHATML, FLY, LOOK, USER, say, scripted

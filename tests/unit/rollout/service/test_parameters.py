@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from podium_agents.service.wire import ChatRequest, Refusal, parse
+from podium_agents.service.request_bodies import ChatRequest, Refusal, parse
 from podium_serve.bodies import CompletionRequest, GenerateRequest
 from podium_serve.texts import encode
 from tests.unit.rollout.service.scripted import CHATML, LOOK, TOKEN, USER, posted, say, scripted

@@ -15,9 +15,9 @@ from podium.models import char_tokenizer
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.sampling import SamplingParams
 from podium_agents.service import engine_client
+from podium_agents.service.request_bodies import ChatRequest
 from podium_agents.service.service import Service
 from podium_agents.service.session_recording import Sampled
-from podium_agents.service.wire import ChatRequest
 from podium_serve.generator_client import RemoteTokens
 from tests.unit.rollout.service.engine import random_service
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL, TOKEN, USER, posted

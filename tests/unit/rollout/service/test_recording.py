@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from podium_agents.service.histories import message_key
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from podium_agents.service.session_recording import Sampled, Session
-from podium_agents.service.wire import ChatRequest, Refusal
 from tests.unit.rollout.service.scripted import LOOK, USER, say, scripted
 
 

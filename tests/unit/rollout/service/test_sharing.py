@@ -17,9 +17,9 @@ import pytest
 from podium.rollout.engines.requests import Request, RequestQueue
 from podium.rollout.sampling import SamplingParams
 from podium_agents.service.concurrency import Caller
+from podium_agents.service.request_bodies import Refusal
 from podium_agents.service.service import Service
 from podium_agents.service.session_store import SessionStore
-from podium_agents.service.wire import Refusal
 from podium_serve.concurrency import in_turns
 from tests.unit.rollout.service.engine import engine_service
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, say, scripted

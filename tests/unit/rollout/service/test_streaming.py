@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from podium.rollout.engines.stops import before_stop, ends_now
+from podium_agents.service.request_bodies import ChatRequest
 from podium_agents.service.service import Answer, Service, cut_at_stop
 from podium_agents.service.session_recording import Sampled
-from podium_agents.service.wire import ChatRequest
 from podium_serve import streaming
 from podium_serve.bodies import CompletionRequest
 from podium_serve.pieces import Delta

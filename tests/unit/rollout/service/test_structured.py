@@ -15,8 +15,8 @@ from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.rollout.sampling import SamplingParams
 from podium_agents.service.grammars import Grammars, token_bytes
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from podium_agents.service.service import Answer, Service
-from podium_agents.service.wire import ChatRequest, Refusal
 from tests.everyday import mark_others
 from tests.unit.rollout.service.engine import random_service
 from tests.unit.rollout.service.scripted import USER

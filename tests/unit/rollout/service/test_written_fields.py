@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from podium_agents.service.wire import ChatRequest, Refusal
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from tests.unit.rollout.service.scripted import USER, say, scripted
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -13,8 +13,8 @@ from podium.errors import ContextFull, GenerationError
 from podium_agents.proxies import spare_proxy
 from podium_agents.seeds import hash_seed
 from podium_agents.service.budgets import LIMIT_REACHED
+from podium_agents.service.request_bodies import ChatRequest, Refusal, parse
 from podium_agents.service.service import Answer, Service
-from podium_agents.service.wire import ChatRequest, Refusal, parse
 
 if TYPE_CHECKING:
     from podium_agents.environments.contract import Messages

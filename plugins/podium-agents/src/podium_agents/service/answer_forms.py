@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
 from podium_agents.service.renderers import TOOL, USER
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from podium_agents.service.structured import AnswerGrammar, Rule, call_rules, read_rule
-from podium_agents.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
     from podium_agents.service.grammars import Grammars

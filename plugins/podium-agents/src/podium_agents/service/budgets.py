@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from podium.rollout.environments import BUDGETS
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 
 __all__ = ["LIMIT_REACHED", "Budget"]
 

@@ -23,8 +23,8 @@ from podium.spelling import write_count
 from podium_agents.service.answer_forms import AnswerForms
 from podium_agents.service.grammars import Grammars
 from podium_agents.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
+from podium_agents.service.request_bodies import Refusal
 from podium_agents.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
-from podium_agents.service.wire import Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.tasks.chat_encoder import ChatEncoder

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from podium.data.masks import pack_ids
 from podium.errors import GenerationError
+from podium_agents.service.request_bodies import Refusal
 from podium_agents.service.structured import AnswerGrammar
-from podium_agents.service.wire import Refusal
 
 __all__ = ["Constraint", "Grammar", "Guide", "make_constraint"]
 

@@ -30,11 +30,11 @@ from podium_agents.service.concurrency import Caller
 from podium_agents.service.constraints import make_constraint
 from podium_agents.service.grammars import Spelling
 from podium_agents.service.histories import Departure, rename_results, tools_key
+from podium_agents.service.request_bodies import WISHES, ChatRequest, Refusal, texts_of
 from podium_agents.service.session_recording import RecordedCall, Sampled, Session
 from podium_agents.service.session_store import SessionStore
 from podium_agents.service.structured import AnswerGrammar, compile_grammars, text_grammar
 from podium_agents.service.tool_calls import CALL_ENDS, ToolCall
-from podium_agents.service.wire import WISHES, ChatRequest, Refusal, texts_of
 
 if TYPE_CHECKING:
     from podium_agents.service.budgets import Budget

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
 from podium.plain_values import explain_json
-from podium_agents.service.wire import Refusal
+from podium_agents.service.request_bodies import Refusal
 
 if TYPE_CHECKING:
     from podium_agents.service.constraints import Constraint, Guide

@@ -11,7 +11,7 @@ from typing import Final
 
 from podium.secrecy import find_secrets
 
-TAKE: Final = "from podium.processes.handover import take_secrets; take_secrets(); "
+TAKE: Final = "from podium.processes.secret_handover import take_secrets; take_secrets(); "
 """The code that a process begins with whose environment :func:`hide_secrets` has made."""
 
 _PIPE: Final = "PODIUM_SECRETS_FROM"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from podium.processes import Launched, command
-from podium.processes.handover import hide_secrets
+from podium.processes.secret_handover import hide_secrets
 from tests.integration.test_serve import NOBODY, OTHER_USERS
 
 SECRET = "correct-horse-battery-7"
-SOURCE = Path(__file__).parents[3] / "src" / "podium" / "processes" / "handover.py"
+SOURCE = Path(__file__).parents[3] / "src" / "podium" / "processes" / "secret_handover.py"
 
 
 def read_environment(pid: int) -> str:

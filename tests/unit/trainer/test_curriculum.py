@@ -8,7 +8,7 @@ import pytest
 
 from podium.runs.sections import PromptChoice
 from podium.telemetry import Event, Note, flush, subscribe
-from podium.trainer.pass_rates import PassRates
+from podium.trainer.curriculum import PassRates
 from podium.trainer.prompts import draw_uniform
 
 SOLVED, PASSED = "solved (batch.prompts.skip_solved)", "passed over (batch.prompts.curriculum)"

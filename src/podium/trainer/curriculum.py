@@ -112,10 +112,10 @@ class PassRates:
 def shares_of(scored: ScoredBatch, examples: Iterable[int]) -> dict[int, float]:
     """Return the share of correct completions of each example. ``examples`` are those of the step's prompts by place.
 
-    They are correct by :meth:`.ScoredBatch.passes`.
+    They are correct by :meth:`.ScoredBatch.is_correct`.
     """
     places, rewards = [*examples], sum_rewards(scored)
     passes: dict[int, list[bool]] = {}
     for row in scored.judged:
-        passes.setdefault(places[scored.groups[row]], []).append(scored.passes(row, rewards[row]))
+        passes.setdefault(places[scored.groups[row]], []).append(scored.is_correct(row, rewards[row]))
     return {example: sum(values) / len(values) for example, values in passes.items()}

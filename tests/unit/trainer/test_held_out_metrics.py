@@ -15,7 +15,7 @@ from podium.runs.evaluation import Evaluation
 from podium.runs.metric_choice import choose_metric
 from podium.telemetry.held_out import Metric
 from podium.trainer import build_config
-from podium.trainer.held_out_scores import Sampled, majority, pass_at_k, scores_of
+from podium.trainer.held_out_metrics import Sampled, majority, pass_at_k, scores_of
 
 
 @pytest.mark.parametrize("n", range(1, 8))
