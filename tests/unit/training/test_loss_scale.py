@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.training.test_train_engine import make_engine
 from torch import Tensor
 
 from podium.algorithms import TokenLoss
@@ -15,6 +14,7 @@ from podium.training import OptimConfig, ParallelConfig, StepResult, TrainEngine
 from podium.training.optimizer import LossScale
 from podium.training.scoring import score_tokens
 from podium.workers import Critic, Policy
+from tests.unit.training.test_train_engine import make_engine
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 MILLION = 1e-6  # the weight of a token in a step of a million tokens

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.training.test_train_engine import make_engine as make_train_engine, sft_step
 from torch import Tensor
 
 from podium.models import ModelConfig, load_model
@@ -16,6 +15,7 @@ from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
 from podium.training import TrainEngine
 from podium.training.offload import Offload
+from tests.unit.training.test_train_engine import make_engine as make_train_engine, sft_step
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 
