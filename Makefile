@@ -46,7 +46,7 @@ quickstart: $(RUNTIME)  ## train a small model to add: about two minutes on two 
 	@echo "training: about two minutes on two cores: sums by fine-tuning, then GRPO"
 	@$(BIN)/python examples/quickstart.py $(ARGS)
 
-smoke: $(RUNTIME)  ## the same path in under a minute: copying digits, from scratch
+smoke: $(RUNTIME)  ## in under a minute: a smaller model learns to copy digits, from random weights
 	@echo "training: under a minute on two cores: GRPO from random weights"
 	@$(BIN)/python examples/quickstart.py --smoke $(ARGS)
 

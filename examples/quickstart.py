@@ -126,7 +126,7 @@ def podium_command() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="the same path in under a minute")
+    parser.add_argument("--smoke", action="store_true", help="a smaller model learns an easier task in under a minute")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="local", help="local (default), inline, ray or ray://HOST:PORT")
     parser.add_argument("--out", type=Path, help="a new directory for the run; default: runs/quickstart-TIME")

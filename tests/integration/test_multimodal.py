@@ -137,8 +137,10 @@ def test_parts_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     text = load_model(ModelConfig(path=str(tmp_path)))
-    said = f"the text model alone, without vision_config of {tmp_path}, since its files are no safetensors"
-    assert said in find_other_parts(text, ModelConfig(path=str(tmp_path))).lost
+    parts = f"only the text model is saved, without the parts vision_config of {tmp_path}"
+    assert (
+        f"{parts}, because its files are no safetensors" in find_other_parts(text, ModelConfig(path=str(tmp_path))).lost
+    )
 
 
 def test_a_model_whose_text_has_other_names_alone_is_saved_as_text_and_told(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_a_model_whose_text_has_other_names_alone_is_saved_as_text_and_told(tmp_
     config = ModelConfig(path=str(tmp_path), allow_tensors=("vision_model.*", "multi_modal_projector.*"))
     parts = find_other_parts(load_model(config), config)
     assert not parts.tensors and not parts.texts
-    assert parts.lost.endswith("since transformers gives the text model's tensors other names than the files have")
+    assert parts.lost.endswith("because transformers gives the text model's tensors other names than the files have")
 
 
 def test_a_value_head_is_trained_beside_frozen_parts() -> None:

@@ -61,7 +61,7 @@ def test_what_the_run_refuses(place: str, tmp_path: Path) -> None:
 def test_what_the_run_says(place: str, tmp_path: Path) -> None:
     names = ("absent", "verl", "lists")
     said = dry(tiny(GRPOConfig, tmp_path, reward={"name": tuple(f"{place}:{name}" for name in names)}))
-    assert "reads 'gold' of row, which not every row of the data has" in said
+    assert "reads 'gold' of row, and some rows of the data do not have it" in said
     assert "no column data_source, so the reward verl gets None for it" in said
     assert "the reward lists takes lists of completions" in said
 

@@ -194,7 +194,7 @@ def test_episodes_that_verifiers_would_begin_again_are_refused(tmp_path: Path, m
     """What was said in an abandoned episode would have the reward of another."""
     config = {"agent": {**NULL, "retries": {"max_retries": 1}}}
     episode, _ = live_in_shop([], tmp_path, monkeypatch, config=config)
-    refused = "environment.options.config.agent.retries begins failed episodes again"
+    refused = "environment.options.config.agent.retries repeats failed episodes"
     assert refused in episode.failure
     world = Verifiers("shop", python=os.path.relpath(os.environ["PODIUM_VERIFIERS_PYTHON"]), config=config)
     with pytest.raises(ConfigError, match=rf"^environment.options.taskset = 'shop': ValueError: {refused}.*fail$"):

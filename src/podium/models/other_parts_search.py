@@ -58,7 +58,7 @@ def find_other_parts(model: nn.Module, config: ModelConfig) -> OtherParts:
     if why := _explain_lost(model, tensors, stored, composite):
         names = ", ".join(name for name in full_config.sub_configs if _is_other(name))
         return OtherParts(
-            {}, {}, f"what is saved is the text model alone, without {names} of {config.path}, since {why}"
+            {}, {}, f"only the text model is saved, without the parts {names} of {config.path}, because {why}"
         )
     return OtherParts(tensors, texts | {_CONFIG: composite or b""})
 

@@ -38,7 +38,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if not {*loaded.get_vocab().values()} - {*loaded.added_tokens_decoder}:  # made without any of its files
-            raise ValueError("its files are missing, so that it has special tokens alone")
+            raise ValueError("its files are missing, so that it has only special tokens")
     except Exception as error:
         origin = (
             f"in the directory {source}" if os.path.isdir(source) else f"on the hub at {source!r}, no directory here"

@@ -251,7 +251,7 @@ class CallForm:
             missing = [key for key in list_read_keys(self._code, variable) if key not in names]
             if missing:
                 listed = ", ".join(sorted(names)) or "nothing"
-                what = f"reads {missing[0]!r} of {variable}, which not every row of the data has"
+                what = f"reads {missing[0]!r} of {variable}, and some rows of the data do not have it"
                 return [f"{self.where} {what}: {variable} has {listed}"]
         return []
 
@@ -349,7 +349,7 @@ class _RowForm(CallForm):
         if exact is None and (unclear := next((name for name in names if name in _ROWS and name in columns), None)):
             raise ConfigError(
                 f"{self.where} has the parameter {unclear!r}, which may be the row or its column {unclear!r}: call it "
-                "row where it is the row"
+                "row if it means the row"
             )
         return completion, row if row != completion else None
 

@@ -392,7 +392,7 @@ def explain_start(path: Path) -> str:
 
 def describe_cut_line(file: Path) -> str:
     """Say that the last line of a file is not complete."""
-    return f"{file}: its last line is cut off, as a run that is killed leaves it, and is left out"
+    return f"{file}: its last line is incomplete, as in a run that was killed, and is left out"
 
 
 def parse_rows(lines: bytes, file: Path, first: int = 1) -> Iterator[dict[str, Any] | DataError]:

@@ -51,7 +51,7 @@ class StoredModel:
         """
         values, missing = find_current_values(self._sections, self.run)
         if gone := [line for key, line in missing.items() if is_needed(key, _MAKES_MODEL)]:
-            raise ConfigError("\n".join([*gone, f"podium export {self.run} --KEY PLACE writes the model by another"]))
+            raise ConfigError("\n".join([*gone, f"podium export {self.run} --KEY PLACE uses a file at another place"]))
         config = build_config(InferenceConfig, values)
         check_code(self.run, config, [key for key, _ in parse_overrides(InferenceConfig, self.overrides)], ["model"])
         return config

@@ -40,7 +40,7 @@ def add_baselines(scored: ScoredBatch, greedy: ScoredBatch, ranks: int) -> tuple
     if len(rows) < min(ranks, len(scored.groups)):
         raise RewardError(
             f"step {scored.step}: the reward returned None for the greedy completions of "
-            f"{write_count(len(missing), 'prompt')}, which are the baselines of the others, so that "
+            f"{write_count(len(missing), 'prompt')}. Without this baseline the others are not trained, and "
             f"{write_count(len(rows), 'completion is', 'completions are')} left to train on: return a number for "
             "every completion, or choose an estimator without such a baseline"
         )

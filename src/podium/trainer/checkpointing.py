@@ -42,7 +42,7 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
     state = TrainerState.read(path)
     if files.is_folder("reference") and "reference" not in roles.stored:
         raise CheckpointError(
-            f"{path} holds a reference that followed the policy, and this configuration has none: keep "
+            f"{path} holds a reference that was refreshed, and this configuration does not store one: keep "
             "algorithm.options.reference_refresh"
         )
     for name, worker in roles.stored.items():

@@ -62,8 +62,8 @@ class PassRates:
                 self._noted = True
                 emit(
                     Note(
-                        f"step {step}: {reason}, and so are all {write_count(self._examples, 'prompt')}, so that "
-                        "they are trained nevertheless: add harder prompts to data.train, or end the run (eval.stop_at)"
+                        f"step {step}: all {write_count(self._examples, 'prompt')} are {reason}; the next one is "
+                        "trained nevertheless: add harder prompts to data.train, or end the run (eval.stop_at)"
                     )
                 )
             self._in_row = 0

@@ -396,8 +396,8 @@ def count_steps(config: PPOConfig | SFTConfig, examples: int) -> PPOConfig | SFT
         emit(
             Note(
                 f"{key} = {config.taken}, and there are only {write_count(examples, 'example')} to train on: a step "
-                f"has some of them several times, and {given} means {steps * config.taken / examples:.1f} passes over "
-                f"them; a step of no example twice needs {key} = {examples} or less"
+                f"repeats some of them, and {given} means {steps * config.taken / examples:.1f} passes over "
+                f"them; to have no example twice in a step, set {key} to {examples} or less"
             )
         )
     return config if epochs is None else replace(config, run=replace(config.run, steps=steps, epochs=None))

@@ -101,7 +101,7 @@ class StepWatch:
         emit(
             Note(
                 f"algorithm.advantage = {self.config.algorithm.advantage!r} learns the parts {', '.join(parts)} of the "
-                "reward, each with the weight 1: algorithm.options.part_weights names those that count"
+                "reward, each with the weight 1; to choose which parts count, set algorithm.options.part_weights"
             )
         )
 

@@ -87,10 +87,10 @@ class Answers:
             f"algorithm.loss = {config.algorithm.loss!r}: cross_entropy beside other losses learns the data's answers"
         )
         if config.environment.name:
-            raise ConfigError(f"{which}, and the tasks of an environment have none: leave it out")
+            raise ConfigError(f"{which}, and the tasks of an environment have no answers: drop cross_entropy")
         with_answer = [example for example in examples if example.answer is not None and example.answer.strip()]
         if not with_answer:
-            raise ConfigError(f"{which}, and no training prompt has one: set data.answer_column, or leave it out")
+            raise ConfigError(f"{which}, and no training prompt has one: set data.answer_column, or drop cross_entropy")
         self.weight = config.algorithm.answer_weight
         self._pairs = encode_pairs(with_answer, tokenizer, config.data, "answers")
         check_examples(config.model, self._pairs.token_ids.lengths, self._pairs.examples, "answered")

@@ -374,15 +374,15 @@ def test_a_wrapper_with_its_own_parameters_is_called_by_these() -> None:
         (lambda completion, expected="2": 0.0, "reads nothing of the row, and keeps expected = '2'"),
         (lambda completion, target=0.0: 0.0, "reads nothing of the row, and keeps target = 0.0"),
         (lambda completion, row, difficulty=1.0: 0.0, "its parameter difficulty keeps its default 1.0, and not the"),
-        (lambda completion, row: float(row.get("gold") == completion), "reads 'gold' of row, which not every row"),
-        (lambda completion, row: float(row["gold"] == completion), "reads 'gold' of row, which not every row"),
+        (lambda completion, row: float(row.get("gold") == completion), "reads 'gold' of row, and some rows"),
+        (lambda completion, row: float(row["gold"] == completion), "reads 'gold' of row, and some rows"),
         (lambda completion, example: sum(example["answers"] == x for x in completion), "reads 'answers' of example"),
-        (lambda completion, **kwargs: float(kwargs.get("gold", "") == completion), "reads 'gold' of kwargs, which"),
+        (lambda completion, **kwargs: float(kwargs.get("gold", "") == completion), "reads 'gold' of kwargs, and some"),
         (
             lambda completions, **others: [float(others.get("solution") == c) for c in completions],
             "reads 'solution' of",
         ),
-        (lambda solution_str, ground_truth, **kwargs: float(kwargs.get("strict", 0)), "reads 'strict' of kwargs, whi"),
+        (lambda solution_str, ground_truth, **kwargs: float(kwargs.get("strict", 0)), "reads 'strict' of kwargs, and"),
     ],
 )
 def test_what_a_function_reads_that_the_data_do_not_have_is_noted(reward: Any, note: str) -> None:

@@ -234,7 +234,7 @@ def test_what_a_run_lacks_or_cannot_be_is_named(
 def test_a_last_line_that_a_kill_cut_off_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{ROWS[1]}\n{ROWS[2][:20]}")
     assert [row["step"] for row in RunRecord(tmp_path).rows] == [1]
-    assert "metrics.jsonl: its last line is cut off, as a run that is killed leaves it, and is left out" in caplog.text
+    assert "metrics.jsonl: its last line is incomplete, as in a run that was killed, and is left out" in caplog.text
     caplog.clear()
     with RunFiles(tmp_path).lock():
         assert len(RunRecord(tmp_path).rows) == 1

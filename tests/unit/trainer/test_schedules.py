@@ -142,7 +142,7 @@ def test_a_step_that_was_not_evaluated_is_made_up_for_with_a_note(evaluated: int
     finally:
         unsubscribe()
     assert between(trainer.calls) == [*first, "evaluate 4", "save 4"]
-    note = "step 2: it is evaluated before the run goes on, since it was not evaluated, and eval.every = 2"
+    note = "step 2 is evaluated before the run goes on, because it was not evaluated, and eval.every = 2"
     assert notes == [note] * bool(first)
 
 
@@ -161,7 +161,7 @@ def test_a_step_that_other_sets_have_evaluated_is_made_up_for() -> None:
         finally:
             unsubscribe()
         assert between(trainer.calls) == [*["evaluate 2", "save 2"] * bool(why), "evaluate 4", "save 4"]
-        note = f"step 2: it is evaluated before the run goes on, since it was not evaluated{why}, and eval.every = 2"
+        note = f"step 2 is evaluated before the run goes on, because it was not evaluated{why}, and eval.every = 2"
         assert notes == [note] * bool(why)
     assert not Evaluated.of(2, last, [], {"easy"}).new_sets, "a run without its metrics"
     assert Evaluated.of(2, None, rows, {"easy"}).is_unknown

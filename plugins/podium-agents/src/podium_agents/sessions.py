@@ -193,7 +193,7 @@ class Sessions:
         if groups % workers:
             raise ConfigError(
                 f"{name}: a service opens all sessions of a group at one rollout worker, and batch.prompts = {groups} "
-                f"is not a multiple of the {workers} rollout workers: change it, or let rows of data.train be the tasks"
+                f"is not a multiple of the {workers} rollout workers: change it, or set data.train to the tasks"
             )
 
     @contextmanager
@@ -262,7 +262,7 @@ class Sessions:
             emit(
                 Note(
                     f"the environment's agent asks for its own {', '.join(sorted(asked))}; training draws by the run's "
-                    "sampling.*, because a step learns from one distribution"
+                    "sampling.*, because all tokens of a step must come from one distribution"
                 )
             )
 

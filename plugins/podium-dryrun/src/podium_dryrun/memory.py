@@ -125,7 +125,7 @@ def _advise_fewer_ranks(config: PPOConfig | SFTConfig, size: ModelSize) -> Itera
         key = config.placement.key_of("generator")
         yield (
             f"fewer ranks  {write_count(generators, 'generator')} on one machine each read {_amount(matrices / _GIB)} "
-            f"of matrices for every token; one that has all cores reads them once and is faster: {key}: 1"
+            f"of matrices for every token; one generator with all cores reads them once and is faster: {key}: 1"
         )
 
 

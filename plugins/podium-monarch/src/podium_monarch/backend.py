@@ -221,7 +221,7 @@ class _MonarchProcess(ProcessHandle):
             os.killpg(self.pid, signal.SIGKILL)
         time.sleep(LANDING_S)
         if not cause:
-            cause = "its process ended; how, Monarch has not said"
+            cause = "its process ended, and Monarch has not reported how"
             with contextlib.suppress(Empty):
                 cause = self._said.get(timeout=SAID_S)
         self._answers.send((self.key, cause))

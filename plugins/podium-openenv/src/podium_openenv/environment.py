@@ -185,8 +185,8 @@ class OpenEnv:
                 if self._acts != "text":
                     raise _RefusedAction(str(data.get("message")))
                 what += (
-                    f"; environment.options.action = {self._action!r} names the field that gets the answer, and with "
-                    "acts: fields, the model fills all fields of an action"
+                    f"; environment.options.action = {self._action!r} names the field that gets the answer; with "
+                    "environment.options.acts = fields, the model fills all fields of an action"
                 )
             raise PodiumError(what)
         return answer.get("data", {})

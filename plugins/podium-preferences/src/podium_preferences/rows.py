@@ -395,7 +395,7 @@ def encode_preferences(
         emit(
             Note(
                 f"{tied:,} of {write_count(len(rows), 'pair')} have answers of equal scores or ranks: their columns "
-                "alone say which answer is the better one; take such rows out if they are ties"
+                "(such as chosen and rejected) alone say which answer is better; remove such rows if they are ties"
             )
         )
     _tell_labels(rows)

@@ -166,7 +166,7 @@ class Offers:
 
     def _take(self, task: Any, evaluation: bool | None) -> Offer | None:
         if (not self.names_tasks or evaluation) and task is not None:
-            raise ValueError("task is set, and the tasks of this session are those of the run: leave task out")
+            raise ValueError("task is set, but the run chooses the task of this session: leave task out")
         held_out = [g for g in self._groups if g.is_evaluation and g.waiting and g.waiting[0].client is not None]
         waiting = [group for group in self._groups if not group.is_evaluation and group.waiting]
         if evaluation or (held_out and evaluation is None):
@@ -178,7 +178,7 @@ class Offers:
             if not key and any(group.size > 1 for group in waiting):
                 raise ValueError(
                     "task is missing: the sessions of one task are compared, and sampling.n of them make a group; send "
-                    "what tells tasks apart, such as the prompt, or train with sampling.n = 1"
+                    "a value that identifies the task, such as the prompt, or train with sampling.n = 1"
                 )
             groups = [group for group in waiting if key and group.task == key] or [g for g in waiting if not g.task]
             if groups and groups[0].waiting[0].client is not None:

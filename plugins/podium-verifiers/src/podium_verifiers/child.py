@@ -37,8 +37,8 @@ def load(settings: dict[str, Any]) -> Any:
     env = load_environment((concrete_type(env_class, EnvConfig, origin=Env) or EnvConfig).model_validate(values))
     if where := next(find_retries(env.config.model_dump()), None):
         raise ValueError(
-            f"environment.options.config.{where} begins failed episodes again, and what was said in the abandoned ones "
-            "would be trained with the reward of the last: leave it at 0, for Podium counts sessions that fail"
+            f"environment.options.config.{where} repeats failed episodes, and the answers of the abandoned ones "
+            "would be trained with the reward of the last one: set it to 0, because Podium counts failed sessions"
         )
     return env
 

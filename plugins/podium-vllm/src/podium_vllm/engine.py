@@ -312,7 +312,7 @@ def _read_kept_tokens(row: Mapping[int, Any], request: Request) -> Tensor:
     if sum(math.exp(-negative) for negative, _ in entries) < 0.999:
         raise GenerationError(
             f"sampling.top_p={request.params.top_p} and sampling.top_k={request.params.top_k} keep more than "
-            f"{len(entries)} tokens, which the engine vllm cannot list; set sampling.top_k lower, or above 0"
+            f"{len(entries)} tokens, and the engine vllm cannot list all; lower sampling.top_k, or set it if it is 0"
         )
     return torch.tensor([token for _, token in entries])
 

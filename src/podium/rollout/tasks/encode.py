@@ -375,8 +375,8 @@ def _check_answer(example: Example) -> None:
     row = example.row
     if (name := find_mark(row, example.fields)) is not None:
         raise DataError(
-            f"column {name!r} holds {str(row[name])[:40]}, which seems to say that not all of the row is learned, or "
-            "not with the weight of others, and Podium does not read it: take such rows out, or the column where it "
+            f"column {name!r} holds {str(row[name])[:40]}, which seems to say that a part of the row is not learned or "
+            "has another weight, and Podium does not read this column: remove such rows, or remove the column if it "
             "means something else. A turn of a conversation is left out by weight = 0 in its message"
         )
     if example.is_text:

@@ -124,7 +124,7 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
     for name, count in Counter(name for e in examples for name in contexts if _is_left_out(name, e)).items():
         yield (
             f"column {name!r} of {write_count(count, 'row')} is neither in the prompt nor in the answer: "
-            "data.prompt_column and data.answer_column may be templates with it, such as '{context}\\n{question}'"
+            "to add it, make data.prompt_column or data.answer_column a template, such as '{context}\\n{question}'"
         )
     for (part, field), count in untaken.items():
         column = getattr(config, f"{part}_column")
@@ -135,7 +135,7 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
             )
         else:
             rows = write_count(count, "row has", "rows have")
-            yield f"{rows} no value in {field!r}, in the place of which data.{part}_column puts nothing"
+            yield f"{rows} no value in {field!r}: the template data.{part}_column leaves its place empty"
     empty = [e for e in examples if e.answer is None and not e.turns and has_column(e.row, e.columns[1] or "")]
     if empty and not is_template(config.answer_column, empty[0].row):
         yield (
@@ -244,7 +244,7 @@ def _list_signs(examples: Sequence[Example], encoder: ChatEncoder, answers: bool
         named = ", ".join(f"{sign!r} in {n:,} of the role {role!r}" for (sign, role), n in counts.most_common(5))
         yield (
             f"texts of messages have special tokens of the tokenizer, {named}: the model reads each as that token and "
-            "not as its letters; write it otherwise, as with a space in it, where a text only speaks of it"
+            "not as its letters; if a text only mentions it, write it in another way, such as with a space in it"
         )
 
 

@@ -158,7 +158,7 @@ def read_rows(path: Path) -> Iterator[PlacedRow]:
 
 def _open_packed(path: Path, packed: str) -> _Binary:
     if packed and not path.stat().st_size:
-        raise EOFError("it has no bytes, and a packed file has some even if nothing is in it")
+        raise EOFError("it has no bytes, but a compressed file has some even if its content is empty")
     if packed == ".zst":
         import pyarrow
 

@@ -106,8 +106,8 @@ def read_marks(messages: Messages) -> tuple[Messages, list[bool]]:
         if message["role"] == "assistant" and (name := find_mark(message, _MARKS)):
             raise DataError(
                 f"message {number_of(messages, index)} has {name} = {str(message[name])[:40]}, which seems to say that "
-                "not all of it is learned, and which Podium does not read: a turn that is not learned has weight = 0. "
-                "Take the field out where it means something else"
+                "not all of it is learned. Podium does not read this field: a turn that is not learned has weight = 0. "
+                "Remove the field if it means something else"
             )
         if _MARKS.isdisjoint(message):
             plain.append(message)
@@ -523,7 +523,7 @@ def _opens_otherwise(opening: str, remedy: str) -> ConfigError:
 def _writes_otherwise(messages: Messages, index: int, changed: str) -> ConfigError:
     """The error for a template that writes what stands before a turn otherwise once later messages follow."""
     return ConfigError(
-        f"the chat template writes the messages before message {number_of(messages, index)} otherwise once later "
+        f"the chat template writes the messages before message {number_of(messages, index)} in another way if later "
         f"messages follow it, near {changed[:40]!r}, so that the model would learn this turn after another text "
         "than it reads when it generates: set data.split_turns to true, which makes a row of each turn"
     )

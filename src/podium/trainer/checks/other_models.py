@@ -53,8 +53,8 @@ def _check(
         theirs = load_tokenizer(model.path).get_vocab()
     except ConfigError as error:
         raise ConfigError(
-            f"{who}, whose vocabulary is compared with that of model.path by the tokenizer in its directory, which has "
-            f"to hold one: {error}"
+            f"{who}: its vocabulary is compared with that of model.path, so its directory must hold the files of its "
+            f"tokenizer: {error}"
         ) from None
     own_rows = vocabulary_size(config.model)
     own_ids = {token: id for token, id in tokenizer.get_vocab().items() if id < own_rows}
@@ -70,7 +70,7 @@ def _check(
         )
     if (last := max(own_ids.values(), default=0)) >= rows:
         raise ConfigError(
-            f"{who} has {rows:,} rows, and the policy's tokenizer has the id {last:,}: the {role}'s tokenizer is not "
+            f"{who} has {rows:,} ids, and the policy's tokenizer has the id {last:,}: the {role}'s tokenizer is not "
             f"its own; {remedy}"
         )
     needed, most = longest if longest is not None else position_limit(config.model), position_limit(model)

@@ -28,8 +28,8 @@ def describe_overlaps(
             source = f" of {name}" if len(sets) > 1 else ""
             yield (
                 f"{count} of the {write_count(len(identities), 'held-out prompt')}{source} "
-                f"{'is' if count == 1 else 'are'} also in the training data, with the same answer: what the run gains "
-                "on them says nothing of prompts that it has not seen; take them out of one of the two"
+                f"{'is' if count == 1 else 'are'} also in the training data, with the same answer: a gain "
+                "on them does not show a gain on unseen prompts; remove them from the training or the held-out data"
             )
 
 

@@ -76,7 +76,7 @@ def _list_of_sessions(config: SFTConfig) -> Iterator[str]:
     environment = config.environment
     if config.scores_answers and (environment.name or environment.options):
         key = "environment.name" if environment.name else "environment.options"
-        yield f"{key} has no effect where a loss judges the run, as nothing is sampled: eval.metric: reward samples"
+        yield f"{key} has no effect: a loss judges the run, and nothing is sampled; set eval.metric to reward to sample"
 
 
 def _list_by_function(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -95,8 +95,8 @@ def _list_by_function(algorithm: AlgorithmConfig) -> Iterator[str]:
             readers = functions.list_where(lambda declared, key=key: key in (declared.reads or ()))
             named = getattr(algorithm, functions.key.partition(".")[2])
             yield (
-                f"algorithm.{key} = {value!r} has no effect with {functions.key} = {named!r}: of those that are "
-                f"installed, {', '.join(readers)} read it"
+                f"algorithm.{key} = {value!r} has no effect with {functions.key} = {named!r}: the installed "
+                f"functions that read it are {', '.join(readers)}"
             )
 
 

@@ -224,7 +224,7 @@ class Steps:
         # A stop, or another eval.every before the resume, may have left the evaluation out.
         if self._calls.evaluated.is_missing(self.done, self._config):
             why = self._calls.evaluated.explain(evaluation.every)
-            emit(Note(f"step {self.done}: it is evaluated before the run goes on, since {why}"))
+            emit(Note(f"step {self.done} is evaluated before the run goes on, because {why}"))
             with self._time_work("evaluation"), name_stage("evaluate", self.done):
                 self._ends = self._calls.evaluate(self.done)
             with self._time_work("checkpoint"), name_stage("save", self.done):

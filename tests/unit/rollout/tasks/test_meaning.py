@@ -235,14 +235,14 @@ def test_what_is_not_taken_of_columns_beside_templates_and_names_is_told(tmp_pat
         ({"answer_column": "{answer}."}, None),
         (
             {"answer_column": "{why} {answer}"},
-            "1 row has no value in 'why', in the place of which data.answer_column",
+            "1 row has no value in 'why': the template data.answer_column leaves its place empty",
         ),
     ):
         notes = notes_of(lambda settings=settings: load(tmp_path, [row], prompt_column="problem", **settings))
         assert len(notes) == (said is not None) and all(str(said) in note for note in notes)
     row = {"problem": "3+4?", "why": "so", "answer": None}
     (note,) = notes_of(lambda: load(tmp_path, [row], prompt_column="problem", answer_column="{why}{answer}"))
-    assert "1 row has no value in 'answer', in the place of which data.answer_column puts nothing" in note
+    assert "1 row has no value in 'answer': the template data.answer_column leaves its place empty" in note
 
 
 @pytest.mark.parametrize("nothing", [None, math.nan])
@@ -251,7 +251,7 @@ def test_an_answer_that_is_missing_is_told_whether_it_is_null_or_nan(tmp_path: P
     (note,) = notes_of(lambda: load(tmp_path, rows))
     assert "1 of 2 rows has no answer in 'answer' (null or NaN): a reward gets None in its place" in note
     (note,) = notes_of(lambda: load(tmp_path, rows, prompt_column="{why}{prompt}", answer_column=None))
-    assert "1 row has no value in 'why', in the place of which data.prompt_column puts nothing" in note
+    assert "1 row has no value in 'why': the template data.prompt_column leaves its place empty" in note
     assert notes_of(lambda: load(tmp_path, rows[1:])) == []
     assert notes_of(lambda: load(tmp_path, [{"prompt": "3+4?"}], answer_column=None)) == []
 

@@ -358,7 +358,7 @@ def test_a_history_that_is_written_otherwise_later_names_the_remedy_that_helps()
         *(say("user", "a"), say("assistant", "b", reasoning="why", tool_calls=[{"function": {"name": "get"}}])),
         *(say("tool", "5"), say("assistant", "c"), say("user", "d"), say("assistant", "e")),
     ]
-    with pytest.raises(ConfigError, match=r"before message 4 otherwise once later.*\(why\).*set data\.split_turns"):
+    with pytest.raises(ConfigError, match=r"before message 4 in another way if later.*\(why\).*set data\.split_turns"):
         learn(STRIPS_BEFORE_CALLS, messages)
     example = Example(messages[:-1], "e", {}, turns=messages[-1:], whole=True)
     pairs = encode_pairs([example], make_tokenizer(STRIPS_BEFORE_CALLS), DataConfig(split_turns=True))

@@ -58,7 +58,7 @@ def test_a_model_with_the_policys_vocabulary_needs_its_positions_too(tmp_path: P
 def test_a_critics_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     model = load_model(ModelConfig(config=MODEL["config"], tokenizer=MODEL["tokenizer"]))
     save_pretrained(model, dict(full_weights(model)), tmp_path / "bare", None)
-    with pytest.raises(ConfigError, match=r"critic\.path = .*by the tokenizer in its directory, which has to hold one"):
+    with pytest.raises(ConfigError, match=r"critic\.path = .*its directory must hold the files of its tokenizer"):
         check(tmp_path, "critic", str(tmp_path / "bare"))
 
 

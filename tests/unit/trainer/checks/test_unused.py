@@ -17,7 +17,7 @@ def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
     (sentences,) = find_unused_settings(GRPOConfig(environment=environment, data=data))
     assert sentences.startswith("data.max_prompt_tokens = 7 has no effect with environment.name")
     (sentences,) = find_unused_settings(SFTConfig(environment=environment, data=data))
-    assert sentences.startswith("environment.name has no effect where a loss judges the run")
+    assert sentences.startswith("environment.name has no effect: a loss judges the run")
     sampled = SFTConfig(environment=environment, data=data, eval=EvalConfig(metric="reward"))
     assert find_unused_settings(sampled) == find_unused_settings(GRPOConfig(data=data)) == []
 
@@ -105,7 +105,7 @@ def test_a_package_that_cannot_be_imported_is_no_concern_of_others(monkeypatch: 
     monkeypatch.setattr("podium.algorithms.declarations.is_installed", lambda entry: True)
     assert "broken" in LOSSES
     (sentence,) = find_unused_settings(GRPOConfig(algorithm=AlgorithmConfig(loss="reinforce", clip_low=0.1)))
-    assert sentence.endswith("of those that are installed, ppo_clip, gspo, cispo read it")
+    assert sentence.endswith("the installed functions that read it are ppo_clip, gspo, cispo")
 
 
 def test_defaults_of_a_recipe_are_no_settings_of_the_user() -> None:

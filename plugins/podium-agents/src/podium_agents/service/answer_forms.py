@@ -99,7 +99,7 @@ class AnswerForms:
         if slots.count(_NAME) != 1 or len(slots) - slots.count(_ID) != 2:
             raise ConfigError(
                 "this service cannot force a tool call of this model: its chat template writes a call as "
-                f"{form[:200]!r}, in which the name and the arguments are not seen once each; use auto or none"
+                f"{form[:200]!r}, which does not have the name and the arguments once each; use auto or none"
             )
         return form
 

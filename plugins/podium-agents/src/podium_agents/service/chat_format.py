@@ -67,12 +67,12 @@ class Mark(NamedTuple):
         if self.is_written:
             return (
                 f"{where}, which the chat template itself writes around messages: the model cannot tell the two apart, "
-                "and a text from elsewhere may speak as another turn. Take it out where the text comes from, unless it "
+                "and such a text may pose as another turn. Take it out of the text before it is sent, unless it "
                 "is meant"
             )
         return (
             f"{where}, a special token of the tokenizer: the model reads it as that token and not as its letters. Take "
-            "it out where the text comes from, unless it is meant"
+            "it out of the text before it is sent, unless it is meant"
         )
 
 
