@@ -193,6 +193,8 @@ def _draw_reinforcement(chance: Random, folder: Path, recipe: str, settings: Set
         settings["algorithm"].get("options", {}).pop("reference_refresh", None)
     if settings["algorithm"]["advantage"] == "gdpo":
         settings["reward"]["name"] = ("exact", f"{folder}/scorer.py:by_letters")
+    if not isinstance(settings["reward"]["name"], str):  # of several rewards it says what is correct
+        settings["reward"].setdefault("correct_at", 0.5)
     if not group:
         settings["critic"] = {"lr": chance.choice((1e-2, 1e-3))}
     schedule = chance.choice(("sync",) * 4 + ("one_step_off", "asynchronous"))

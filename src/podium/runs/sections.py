@@ -303,7 +303,7 @@ class EvalConfig:
     """This figure of held-out evaluations judges the run: reward, accuracy, pass@K, maj@K, reward_parts/NAME, loss,
     token_accuracy or reward_margin, with /SET behind it for another than the first set of data.eval. auto means loss
     for supervised fine-tuning, and accuracy for preferences. For other recipes auto means accuracy if reward.correct_at
-    is set or all scores of the first evaluation are 0 or 1, and reward if not."""
+    is set, or if there is one reward and all scores of the first evaluation are 0 or 1, and reward if not."""
     stop_at: float | None = Field(default=None, ge=-1e9, le=1e9)
     """The run ends once an evaluation reaches this value of eval.metric: this accuracy or reward or a higher one, or
     this loss or a lower one. null never ends it early."""
