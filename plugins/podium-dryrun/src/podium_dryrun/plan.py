@@ -75,7 +75,7 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
         yield f"step         {prompts} x {write_count(n, 'completion')} = {rows}"
         if config.replays:
             yield f"replay       of {config.engine.replayed_run}: its completions and rewards; nothing is sampled"
-        elif (choice := config.batch.choice).filter != "none":
+        elif (choice := config.prompt_choice).filter != "none":
             yield (
                 f"filter       a prompt is dropped if {choice.reason}; others are drawn in its place, at most "
                 f"{choice.refills} times a step"

@@ -188,7 +188,7 @@ def _list_readers(config: InferenceConfig) -> Iterator[tuple[str, str]]:
     if counts_correct(config.judged_by[0]) and not config.scores_answers:
         yield f"eval.metric = {config.eval.metric!r}", "eval.metric to reward or reward_parts/NAME"
     if isinstance(config, PPOConfig) and not config.replays:
-        choice = config.batch.choice
+        choice = config.prompt_choice
         if choice.filter == "accuracy":
             yield f"batch.prompts.filter = {choice.filter!r}", "batch.prompts.filter to rewards"
         if choice.skip_solved is not None:
