@@ -187,12 +187,14 @@ def _draw_reinforcement(chance: Random, folder: Path, recipe: str, settings: Set
         "max_sequences": chance.choice((128, 128, 3)),
     }
     count = chance.choice((2, 4))
-    settings["batch"] = {"prompts": _draw_prompts(chance, count) if chance.random() < 0.5 else count}
+    settings["batch"] = {"prompts": _draw_prompts(chance, count, group) if chance.random() < 0.5 else count}
     settings["algorithm"] = _draw_algorithm(chance, group)
     if "lora" in settings["model"]:  # the reference takes the weights of a policy without adapters
         settings["algorithm"].get("options", {}).pop("reference_refresh", None)
     if settings["algorithm"]["advantage"] == "gdpo":
         settings["reward"]["name"] = ("exact", f"{folder}/scorer.py:by_letters")
+    if not isinstance(settings["reward"]["name"], str):  # of several rewards it says what is correct
+        settings["reward"].setdefault("correct_at", 0.5)
     if not group:
         settings["critic"] = {"lr": chance.choice((1e-2, 1e-3))}
     schedule = chance.choice(("sync",) * 4 + ("one_step_off", "asynchronous"))
@@ -210,8 +212,11 @@ def _draw_reinforcement(chance: Random, folder: Path, recipe: str, settings: Set
     return schedule == "sync"
 
 
-def _draw_prompts(chance: Random, count: int) -> Settings:
-    prompts: Settings = {"count": count, "filter": chance.choice(("none", "rewards", "accuracy"))}
+def _draw_prompts(chance: Random, count: int, group: bool) -> Settings:
+    prompts: Settings = {
+        "count": count,
+        "filter": chance.choice(("none", "rewards", "accuracy") if group else ("none",)),
+    }
     if prompts["filter"] != "none":
         prompts["refills"] = chance.choice((0, 1, 3))
     if chance.random() < 0.5:

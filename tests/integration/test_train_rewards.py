@@ -114,7 +114,8 @@ def test_completions_without_a_score_are_not_trained_and_kept(tmp_path: Path) ->
 
     scored: dict[int, tuple[int, int | None]] = {}
     unsubscribe = subscribe(hear)
-    run = train(tiny(GRPOConfig, tmp_path, batch={"prompts": 8}), reward=[even, lambda completions: [None]])
+    config = tiny(GRPOConfig, tmp_path, batch={"prompts": 8}, reward={"correct_at": 1.0})
+    run = train(config, reward=[even, lambda completions: [None]])
     unsubscribe()
     for step in (0, 2):
         rewards = pq.read_table(run / "evaluations" / f"step-{step:06d}.parquet").to_pydict()["reward"]
@@ -211,3 +212,22 @@ def test_a_parameter_that_is_no_column_is_refused_before_the_run(tmp_path: Path,
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ConfigError, match="'gold' is neither"):
         PPOTrainer(config, cluster="inline", reward=reward).read_data()  # as a dry run does
+
+
+def test_the_sum_of_several_rewards_is_no_verdict(tmp_path: Path) -> None:
+    """A wrong answer in the right format had the score 1, counted as correct, and accuracy judged the run."""
+
+    def right(completion: str, row: Mapping[str, Any]) -> float:
+        return 0.0
+
+    def tidy(completion: str, row: Mapping[str, Any]) -> float:
+        return float(completion > "3")
+
+    run = train(tiny(GRPOConfig, tmp_path), reward=[right, tidy])
+    rows = metrics_rows(run, "eval")
+    assert {row["metric"] for row in rows} == {"reward_mean"}
+    assert all("accuracy" not in row and row["reward_parts/right"] == 0.0 for row in rows)
+    assert max(row["reward_parts/tidy"] for row in rows) > 0
+    assert all(metrics.ACCURACY not in row for row in metrics_rows(run))
+    for table in (table_of(run, 1), pq.read_table(run / "evaluations" / "step-000000.parquet").to_pydict()):
+        assert {*table["correct"]} == {None}

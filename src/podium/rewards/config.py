@@ -32,7 +32,8 @@ class RewardConfig:
     """A reward that raises, dies or returns NaN ends the run (raise) or gives failure_score (score)."""
     correct_at: float | None = Field(default=None, ge=-1e9, le=1e9)
     """A completion counts as correct in the accuracy if its score is at least this value. null means that a completion
-    with the score 1 is correct, and that there is no accuracy where scores are neither 0 nor 1."""
+    with the score 1 is correct, and that there is no accuracy where scores are neither 0 nor 1, or are the sum of
+    several rewards."""
     memory_gib: float | None = Field(default=4.0, gt=0, le=2**20)
     """A grading process may take this much memory in addition to what importing the reward took. null sets no limit."""
     env: tuple[str, ...] = ()
@@ -49,11 +50,19 @@ class RewardConfig:
                 f"reward.name = {self.name!r}: expected text or a list; each item is text, and neither may be empty"
             )
 
-    def is_correct(self, score: float) -> bool | None:
-        """Return whether a completion with this score is correct; None for a score that is no verdict."""
+    def adds_up(self, count: int) -> bool:
+        """Return whether the score is the sum of several of ``count`` reward functions. Those of weight 0 are not in
+        the sum."""
+        return sum(map(bool, self.weights or (1.0,) * count)) > 1
+
+    def is_correct(self, score: float, *, is_sum: bool = False) -> bool | None:
+        """Return whether a completion with this score is correct; None for a score that is no verdict.
+
+        The sum of several rewards is none without ``correct_at``: of a wrong answer in the right format it may be 1.
+        """
         if self.correct_at is not None:
             return score >= self.correct_at
-        return bool(score) if score in (0, 1) else None
+        return bool(score) if score in (0, 1) and not is_sum else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,8 @@ class Grade:
         parts: The named parts beside the score, if the reward returned a mapping; by function where there are several,
             of which one may be called "score"; else empty.
         correct: Whether the completion is correct, by :meth:`RewardConfig.is_correct`; None where the score does not
-            say. False if grading failed.
+            say. False if grading failed, and None if the score would have been the sum of several rewards, of which
+            none says what is correct.
         error: Why the reward gave no score, so that ``failure_score`` is used; None if the score is the reward's own.
         timed_out: Whether grading ran over its time limit and was killed.
         abstained: Whether every reward function returned None, so that there is no score. ``score`` is NaN then.

@@ -103,7 +103,7 @@ class GradingProcesses:
 
     def __init__(self, source: Source, label: str, config: RewardConfig, log_path: Path | None) -> None:
         self._label = label
-        self._config = config
+        self._config, self._is_sum = config, source.is_sum
         loading = Pending(self, 0, [label], None)
         self._pending = {0: loading}  # by the item's number; item 0 is the reward's import
         self._next = 1
@@ -263,7 +263,7 @@ class GradingProcesses:
         if number == 0 and result.problem:
             text = f"the reward {self._label} cannot be imported in a grading process: {result.problem}{missing}"
             return RewardError(text + show_traceback(result))
-        return make_grade(result, self._config, self._label, pending.name(number), missing)
+        return make_grade(result, self._config, self._label, pending.name(number), missing, is_sum=self._is_sum)
 
     def _explain_missing(self, said: str) -> str:
         """The end of a message about an error that names variables which rewards do not have."""

@@ -47,6 +47,9 @@ class Grader:
         in_script: Whether the functions run in this process. Breakpoints, prints and debuggers then work, and the
             limits of time and memory do not.
 
+    Attributes:
+        is_sum: Whether scores are sums of several rewards.
+
     >>> with Grader(RewardConfig(name="gsm8k")) as grader:
     ...     future = grader.submit("She has 3 + 4 = 7.", {"answer": "#### 7"})
     ...     future.result().score
@@ -69,7 +72,8 @@ class Grader:
         check_weights(self.config, len(rewards))
         self.name = ", ".join(map(name_of, rewards))
         column_names = None if columns is None else tuple(columns)
-        self._source = Source(rewards=rewards, columns=column_names, steps=steps, optional=optional)
+        self.is_sum = self.config.adds_up(len(rewards))
+        self._source = Source(rewards=rewards, columns=column_names, steps=steps, optional=optional, is_sum=self.is_sum)
         self._log_path = Path(log_path) if log_path is not None else None
         self._in_script = in_script
         self._lock = threading.RLock()

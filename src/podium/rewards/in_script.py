@@ -44,7 +44,7 @@ class GradingInScript:
             time_limit_s=config.time_limit_s,
         )
         self.extras, self.notes = self._functions.extras, self._functions.notes
-        self._label, self._config = label, config
+        self._label, self._config, self._is_sum = label, config, source.is_sum
         self._calling = threading.RLock()  # threads take turns, as calls of workers in this process do
         self._runner: asyncio.Runner | None = None
         self._was_slow = False
@@ -117,7 +117,7 @@ class GradingInScript:
         if type(result.error).__name__ == "BdbQuit":
             raise RewardError(f"the debugger was left within the reward {self._label}") from result.error
         name = f"{prefix}completion {item.completion[:80]!r}"
-        grade = make_grade(result, self._config, self._label, name)
+        grade = make_grade(result, self._config, self._label, name, is_sum=self._is_sum)
         if isinstance(grade, RewardError):
             raise grade
         return grade

@@ -38,13 +38,15 @@ _READ_COLUMNS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The reward functions or their names, the columns that every row has, if they are known, the run's steps, and
-    whether something else may score all completions, so that nobody calls the functions."""
+    """The reward functions or their names, the columns that every row has, if they are known, the run's steps, whether
+    something else may score all completions, so that nobody calls the functions, and whether the score is the sum of
+    several of them."""
 
     rewards: tuple[str | RewardFn, ...]
     columns: tuple[str, ...] | None = None
     steps: int = 0
     optional: bool = False
+    is_sum: bool = False
 
 
 def resolve_reward(spec: str) -> RewardFn:

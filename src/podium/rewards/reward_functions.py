@@ -345,7 +345,9 @@ def _trace(error: BaseException) -> str:
     return format_error(error, trace)
 
 
-def make_grade(result: Result, config: RewardConfig, label: str, item: str, remedy: str = "") -> Grade | RewardError:
+def make_grade(
+    result: Result, config: RewardConfig, label: str, item: str, remedy: str = "", *, is_sum: bool
+) -> Grade | RewardError:
     """Return the grade of a completion, or the error that its reward's failure is.
 
     Args:
@@ -353,17 +355,19 @@ def make_grade(result: Result, config: RewardConfig, label: str, item: str, reme
         label: The reward, as errors call it.
         item: The completion, as errors call it.
         remedy: What else to say of a failure.
+        is_sum: Whether the score is the sum of several rewards.
     """
     if not result.problem and result.score is None:
         return Grade(math.nan, result.parts, abstained=True, extra=result.extra, logged=result.logged)
     if not result.problem and result.score is not None:
-        correct = config.is_correct(result.score)
+        correct = config.is_correct(result.score, is_sum=is_sum)
         return Grade(result.score, result.parts, correct, extra=result.extra, logged=result.logged)
     problem = result.problem
     if over_memory := result.limit == "memory" and config.memory_gib is not None:
         problem = f"ran over {config.memory_gib:g} GiB of memory (reward.memory_gib)"
     if result.limit == "time" or over_memory or config.on_error == "score":
-        return Grade(config.failure_score, error=problem, timed_out=result.limit == "time")
+        correct = None if is_sum and config.correct_at is None else False
+        return Grade(config.failure_score, correct=correct, error=problem, timed_out=result.limit == "time")
     error = RewardError(
         f"{item}: the reward {label} {problem}; expected a finite number, or a mapping of named finite numbers with "
         '"score": repair the reward, or set reward.on_error to score, which gives such items '

@@ -27,6 +27,7 @@ from podium.runs.sections import (
     ExampleBatch,
     PlacementConfig,
     PromptBatch,
+    PromptChoice,
     RunConfig,
     SaveConfig,
 )
@@ -308,7 +309,13 @@ class PPOConfig(_TrainingConfig):
         self._check_groups(estimator)
 
     def _check_groups(self, estimator: Declaration) -> None:
-        """Check that each prompt has as many completions as the advantage estimator compares."""
+        """Check that each prompt has as many completions as the advantage estimator and a filter compare."""
+        if self.sampling.n < 2 and self.prompt_choice.filter != "none" and not self.replays:
+            raise ConfigError(
+                f"batch.prompts.filter = {self.prompt_choice.filter!r} with sampling.n = {self.sampling.n}: a filter "
+                "compares the completions of a prompt, and would drop every prompt; set batch.prompts.filter to none, "
+                "or sampling.n to at least 2"
+            )
         what = f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}"
         if self.sampling.n < 2 and estimator.needs_groups:
             raise ConfigError(f"{what}, which compares the completions of a prompt: expected at least 2")
@@ -366,6 +373,28 @@ class PPOConfig(_TrainingConfig):
     def taken(self) -> int:
         """Prompts of the data that a step takes at first."""
         return self.batch.choice.count
+
+    @property
+    def prompt_choice(self) -> PromptChoice:
+        """The prompts of a step. A mapping that names no filter has none where prompts whose completions are equally
+        good teach something, and where a prompt has one completion."""
+        choice = self.batch.choice
+        if self.batch.names_filter or not (self.learns_flat or self.sampling.n < 2):
+            return choice
+        return replace(choice, filter="none")
+
+    @property
+    def learns_flat(self) -> str:
+        """What learns from a prompt whose completions are all equally good: an estimator that does not compare them, or
+        losses without advantages; else "". Functions of the user's own are not loaded, and do not count."""
+        algorithm = self.algorithm
+        declared = [LOSSES.declaration(name) for name in algorithm.losses if name in LOSSES]
+        without = [loss for loss in declared if (loss.needs_teacher or loss.imitates) and not loss.scales_advantage]
+        if len(without) == len(algorithm.losses):
+            return f"algorithm.loss = {algorithm.loss!r}"
+        is_registered = algorithm.advantage in ADVANTAGES
+        compares = not is_registered or ADVANTAGES.declaration(algorithm.advantage).needs_groups
+        return "" if compares else f"algorithm.advantage = {algorithm.advantage!r}"
 
     @property
     def has_critic(self) -> bool:

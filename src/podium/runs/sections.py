@@ -101,7 +101,7 @@ class PromptChoice:
     """A step trains on this many prompts."""
     filter: Literal["none", "rewards", "accuracy"] = "rewards"
     """A prompt is dropped if all of its completions have the same reward (rewards), or all of them are correct or none
-    is (accuracy)."""
+    is (accuracy). The default is none where such prompts teach something, or have one completion."""
     refills: int = Field(default=3, ge=0, le=1000)
     """A step draws others in place of dropped prompts at most this many times, and then trains with what it has."""
 
@@ -126,14 +126,21 @@ class PromptBatch:
     """A step takes this many prompts. {count: 16, filter: rewards, refills: 3} drops prompts whose completions all have
     the same reward, and draws others in their place, at most three times a step; filter: accuracy compares whether
     completions are correct. skip_solved: 1.0 passes over prompts that are solved, and curriculum: failures or variance
-    takes prompts by their running pass rate; filter: none leaves out the filter."""
+    takes prompts by their running pass rate; filter: none leaves out the filter, and is the default of a mapping
+    where the advantage estimator does not compare the completions of a prompt, or sampling.n is 1."""
 
     def __post_init__(self) -> None:
         _ = self.choice  # raises an error if an entry is unknown
 
     @property
+    def names_filter(self) -> bool:
+        """Whether the filter was chosen, and is not a default."""
+        return isinstance(self.prompts, Mapping) and "filter" in self.prompts
+
+    @property
     def choice(self) -> PromptChoice:
-        """The prompts of a step. Raises ConfigError for an entry that is wrong."""
+        """The prompts of a step, of which :attr:`.PPOConfig.prompt_choice` knows the default of the filter. Raises
+        ConfigError for an entry that is wrong."""
         if isinstance(self.prompts, int):
             return PromptChoice(count=self.prompts, filter="none")
         if not self.prompts:
@@ -303,7 +310,7 @@ class EvalConfig:
     """This figure of held-out evaluations judges the run: reward, accuracy, pass@K, maj@K, reward_parts/NAME, loss,
     token_accuracy or reward_margin, with /SET behind it for another than the first set of data.eval. auto means loss
     for supervised fine-tuning, and accuracy for preferences. For other recipes auto means accuracy if reward.correct_at
-    is set or all scores of the first evaluation are 0 or 1, and reward if not."""
+    is set, or if there is one reward and all scores of the first evaluation are 0 or 1, and reward if not."""
     stop_at: float | None = Field(default=None, ge=-1e9, le=1e9)
     """The run ends once an evaluation reaches this value of eval.metric: this accuracy or reward or a higher one, or
     this loss or a lower one. null never ends it early."""

@@ -126,10 +126,13 @@ def _collect(scored: ScoredBatch, grader: Grader, items: Sequence[list[Sampled]]
 
 
 def _explain_scores(grades: Sequence[Grade], set_name: str) -> str:
-    scores = [grade.score for grade in grades if grade.correct is None]
+    unknown = [grade.score for grade in grades if grade.correct is None]
+    odd = [score for score in unknown if score not in (0, 1)]
+    verb = "is" if len(odd or unknown) == 1 else "are"
+    why = f"{verb} neither 0 nor 1, such as {odd[0]:g}" if odd else f"{verb} the sum of several rewards"
     return (
-        f"{len(scores)} of {write_count(len(grades), 'held-out score')}{f' of {set_name}' * bool(set_name)} "
-        f"{'is' if len(scores) == 1 else 'are'} neither 0 nor 1, such as {scores[0]:g}, and the run is judged by "
+        f"{len(odd or unknown)} of {write_count(len(grades), 'held-out score')}{f' of {set_name}' * bool(set_name)} "
+        f"{why}, and the run is judged by "
         "accuracy: a completion counts as correct from a score of 1 on. eval.metric = reward judges a run by the "
         "scores themselves, and reward.correct_at sets another lowest score"
     )

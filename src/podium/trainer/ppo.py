@@ -107,7 +107,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         ``batch.prompts`` drops prompts without a signal, and others are drawn in their place."""
         if self.replay is not None:
             return self.collect_recorded(self.replay, step)
-        choice, prompts = self.config.batch.choice, list[Prompt]()
+        choice, prompts = self.config.prompt_choice, list[Prompt]()
         self._examples_of[step], self._sampled[step] = [], 0
 
         def draw(count: int) -> ScoredBatch | None:
@@ -563,7 +563,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self._sampled = dict[int, int]()  # tokens, by step that is collected
         self._examples_of = dict[int, list[int]]()  # by step that is collected
         lag = self.config.run.max_staleness if self.config.run.staleness is None else self.config.run.staleness
-        self.rates = PassRates(self.config.batch.choice, self.config.run.seed, lag, len(run.data.stream))
+        self.rates = PassRates(self.config.prompt_choice, self.config.run.seed, lag, len(run.data.stream))
         stack.callback(self._graders.shutdown, wait=False, cancel_futures=True)
         return run
 

@@ -28,7 +28,7 @@ from podium.runs.checkpoint_folders import StoredCheckpoints, TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.evaluation import Evaluation
 from podium.runs.ledger import Ledger
-from podium.runs.metric_choice import choose_metric, knows_accuracy
+from podium.runs.metric_choice import choose_metric, judge_resumed, knows_accuracy
 from podium.runs.named_code import remember_code
 from podium.runs.named_files import record
 from podium.runs.paths import resolve_resume
@@ -421,7 +421,7 @@ class Trainer(ABC, Generic[C, E, R]):
             evaluations = [row for row in rows if row["kind"] == "eval"]
             if run.data.held_out is not None:
                 self._evaluated = Evaluated.of(self.state.step, self.state.last, evaluations, run.data.held_out)
-            self.state = self.state.judged_by(*self.config.judged_by, evaluations)
+            self.state = judge_resumed(self.state, self.config, evaluations, is_sum=run.grader.is_sum)
             emit(Note(f"resuming after step {self.state.step} from {run.checkpoint}"))
         elif self.config.run.resume:
             emit(Note(f"{run.directory.path} has no checkpoint yet: starting at step 1"))

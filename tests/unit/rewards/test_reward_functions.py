@@ -210,3 +210,23 @@ def test_a_note_says_once_which_functions_get_lists_of_one() -> None:
     assert note.startswith(
         "the reward polite takes lists of completions. Podium calls it with lists of one, so it cannot compare"
     )
+
+
+@pytest.mark.parametrize("in_script", [True, False])
+def test_the_sum_of_several_rewards_says_nothing_of_what_is_correct(in_script: bool) -> None:
+    """A wrong answer in the right format has the score 1, as a right one without the format."""
+
+    def verdicts(
+        weights: tuple[float, ...] = (), correct_at: float | None = None, on_error: Any = "raise"
+    ) -> list[Any]:
+        config = RewardConfig(weights=weights, correct_at=correct_at, on_error=on_error, processes=1)
+        second = fails if on_error == "score" else polite
+        with Grader(config, reward=[right, second], in_script=in_script) as grader:
+            assert grader.is_sum == (weights != (1.0, 0.0))
+            return [grade.correct for grade in grader.grade(["1", "2"], [ROW] * 2)]
+
+    assert verdicts() == verdicts((1.0, -1.0)) == [None, None], "also where the other one abstains"
+    assert verdicts((1.0, 0.0)) == [True, False], "the second one is only logged"
+    assert verdicts(correct_at=1.0) == [True, False]
+    assert verdicts(on_error="score") == [None, None]
+    assert verdicts(correct_at=1.0, on_error="score") == verdicts((1.0, 0.0), on_error="score") == [False, False]

@@ -14,6 +14,7 @@ import podium
 from podium.data import Batch, Jagged, fields
 from podium.models import char_tokenizer
 from podium.rewards import Grade, Grader, RewardConfig
+from podium.rewards.resolve import RewardFn
 from podium.rollout.tasks import Example
 from podium.runs.run_files import RunFiles
 from podium.runtime import Worker, endpoint, first
@@ -22,6 +23,8 @@ from podium.trainer import completion_files, completions
 from podium.trainer.completion_files import CompletionsLog
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
+from podium_agents.environments.contract import Earned
+from podium_agents.sessions import grade_sessions
 from tests.integration.rewards import length_and_worth
 
 
@@ -117,6 +120,30 @@ def test_each_completion_is_graded_with_the_row_of_its_prompt(most: int, monkeyp
         graded = scored(None).graded(grader)
     assert graded.rewards_B.tolist() == [2.0, 3.0, 1.0, 3.0]
     assert graded.batch.dense(fields.REWARDS).tolist() == [2.0, 3.0, 1.0, 3.0]
+
+
+def test_a_session_whose_score_is_the_sum_of_several_rewards_has_no_verdict() -> None:
+    """Those of the environment alone are one reward, also where its turns have some."""
+
+    def once(completion: str) -> float:
+        return 1.0
+
+    def never(completion: str) -> float:
+        return 0.0
+
+    earned = [
+        Earned(score, {}, of_turns, False) for score, of_turns in ((0.0, 1.0), (1.0, 0.0), (None, 0.0), (None, 1.0))
+    ]
+    batch = scored(None, rollouts().with_columns({fields.TRAJECTORY: torch.arange(4), fields.GRADE: earned}))
+
+    def verdicts(rewards: list[RewardFn], config: RewardConfig) -> list[bool | None]:
+        with Grader(config, reward=rewards, in_script=True) as grader:
+            return [grade.correct for grade in grade_sessions(batch, grader, config).grades or ()]
+
+    assert verdicts([never], RewardConfig()) == [True, True, False, None]
+    assert verdicts([once, never], RewardConfig()) == [True, True, None, None]
+    assert verdicts([once, never], RewardConfig(weights=(1.0, 0.0))) == [True, True, True, None]
+    assert verdicts([once, never], RewardConfig(correct_at=2.0)) == [False, False, False, True]
 
 
 def test_the_versions_of_each_prompt_and_the_oldest_of_all() -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from podium.config import config_to_dict, load_config
+from podium.config import build_config, config_to_dict, load_config
 from podium.data import Batch, Jagged, fields
 from podium.errors import ConfigError
 from podium.models import char_tokenizer
 from podium.rewards import Grade
 from podium.rollout.tasks import Example
-from podium.runs.config import GRPOConfig
+from podium.runs.config import GRPOConfig, PPOConfig
 from podium.runs.sections import PromptBatch, PromptChoice
 from podium.telemetry import metrics
+from podium.trainer.checks.unused import find_unused_settings
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import fill_step, list_flat
 from podium.trainer.prompts import Prompt
@@ -121,3 +123,58 @@ def test_batch_prompts_is_a_number_or_a_mapping() -> None:
         with pytest.raises(ConfigError, match=message):
             PromptBatch(prompts=wrong)
     assert replace(config.batch, prompts=4).choice.count == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "algorithm", "n", "default"),
+    [
+        (GRPOConfig, {}, 4, "rewards"),
+        (GRPOConfig, {"advantage": "rloo"}, 4, "rewards"),
+        (GRPOConfig, {"loss": {"ppo_clip": 1.0, "cross_entropy": 0.1}}, 4, "rewards"),
+        (GRPOConfig, {"advantage": "own.py:own"}, 4, "rewards"),
+        (GRPOConfig, {"advantage": "own.py:own"}, 1, "none"),
+        (GRPOConfig, {"advantage": "reinforce_pp"}, 4, "none"),
+        (GRPOConfig, {"advantage": "remax"}, 1, "none"),
+        (GRPOConfig, {"loss": "teacher_kl", "options": {"teacher": "model"}}, 4, "none"),
+        (PPOConfig, {}, 1, "none"),
+        (PPOConfig, {}, 4, "none"),
+    ],
+)
+def test_prompts_without_a_difference_are_dropped_by_default_where_they_teach_nothing(
+    recipe: type[PPOConfig], algorithm: dict[str, Any], n: int, default: str
+) -> None:
+    """With one completion a prompt, each prompt was dropped, and a step trained on one of 64."""
+    values = {"algorithm": algorithm, "sampling": {"n": n}}
+    config = build_config(recipe, {**values, "batch": {"prompts": {"count": 16, "skip_solved": 1.0}}})
+    assert config.prompt_choice == replace(config.batch.choice, filter=default)
+    assert not [note for note in find_unused_settings(config) if "batch.prompts" in note]
+    plain = build_config(recipe, {**values, "batch": {"prompts": 16}})
+    assert plain.prompt_choice == plain.batch.choice
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "learner"),
+    [
+        ({"advantage": "reinforce_pp"}, "algorithm.advantage = 'reinforce_pp'"),
+        ({"loss": "teacher_kl", "options": {"teacher": "model"}}, "algorithm.loss = 'teacher_kl'"),
+        ({}, ""),
+    ],
+)
+def test_a_filter_that_drops_what_would_teach_is_noted(algorithm: dict[str, Any], learner: str) -> None:
+    values = {"algorithm": algorithm, "batch": {"prompts": {"filter": "rewards"}}}
+    config = build_config(GRPOConfig, values)
+    assert config.prompt_choice.filter == "rewards"
+    notes = [note for note in find_unused_settings(config) if note.startswith("batch.prompts.filter = 'rewards' drops")]
+    assert [f"{learner} learns from them too" in note for note in notes] == [True] * bool(learner)
+
+
+@pytest.mark.parametrize("by", ["rewards", "accuracy"])
+def test_a_filter_of_single_completions_is_refused(by: str) -> None:
+    message = rf"batch\.prompts\.filter = '{by}' with sampling\.n = 1: .*set batch\.prompts\.filter to none, or"
+    with pytest.raises(ConfigError, match=message):
+        build_config(PPOConfig, {"batch": {"prompts": {"filter": by}}})
+    own = {"algorithm": {"advantage": f"{__name__}:list_flat"}, "sampling": {"n": 1}}
+    config = build_config(GRPOConfig, {**own, "batch": {"prompts": {"filter": by}}})
+    with pytest.raises(ConfigError, match=message):
+        config.check_roles(load=True)
+    assert build_config(PPOConfig, {"batch": {"prompts": {"filter": "none"}}}).prompt_choice.filter == "none"

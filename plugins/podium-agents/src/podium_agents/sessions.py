@@ -386,6 +386,7 @@ def grade_sessions(
 
     A trajectory is graded once. Its rows share the grade, whose score includes the rewards of turns; the column
     ``rewards`` does not, because these stand in ``token_rewards``. A session that filled the context is not correct.
+    A score to which both the reward and turns contribute is the sum of several rewards, and so no verdict by itself.
     Trajectories that the reward leaves out are ``left_out``.
 
     If there is a ``reward_model``, the reward finds in the row its score of the task's prompt and the last answer.
@@ -405,9 +406,10 @@ def grade_sessions(
         for number, earned in zip(numbers, earned_by_row, strict=True)
     ]
     grades: list[Grade] = []
-    for grade, earned in zip(row_grades, earned_by_row, strict=True):
+    for number, grade, earned in zip(numbers, row_grades, earned_by_row, strict=True):
         score = grade.score + earned.of_turns
         parts = {**earned.parts, **grade.parts}
-        correct = reward.is_correct(score)
+        is_sum = number in answer_grades and (grader.is_sum or bool(earned.of_turns))
+        correct = reward.is_correct(score, is_sum=is_sum)
         grades.append(replace(grade, score=score, parts=parts, correct=False if correct and earned.full else correct))
     return scored.with_grades(grades, torch.tensor([grade.score for grade in row_grades], dtype=torch.float32))

@@ -11,7 +11,7 @@ from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import Node, backend_class
 from podium.spelling import write_count
-from podium.telemetry.held_out import ACCURACY, Metric
+from podium.telemetry.held_out import ACCURACY, REWARD, Metric
 from podium.trainer.checks.placement import check_placement, sharing
 from podium.trainer.checks.preflight import check_settings
 
@@ -75,7 +75,7 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
         yield f"step         {prompts} x {write_count(n, 'completion')} = {rows}"
         if config.replays:
             yield f"replay       of {config.engine.replayed_run}: its completions and rewards; nothing is sampled"
-        elif (choice := config.batch.choice).filter != "none":
+        elif (choice := config.prompt_choice).filter != "none":
             yield (
                 f"filter       a prompt is dropped if {choice.reason}; others are drawn in its place, at most "
                 f"{choice.refills} times a step"
@@ -134,6 +134,8 @@ def _judge(config: PPOConfig | SFTConfig) -> str:
         title = Metric(figure).title
     elif figure == "auto":
         title = "accuracy if all scores of the first evaluation are 0 or 1, else reward"
+        if config.reward.adds_up(len(config.reward.names)):
+            figure, title = REWARD, Metric(REWARD).title
         if config.reward.correct_at is not None:
             figure, title = ACCURACY, f"accuracy, from a score of {config.reward.correct_at:g} on"
     ends = []

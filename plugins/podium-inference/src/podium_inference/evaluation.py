@@ -17,7 +17,13 @@ from podium.runs.paths import resolve_models
 from podium.runtime import Cluster
 from podium.spelling import write_count
 from podium.telemetry import Waiting, emit
-from podium.trainer.checks.preflight import check_answers, check_reward, find_columns, with_stop_tokens
+from podium.trainer.checks.preflight import (
+    check_answers,
+    check_reward,
+    check_verdicts,
+    find_columns,
+    with_stop_tokens,
+)
 from podium.trainer.evaluate import load_held_out_pairs, score_answers, score_held_out
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, prompt_batch
 from podium.trainer.roles import share_processes
@@ -59,6 +65,7 @@ def evaluate_model(
                 evaluations[name] = score_answers(policy, examples, tokenizer)
         return evaluations
     check_reward(config.reward, reward)
+    check_verdicts(config, reward)
     sets: dict[str, list[Prompt]] = {}
     for name, source in config.eval_sets.items():
         data = replace(config.data, eval=source)

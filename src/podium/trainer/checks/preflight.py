@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
@@ -28,7 +28,8 @@ from podium.rollout.engines.config import AUTO, NATIVE, find_engines
 from podium.rollout.environments import EnvironmentConfig, load_sessions
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
-from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.metric_choice import counts_correct
 from podium.runs.run_reader import check_run
 from podium.runs.schedules import declaration_of, find_schedule
 from podium.runs.trackers import load_tracker
@@ -75,6 +76,7 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
         else:
             check_data(config.data)
         check_reward(config.reward, reward)
+    check_verdicts(config, reward)
     _check_schedule(config)
     for call in config.run.profile:
         if call.partition(".")[0] not in config.roles or not call.partition(".")[2]:
@@ -162,6 +164,37 @@ def check_reward(config: RewardConfig, reward: Rewards | None) -> None:
             raise ConfigError(
                 f"reward.name = {name_of(name)!r} reads the score of a reward model: set reward.path to one"
             )
+
+
+def check_verdicts(config: InferenceConfig, reward: Rewards | None) -> None:
+    """Check that completions are known to be correct or not, if a setting depends on that.
+
+    ``reward`` is what a script gives in place of ``reward.name``.
+
+    Raises:
+        ConfigError: The score is the sum of several rewards, and ``reward.correct_at`` is not set.
+    """
+    if config.reward.correct_at is not None or not config.reward.adds_up(len(list_rewards(config.reward, reward))):
+        return
+    for setting, remedy in _list_readers(config):
+        raise ConfigError(
+            f"{setting} with several rewards, whose sum does not say whether a completion is correct: set "
+            f"reward.correct_at to the lowest score of a correct completion, or {remedy}"
+        )
+
+
+def _list_readers(config: InferenceConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings that depend on which completions are correct, each with what to write in its place."""
+    if counts_correct(config.judged_by[0]) and not config.scores_answers:
+        yield f"eval.metric = {config.eval.metric!r}", "eval.metric to reward or reward_parts/NAME"
+    if isinstance(config, PPOConfig) and not config.replays:
+        choice = config.prompt_choice
+        if choice.filter == "accuracy":
+            yield f"batch.prompts.filter = {choice.filter!r}", "batch.prompts.filter to rewards"
+        if choice.skip_solved is not None:
+            yield f"batch.prompts.skip_solved = {choice.skip_solved:g}", "leave skip_solved out"
+        if choice.curriculum != "none":
+            yield f"batch.prompts.curriculum = {choice.curriculum!r}", "leave curriculum out"
 
 
 def find_columns(examples: Iterable[Example], config: RewardConfig) -> frozenset[str] | None:

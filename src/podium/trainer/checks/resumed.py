@@ -68,6 +68,12 @@ def _explain_unused(config: PPOConfig | SFTConfig, checkpoint: Path | None) -> d
     unused[("critic.path",)] = "no effect, because the checkpoint holds the critic's weights"
     unused[("eval.at_start",)] = "no effect, because the run is past its start"
     if isinstance(config, PPOConfig):
+        choice = config.batch.choice
+        if choice.skip_solved is not None or choice.curriculum != "none":
+            unused[("reward.correct_at",)] = (
+                "no effect on the running pass rates (batch.prompts) of the checkpoint, which are those by the earlier "
+                "setting until a prompt is drawn again: a new run measures all of them by this one"
+            )
         follows = "no effect, because the coefficient follows its target from the checkpoint's value on"
         if config.algorithm.kl_target is not None:
             unused[("algorithm.kl_coef",)] = follows

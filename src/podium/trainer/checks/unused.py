@@ -34,7 +34,7 @@ def find_unused_settings(config: InferenceConfig) -> list[str]:
         unused.append("data.split_turns = true has no effect: only supervised fine-tuning learns turns of the data")
     if isinstance(config, PPOConfig):
         unused += [*_list_by_function(config.algorithm), *_list_of_algorithm(config), *_list_of_run(config)]
-        unused += _list_without_signal(config)
+        unused += [*_list_without_signal(config), *_list_dropped(config)]
     if not config.environment.name:
         return unused
     return unused + [
@@ -150,6 +150,16 @@ def _list_without_signal(config: PPOConfig) -> Iterator[str]:
     if config.reward.weights and not any(config.reward.weights) and not weighs_parts:
         scored = "a completion that the environment does not score" if config.environment.name else "every completion"
         yield f"reward.weights are all 0, so that {scored} scores 0 and nothing is learned of the rewards"
+
+
+def _list_dropped(config: PPOConfig) -> Iterator[str]:
+    """Yield a sentence for a filter that drops prompts which would teach something."""
+    choice = config.prompt_choice
+    if choice.filter != "none" and config.learns_flat and not config.replays:
+        yield (
+            f"batch.prompts.filter = {choice.filter!r} drops prompts whose completions are all equally good, and "
+            f"{config.learns_flat} learns from them too: none trains them"
+        )
 
 
 def _list_of_run(config: PPOConfig) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,23 @@ from typing import Any
 import pytest
 
 from podium.cli import main
-from podium.config import config_to_yaml
+from podium.config import build_config, config_to_yaml
 from podium.errors import CheckpointError, ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model, load_tokenizer
 from podium.models.loading import position_limit
 from podium.rollout.tasks import Example
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.checks.preflight import check_config, check_given, check_lengths, check_settings, names_of_given
+from podium.trainer.checks.preflight import (
+    check_config,
+    check_given,
+    check_lengths,
+    check_settings,
+    check_verdicts,
+    names_of_given,
+)
 from podium.workers import Policy
+from podium_preferences.config import DPOConfig
 from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, metrics_rows, tiny
 from tests.unit.rollout.tasks.test_encode import notes_of
@@ -268,3 +277,44 @@ def test_a_trainer_refuses_the_configuration_of_another_recipe(trainer: Any, con
         trainer(config)
     for trainer_class, right in ((PPOTrainer, GRPOConfig()), (Own, PPOConfig()), (SFTTrainer, SFTConfig())):
         check_config(trainer_class, right)
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "remedy"),
+    [
+        ({"eval": {"metric": "accuracy"}}, "eval.metric = 'accuracy'", "eval.metric to reward or reward_parts/NAME"),
+        (
+            {"eval": {"metric": "pass@4", "temperature": {"temperature": 0.6, "n": 4}}},
+            "eval.metric = 'pass@4'",
+            "eval.metric to reward or reward_parts/NAME",
+        ),
+        ({"batch": {"prompts": {"filter": "accuracy"}}}, "batch.prompts.filter = 'accuracy'", "filter to rewards"),
+        ({"batch": {"prompts": {"skip_solved": 1.0}}}, "batch.prompts.skip_solved = 1", "leave skip_solved out"),
+        ({"batch": {"prompts": {"curriculum": "failures"}}}, "batch.prompts.curriculum = 'failures'", "leave curric"),
+    ],
+)
+def test_the_sum_of_several_rewards_is_refused_where_it_would_be_a_verdict(
+    values: dict[str, Any], what: str, remedy: str, tmp_path: Path
+) -> None:
+    """A prompt that was never solved had the pass rate 1, and accuracy was that of completions with any score of 1."""
+    several = {"reward": {"name": ["exact", "fraction"]}}
+    config = build_config(GRPOConfig, values | several)
+    message = f"{re.escape(what)} with several rewards, .*set reward\\.correct_at to .*, or .*{re.escape(remedy)}"
+    with pytest.raises(ConfigError, match=message):
+        check_verdicts(config, None)
+    with pytest.raises(ConfigError, match=message):
+        check_settings(tiny(GRPOConfig, tmp_path, **values, **several))
+    with pytest.raises(ConfigError, match=message):
+        check_verdicts(build_config(GRPOConfig, values), [longer, "exact"])
+    check_verdicts(config, longer)
+    check_verdicts(build_config(GRPOConfig, several), None)
+    for reward in ({"correct_at": 1.0}, {"weights": [1.0, 0.0]}):
+        check_verdicts(build_config(GRPOConfig, values | {"reward": {**several["reward"], **reward}}), None)
+
+
+def test_a_loss_that_judges_a_run_needs_no_verdicts() -> None:
+    several = {"reward": {"name": ["exact", "fraction"]}}
+    check_verdicts(build_config(SFTConfig, several), None)
+    check_verdicts(build_config(DPOConfig, several | {"eval": {"metric": "accuracy"}}), None)
+    with pytest.raises(ConfigError, match=r"eval\.metric = 'accuracy' with several rewards"):
+        check_verdicts(build_config(SFTConfig, several | {"eval": {"metric": "accuracy"}}), None)

@@ -68,6 +68,11 @@ def test_every_setting_that_differs_is_listed_with_both_values(tmp_path: Path) -
             "eval.temperature: held-out figures do not compare",
         ),
         ({}, {"reward": {"correct_at": 0.5}}, "reward: held-out figures do not compare"),
+        (
+            {"batch": {"prompts": {"skip_solved": 1.0}}},
+            {"batch": {"prompts": {"skip_solved": 1.0}}, "reward": {"correct_at": 0.5}},
+            "reward.correct_at: no effect on the running pass rates",
+        ),
     ],
 )
 def test_settings_without_the_expected_effect_are_named(
