@@ -18,7 +18,6 @@ from podium.rollout.tasks.templates import Looping, Texts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PLAIN: Final = {"role", "content"}
 _PROBE: Final = {"role": "assistant", "content": "podium"}
 
 
@@ -76,15 +75,17 @@ class RewardEncoder(ChatEncoder):
         """
         if self.template is None:
             return
+        turns = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+        columns = () if in_session else [name for name in self._variables if example.row.get(name)]
+        tools = list_scored_tools(example)
+        if not tools and not columns and all(map(_is_plain, turns)):
+            roles = tuple(str(message["role"]) for message in turns)
+            if roles in self._checked:
+                return
+            self._checked.add(roles)
         with example.name_in_errors():
-            messages, tools = self._join(example.prompt, [_PROBE]), list_scored_tools(example)
+            messages = self._join(turns, [_PROBE])
             texts = Texts(self._render, messages, tools)
-            columns = () if in_session else [name for name in self._variables if example.row.get(name)]
-            roles = tuple(message["role"] for message in messages)
-            if not tools and not columns and all(message.keys() <= _PLAIN for message in messages):
-                if roles in self._checked:
-                    return
-                self._checked.add(roles)
             self._write_scored(texts)
             try:
                 if columns:
@@ -132,3 +133,8 @@ def list_scored_tools(example: Example) -> list[Any] | None:
     """Return the tools of a row that a reward model reads; None where there are none."""
     tools = example.row.get("tools")
     return (list_tools(tools) or None) if tools else None
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    """Whether a message has a role and a content alone."""
+    return all(name in ("role", "content") or entry is None for name, entry in message.items())
