@@ -57,6 +57,10 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tools": ({"prompt": SUM, "tools": [SCHEMA], **PAIR}, {}),
     "tools as JSON text": ({"prompt": [user(SUM)], "tools": json.dumps([SCHEMA]), **PAIR}, {}),
     "functions": ({"prompt": SUM, "functions": [ADD], **PAIR}, {}),
+    "tools beside the messages": (
+        {"input": {"messages": [user(SUM)], "tools": [SCHEMA]}, **PAIR},
+        {"prompt_column": "input.messages"},
+    ),
     "tools and calls": (
         {"prompt": [user(SUM)], "chosen": [calls(call(3))], "rejected": [calls(call(4))], "tools": [SCHEMA]},
         {},
@@ -92,7 +96,7 @@ def test_a_reward_model_reads_what_a_policy_reads(tmp_path: Path, form: str) -> 
     policy, scored = encode(tmp_path, [row], **settings)
     read = texts_of(policy)
     assert texts_of(scored) == [f"{text}\n" for text in read], "the template writes a line end after each message"
-    assert ("Adds." in read[0]) == ("tools" in row or "functions" in row)
+    assert ("Adds." in read[0]) == any(name in json.dumps(row) for name in ('"tools"', '"functions"'))
     assert read[0] != read[1]
 
 
