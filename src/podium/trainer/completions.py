@@ -24,6 +24,7 @@ from podium.data.sampled_text import count_sampled
 from podium.errors import DataError
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks.messages import template_messages
+from podium.rollout.tasks.reward_encoder import list_scored_tools
 from podium.runtime import Handle
 from podium.spelling import write_count
 from podium.telemetry import Sample, metrics as names
@@ -182,6 +183,7 @@ class ScoredBatch:
         groups = self.groups[rows.start : rows.stop]
         prompts = {group: self.prompts[group] for group in dict.fromkeys(groups)}
         written = {group: prompt.example.prompt for group, prompt in prompts.items()}
+        tools = {group: list_scored_tools(prompt.example) for group, prompt in prompts.items()}
         columns: dict[str, list[Any]] = {
             "messages": [
                 [{"role": "user", "content": text}]
@@ -191,6 +193,7 @@ class ScoredBatch:
             ],
             "prompt": [prompts[group].text for group in groups],
             "completion": list(texts),
+            "tools": [tools[group] for group in groups],
         }
         return reward_model.score(Batch(columns)).dense(fields.REWARDS).tolist()
 

@@ -58,6 +58,7 @@ from podium.telemetry.sinks.console import lost_output
 from podium.trainer.checkpointing import load_checkpoint, write_model
 from podium.trainer.checks import preflight
 from podium.trainer.checks.overlap import describe_overlaps
+from podium.trainer.checks.scored_prompts import check_scored
 from podium.trainer.checks.session_fields import describe_session_fields
 from podium.trainer.checks.unused import find_unused_settings
 from podium.trainer.data_objects import write_data
@@ -254,14 +255,12 @@ class Trainer(ABC, Generic[C, E, R]):
         notes = (*describe_overlaps(config, examples, sets), *describe_session_fields(config, examples))
         for sentence in (*find_unused_settings(config), *notes):
             emit(Note(sentence))
-        examples += [row.example for rows in sets.values() if not isinstance(rows, EncodedExamples) for row in rows]
-        columns = preflight.find_columns(examples, config.reward)
+        held_out = [row.example for rows in sets.values() if not isinstance(rows, EncodedExamples) for row in rows]
+        columns = preflight.find_columns([*examples, *held_out], config.reward)
         if not (config.scores_answers or config.environment.name or config.engine.replayed_run):
             preflight.check_signatures(config.reward, self.options.reward, columns)
-        if "reward" in config.roles and "reward" not in (self.options.workers or {}):
-            from podium.workers.reward_model import load_scorer_tokenizer  # imports models, which few runs need here
-
-            load_scorer_tokenizer(config.reward.path)
+        if "reward" not in (self.options.workers or {}):
+            check_scored(config, held_out if isinstance(stream.examples, EncodedExamples) else [*examples, *held_out])
         template = chat_template(tokenizer, config.data)
         return RunData(count_steps(config, len(stream)), stream, sets or None, tokenizer, template, sampling, columns)
 

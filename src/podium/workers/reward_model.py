@@ -7,22 +7,26 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
 from podium.models.loading import load_scorer, longrope_threshold
 from podium.models.tokenizers import load_tokenizer
-from podium.rollout.tasks.templates import encode_scored
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.reward_encoder import RewardEncoder
 from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.training.micro_batches import plan
 
 _NO_TOKEN: Final = -1
 
 
-def load_scorer_tokenizer(path: str) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return the tokenizer of a reward model, and its chat template; None where it has none.
+def load_scorer_encoder(path: str, system_prompt: str) -> RewardEncoder:
+    """Return what writes conversations for a reward model, by its own tokenizer and chat template.
+
+    Args:
+        path: The model's directory or hub name.
+        system_prompt: The system message of conversations without one of their own.
 
     Raises:
         ConfigError: There is no tokenizer, or it has several chat templates, of which none is called default.
@@ -34,11 +38,12 @@ def load_scorer_tokenizer(path: str) -> tuple[PreTrainedTokenizerBase, str | Non
             f"reward.path = {path!r} has no tokenizer that transformers reads: {error.__cause__}"
         ) from error
     stored: Any = tokenizer.chat_template
-    if not isinstance(stored, dict):
-        return tokenizer, stored or None
-    named = cast("dict[str, str]", stored)
-    if "default" in named or len(named) == 1:
-        return tokenizer, named.get("default") or next(iter(named.values()))
+    named = cast("dict[str, str]", stored) if isinstance(stored, dict) else {}
+    if not named or "default" in named or len(named) == 1:
+        template = next(iter(named)) if len(named) == 1 else "auto"
+        return RewardEncoder(
+            tokenizer, DataConfig(chat_template=template, system_prompt=system_prompt), f"the reward model {path}"
+        )
     raise ConfigError(
         f"the tokenizer of reward.path = {path!r} has the chat templates {', '.join(sorted(named))}, and none is "
         "called default: write the one to use into the file chat_template.jinja of its directory, without the others"
@@ -49,7 +54,8 @@ class RewardModel(Worker):
     """Scores completions with a sequence-classification model of transformers that has one output.
 
     The model reads text by its own tokenizer. If the tokenizer has a chat template, prompt and completion form a
-    conversation. Otherwise the completion follows the prompt as the policy saw it.
+    conversation, which the template gets with the tools of the row. Otherwise the completion follows the prompt as the
+    policy saw it.
 
     Args:
         path: The model's directory or hub name.
@@ -63,10 +69,9 @@ class RewardModel(Worker):
 
     def __init__(self, path: str, system_prompt: str = "", max_tokens: int = 4096) -> None:
         self.path = path
-        self._system_prompt = system_prompt
         self._device = choose_device(self.ctx.devices)
         self.model = load_scorer(path, self._device)
-        self._tokenizer, self._template = load_scorer_tokenizer(path)
+        self._encoder = load_scorer_encoder(path, system_prompt)
         self._settings: Any = self.model.config.get_text_config()
         self._max_tokens = max_tokens
         self._padding: int | None = self._settings.pad_token_id
@@ -85,7 +90,7 @@ class RewardModel(Worker):
 
         Args:
             batch: The Python columns ``messages``, the prompt as chat messages; ``prompt``, its text as the policy saw
-                it; and ``completion``, text.
+                it; ``completion``, text; and ``tools``, lists of schemas or None, which may be missing.
 
         Returns:
             ``rewards``, float32 ``[B]``.
@@ -93,7 +98,8 @@ class RewardModel(Worker):
         Raises:
             DataError: A text is longer than the model's positions.
         """
-        columns = (batch.python(name) for name in ("messages", "prompt", "completion"))
+        columns = [batch.python(name) for name in ("messages", "prompt", "completion")]
+        columns.append(batch.python("tools") if "tools" in batch else [None] * len(columns[0]))
         ids = [self._encode(*row) for row in zip(*columns, strict=True)]
         most = getattr(self._settings, "max_position_embeddings", None)
         if most is not None and any(len(row) > most for row in ids):
@@ -140,7 +146,6 @@ class RewardModel(Worker):
         used = set(itertools.chain.from_iterable(ids))
         return next((token for token in range(self._settings.vocab_size) if token not in used), _NO_TOKEN)
 
-    def _encode(self, messages: Sequence[Any], prompt: str, completion: str) -> list[int]:
-        turns = [*messages, {"role": "assistant", "content": completion}]
-        who = f"the reward model {self.path}"
-        return encode_scored(self._tokenizer, self._template, turns, prompt + completion, self._system_prompt, who)
+    def _encode(self, messages: Sequence[Any], prompt: str, completion: str, tools: list[Any] | None) -> list[int]:
+        answer = [{"role": "assistant", "content": completion}]
+        return self._encoder.encode_answer(messages, answer, prompt + completion, tools)

@@ -17,6 +17,7 @@ from podium.runs.paths import resolve_models
 from podium.runtime import Cluster
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import check_answers, check_lengths, check_reward, find_columns, with_stop_tokens
+from podium.trainer.checks.scored_prompts import check_scored
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import completion_seeds, encode_rows, prompt_batch
 from podium_inference.roles import start_generator
@@ -68,6 +69,7 @@ def draw_best(
     examples = load_examples(config.data.train, config.data, "train", config.run.seed)
     prompts = encode_rows(examples, tokenizer, config.data, "training")
     check_answers(prompts.examples, config.reward, reward)
+    check_scored(config, prompts.examples)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     check_lengths(config.model, sampling.max_new_tokens, "training", prompts.token_ids.lengths, prompts.examples)
     columns = find_columns(prompts.examples, config.reward)

@@ -24,6 +24,7 @@ from podium.trainer.checks.preflight import (
     find_columns,
     with_stop_tokens,
 )
+from podium.trainer.checks.scored_prompts import check_scored
 from podium.trainer.evaluate import load_held_out_pairs, score_answers, score_held_out
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, prompt_batch
 from podium.trainer.roles import share_processes
@@ -75,6 +76,7 @@ def evaluate_model(
             continue
         sets[name] = load_held_out(data, tokenizer, config.eval.items)
         check_answers((prompt.example for prompt in sets[name]), config.reward, reward)
+    check_scored(config, (prompt.example for prompts in sets.values() for prompt in prompts))
     columns = find_columns((prompt.example for prompts in sets.values() for prompt in prompts), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     has_accuracy = knows_accuracy(config, "", 0)

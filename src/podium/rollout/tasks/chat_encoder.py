@@ -547,7 +547,11 @@ class ChatEncoder:
         if "function_call" not in (self._template or ""):
             messages = [to_tool_calls(message) for message in messages]
         written = template_messages(messages)
-        return written if self.mentions("tool_call_id") else order_results(written)
+        return written if self._writes_ids else order_results(written)
+
+    @cached_property
+    def _writes_ids(self) -> bool:
+        return self.mentions("tool_call_id")
 
     def _find_marks(self, texts: Texts) -> list[tuple[int, int]]:
         """Return where the template marks the assistant's text, in characters."""

@@ -306,7 +306,7 @@ def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
             prompt = _with_system(prompt, row, columns)
             if not isinstance(prompt, str):
                 check_messages(prompt_column, prompt)
-            tools = read_tools(row)
+            tools = read_tools(row, prompt_column)
             example = _pair(columns, prompt, answer, row if tools is None else {**row, "tools": tools})
         messages = [*(example.prompt if isinstance(example.prompt, list) else ()), *example.turns]
         for text in (example.prompt, example.answer, *map(message_text, messages)):

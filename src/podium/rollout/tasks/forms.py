@@ -333,11 +333,12 @@ def _system_text(value: Any) -> str:
     return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
 
 
-def read_tools(row: Mapping[str, Any]) -> Any:
+def read_tools(row: Mapping[str, Any], prompt_column: str | None) -> Any:
     """Return the tools of a row that does not have them in the column "tools"; None where there are none.
 
-    OpenAI's older rows have "functions", the schemas without a type around them. NeMo-Gym's have them in
-    "responses_create_params", with the type among the fields of the schema.
+    OpenAI's older rows have "functions", the schemas without a type around them. OpenAI's rows of preferences have
+    "input.tools" beside the prompt "input.messages". NeMo-Gym's have tools in "responses_create_params", with the type
+    among the fields of the schema.
 
     Raises:
         DataError: The text of one of these columns, or of "tools", has a name twice, with different values.
@@ -349,10 +350,22 @@ def read_tools(row: Mapping[str, Any]) -> Any:
     with name_place("column 'functions'"):
         schemas: Any = parse_json(row.get("functions"), "[", strict=True)
     if not _are_schemas(schemas):
+        if nested := _read_beside(row, prompt_column):
+            return nested
         schemas = _sibling(row, "tools")
         if not _are_schemas(schemas):
             return schemas or None
     return [{"type": "function", "function": {n: v for n, v in schema.items() if n != "type"}} for schema in schemas]
+
+
+def _read_beside(row: Mapping[str, Any], prompt_column: str | None) -> list[Any] | None:
+    """The tools in the object that holds the prompt, in OpenAI's form; None where there are none."""
+    name = f"{(prompt_column or '').rpartition('.')[0]}.tools"
+    if name == ".tools" or not has_column(row, name):
+        return None
+    with name_place(f"column {name!r}"):
+        schemas = list_tools(read_column(row, name)) or []
+    return schemas if schemas and all("function" in schema for schema in schemas) else None
 
 
 def list_tools(value: Any) -> list[Any] | None:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import jinja2
 from jinja2 import meta
 
-from podium.errors import ConfigError, DataError
-from podium.exceptions import describe_error
+from podium.errors import ConfigError
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.messages import INSTRUCTING, Messages
+from podium.rollout.tasks.messages import Messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -203,40 +202,3 @@ def list_variables(template: str | None) -> set[str]:
         return meta.find_undeclared_variables(environment.parse(_KEYWORDS.sub("", template)))
     except jinja2.TemplateError:  # of which the first prompt tells
         return set()
-
-
-def encode_scored(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    turns: Sequence[Mapping[str, Any]],
-    text: str,
-    system_prompt: str,
-    who: str,
-) -> list[int]:
-    """Return the ids of a conversation that a reward model scores, which has a tokenizer and a template of its own.
-
-    Args:
-        template: Its chat template. None encodes ``text`` instead.
-        turns: Prompt and answer as messages.
-        text: Prompt and answer as one text.
-        system_prompt: The system message of conversations without one of their own.
-        who: The reward model, for errors.
-
-    Raises:
-        DataError: The template cannot write the conversation.
-    """
-    if template is None:
-        return cast("list[int]", tokenizer(text)["input_ids"])
-    if system_prompt and turns[0]["role"] not in INSTRUCTING:
-        turns = [{"role": "system", "content": system_prompt}, *turns]
-    try:
-        written: Any = tokenizer.apply_chat_template(
-            cast("list[Any]", [*turns]), tokenize=False, chat_template=template
-        )
-    except Exception as error:  # templates raise what they like, by raise_exception too
-        roles = ", ".join(str(turn.get("role")) for turn in turns)
-        raise DataError(
-            f"the chat template of {who} cannot write a conversation of {roles}: {describe_error(error)}; change the "
-            "prompts, or data.system_prompt"
-        ) from error
-    return cast("list[int]", tokenizer(written, add_special_tokens=False)["input_ids"])
