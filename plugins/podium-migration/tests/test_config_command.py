@@ -405,15 +405,58 @@ def _find_unusual(answer: Any) -> Any:
     return not default if isinstance(default, bool) else 96 if isinstance(default, int | float) else "unusual"
 
 
-def _convert_values(project: str, values: dict[str, Any]) -> Any:
-    """Values, notes and lines of a conversion. None where it refuses the value."""
+def _convert_values(project: str, values: dict[str, Any], recipe: str = "grpo", whole: bool = False) -> Any:
+    """Values, notes and lines of a conversion, or the ``whole`` of it. None where it refuses the value."""
     module = pytest.importorskip(f"podium_migration.{project.lower()}")
-    settings = pytest.importorskip("podium_migration.sources").Settings(dict(values), [], "grpo", 1)
+    settings = pytest.importorskip("podium_migration.sources").Settings(dict(values), [], recipe, 1)
     try:
         conversion = getattr(module, f"convert_{project.lower()}")(settings)
     except (ValueError, TypeError):
         return None
-    return conversion.values, conversion.notes, conversion.lost
+    return conversion if whole else (conversion.values, conversion.notes, conversion.lost)
+
+
+BASES = {  # settings that a recipe needs
+    ("TRL", "grpo"): {"num_generations": 4, "max_steps": 100},
+    ("TRL", "sft"): {"max_steps": 100},
+    ("TRL", "dpo"): {"max_steps": 100},
+    ("TRL", "reward"): {"max_steps": 100},
+    ("verl", "gae"): {"algorithm.adv_estimator": "gae", "data.train_batch_size": 64},
+    ("verl", "grpo"): {"algorithm.adv_estimator": "grpo", "data.train_batch_size": 64},
+}
+
+
+@pytest.mark.parametrize(("project", "recipe"), BASES)
+def test_no_value_without_a_key_vanishes(project: str, recipe: str) -> None:
+    """In each recipe: what Podium lacks, and values for which it needs no setting while others are lacking."""
+    table = next(table for table in conversions.read_tables() if table.project == project)
+    keys = _convert_values(project, BASES[project, recipe], recipe, whole=True).defaults
+    vanished = []
+    for name, answer in table.answers.items():
+        chosen = answer.choose(keys) or answer
+        if chosen.key or "*" in name or not (chosen.missing or chosen.holds or answer.key):
+            continue
+        values = {**BASES[project, recipe], name: "unusual"}
+        lines = _convert_values(project, values, recipe, whole=True).lost
+        if not any(line.startswith(f"{name}=unusual: ") for line in lines):
+            vanished.append(name)
+    assert vanished == []
+
+
+def test_an_answer_of_another_recipe_without_a_key_says_which_values_hold() -> None:
+    """In every table: otherwise no conversion could tell a value that Podium lacks."""
+    for table in conversions.read_tables():
+        for name, answer in table.answers.items():
+            for other in answer.otherwise:
+                assert other.key or other.missing or other.holds, f"{table.project}: {name}"
+
+
+def test_a_loss_of_fine_tuning_that_podium_lacks_is_listed(tmp_path: Path) -> None:
+    _, _, written = convert(tmp_path, "trl", "a.yaml", "packing: true\nloss_type: dft\n")
+    assert "# - loss_type=dft: the loss is the mean of -log p" in written
+    for loss in ("nll", "chunked_nll"):
+        _, _, written = convert(tmp_path, "trl", f"{loss}.yaml", f"packing: true\nloss_type: {loss}\n")
+        assert "loss_type" not in written
 
 
 def test_cispo_of_trl_has_the_bound_itself(tmp_path: Path) -> None:
