@@ -269,7 +269,8 @@ def test_grpo_of_trl(tmp_path: Path) -> None:
     assert (config.run.steps, config.optim.warmup_steps, config.optim.lr) == (100, 40, 1e-5)
     assert (config.optim.lr_schedule, config.model.gradient_checkpointing) == ("linear", True)
     assert (config.algorithm.kl_in, config.algorithm.kl_coef, config.algorithm.cut_off) == ("loss", 0.04, "leave_out")
-    assert (config.algorithm.advantage, config.algorithm.clip_high) == ("dr_grpo", 0.2)
+    assert (config.algorithm.advantage, config.algorithm.clip_high) == ("grpo", 0.2)
+    assert config.algorithm.normalize_advantage is True, "scale_rewards is group by default"
     assert config.algorithm.resolve().aggregation == "sequence-sum-constant"
     assert config.model.lora is not None
     assert (config.model.lora.rank, config.model.lora.alpha, config.model.lora.targets) == (32, 64.0, ())
@@ -357,7 +358,7 @@ def test_what_a_script_says_is_converted_by_its_own_meaning(tmp_path: Path) -> N
     assert config.model.dtype == "bfloat16"
     assert "# - optim=paged_adamw_8bit: the optimizer is AdamW with its state" in written
     assert "# - shuffle_dataset=False: each pass over the data has an order of its own" in written
-    assert "target_modules" not in written
+    assert "# - lora_target_modules: where no layers are named, peft adapts some by the type" in written
     _, _, written = convert(tmp_path, "trl", "b.yaml", "num_generations: 8\nsave_steps: 0.1\neval_strategy: epoch\n")
     assert "# - eval_strategy=epoch: eval.every counts steps" in written
     assert "# - save_steps=0.1: save.every counts steps: 0.1 x those of the run" in written
@@ -371,6 +372,74 @@ def test_fine_tuning_says_what_is_learned_of_a_conversation(tmp_path: Path) -> N
     text = "packing: true\nassistant_only_loss: true\ncompletion_only_loss: false\n"
     _, _, written = convert(tmp_path, "trl", "c.yaml", text)
     assert "# - completion_only_loss=False: of a prompt and its completion" in written
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        ("Qwen/Qwen3-0.6B", ("q_proj", "v_proj")),
+        ("meta-llama/Llama-3.1-8B", ("q_proj", "v_proj")),
+        ("gpt_neox", ("query_key_value",)),
+        ("Qwen/Qwen3-30B-A3B", ()),  # its type has no entry in peft's table
+        ("other/model", ()),
+        ("gemma4", ()),  # peft has a pattern
+    ],
+)
+def test_adapters_without_layers_are_those_of_peft(
+    model: str, targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("podium_migration.model_types._find_cached", lambda name: None)
+    if "/" not in model:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model}))
+        model = str(tmp_path / "model")
+    script = f"GRPOTrainer(model={model!r}, args=GRPOConfig(), peft_config=LoraConfig(r=4))\n"
+    config, _, written = convert(tmp_path, "trl", "a.py", script)
+    assert config.model.lora is not None
+    assert config.model.lora.targets == targets
+    assert ("# - lora_target_modules: " in written) == (not targets)
+    text = f"model_name_or_path: {model}\nnum_generations: 8\nuse_peft: true\n"
+    config, _, written = convert(tmp_path, "trl", "a.yaml", f"{text}lora_target_modules: [all-linear]\n")
+    assert config.model.lora is not None
+    assert config.model.lora.targets == ()
+    assert "lora_target_modules" not in written
+
+
+def test_the_models_whose_names_say_their_type_are_in_the_table_of_peft() -> None:
+    model_types = pytest.importorskip("podium_migration.model_types")
+    constants = pytest.importorskip("peft.utils.constants")
+    table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    for kind in model_types._FAMILIES:
+        assert model_types.read_peft_targets(kind) == table[kind]
+
+
+def test_packed_rows_of_trl_are_no_examples(tmp_path: Path) -> None:
+    text = "packing: true\nmax_length: 4096\nper_device_train_batch_size: 4\n"
+    _, _, written = convert(tmp_path, "trl", "a.yaml", text)
+    assert "# - packing=True: TRL puts examples together into rows of max_length tokens (4096)" in written
+    assert "examples each: see below.\n  examples: 4" in written
+    _, _, written = convert(tmp_path, "trl", "b.yaml", "packing: false\nper_device_train_batch_size: 4\n")
+    assert "packing" not in written and "see below" not in written
+
+
+@pytest.mark.parametrize(
+    ("scale", "advantage", "normalizes"),
+    [
+        ("", "grpo", True),
+        ("scale_rewards: group\n", "grpo", True),
+        ("scale_rewards: true\n", "grpo", True),
+        ("scale_rewards: batch\n", "grpo", None),
+        ("scale_rewards: none\n", "dr_grpo", None),
+        ("scale_rewards: false\n", "dr_grpo", None),
+    ],
+)
+def test_dr_grpo_of_trl_scales_rewards_unless_it_is_set(
+    scale: str, advantage: str, normalizes: bool | None, tmp_path: Path
+) -> None:
+    config, _, written = convert(tmp_path, "trl", "a.yaml", f"num_generations: 8\nloss_type: dr_grpo\n{scale}")
+    assert (config.algorithm.advantage, config.algorithm.normalize_advantage) == (advantage, normalizes)
+    assert config.algorithm.resolve().aggregation == "sequence-sum-constant"
+    assert ("# - scale_rewards=batch: " in written) == ("batch" in scale)
 
 
 NEED_ANOTHER = {  # settings that change nothing in their project either, while another one has its default

@@ -7,6 +7,7 @@ from podium.errors import ConfigError
 from podium.installed import has_library
 from podium.spelling import write_count
 from podium_migration.conversion import Conversion, convert_settings
+from podium_migration.model_types import find_model_type, read_peft_targets
 from podium_migration.sources import Settings, explain_other_trainer
 
 __all__ = ["convert_trl"]
@@ -117,6 +118,7 @@ def _convert_batches(c: Conversion) -> None:
     updates = 1
     if c.recipe != "grpo":
         c.set("batch.examples", rows * accumulation, f"{note}.")
+        _explain_packing(c)
     else:
         n, reuse = c.get("num_generations"), c.get("steps_per_generation") or accumulation
         completions = c.settings.values.get("generation_batch_size") or rows * reuse
@@ -130,6 +132,19 @@ def _convert_batches(c: Conversion) -> None:
         if minibatches > 1 or c.is_set("steps_per_generation"):
             c.set("algorithm.minibatches", minibatches, f"{note} make one optimizer step.")
     _convert_length(c, updates)
+
+
+def _explain_packing(c: Conversion) -> None:
+    """Rows of TRL hold several examples with ``packing``, and ``batch.examples`` counts examples."""
+    if c.recipe == "sft" and c.get("packing"):
+        c.notes["batch.examples"] += " TRL's rows hold several examples each: see below."
+        length, most = c.get("max_length"), c.get("max_steps")
+        c.lose(
+            "packing",
+            f"TRL puts examples together into rows of max_length tokens ({length}) and counts these rows in a batch; "
+            "batch.examples counts examples: multiply it by the mean number of examples in a row, which is max_length "
+            "by their mean length" + ("" if most > 0 else "; the number of steps of an epoch is then theirs"),
+        )
 
 
 def _convert_length(c: Conversion, updates: int) -> None:
@@ -201,8 +216,7 @@ def _convert_objective(c: Conversion) -> None:
     if translation is None or translation.missing:
         c.lose("loss_type", "a loss is a function of about twenty lines: docs/algorithms.md writes one")
     elif name == "dr_grpo":
-        c.set("algorithm.advantage", "dr_grpo", translation.remark)
-        c.values.pop("algorithm.normalize_advantage", None)
+        _convert_dr_grpo(c, translation.remark)
     elif translation.key:
         _convert_own_loss(c, str(translation.value))
     else:
@@ -219,6 +233,21 @@ def _convert_objective(c: Conversion) -> None:
         least = c.get("vllm_importance_sampling_clip_min")
         if least is not None and bound.endswith("_high"):
             c.set(f"algorithm.options.{bound.removesuffix('_high')}_low", least)
+
+
+def _convert_dr_grpo(c: Conversion, remark: str) -> None:
+    """Dr. GRPO, which in TRL is the aggregation alone: ``scale_rewards`` says whether the deviation divides."""
+    if c.values.get("algorithm.normalize_advantage") is False:
+        c.set("algorithm.advantage", "dr_grpo", remark)
+        del c.values["algorithm.normalize_advantage"]
+        return
+    c.set("algorithm.advantage", "grpo")
+    c.set(
+        "algorithm.aggregation",
+        "sequence-sum-constant",
+        "TRL's dr_grpo is this aggregation; scale_rewards keeps the division by the deviation, which the paper's "
+        "leaves out.",
+    )
 
 
 def _convert_own_loss(c: Conversion, loss: str) -> None:
@@ -301,10 +330,7 @@ def _convert_model(c: Conversion) -> None:
         c.set("model.lora.rank", c.get("lora_r"))
         c.set("model.lora.alpha", float(c.get("lora_alpha")))
         c.set("model.lora.dropout", c.get("lora_dropout"))
-        targets = c.settings.values.get("lora_target_modules") or []
-        c.set(
-            "model.lora.targets", [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
-        )
+        _convert_targets(c)
         if c.recipe == "grpo" and c.get("lora_dropout"):
             c.set(
                 "model.lora.dropout",
@@ -330,6 +356,31 @@ def _convert_model(c: Conversion) -> None:
             c.get("max_length"),
             "It bounds the prompt; TRL's max_length cuts prompt and answer together.",
         )
+
+
+def _convert_targets(c: Conversion) -> None:
+    """The layers that get adapters. Where a script names none, peft chooses them by the type of the model."""
+    targets = c.settings.values.get("lora_target_modules") or []
+    names = [targets] if isinstance(targets, str) else list(targets)
+    if names == ["all-linear"]:
+        c.set("model.lora.targets", [])
+        return
+    if names or "lora_target_modules" in c.settings.undecided:
+        c.set("model.lora.targets", names)
+        return
+    kind, origin = find_model_type(str(c.settings.values.get("model_name_or_path") or ""))
+    usual = read_peft_targets(kind) if kind else None
+    if isinstance(usual, list):
+        note = f"The file names no layers, and peft then adapts these in models of type {kind}, by {origin}."
+        c.set("model.lora.targets", usual, note)
+        return
+    c.set("model.lora.targets", [])
+    lacks = f"for {kind} that is {usual!r}" if usual else f"none for {kind}" if kind else "which is not known here"
+    c.lose(
+        "lora_target_modules",
+        "where no layers are named, peft adapts some by the type of the model, such as q_proj and v_proj for llama, "
+        f"mistral, qwen2 and qwen3; {lacks}, and the file above says all linear layers: set model.lora.targets",
+    )
 
 
 def _convert_loading(c: Conversion) -> None:
