@@ -442,6 +442,65 @@ def test_dr_grpo_of_trl_scales_rewards_unless_it_is_set(
     assert ("# - scale_rewards=batch: " in written) == ("batch" in scale)
 
 
+SCRIPT_WITH_CHANGES = """\
+from datasets import concatenate_datasets, load_dataset
+import datasets
+from trl import GRPOConfig, GRPOTrainer
+
+def prepare(rows, name):
+    rows = rows.map(lambda row: {"prompt": SYSTEM + row["question"].strip()})
+    return rows.rename_column("solution", "answer")
+
+def load():
+    return load_dataset("openai/gsm8k", "main")["train"]
+
+class Mine(GRPOTrainer): ...
+
+data = load().filter(lambda row: len(row["question"]) < 500)
+parts = prepare(data, name="a").shuffle(seed=1).train_test_split(0.1)
+for split in parts:
+    parts[split] = parts[split].select(range(100))
+more = concatenate_datasets([parts["train"], datasets.Dataset.from_list([])])
+print(", ".join(data[0]["question"].split()), "x".join(map(str, filter(None, data.column_names))))
+tokenizer.chat_template = "{{ messages }}"
+settings = dict(num_generations=4, beta=0.1)
+args = GRPOConfig(epsilon=0.1, **settings, **more_settings)
+args.beta = 0.3
+trainer = GRPOTrainer("q", score, args=args, train_dataset=more, callbacks=[Stop()], ref_model=None)
+"""
+
+
+def test_what_a_script_does_beside_its_settings_is_listed(tmp_path: Path) -> None:
+    config, values, written = convert(tmp_path, "trl", "a.py", SCRIPT_WITH_CHANGES)
+    lines = written.replace("\n#   ", " ").splitlines()
+    (rows,) = [line for line in lines if "the script changes rows or columns here" in line]
+    assert rows.removeprefix("# - ").partition(": ")[0].split(", ") == [
+        *("rows.map (line 6)", "rows.rename_column (line 7)", "load.filter (line 14)", "prepare.shuffle (line 15)"),
+        *("prepare.train_test_split (line 15)", "parts.select (line 17)", "Dataset.from_list (line 18)"),
+        "concatenate_datasets (line 18)",
+    ]
+    assert any(line.startswith("# - Mine (line 12): a trainer of the script's own") for line in lines)
+    assert any(line.startswith("# - tokenizer.chat_template (line 20): ") for line in lines)
+    assert any(line.startswith("# - callbacks (line 24): ") for line in lines)
+    assert any(line.startswith("# - **more_settings: ") or ", **more_settings: " in line for line in lines)
+    assert "ref_model" not in written
+    assert values["data"]["options"] == {"name": "main"}
+    assert (config.model.path, config.data.train, config.sampling.n) == ("q", "openai/gsm8k", 4)
+    assert (config.algorithm.kl_coef, config.algorithm.clip_low) == (0.3, 0.1)
+
+
+def test_a_script_that_changes_no_rows_has_no_such_lines(tmp_path: Path) -> None:
+    _, _, written = convert(tmp_path, "trl", "train.py", TRL_SCRIPT)
+    assert "the script changes rows" not in written and "(line" not in written
+
+
+def test_a_setting_behind_a_script_decides_what_the_script_does_not(tmp_path: Path) -> None:
+    text = "GRPOConfig(learning_rate=find_rate(), num_generations=4)\n"
+    config, _, written = convert(tmp_path, "trl", "a.py", text, "learning_rate=3e-6")
+    assert config.optim.lr == 3e-6
+    assert "does not decide" not in written
+
+
 NEED_ANOTHER = {  # settings that change nothing in their project either, while another one has its default
     "actor_rollout_ref.rollout.val_kwargs.do_sample",
     "vllm_importance_sampling_correction",

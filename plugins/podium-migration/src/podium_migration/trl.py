@@ -41,6 +41,7 @@ def convert_trl(settings: Settings) -> Conversion:
     """
     recipe = settings.recipe or _guess_recipe(settings)
     conversion = convert_settings(settings._replace(recipe=recipe), _convert)
+    conversion.lost += [f"{subject}: {remark}" for subject, remark in settings.changes]
     if not settings.recipe and recipe in _ALSO:
         mark = min(_MARKS[recipe] & settings.values.keys())
         conversion.lost.append(
