@@ -374,131 +374,22 @@ def test_fine_tuning_says_what_is_learned_of_a_conversation(tmp_path: Path) -> N
     assert "# - completion_only_loss=False: of a prompt and its completion" in written
 
 
-@pytest.mark.parametrize(
-    ("model", "targets"),
-    [
-        ("Qwen/Qwen3-0.6B", ("q_proj", "v_proj")),
-        ("meta-llama/Llama-3.1-8B", ("q_proj", "v_proj")),
-        ("gpt_neox", ("query_key_value",)),
-        ("Qwen/Qwen3-30B-A3B", ()),  # its type has no entry in peft's table
-        ("other/model", ()),
-        ("gemma4", ()),  # peft has a pattern
-    ],
-)
-def test_adapters_without_layers_are_those_of_peft(
-    model: str, targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("podium_migration.model_types._find_cached", lambda name: None)
-    if "/" not in model:
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model}))
-        model = str(tmp_path / "model")
-    script = f"GRPOTrainer(model={model!r}, args=GRPOConfig(), peft_config=LoraConfig(r=4))\n"
-    config, _, written = convert(tmp_path, "trl", "a.py", script)
-    assert config.model.lora is not None
-    assert config.model.lora.targets == targets
-    assert ("# - lora_target_modules: " in written) == (not targets)
-    text = f"model_name_or_path: {model}\nnum_generations: 8\nuse_peft: true\n"
-    config, _, written = convert(tmp_path, "trl", "a.yaml", f"{text}lora_target_modules: [all-linear]\n")
-    assert config.model.lora is not None
-    assert config.model.lora.targets == ()
-    assert "lora_target_modules" not in written
-
-
-def test_the_models_whose_names_say_their_type_are_in_the_table_of_peft() -> None:
-    model_types = pytest.importorskip("podium_migration.model_types")
-    constants = pytest.importorskip("peft.utils.constants")
-    table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    for kind in model_types._FAMILIES:
-        assert model_types.read_peft_targets(kind) == table[kind]
-
-
-def test_packed_rows_of_trl_are_no_examples(tmp_path: Path) -> None:
-    text = "packing: true\nmax_length: 4096\nper_device_train_batch_size: 4\n"
-    _, _, written = convert(tmp_path, "trl", "a.yaml", text)
-    assert "# - packing=True: TRL puts examples together into rows of max_length tokens (4096)" in written
-    assert "examples each: see below.\n  examples: 4" in written
-    _, _, written = convert(tmp_path, "trl", "b.yaml", "packing: false\nper_device_train_batch_size: 4\n")
-    assert "packing" not in written and "see below" not in written
-
-
-@pytest.mark.parametrize(
-    ("scale", "advantage", "normalizes"),
-    [
-        ("", "grpo", True),
-        ("scale_rewards: group\n", "grpo", True),
-        ("scale_rewards: true\n", "grpo", True),
-        ("scale_rewards: batch\n", "grpo", None),
-        ("scale_rewards: none\n", "dr_grpo", None),
-        ("scale_rewards: false\n", "dr_grpo", None),
-    ],
-)
-def test_dr_grpo_of_trl_scales_rewards_unless_it_is_set(
-    scale: str, advantage: str, normalizes: bool | None, tmp_path: Path
-) -> None:
-    config, _, written = convert(tmp_path, "trl", "a.yaml", f"num_generations: 8\nloss_type: dr_grpo\n{scale}")
-    assert (config.algorithm.advantage, config.algorithm.normalize_advantage) == (advantage, normalizes)
-    assert config.algorithm.resolve().aggregation == "sequence-sum-constant"
-    assert ("# - scale_rewards=batch: " in written) == ("batch" in scale)
-
-
-SCRIPT_WITH_CHANGES = """\
-from datasets import concatenate_datasets, load_dataset
-import datasets
-from trl import GRPOConfig, GRPOTrainer
-
-def prepare(rows, name):
-    rows = rows.map(lambda row: {"prompt": SYSTEM + row["question"].strip()})
-    return rows.rename_column("solution", "answer")
-
-def load():
-    return load_dataset("openai/gsm8k", "main")["train"]
-
-class Mine(GRPOTrainer): ...
-
-data = load().filter(lambda row: len(row["question"]) < 500)
-parts = prepare(data, name="a").shuffle(seed=1).train_test_split(0.1)
-for split in parts:
-    parts[split] = parts[split].select(range(100))
-more = concatenate_datasets([parts["train"], datasets.Dataset.from_list([])])
-print(", ".join(data[0]["question"].split()), "x".join(map(str, filter(None, data.column_names))))
-tokenizer.chat_template = "{{ messages }}"
-settings = dict(num_generations=4, beta=0.1)
-args = GRPOConfig(epsilon=0.1, **settings, **more_settings)
-args.beta = 0.3
-trainer = GRPOTrainer("q", score, args=args, train_dataset=more, callbacks=[Stop()], ref_model=None)
-"""
-
-
-def test_what_a_script_does_beside_its_settings_is_listed(tmp_path: Path) -> None:
-    config, values, written = convert(tmp_path, "trl", "a.py", SCRIPT_WITH_CHANGES)
-    lines = written.replace("\n#   ", " ").splitlines()
-    (rows,) = [line for line in lines if "the script changes rows or columns here" in line]
-    assert rows.removeprefix("# - ").partition(": ")[0].split(", ") == [
-        *("rows.map (line 6)", "rows.rename_column (line 7)", "load.filter (line 14)", "prepare.shuffle (line 15)"),
-        *("prepare.train_test_split (line 15)", "parts.select (line 17)", "Dataset.from_list (line 18)"),
-        "concatenate_datasets (line 18)",
-    ]
-    assert any(line.startswith("# - Mine (line 12): a trainer of the script's own") for line in lines)
-    assert any(line.startswith("# - tokenizer.chat_template (line 20): ") for line in lines)
-    assert any(line.startswith("# - callbacks (line 24): ") for line in lines)
-    assert any(line.startswith("# - **more_settings: ") or ", **more_settings: " in line for line in lines)
-    assert "ref_model" not in written
-    assert values["data"]["options"] == {"name": "main"}
-    assert (config.model.path, config.data.train, config.sampling.n) == ("q", "openai/gsm8k", 4)
-    assert (config.algorithm.kl_coef, config.algorithm.clip_low) == (0.3, 0.1)
-
-
-def test_a_script_that_changes_no_rows_has_no_such_lines(tmp_path: Path) -> None:
-    _, _, written = convert(tmp_path, "trl", "train.py", TRL_SCRIPT)
-    assert "the script changes rows" not in written and "(line" not in written
-
-
-def test_a_setting_behind_a_script_decides_what_the_script_does_not(tmp_path: Path) -> None:
-    text = "GRPOConfig(learning_rate=find_rate(), num_generations=4)\n"
-    config, _, written = convert(tmp_path, "trl", "a.py", text, "learning_rate=3e-6")
-    assert config.optim.lr == 3e-6
-    assert "does not decide" not in written
+def test_lengths_and_the_critic_of_verl_that_differ_are_named(tmp_path: Path) -> None:
+    words = (
+        "actor_rollout_ref.rollout.response_length=96",
+        "actor_rollout_ref.rollout.prompt_length=48",
+        "actor_rollout_ref.actor.optim.weight_decay=0.1",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "critic.ppo_epochs=1",
+    )
+    config, written = convert_verl(tmp_path, "ppo", *words)
+    assert config.sampling.max_new_tokens == 96
+    assert "# - actor_rollout_ref.rollout.prompt_length=48: prompts have one bound" in written
+    lines = [line for line in written.replace("\n#   ", " ").splitlines() if "only critic.lr and critic.path" in line]
+    assert "critic.ppo_epochs=1" in lines[0] and "critic.optim.weight_decay" in lines[0]
+    (tmp_path / "other").mkdir()
+    _, written = convert_verl(tmp_path / "other", "ppo")
+    assert "critic.ppo_epochs" not in written and "critic.optim.weight_decay" not in written
 
 
 NEED_ANOTHER = {  # settings that change nothing in their project either, while another one has its default
@@ -577,14 +468,6 @@ def test_an_answer_of_another_recipe_without_a_key_says_which_values_hold() -> N
         for name, answer in table.answers.items():
             for other in answer.otherwise:
                 assert other.key or other.missing or other.holds, f"{table.project}: {name}"
-
-
-def test_a_loss_of_fine_tuning_that_podium_lacks_is_listed(tmp_path: Path) -> None:
-    _, _, written = convert(tmp_path, "trl", "a.yaml", "packing: true\nloss_type: dft\n")
-    assert "# - loss_type=dft: the loss is the mean of -log p" in written
-    for loss in ("nll", "chunked_nll"):
-        _, _, written = convert(tmp_path, "trl", f"{loss}.yaml", f"packing: true\nloss_type: {loss}\n")
-        assert "loss_type" not in written
 
 
 def test_cispo_of_trl_has_the_bound_itself(tmp_path: Path) -> None:

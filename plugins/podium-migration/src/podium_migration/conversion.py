@@ -146,6 +146,8 @@ class Conversion:
             return
         value = value if translation is None else translation.value
         if value is None and key in self.expected and "null" not in self.expected[key]:
+            if self._default_of(answer) not in (None, "null"):
+                self.lose(name, f"{key} takes no null, and is {self.defaults[key]} where it is not set")
             return
         if self.is_set(name) or not _equal(value, self.defaults.get(key)):
             self.set(key, value, translation.remark if translation and self.is_set(name) else "")

@@ -23,6 +23,8 @@ ONLY_SET: Final = (
     "placement.",
     "model.dtype",
 )
+WITHOUT_DROPOUT: Final = ("qwen2", "qwen3", "llama", "mistral")
+"""Types of models that have no dropout of their own."""
 _OURS: Final = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "reward": "rm"}
 
 _CORRECTIONS = {
@@ -65,9 +67,39 @@ def _convert(settings: Settings) -> Conversion:
     if recipe == "grpo":
         _convert_objective(conversion)
         _convert_rewards(conversion)
-    if recipe == "sft" and not conversion.is_set("assistant_only_loss"):
-        conversion.lose("assistant_only_loss", conversion.table.answers["assistant_only_loss"].remark)
+    _explain_defaults(conversion)
     return conversion
+
+
+def _explain_defaults(c: Conversion) -> None:
+    """Name what TRL does where the file says nothing, and Podium does not do."""
+    if c.recipe == "sft" and not c.is_set("assistant_only_loss"):
+        c.lose("assistant_only_loss", c.table.answers["assistant_only_loss"].remark)
+    c.lost.append(
+        "prompts: TRL takes a prompt that is text as it is, and Podium writes it as the user's message where the "
+        "tokenizer has a chat template: data.chat_template none takes such prompts as they are"
+    )
+    most = c.defaults["data.max_prompt_tokens"]
+    if c.recipe != "grpo" and not c.is_set("max_length"):
+        c.lose(
+            "max_length",
+            f"TRL cuts prompt and answer together at {c.get('max_length')} tokens; here data.max_prompt_tokens "
+            f"({most}) bounds the prompt, and no answer is cut",
+        )
+    elif c.recipe == "grpo" and c.settings.values.get("max_prompt_length") is None:
+        c.lose(
+            "max_prompt_length",
+            f"TRL bounds no prompt; here prompts above data.max_prompt_tokens ({most}) are left out, and the run says "
+            "how many",
+        )
+    dropout = c.settings.values.get("disable_dropout")
+    kind, _ = find_model_type(str(c.settings.values.get("model_name_or_path") or ""))
+    if c.recipe == "grpo" and dropout is None and kind not in WITHOUT_DROPOUT:
+        c.lose(
+            "disable_dropout",
+            "a model's own dropout acts in TRL's reinforcement learning unless this is true, and here only where "
+            "model.dropout is true",
+        )
 
 
 def _guess_recipe(settings: Settings) -> str:
@@ -225,7 +257,8 @@ def _convert_objective(c: Conversion) -> None:
     if c.get("importance_sampling_level") == "sequence":
         c.set("algorithm.loss", "gspo")
     if c.get("disable_dropout") is False and c.is_set("disable_dropout"):
-        c.set("model.dropout", None)
+        c.set("model.dropout", True, "It has no effect on a model without dropout of its own.")
+    _convert_following(c)
     if c.get("use_vllm") and c.get("vllm_importance_sampling_correction"):
         cap, mode = c.get("vllm_importance_sampling_clip_max"), str(c.get("vllm_importance_sampling_mode"))
         name, bound = _CORRECTIONS.get(mode, ("truncate", "weight_cap"))
@@ -234,6 +267,22 @@ def _convert_objective(c: Conversion) -> None:
         least = c.get("vllm_importance_sampling_clip_min")
         if least is not None and bound.endswith("_high"):
             c.set(f"algorithm.options.{bound.removesuffix('_high')}_low", least)
+
+
+def _convert_following(c: Conversion) -> None:
+    """An entropy bonus that follows the entropy, and a reference that follows the policy."""
+    if c.get("use_adaptive_entropy"):
+        entries = {name: c.get(f"entropy_coef_{name}") for name in ("delta", "min", "max")}
+        target = {"target": c.get("entropy_target"), **entries, "start": c.get("entropy_coef")}
+        c.set("algorithm.entropy_coef", target, "The bonus counts only while the entropy is below the target.")
+    if c.get("sync_ref_model") and c.get("beta"):
+        steps, updates = (
+            c.get("ref_model_sync_steps"),
+            c.get("num_iterations") * c.values.get("algorithm.minibatches", 1),
+        )
+        note = f"{write_count(steps, 'optimizer step')}, {updates} a step."
+        c.set("algorithm.options.reference_refresh", max(1, steps // updates), note)
+        c.set("algorithm.options.reference_mix", c.get("ref_model_mixup_alpha"))
 
 
 def _convert_dr_grpo(c: Conversion, remark: str) -> None:
@@ -341,8 +390,8 @@ def _convert_model(c: Conversion) -> None:
     _convert_loading(c)
     if c.get("fp16"):
         c.set("parallel.precision", "float16")
-    elif c.settings.values.get("bf16"):
-        c.set("parallel.precision", "bfloat16")
+    elif c.settings.values.get("bf16") is not None:
+        c.set("parallel.precision", "bfloat16" if c.get("bf16") else "float32")
     if c.is_set("fsdp") or c.is_set("deepspeed"):
         c.set("parallel.strategy", "fsdp2")
     if c.settings.values.get("use_vllm"):
@@ -351,7 +400,7 @@ def _convert_model(c: Conversion) -> None:
         else:
             c.values.pop("engine.name", None)
             c.lose("use_vllm", "vllm is not installed here; in Podium's clone: pip install ./plugins/podium-vllm")
-    if c.recipe != "grpo" and c.is_set("max_length"):
+    if c.recipe != "grpo" and c.settings.values.get("max_length") is not None:
         c.set(
             "data.max_prompt_tokens",
             c.get("max_length"),
