@@ -176,7 +176,7 @@ def _explain_packing(c: Conversion) -> None:
             "packing",
             f"TRL puts examples together into rows of max_length tokens ({length}) and counts these rows in a batch; "
             "batch.examples counts examples: multiply it by the mean number of examples in a row, which is max_length "
-            "by their mean length" + ("" if most > 0 else "; the number of steps of an epoch is then theirs"),
+            "divided by their mean length" + ("" if most > 0 else "; the number of steps of an epoch is then theirs"),
         )
 
 
