@@ -269,7 +269,8 @@ def test_grpo_of_trl(tmp_path: Path) -> None:
     assert (config.run.steps, config.optim.warmup_steps, config.optim.lr) == (100, 40, 1e-5)
     assert (config.optim.lr_schedule, config.model.gradient_checkpointing) == ("linear", True)
     assert (config.algorithm.kl_in, config.algorithm.kl_coef, config.algorithm.cut_off) == ("loss", 0.04, "leave_out")
-    assert (config.algorithm.advantage, config.algorithm.clip_high) == ("dr_grpo", 0.2)
+    assert (config.algorithm.advantage, config.algorithm.clip_high) == ("grpo", 0.2)
+    assert config.algorithm.normalize_advantage is True, "scale_rewards is group by default"
     assert config.algorithm.resolve().aggregation == "sequence-sum-constant"
     assert config.model.lora is not None
     assert (config.model.lora.rank, config.model.lora.alpha, config.model.lora.targets) == (32, 64.0, ())
@@ -357,7 +358,7 @@ def test_what_a_script_says_is_converted_by_its_own_meaning(tmp_path: Path) -> N
     assert config.model.dtype == "bfloat16"
     assert "# - optim=paged_adamw_8bit: the optimizer is AdamW with its state" in written
     assert "# - shuffle_dataset=False: each pass over the data has an order of its own" in written
-    assert "target_modules" not in written
+    assert "# - lora_target_modules: where no layers are named, peft adapts some by the type" in written
     _, _, written = convert(tmp_path, "trl", "b.yaml", "num_generations: 8\nsave_steps: 0.1\neval_strategy: epoch\n")
     assert "# - eval_strategy=epoch: eval.every counts steps" in written
     assert "# - save_steps=0.1: save.every counts steps: 0.1 x those of the run" in written
@@ -371,6 +372,24 @@ def test_fine_tuning_says_what_is_learned_of_a_conversation(tmp_path: Path) -> N
     text = "packing: true\nassistant_only_loss: true\ncompletion_only_loss: false\n"
     _, _, written = convert(tmp_path, "trl", "c.yaml", text)
     assert "# - completion_only_loss=False: of a prompt and its completion" in written
+
+
+def test_lengths_and_the_critic_of_verl_that_differ_are_named(tmp_path: Path) -> None:
+    words = (
+        "actor_rollout_ref.rollout.response_length=96",
+        "actor_rollout_ref.rollout.prompt_length=48",
+        "actor_rollout_ref.actor.optim.weight_decay=0.1",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "critic.ppo_epochs=1",
+    )
+    config, written = convert_verl(tmp_path, "ppo", *words)
+    assert config.sampling.max_new_tokens == 96
+    assert "# - actor_rollout_ref.rollout.prompt_length=48: prompts have one bound" in written
+    lines = [line for line in written.replace("\n#   ", " ").splitlines() if "only critic.lr and critic.path" in line]
+    assert "critic.ppo_epochs=1" in lines[0] and "critic.optim.weight_decay" in lines[0]
+    (tmp_path / "other").mkdir()
+    _, written = convert_verl(tmp_path / "other", "ppo")
+    assert "critic.ppo_epochs" not in written and "critic.optim.weight_decay" not in written
 
 
 NEED_ANOTHER = {  # settings that change nothing in their project either, while another one has its default
@@ -405,15 +424,50 @@ def _find_unusual(answer: Any) -> Any:
     return not default if isinstance(default, bool) else 96 if isinstance(default, int | float) else "unusual"
 
 
-def _convert_values(project: str, values: dict[str, Any]) -> Any:
-    """Values, notes and lines of a conversion. None where it refuses the value."""
+def _convert_values(project: str, values: dict[str, Any], recipe: str = "grpo", whole: bool = False) -> Any:
+    """Values, notes and lines of a conversion, or the ``whole`` of it. None where it refuses the value."""
     module = pytest.importorskip(f"podium_migration.{project.lower()}")
-    settings = pytest.importorskip("podium_migration.sources").Settings(dict(values), [], "grpo", 1)
+    settings = pytest.importorskip("podium_migration.sources").Settings(dict(values), [], recipe, 1)
     try:
         conversion = getattr(module, f"convert_{project.lower()}")(settings)
     except (ValueError, TypeError):
         return None
-    return conversion.values, conversion.notes, conversion.lost
+    return conversion if whole else (conversion.values, conversion.notes, conversion.lost)
+
+
+BASES = {  # settings that a recipe needs
+    ("TRL", "grpo"): {"num_generations": 4, "max_steps": 100},
+    ("TRL", "sft"): {"max_steps": 100},
+    ("TRL", "dpo"): {"max_steps": 100},
+    ("TRL", "reward"): {"max_steps": 100},
+    ("verl", "gae"): {"algorithm.adv_estimator": "gae", "data.train_batch_size": 64},
+    ("verl", "grpo"): {"algorithm.adv_estimator": "grpo", "data.train_batch_size": 64},
+}
+
+
+@pytest.mark.parametrize(("project", "recipe"), BASES)
+def test_no_value_without_a_key_vanishes(project: str, recipe: str) -> None:
+    """In each recipe: what Podium lacks, and values for which it needs no setting while others are lacking."""
+    table = next(table for table in conversions.read_tables() if table.project == project)
+    keys = _convert_values(project, BASES[project, recipe], recipe, whole=True).defaults
+    vanished = []
+    for name, answer in table.answers.items():
+        chosen = answer.choose(keys) or answer
+        if chosen.key or "*" in name or not (chosen.missing or chosen.holds or answer.key):
+            continue
+        values = {**BASES[project, recipe], name: "unusual"}
+        lines = _convert_values(project, values, recipe, whole=True).lost
+        if not any(line.startswith(f"{name}=unusual: ") for line in lines):
+            vanished.append(name)
+    assert vanished == []
+
+
+def test_an_answer_of_another_recipe_without_a_key_says_which_values_hold() -> None:
+    """In every table: otherwise no conversion could tell a value that Podium lacks."""
+    for table in conversions.read_tables():
+        for name, answer in table.answers.items():
+            for other in answer.otherwise:
+                assert other.key or other.missing or other.holds, f"{table.project}: {name}"
 
 
 def test_cispo_of_trl_has_the_bound_itself(tmp_path: Path) -> None:

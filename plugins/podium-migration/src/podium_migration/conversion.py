@@ -65,10 +65,12 @@ class Conversion:
         if name in self.settings.values:
             return self.settings.values[name]
         answer = self.table.answers.get(name)
-        value = None if answer is None else answer.default
-        if isinstance(value, dict) and value:
-            value = value.get(self.theirs)
+        value = None if answer is None else self._default_of(answer)
         return default if value in (None, "null") else value
+
+    def _default_of(self, answer: Equivalent) -> Any:
+        default = answer.default
+        return default.get(self.theirs) if isinstance(default, dict) and default else default
 
     def find_expected(self, name: str) -> Equivalent | None:
         """Return the answer to a setting of the file that should change the configuration.
@@ -77,16 +79,21 @@ class Conversion:
         that is already among what is lost.
         """
         answer = self.table.find(name)
-        if answer is None or not answer.key or self._is_off(name):
+        if answer is None or not (chosen := self._choose(answer)).key:
             return None
-        chosen, value = answer.choose(self.defaults) or answer, self.settings.values[name]
-        default = answer.default.get(self.theirs) if isinstance(answer.default, dict) else answer.default
+        value, default = self.settings.values[name], self._default_of(answer)
+        if self._is_off(name) and (default is None or _equal(value, None if default == "null" else default)):
+            return None
         translation = chosen.translate(value)
         here = value if translation is None else translation.value
         key = (translation and translation.key) or chosen.key
         usual = _equal(value, default) or _equal(here, self.values.get(key, self.defaults.get(key)))
         listed = any(line.startswith(f"{name}=") for line in self.lost)
-        return None if usual or listed or not chosen.key or chosen.group in ("same", "intervals") else chosen
+        return None if usual or listed or chosen.group in ("same", "intervals") else chosen
+
+    def _choose(self, answer: Equivalent) -> Equivalent:
+        """The answer for the keys of this recipe."""
+        return answer.choose(self.defaults) or answer
 
     def is_set(self, name: str) -> bool:
         """Whether the file gives the setting a value."""
@@ -120,8 +127,8 @@ class Conversion:
                 self.lose(name, "this file of settings is neither here nor beside the script, and was not read")
             elif answer is None:
                 self.lose(name, f"the table of {self.table.project} {self.table.version} has no such setting")
-            elif not answer.key and self._lacks(name, answer):
-                self.lose(name, answer.remark)
+            elif not (chosen := self._choose(answer)).key and self._lacks(name, chosen):
+                self.lose(name, chosen.remark)
         if names := ", ".join(self.settings.undecided):
             self.lost.append(
                 f"{names}: the file does not decide this, a condition or another program does: give NAME=VALUE"
@@ -139,6 +146,8 @@ class Conversion:
             return
         value = value if translation is None else translation.value
         if value is None and key in self.expected and "null" not in self.expected[key]:
+            if self._default_of(answer) not in (None, "null"):
+                self.lose(name, f"{key} takes no null, and is {self.defaults[key]} where it is not set")
             return
         if self.is_set(name) or not _equal(value, self.defaults.get(key)):
             self.set(key, value, translation.remark if translation and self.is_set(name) else "")

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from podium.errors import ConfigError
+from podium_migration.script_changes import ScriptChange, list_script_changes
 from podium_migration.shell import UNDECIDED, read_script
 
 __all__ = ["Settings", "explain_other_trainer", "read_leaves", "read_trl", "read_verl"]
@@ -41,12 +42,14 @@ class Settings(NamedTuple):
         undecided: Names of settings whose values the file does not say, such as those that a condition decides.
         recipe: The recipe of the project, such as "grpo". It is empty where the file does not name one.
         processes: Number of processes that the file starts; 0 where it says none.
+        changes: What a Python script does to the training that no setting says.
     """
 
     values: dict[str, Any]
     undecided: list[str]
     recipe: str = ""
     processes: int = 0
+    changes: tuple[ScriptChange, ...] = ()
 
 
 def read_verl(path: Path, overrides: Sequence[str] = ()) -> Settings:
@@ -130,6 +133,7 @@ def read_trl(path: Path, overrides: Sequence[str] = ()) -> Settings:
         if not equals:
             raise ConfigError(f"{word!r} is no setting of TRL: write NAME=VALUE, as in learning_rate=1e-6")
         settings.values[name] = _read_value(value)
+        settings.undecided[:] = [other for other in settings.undecided if other != name]
     if not settings.values:
         raise ConfigError(
             f"{path} gives no setting of TRL: expected GRPOConfig(...), options such as --learning_rate in a shell "
@@ -303,29 +307,86 @@ def _read_python(path: Path, text: str) -> Settings:
     for call in calls:
         origin = _trace(call.func, imported)
         name = origin.rpartition(".")[2]
-        if name in _TRL_CLASSES or name in _TRL_PARTS:
-            named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-        elif name == "LoraConfig":
-            named = {f"lora_{_LORA.get(str(word.arg), word.arg)}": word.value for word in call.keywords if word.arg}
+        named = _name_arguments(call, name, constants)
+        if name == "load_dataset" and "dataset_name" in values:
+            named = {}
+        if name == "LoraConfig":
             values["use_peft"] = True
             values |= {key: value for key, value in _OF_PEFT.items() if key not in {*named, *undecided}}
-        elif name in _TRL_TRAINERS:
-            named = {_TRAINER[word.arg]: word.value for word in call.keywords if word.arg in _TRAINER}
-        elif name == "load_dataset" and call.args and "dataset_name" not in values:
-            named = {"dataset_name": call.args[0]}
-            named |= {_DATASET[word.arg]: word.value for word in call.keywords if word.arg in _DATASET}
-        else:
-            named = {}
         if (kind := _TRAINER_NAME.fullmatch(name)) and name not in _TRL_PARTS:
             converted = name in _TRL_CLASSES or name in _TRL_TRAINERS
             kinds += [_KINDS_BY_NAME.get(kind[1], kind[1])] if converted or origin.startswith("trl.") else []
-        for key, node in named.items():
-            value = _evaluate(node, constants, definitions)
-            if value is UNDECIDED:
-                undecided.append(key)
-            else:
-                values[key] = value
-    return Settings(values, undecided, _choose_recipe(path, kinds))
+        _evaluate_all(named, constants, definitions, values, undecided)
+    assigned = _list_assigned(tree, imported)
+    values = {key: value for key, value in values.items() if key not in assigned}
+    undecided = [key for key in undecided if key not in assigned]
+    _evaluate_all(assigned, constants, definitions, values, undecided)
+    changes = list_script_changes(tree, _TRL_TRAINERS)
+    return Settings(values, undecided, _choose_recipe(path, kinds), changes=tuple(changes))
+
+
+def _name_arguments(call: ast.Call, name: str, constants: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
+    """The settings that a call gives, by TRL's names; ``name`` is what is called."""
+    words = {word.arg: word.value for word in call.keywords if word.arg}
+    if name in _TRL_CLASSES or name in _TRL_PARTS:
+        for word in call.keywords:
+            if word.arg is None:
+                words = {**_unpack(word.value, constants), **words}
+        return words
+    if name == "LoraConfig":
+        return {f"lora_{_LORA.get(key, key)}": value for key, value in words.items()}
+    if name in _TRL_TRAINERS:
+        words |= zip(("model", "reward_funcs") if name == "GRPOTrainer" else ("model",), call.args, strict=False)
+        return {_TRAINER[key]: value for key, value in words.items() if key in _TRAINER}
+    if name == "load_dataset" and call.args:
+        words |= zip(("path", "name"), call.args, strict=False)
+        return {_DATASET[key]: value for key, value in words.items() if key in _DATASET}
+    return {}
+
+
+def _unpack(node: ast.expr, constants: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
+    """The settings of ``**node``; a name that is undecided where the script does not write them out."""
+    mapping = constants.get(node.id, node) if isinstance(node, ast.Name) else node
+    if isinstance(mapping, ast.Call) and ast.unparse(mapping.func) == "dict" and not mapping.args:
+        return {str(word.arg): word.value for word in mapping.keywords}
+    if isinstance(mapping, ast.Dict) and all(isinstance(key, ast.Constant) for key in mapping.keys):
+        return {
+            str(ast.literal_eval(key)): value for key, value in zip(mapping.keys, mapping.values, strict=True) if key
+        }
+    return {f"**{ast.unparse(node)}": ast.Name("", ast.Load())}
+
+
+def _list_assigned(tree: ast.Module, imported: Mapping[str, str]) -> dict[str, ast.expr]:
+    """The settings that are assigned to a configuration of TRL after it is made: ``args.beta = 0.1``."""
+    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    configurations = {
+        ast.unparse(target)
+        for node in assignments
+        if isinstance(node.value, ast.Call) and _trace(node.value.func, imported).rpartition(".")[2] in _TRL_CLASSES
+        for target in node.targets
+    }
+    return {
+        target.attr: node.value
+        for node in assignments
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) in configurations
+    }
+
+
+def _evaluate_all(
+    named: Mapping[str, ast.expr],
+    constants: Mapping[str, ast.expr],
+    definitions: Mapping[str, str],
+    values: dict[str, Any],
+    undecided: list[str],
+) -> None:
+    """Add settings to ``values``, or those that the script does not decide to ``undecided``."""
+    for key, node in named.items():
+        value = _evaluate(node, constants, definitions)
+        if value is UNDECIDED:
+            undecided.append(key)
+        else:
+            values[key] = value
 
 
 def _list_imported(tree: ast.Module) -> dict[str, str]:
@@ -361,7 +422,7 @@ _OTHER_TRAINERS: Final = {
     "GKD": "on the student's own completions it is podium train grpo --recipe opd",
 }
 
-_DATASET: Final = {"split": "dataset_train_split", "name": "dataset_config"}
+_DATASET: Final = {"path": "dataset_name", "split": "dataset_train_split", "name": "dataset_config"}
 _LORA: Final = {"lora_alpha": "alpha", "lora_dropout": "dropout"}
 _OF_PEFT: Final = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # which are not those of TRL's ModelConfig
 _TRAINER: Final = {

@@ -7,6 +7,7 @@ from podium.errors import ConfigError
 from podium.installed import has_library
 from podium.spelling import write_count
 from podium_migration.conversion import Conversion, convert_settings
+from podium_migration.model_types import find_model_type, read_peft_targets
 from podium_migration.sources import Settings, explain_other_trainer
 
 __all__ = ["convert_trl"]
@@ -22,6 +23,8 @@ ONLY_SET: Final = (
     "placement.",
     "model.dtype",
 )
+WITHOUT_DROPOUT: Final = ("qwen2", "qwen3", "llama", "mistral")
+"""Types of models that have no dropout of their own."""
 _OURS: Final = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "reward": "rm"}
 
 _CORRECTIONS = {
@@ -40,6 +43,7 @@ def convert_trl(settings: Settings) -> Conversion:
     """
     recipe = settings.recipe or _guess_recipe(settings)
     conversion = convert_settings(settings._replace(recipe=recipe), _convert)
+    conversion.lost += [f"{subject}: {remark}" for subject, remark in settings.changes]
     if not settings.recipe and recipe in _ALSO:
         mark = min(_MARKS[recipe] & settings.values.keys())
         conversion.lost.append(
@@ -63,9 +67,39 @@ def _convert(settings: Settings) -> Conversion:
     if recipe == "grpo":
         _convert_objective(conversion)
         _convert_rewards(conversion)
-    if recipe == "sft" and not conversion.is_set("assistant_only_loss"):
-        conversion.lose("assistant_only_loss", conversion.table.answers["assistant_only_loss"].remark)
+    _explain_defaults(conversion)
     return conversion
+
+
+def _explain_defaults(c: Conversion) -> None:
+    """Name what TRL does where the file says nothing, and Podium does not do."""
+    if c.recipe == "sft" and not c.is_set("assistant_only_loss"):
+        c.lose("assistant_only_loss", c.table.answers["assistant_only_loss"].remark)
+    c.lost.append(
+        "prompts: TRL takes a prompt that is text as it is, and Podium writes it as the user's message where the "
+        "tokenizer has a chat template: data.chat_template none takes such prompts as they are"
+    )
+    most = c.defaults["data.max_prompt_tokens"]
+    if c.recipe != "grpo" and not c.is_set("max_length"):
+        c.lose(
+            "max_length",
+            f"TRL cuts prompt and answer together at {c.get('max_length')} tokens; here data.max_prompt_tokens "
+            f"({most}) bounds the prompt, and no answer is cut",
+        )
+    elif c.recipe == "grpo" and c.settings.values.get("max_prompt_length") is None:
+        c.lose(
+            "max_prompt_length",
+            f"TRL bounds no prompt; here prompts above data.max_prompt_tokens ({most}) are left out, and the run says "
+            "how many",
+        )
+    dropout = c.settings.values.get("disable_dropout")
+    kind, _ = find_model_type(str(c.settings.values.get("model_name_or_path") or ""))
+    if c.recipe == "grpo" and dropout is None and kind not in WITHOUT_DROPOUT:
+        c.lose(
+            "disable_dropout",
+            "a model's own dropout acts in TRL's reinforcement learning unless this is true, and here only where "
+            "model.dropout is true",
+        )
 
 
 def _guess_recipe(settings: Settings) -> str:
@@ -117,6 +151,7 @@ def _convert_batches(c: Conversion) -> None:
     updates = 1
     if c.recipe != "grpo":
         c.set("batch.examples", rows * accumulation, f"{note}.")
+        _explain_packing(c)
     else:
         n, reuse = c.get("num_generations"), c.get("steps_per_generation") or accumulation
         completions = c.settings.values.get("generation_batch_size") or rows * reuse
@@ -130,6 +165,19 @@ def _convert_batches(c: Conversion) -> None:
         if minibatches > 1 or c.is_set("steps_per_generation"):
             c.set("algorithm.minibatches", minibatches, f"{note} make one optimizer step.")
     _convert_length(c, updates)
+
+
+def _explain_packing(c: Conversion) -> None:
+    """Rows of TRL hold several examples with ``packing``, and ``batch.examples`` counts examples."""
+    if c.recipe == "sft" and c.get("packing"):
+        c.notes["batch.examples"] += " TRL's rows hold several examples each: see below."
+        length, most = c.get("max_length"), c.get("max_steps")
+        c.lose(
+            "packing",
+            f"TRL puts examples together into rows of max_length tokens ({length}) and counts these rows in a batch; "
+            "batch.examples counts examples: multiply it by the mean number of examples in a row, which is max_length "
+            "divided by their mean length" + ("" if most > 0 else "; the number of steps of an epoch is then theirs"),
+        )
 
 
 def _convert_length(c: Conversion, updates: int) -> None:
@@ -201,8 +249,7 @@ def _convert_objective(c: Conversion) -> None:
     if translation is None or translation.missing:
         c.lose("loss_type", "a loss is a function of about twenty lines: docs/algorithms.md writes one")
     elif name == "dr_grpo":
-        c.set("algorithm.advantage", "dr_grpo", translation.remark)
-        c.values.pop("algorithm.normalize_advantage", None)
+        _convert_dr_grpo(c, translation.remark)
     elif translation.key:
         _convert_own_loss(c, str(translation.value))
     else:
@@ -210,7 +257,8 @@ def _convert_objective(c: Conversion) -> None:
     if c.get("importance_sampling_level") == "sequence":
         c.set("algorithm.loss", "gspo")
     if c.get("disable_dropout") is False and c.is_set("disable_dropout"):
-        c.set("model.dropout", None)
+        c.set("model.dropout", True, "It has no effect on a model without dropout of its own.")
+    _convert_following(c)
     if c.get("use_vllm") and c.get("vllm_importance_sampling_correction"):
         cap, mode = c.get("vllm_importance_sampling_clip_max"), str(c.get("vllm_importance_sampling_mode"))
         name, bound = _CORRECTIONS.get(mode, ("truncate", "weight_cap"))
@@ -219,6 +267,37 @@ def _convert_objective(c: Conversion) -> None:
         least = c.get("vllm_importance_sampling_clip_min")
         if least is not None and bound.endswith("_high"):
             c.set(f"algorithm.options.{bound.removesuffix('_high')}_low", least)
+
+
+def _convert_following(c: Conversion) -> None:
+    """An entropy bonus that follows the entropy, and a reference that follows the policy."""
+    if c.get("use_adaptive_entropy"):
+        entries = {name: c.get(f"entropy_coef_{name}") for name in ("delta", "min", "max")}
+        target = {"target": c.get("entropy_target"), **entries, "start": c.get("entropy_coef")}
+        c.set("algorithm.entropy_coef", target, "The bonus counts only while the entropy is below the target.")
+    if c.get("sync_ref_model") and c.get("beta"):
+        steps, updates = (
+            c.get("ref_model_sync_steps"),
+            c.get("num_iterations") * c.values.get("algorithm.minibatches", 1),
+        )
+        note = f"{write_count(steps, 'optimizer step')}, {updates} a step."
+        c.set("algorithm.options.reference_refresh", max(1, steps // updates), note)
+        c.set("algorithm.options.reference_mix", c.get("ref_model_mixup_alpha"))
+
+
+def _convert_dr_grpo(c: Conversion, remark: str) -> None:
+    """Dr. GRPO, which in TRL is the aggregation alone: ``scale_rewards`` says whether the deviation divides."""
+    if c.values.get("algorithm.normalize_advantage") is False:
+        c.set("algorithm.advantage", "dr_grpo", remark)
+        del c.values["algorithm.normalize_advantage"]
+        return
+    c.set("algorithm.advantage", "grpo")
+    c.set(
+        "algorithm.aggregation",
+        "sequence-sum-constant",
+        "TRL's dr_grpo is this aggregation; scale_rewards keeps the division by the deviation, which the paper's "
+        "leaves out.",
+    )
 
 
 def _convert_own_loss(c: Conversion, loss: str) -> None:
@@ -301,10 +380,7 @@ def _convert_model(c: Conversion) -> None:
         c.set("model.lora.rank", c.get("lora_r"))
         c.set("model.lora.alpha", float(c.get("lora_alpha")))
         c.set("model.lora.dropout", c.get("lora_dropout"))
-        targets = c.settings.values.get("lora_target_modules") or []
-        c.set(
-            "model.lora.targets", [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
-        )
+        _convert_targets(c)
         if c.recipe == "grpo" and c.get("lora_dropout"):
             c.set(
                 "model.lora.dropout",
@@ -314,8 +390,8 @@ def _convert_model(c: Conversion) -> None:
     _convert_loading(c)
     if c.get("fp16"):
         c.set("parallel.precision", "float16")
-    elif c.settings.values.get("bf16"):
-        c.set("parallel.precision", "bfloat16")
+    elif c.settings.values.get("bf16") is not None:
+        c.set("parallel.precision", "bfloat16" if c.get("bf16") else "float32")
     if c.is_set("fsdp") or c.is_set("deepspeed"):
         c.set("parallel.strategy", "fsdp2")
     if c.settings.values.get("use_vllm"):
@@ -324,12 +400,37 @@ def _convert_model(c: Conversion) -> None:
         else:
             c.values.pop("engine.name", None)
             c.lose("use_vllm", "vllm is not installed here; in Podium's clone: pip install ./plugins/podium-vllm")
-    if c.recipe != "grpo" and c.is_set("max_length"):
+    if c.recipe != "grpo" and c.settings.values.get("max_length") is not None:
         c.set(
             "data.max_prompt_tokens",
             c.get("max_length"),
             "It bounds the prompt; TRL's max_length cuts prompt and answer together.",
         )
+
+
+def _convert_targets(c: Conversion) -> None:
+    """The layers that get adapters. Where a script names none, peft chooses them by the type of the model."""
+    targets = c.settings.values.get("lora_target_modules") or []
+    names = [targets] if isinstance(targets, str) else list(targets)
+    if names == ["all-linear"]:
+        c.set("model.lora.targets", [])
+        return
+    if names or "lora_target_modules" in c.settings.undecided:
+        c.set("model.lora.targets", names)
+        return
+    kind, origin = find_model_type(str(c.settings.values.get("model_name_or_path") or ""))
+    usual = read_peft_targets(kind) if kind else None
+    if isinstance(usual, list):
+        note = f"The file names no layers, and peft then adapts these in models of type {kind}, by {origin}."
+        c.set("model.lora.targets", usual, note)
+        return
+    c.set("model.lora.targets", [])
+    lacks = f"for {kind} that is {usual!r}" if usual else f"none for {kind}" if kind else "which is not known here"
+    c.lose(
+        "lora_target_modules",
+        "where no layers are named, peft adapts some by the type of the model, such as q_proj and v_proj for llama, "
+        f"mistral, qwen2 and qwen3; {lacks}, and the file above says all linear layers: set model.lora.targets",
+    )
 
 
 def _convert_loading(c: Conversion) -> None:

@@ -179,6 +179,33 @@ def _convert_correction(c: Conversion) -> None:
             )
 
 
+def _convert_lengths(c: Conversion) -> None:
+    """The lengths of rollouts, which follow those of the data unless they are set."""
+    response, prompt = (c.settings.values.get(f"{ROLLOUT}.{part}_length") for part in ("response", "prompt"))
+    if response not in (None, c.get("data.max_response_length")):
+        c.set("sampling.max_new_tokens", response, "rollout.response_length, which verl's engines take.")
+    if prompt not in (None, c.get("data.max_prompt_length")):
+        c.lose(f"{ROLLOUT}.prompt_length", "prompts have one bound, data.max_prompt_tokens: data.max_prompt_length")
+
+
+def _convert_critic(c: Conversion) -> None:
+    """Name settings of the critic that differ from the policy's, which it has here: those that are off or unset."""
+    for name, answer in c.table.answers.items() if c.recipe == "ppo" else ():
+        twin = f"{ACTOR}{name.removeprefix('critic')}"
+        if not (name.startswith("critic.") and answer.missing and twin in c.table.answers):
+            continue
+        value = c.settings.values.get(name)
+        differs = value != c.get(twin) if c.is_set(name) else _differs_by_default(c, name, twin)
+        if differs and not any(line.startswith(f"{name}=") for line in c.lost):
+            c.lose(name, answer.remark)
+
+
+def _differs_by_default(c: Conversion, name: str, twin: str) -> bool:
+    """Whether the policy has another value than both have by default; the critic of verl does not follow it."""
+    usual = c.table.answers[twin].default
+    return ".optim." in name and c.is_set(twin) and usual is not None and c.get(twin) != usual
+
+
 def _convert_kl(c: Conversion) -> None:
     in_loss, in_reward = c.get(f"{ACTOR}.use_kl_loss"), c.get("algorithm.use_kl_in_reward")
     name = f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"
@@ -323,6 +350,8 @@ _RULES: Final[tuple[Callable[[Conversion], None], ...]] = (
     _convert_micro_batches,
     _convert_objective,
     _convert_kl,
+    _convert_critic,
+    _convert_lengths,
     _convert_sampling,
     _convert_placement,
     _convert_reward,
