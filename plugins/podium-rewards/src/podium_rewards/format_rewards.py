@@ -48,9 +48,9 @@ def limit_length(most: int | str | None = None, least: int = 0, over: int | None
     tokens.
 
     Args:
-        most: A number of tokens, or the name of a column of the data that has it for each prompt. Without it, the
-            reward falls from 0 to -1 over all of ``sampling.max_new_tokens``.
-        least: Shorter completions lose in the same way.
+        most: A number of tokens, or the name of a column of the data that has it for each prompt. Without it and
+            ``least``, the reward falls from 0 to -1 over all of ``sampling.max_new_tokens``.
+        least: Shorter completions lose in the same way; without ``most``, they alone.
         over: Tokens over which the reward falls; by default as many as ``most`` (or ``least``, if that is more).
 
     Raises:
@@ -61,9 +61,17 @@ def limit_length(most: int | str | None = None, least: int = 0, over: int | None
             f"limit_length(most={most}, least={least}, over={over}): expected 0 <= least <= most, over >= 1"
         )
 
-    def fall(count: int, limit: int) -> float:
-        beyond = max(count - limit, least - count, 0)
-        return -min(1.0, beyond / (over or max(limit, least, 1)))
+    def fall(count: int, limit: int | None) -> float:
+        beyond = max(0 if limit is None else count - limit, least - count, 0)
+        return -min(1.0, beyond / (over or max(limit or 0, least, 1)))
+
+    if most is None and least:
+
+        @reads()
+        def measure_least(completion: str, completion_ids: Sequence[int]) -> float:
+            return fall(len(completion_ids), None)
+
+        return measure_least
 
     if most is None:
 
