@@ -86,6 +86,19 @@ def test_the_choice_of_a_completion(text: str, choice: str | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "stop_text", "score"),
+    [
+        (r"is it A? \boxed{B", "}", 1.0),
+        ("B", "}", 1.0),
+        (r"the answer is B, no: \boxed{C", "}", 0.0),
+        ("B", "\nA", 1.0),
+    ],
+)
+def test_a_choice_may_be_ended_by_a_stop_text(text: str, stop_text: str, score: float) -> None:
+    assert check_choice()(text, {"answer": "B"}, stop_text)["score"] == score
+
+
+@pytest.mark.parametrize(
     "row",
     [
         {"answer": "B"},

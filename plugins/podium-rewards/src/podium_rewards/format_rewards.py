@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.rewards.columns import reads
-from podium.rewards.number_parsing import boxed_text
+from podium.rewards.number_parsing import boxed_text, close_box
 
 __all__ = ["CHOICE", "FORMAT", "LENGTH", "REPETITION"]
 __all__ += ["check_choice", "check_format", "limit_length", "limit_repetition"]
@@ -126,8 +126,8 @@ def check_choice(letters: str = "ABCDEFGHIJ") -> Score:
         raise ConfigError(f"check_choice({letters!r}): expected capital letters, such as ABCD")
 
     @reads("answer")
-    def choose(completion: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        right, choice = _read_answer(row, letters), _read_choice(completion)
+    def choose(completion: str, row: Mapping[str, Any], stop_text: str = "") -> Mapping[str, Any]:
+        right, choice = _read_answer(row, letters), _read_choice(close_box(completion, stop_text))
         choice = choice if choice is not None and choice in letters else None
         return {"score": float(choice == right), **({"answer": choice} if choice else {})}
 
