@@ -34,7 +34,7 @@ def answer_of(row: Mapping[str, Any]) -> str:
             return str(answer)
 
 
-@reads("answer")
+@reads("answer", least=0.0)
 def exact(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
     """Return 1 if completion and answer are the same except for white space around them, else 0.
 
@@ -43,7 +43,7 @@ def exact(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float
     return float(answer_of(row).strip() in (completion.strip(), (completion + stop_text).strip()))
 
 
-@reads("answer")
+@reads("answer", least=0.0)
 def fraction(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
     """Return the share of positions at which completion and answer have the same character.
 
@@ -57,7 +57,7 @@ def fraction(completion: str, row: Mapping[str, Any], stop_text: str = "") -> fl
     return max(_share_alike(text.strip(), wanted) for text in {completion, completion + stop_text})
 
 
-@reads("answer")
+@reads("answer", least=0.0)
 def gsm8k(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
     """Return 1 if the completion's final number equals the answer's (5 and 5.0 are equal), else 0.
 
@@ -81,7 +81,7 @@ def model(completion: str, row: Mapping[str, Any]) -> float:
     return row["model_score"]
 
 
-@reads()
+@reads(least=-1.0)
 def overlong(completion: str, completion_ids: Sequence[int], max_new_tokens: int) -> float:
     """Return a penalty from 0 to -1 that grows over the last fifth of the tokens that a completion may have.
 

@@ -36,7 +36,7 @@ def check_format(pattern: str = _THOUGHTS) -> Score:
     except re.error as error:
         raise ConfigError(f"check_format({pattern!r}): this is no regular expression: {error}") from None
 
-    @reads()
+    @reads(least=0.0)
     def match(completion: str, stop_text: str = "") -> float:
         return float(compiled.fullmatch(completion + stop_text) is not None)
 
@@ -67,7 +67,7 @@ def limit_length(most: int | str | None = None, least: int = 0, over: int | None
 
     if most is None and least:
 
-        @reads()
+        @reads(least=-1.0)
         def measure_least(completion: str, completion_ids: Sequence[int]) -> float:
             return fall(len(completion_ids), None)
 
@@ -75,13 +75,13 @@ def limit_length(most: int | str | None = None, least: int = 0, over: int | None
 
     if most is None:
 
-        @reads()
+        @reads(least=-1.0)
         def measure(completion: str, completion_ids: Sequence[int], max_new_tokens: int) -> float:
             return fall(len(completion_ids), 0) if over else -min(1.0, len(completion_ids) / max_new_tokens)
 
         return measure
 
-    @reads(*((most,) if isinstance(most, str) else ()))
+    @reads(*((most,) if isinstance(most, str) else ()), least=-1.0)
     def compare(completion: str, row: Mapping[str, Any], completion_ids: Sequence[int]) -> float:
         limit = row[most] if isinstance(most, str) else most
         return fall(len(completion_ids), int(limit))
@@ -103,7 +103,7 @@ def limit_repetition(words: int = 3, most: float = 1.0) -> Score:
     if words < 1 or most <= 0:
         raise ConfigError(f"limit_repetition(words={words}, most={most}): expected numbers above 0")
 
-    @reads()
+    @reads(least=-most)
     def measure(completion: str) -> float:
         texts = _WORD.findall(completion.lower())
         runs = [tuple(texts[start : start + words]) for start in range(len(texts) - words + 1)]
@@ -125,7 +125,7 @@ def check_choice(letters: str = "ABCDEFGHIJ") -> Score:
     if not letters or not (letters.isascii() and letters.isalpha() and letters.isupper()):
         raise ConfigError(f"check_choice({letters!r}): expected capital letters, such as ABCD")
 
-    @reads("answer")
+    @reads("answer", least=0.0)
     def choose(completion: str, row: Mapping[str, Any], stop_text: str = "") -> Mapping[str, Any]:
         right, choice = _read_answer(row, letters), _read_choice(close_box(completion, stop_text))
         choice = choice if choice is not None and choice in letters else None

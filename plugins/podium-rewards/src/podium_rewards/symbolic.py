@@ -48,7 +48,7 @@ def _gold(answer: str) -> tuple[Any, ...]:
     return tuple(math_verify.parse(answer, parsing_timeout=_NO_LIMIT))
 
 
-@reads("answer")
+@reads("answer", least=0.0)
 def mathematics(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
     """Return 1 if the completion's last formula equals the answer, else 0. Boxed formulas come before others.
 
