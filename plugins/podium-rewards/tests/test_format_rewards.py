@@ -38,6 +38,14 @@ def test_length_falls_beyond_its_limits(count: int, score: float) -> None:
     assert limit_length(20, least=10, over=10)("", {}, [0] * count) == pytest.approx(score)
 
 
+@pytest.mark.parametrize(("over", "scores"), [(None, [-1.0, -0.9, -0.5, 0.0, 0.0]), (5, [-1.0, -1.0, -1.0, 0.0, 0.0])])
+def test_without_a_most_shorter_completions_alone_lose(over: int | None, scores: list[float]) -> None:
+    score = limit_length(least=50, over=over)
+    assert [score("", [0] * count) for count in (0, 5, 25, 50, 2000)] == pytest.approx(scores)
+    with Grader(RewardConfig(time_limit_s=60), reward=score, columns=["answer"], in_script=True) as grader:
+        assert grader.extras == {"completion_ids"}
+
+
 def test_length_of_a_column_and_of_the_most_tokens() -> None:
     assert limit_length("wanted", over=4)("", {"wanted": 3}, [0] * 5) == -0.5
     assert limit_length()("", [0] * 5, 20) == -0.25
@@ -75,6 +83,19 @@ def test_repetition_is_the_share_of_runs_that_came_before(text: str, score: floa
 def test_the_choice_of_a_completion(text: str, choice: str | None) -> None:
     found = check_choice("ABCD")(text, {"answer": choice or "A"})
     assert found == ({"score": 1.0, "answer": choice} if choice else {"score": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "stop_text", "score"),
+    [
+        (r"is it A? \boxed{B", "}", 1.0),
+        ("B", "}", 1.0),
+        (r"the answer is B, no: \boxed{C", "}", 0.0),
+        ("B", "\nA", 1.0),
+    ],
+)
+def test_a_choice_may_be_ended_by_a_stop_text(text: str, stop_text: str, score: float) -> None:
+    assert check_choice()(text, {"answer": "B"}, stop_text)["score"] == score
 
 
 @pytest.mark.parametrize(

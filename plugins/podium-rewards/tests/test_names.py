@@ -48,6 +48,27 @@ def test_math(completion: str, answer: str, score: float) -> None:
     assert resolve_reward("math")(completion, {"answer": answer}) == score
 
 
+@pytest.mark.parametrize(
+    ("completion", "stop_text", "answer", "score"),
+    [
+        (r"so \boxed{4", "}", "4", 1.0),
+        (r"it is $3$, no: \boxed{\frac{1}{2}", "}\n", "1/2", 1.0),
+        (r"it is $3$, no: $\boxed{4", "}$ Next", "4", 1.0),
+        (r"it is $3$, no: \(4", r"\)", "4", 1.0),
+        (r"it is $3$, no: \[4", r"\]", "4", 1.0),
+        ("it is $3$, no: $$4", "$$", "4", 1.0),
+        (r"it is $4$.", "Question: $x$", "4", 1.0),
+        ("it is 4.", " Question 2:", "4", 1.0),
+        (r"it is 4, so \boxed{3", "}", "4", 0.0),
+    ],
+)
+def test_math_reads_a_formula_that_the_stop_text_ends(
+    completion: str, stop_text: str, answer: str, score: float
+) -> None:
+    pytest.importorskip("math_verify")
+    assert resolve_reward("math")(completion, {"answer": answer}, stop_text) == score
+
+
 def test_math_works_in_a_thread_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     scores: list[object] = []
     reward = resolve_reward("math")
@@ -70,6 +91,11 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
     assert reward(f"<think>hm 1</think> <answer> {answer} </answer> I hope", row) == 1.0
     assert reward("no number", row) == 0.0
     assert reward(f"<answer>{answer}</answer> no: <answer>x</answer>", row) == 0.0
+    thoughts = f"<think>It is {answer}0.</think><answer>"
+    assert reward(f"{thoughts}{answer}", row, "</answer>") == 1.0
+    assert reward(f"{thoughts}x", row, "</answer>") == 0.0
+    assert reward(answer, row, "\n\nQuestion 2:") == 1.0
+    assert reward(f"<answer>{answer}</answer> so", row, "<answer>x</answer>") == 1.0
 
 
 def test_reasoning_gym_refuses_rows_of_other_data() -> None:

@@ -64,6 +64,8 @@ class Declaration:
             ``reward.weights`` alone would have no effect, and is refused.
         judges_rewards: The estimator compares rewards with a bound, divides by them or reads their parts alone. A KL in
             the reward (``algorithm.kl_in = reward``) would change which completions pass, and is refused.
+        refuses_negative: The estimator takes no reward below 0. A ``reward.failure_score`` below 0 is refused, and so
+            are rewards whose sum may be below 0 by what they declare.
         needs_teacher: The loss reads ``inputs.teacher_logprobs_N``, so that the trainer starts a teacher, whose options
             are those of :class:`TeacherOptions`.
         scales_advantage: The advantage is a factor of the loss, so that loss and gradient are 0 where it is. An update
@@ -95,6 +97,7 @@ class Declaration:
     ratio_to: Literal["old", "rollout"] = "old"
     weighs_parts: bool = False
     judges_rewards: bool = False
+    refuses_negative: bool = False
     needs_teacher: bool = False
     scales_advantage: bool = False
     reads: tuple[str, ...] | None = None

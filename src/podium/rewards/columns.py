@@ -10,15 +10,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _SKIPPED: Final = frozenset({"CACHE", "PUSH_NULL", "NOP", "EXTENDED_ARG"})
 _ATTRIBUTE: Final = "podium_reads"
+_LEAST: Final = "podium_least_score"
 
 
-def reads(*columns: str) -> Callable[[F], F]:
+def reads(*columns: str, least: float | None = None) -> Callable[[F], F]:
     """Declare the columns that a reward needs of each row. ``reads()`` declares that it needs none.
 
     A row without such a column is named before the run starts. "answer" is the answer as text: an answer that is
     neither text nor messages is named, too, and a note says how many answers are empty. "model_score" is the score of
     the reward model: ``reward.path`` has to be set. A function of a module (``module:function``) is loaded in the
     grading processes alone, so its declaration is not checked; one of a file or of the script is.
+
+    ``least`` is the lowest score that the function returns, if that is known. Penalties are then named before the start
+    of a run whose advantage estimator takes no rewards below 0.
 
     >>> @reads("answer")
     ... def ends_right(completion, row):
@@ -27,6 +31,7 @@ def reads(*columns: str) -> Callable[[F], F]:
 
     def declare(function: F) -> F:
         setattr(function, _ATTRIBUTE, frozenset(columns))
+        setattr(function, _LEAST, least)
         return function
 
     return declare
@@ -34,9 +39,18 @@ def reads(*columns: str) -> Callable[[F], F]:
 
 def declared_columns(reward: Callable[..., Any]) -> frozenset[str] | None:
     """Return the columns that a reward declares by :func:`reads`; None if it declares nothing."""
+    return getattr(_unwrap(reward), _ATTRIBUTE, None)
+
+
+def declared_least(reward: Callable[..., Any]) -> float | None:
+    """Return the lowest score that a reward declares by :func:`reads`; None if it declares none."""
+    return getattr(_unwrap(reward), _LEAST, None)
+
+
+def _unwrap(reward: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(reward, partial):
         reward = reward.func
-    return getattr(reward, _ATTRIBUTE, None)
+    return reward
 
 
 def list_read_keys(code: CodeType | None, variable: str) -> list[str]:

@@ -91,8 +91,12 @@ class Grader:
         with self._lock:
             return self._start_once().extras
 
-    def read_answers(self, completions: Sequence[str], grades: Sequence[Grade | None]) -> list[str | None] | None:
+    def read_answers(
+        self, completions: Sequence[str], grades: Sequence[Grade | None], stop_texts: Sequence[str] = ()
+    ) -> list[str | None] | None:
         """Return the answers that the reward reads in completions; None where it does not say what it reads.
+
+        ``stop_texts`` are the texts that ended the completions, if any did.
 
         A reward says it by an entry ``answer`` beside its score. Of Podium's own, those that compare numbers, formulas
         and texts are known.
@@ -100,7 +104,7 @@ class Grader:
         rewards = self._source.rewards
         if not reads_answers(rewards, grades):
             return None
-        return [*map(find_reader(rewards), completions, grades)]
+        return [*map(find_reader(rewards), completions, grades, stop_texts or [""] * len(completions))]
 
     def start(self) -> None:
         """Load the reward now, so that a wrong name or a failing import raises before the run starts.

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Final
 
+from podium.rewards.stop_texts import close_match
+
 MARK: Final = "####"
 TOLERANCE: Final = Decimal("1e-6")  # relative for answers over 1, absolute below
 
@@ -100,6 +102,11 @@ def boxed_text(text: str) -> str | None:
     r"""Return what the last ``\boxed{}`` of a text holds; None where there is none."""
     boxed = _BOXED.findall(text)
     return boxed[-1] if boxed else None
+
+
+def close_box(completion: str, stop_text: str) -> str:
+    r"""Return a completion with the end of its last ``\boxed{}`` where the text that ended the completion has it."""
+    return close_match(_BOXED, completion, stop_text) if "}" in stop_text else completion
 
 
 def is_same_number(number: Decimal | None, wanted: Decimal) -> bool:

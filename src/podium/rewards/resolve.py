@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.functions import load_function
-from podium.rewards.columns import declared_columns
+from podium.rewards.columns import declared_columns, declared_least
 from podium.rewards.config import RewardConfig
 
 Score = float | Mapping[str, float] | Sequence[float | None] | None
@@ -34,6 +34,7 @@ _READ_COLUMNS: Final = {
     "overlong": frozenset[str](),
     "model": frozenset({"model_score"}),
 }
+_LEAST_SCORES: Final = {**dict.fromkeys(("exact", "fraction", "gsm8k"), 0.0), "overlong": -1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,17 @@ def columns_read(reward: str | RewardFn) -> frozenset[str] | None:
         return _READ_COLUMNS.get(reward)
     function = load_nearby(reward)
     return None if function is None else declared_columns(function)
+
+
+def least_score(reward: str | RewardFn) -> float | None:
+    """Return the lowest score that a reward declares by :func:`podium.rewards.reads`; None if that is not known.
+
+    Raises ConfigError as :func:`resolve_reward` does.
+    """
+    if isinstance(reward, str) and reward in NAMED_REWARDS:
+        return _LEAST_SCORES.get(reward)
+    function = load_nearby(reward)
+    return None if function is None else declared_least(function)
 
 
 def list_rewards(config: RewardConfig, reward: Rewards | None) -> tuple[str | RewardFn, ...]:

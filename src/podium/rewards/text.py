@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from podium.rewards.columns import reads
 from podium.rewards.config import Grade
-from podium.rewards.number_parsing import boxed_text, final_number, is_same_number
+from podium.rewards.number_parsing import boxed_text, close_box, final_number, is_same_number
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
@@ -34,29 +34,31 @@ def answer_of(row: Mapping[str, Any]) -> str:
             return str(answer)
 
 
-@reads("answer")
-def exact(completion: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if completion and answer are the same except for white space around them, else 0."""
-    return float(completion.strip() == answer_of(row).strip())
+@reads("answer", least=0.0)
+def exact(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
+    """Return 1 if completion and answer are the same except for white space around them, else 0.
+
+    The answer may have the text that ended the completion, or not.
+    """
+    return float(answer_of(row).strip() in (completion.strip(), (completion + stop_text).strip()))
 
 
-@reads("answer")
-def fraction(completion: str, row: Mapping[str, Any]) -> float:
+@reads("answer", least=0.0)
+def fraction(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
     """Return the share of positions at which completion and answer have the same character.
 
     The share is that of the longer text. The reward rises with every right character, where ``exact`` stays at 0 until
-    all are right.
+    all are right. The text that ended the completion belongs to it where the share is then larger.
 
     >>> fraction("126", {"answer": "123"}), fraction("1234", {"answer": "123"})
     (0.6666666666666666, 0.75)
     """
-    text, wanted = completion.strip(), answer_of(row).strip()
-    longest = max(len(text), len(wanted))
-    return sum(a == b for a, b in zip(text, wanted, strict=False)) / longest if longest else 1.0
+    wanted = answer_of(row).strip()
+    return max(_share_alike(text.strip(), wanted) for text in {completion, completion + stop_text})
 
 
-@reads("answer")
-def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
+@reads("answer", least=0.0)
+def gsm8k(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
     """Return 1 if the completion's final number equals the answer's (5 and 5.0 are equal), else 0.
 
     Answers of GSM8K end in a line ``#### 72`` (Cobbe et al. 2021, arXiv:2110.14168).
@@ -70,7 +72,7 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
             f"the answer {answer_of(row)[:80]!r} holds no number, or more than one; use another reward, or repair the "
             "row"
         )
-    return float(is_same_number(final_number(completion), wanted))
+    return float(is_same_number(final_number(close_box(completion, stop_text)), wanted))
 
 
 @reads("model_score")
@@ -79,7 +81,7 @@ def model(completion: str, row: Mapping[str, Any]) -> float:
     return row["model_score"]
 
 
-@reads()
+@reads(least=-1.0)
 def overlong(completion: str, completion_ids: Sequence[int], max_new_tokens: int) -> float:
     """Return a penalty from 0 to -1 that grows over the last fifth of the tokens that a completion may have.
 
@@ -91,6 +93,11 @@ def overlong(completion: str, completion_ids: Sequence[int], max_new_tokens: int
     """
     buffer = max_new_tokens / 5
     return max(-1.0, min(0.0, (max_new_tokens - buffer - len(completion_ids)) / buffer))
+
+
+def _share_alike(text: str, wanted: str) -> float:
+    longest = max(len(text), len(wanted))
+    return sum(a == b for a, b in zip(text, wanted, strict=False)) / longest if longest else 1.0
 
 
 def _read_number(text: str) -> str | None:
@@ -111,17 +118,18 @@ _READERS: Final[Mapping[str, Callable[[str], str | None]]] = {
 }
 
 
-def find_reader(rewards: Sequence[Any]) -> Callable[[str, Grade | None], str | None]:
-    """Return a function of a completion and its grade that returns the answer in it; None where it has none.
+def find_reader(rewards: Sequence[Any]) -> Callable[[str, Grade | None, str], str | None]:
+    """Return a function of a completion, its grade and the text that ended it, which returns the answer in the
+    completion; None where it has none.
 
     The answer is what a reward logged as ``answer``, or else what the first of Podium's rewards that compares with the
     row's answer reads.
     """
     reader = next((_READERS[name] for name in rewards if isinstance(name, str) and name in _READERS), None)
 
-    def read(text: str, grade: Grade | None) -> str | None:
+    def read(text: str, grade: Grade | None, stop_text: str) -> str | None:
         logged = [] if grade is None else _list_logged(grade)
-        return logged[0] if logged else reader(text) if reader is not None else None
+        return logged[0] if logged else reader(close_box(text, stop_text)) if reader is not None else None
 
     return read
 

@@ -341,6 +341,12 @@ class PPOConfig(_TrainingConfig):
                 "rewards as they were graded: less a KL, a reward of 1 is not 1 any more; set algorithm.kl_in to loss"
             )
 
+        if estimator.refuses_negative and self.reward.failure_score < 0:
+            raise ConfigError(
+                f"reward.failure_score = {self.reward.failure_score:g} with algorithm.advantage = "
+                f"{self.algorithm.advantage!r}, which takes no rewards below 0: set it to 0"
+            )
+
     def _check_critic(self) -> None:
         """Check that a critic that is a head on the policy's model has no model of its own."""
         if self.critic.path and self.algorithm.has_value_head:

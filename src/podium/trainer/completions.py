@@ -92,6 +92,7 @@ class ScoredBatch:
 
     def with_grades(self, grades: Sequence[Grade], rewards_B: Tensor, data: Sequence[str] = ()) -> ScoredBatch:
         """Return this with grades, and without the rows whose grade says that the reward left them out."""
+        grades = _fill_parts(grades)
         columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B, _GRADED: rewards_B}
         if fields.SESSION in self.batch:  # before those that are left out are taken from it
             rows = torch.tensor(self.judged, dtype=torch.int64)
@@ -380,6 +381,18 @@ class ScoredBatch:
         """Return the texts that the policy wrote in these rows."""
         columns = (fields.TEXT,) if fields.TEXT in self.batch else (fields.TOKENS, fields.LOSS_MASK)
         return completion_texts(self.batch.select(*columns).slice(rows.start, rows.stop), self.tokenizer)
+
+
+def _fill_parts(grades: Sequence[Grade]) -> Sequence[Grade]:
+    """Give grades of failed gradings, which have no parts, their score in each part of which something is learned."""
+    if all(grade.error is None for grade in grades):
+        return grades
+    logged = frozenset[str]().union(*(grade.logged for grade in grades))
+    names = sorted({name for grade in grades for name in grade.parts} - logged)
+    return [
+        grade if grade.error is None else replace(grade, parts={**dict.fromkeys(names, grade.score), **grade.parts})
+        for grade in grades
+    ]
 
 
 def version_range(batch: Batch) -> Tensor:

@@ -115,7 +115,9 @@ def _collect(scored: ScoredBatch, grader: Grader, items: Sequence[list[Sampled]]
         grades = [None if grade.abstained else grade for grade in part.verdicts]
         read = None
         if answers:
-            read = grader.read_answers([texts[number][row] for row in part.judged], grades)
+            stops = part.batch.python(fields.STOP_TEXT) if fields.STOP_TEXT in part.batch else [""] * len(part.batch)
+            judged_texts, ends = ([column[row] for row in part.judged] for column in (texts[number], stops))
+            read = grader.read_answers(judged_texts, grades, ends)
             is_read = is_read or read is not None
         reasons = part.batch.python(fields.FINISH_REASON)
         for place, (row, grade) in enumerate(zip(part.judged, grades, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
 
 from podium.algorithms import AlgorithmConfig
@@ -92,7 +93,8 @@ class Answers:
         if not with_answer:
             raise ConfigError(f"{which}, and no training prompt has one: set data.answer_column, or drop cross_entropy")
         self.weight = config.algorithm.answer_weight
-        self._pairs = encode_pairs(with_answer, tokenizer, config.data, "answers")
+        data = replace(config.data, split_turns=False)  # a split makes other examples than those of the prompts
+        self._pairs = encode_pairs(with_answer, tokenizer, data, "answers")
         check_examples(config.model, self._pairs.token_ids.lengths, self._pairs.examples, "answered")
         self._places = {id(example): index for index, example in enumerate(self._pairs.examples)}
 

@@ -244,6 +244,22 @@ def test_gdpo_normalizes_each_part_apart(seed: int, weights: dict[str, float]) -
     )
 
 
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.0, -0.99], [1.0, -0.5, -0.5, -0.5], [-1.0]])
+def test_maxrl_refuses_negative_rewards(rewards: list[float]) -> None:
+    """It gave the advantages 399 and -397, or 0 for all."""
+    rows = len(rewards)
+    inputs = AdvantageInputs(
+        rewards_B=torch.tensor(rewards),
+        group_B=torch.zeros(rows, dtype=torch.int64),
+        mask_N=torch.ones(rows, dtype=torch.bool),
+        offsets_B1=torch.arange(rows + 1),
+    )
+    with pytest.raises(DataError, match=r"got the reward -.*must not be below 0.*Leave penalties such as overlong"):
+        estimate("maxrl", inputs)
+    rounded = replace(inputs, rewards_B=torch.tensor([1.0, -1e-17, 0.0, 0.0][:rows]))
+    assert float(estimate("maxrl", rounded).max()) == (3.0 if rows == 4 else 0.0)
+
+
 def test_gdpo_reads_a_part_by_any_name() -> None:
     """A reward function is often called score, and is a part like any other."""
     inputs = random_inputs(0)

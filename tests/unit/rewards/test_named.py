@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.rewards import resolve_reward
+from podium.rewards import Grader, RewardConfig, resolve_reward
 from podium.rewards.number_parsing import final_number
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
@@ -31,6 +31,31 @@ GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "tes
 def test_exact_and_fraction(completion: str, answer: object, exact: float, fraction: float) -> None:
     assert resolve_reward("exact")(completion, {"answer": answer}) == exact
     assert resolve_reward("fraction")(completion, {"answer": answer}) == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "stop_text", "answer", "score"),
+    [
+        ("exact", "<answer>4", "</answer>", "<answer>4</answer>", 1.0),
+        ("exact", "4", "\n\nQuestion:", "4", 1.0),
+        ("exact", "4", "2", "4", 1.0),
+        ("exact", "5", "</answer>", "<answer>4</answer>", 0.0),
+        ("fraction", "<a>4", "</a>", "<a>5</a>", 7 / 8),
+        ("fraction", "12", " Question:", "123", 2 / 3),
+        ("gsm8k", r"the answer is 3, no: \boxed{4", "}", "4", 1.0),
+        ("gsm8k", r"the answer is 4, no: \boxed{3", "} Question 4:", "4", 0.0),
+        ("gsm8k", "it is 4.", " Question 2:", "4", 1.0),
+        ("gsm8k", "it is 4.", "####", "4", 1.0),
+    ],
+)
+def test_the_text_that_ended_a_completion_is_read_where_it_ends_the_answer(
+    name: str, completion: str, stop_text: str, answer: str, score: float
+) -> None:
+    assert resolve_reward(name)(completion, {"answer": answer}, stop_text) == pytest.approx(score)
+    with Grader(RewardConfig(name=name, time_limit_s=60), columns=["answer"], in_script=True) as grader:
+        assert grader.extras == {"stop_text"}
+        (grade,) = grader.grade([completion], [{"answer": answer}], [{"stop_text": stop_text}])
+    assert grade.score == pytest.approx(score)
 
 
 @pytest.mark.parametrize("name", ["exact", "fraction", "gsm8k"])

@@ -9,8 +9,8 @@ import pytest
 
 from podium.errors import ConfigError
 from podium.rewards import NAMED_REWARDS, Grader, RewardConfig, resolve_reward
-from podium.rewards.columns import declared_columns
-from podium.rewards.resolve import GROUP, columns_read
+from podium.rewards.columns import declared_columns, declared_least
+from podium.rewards.resolve import GROUP, columns_read, least_score
 from tests.integration.test_environment_plugins import write_package
 
 
@@ -28,6 +28,7 @@ def test_what_a_named_reward_reads_is_known_without_loading_it_and_is_what_a_cop
     path.write_text(Path(str(importlib.import_module(module).__file__)).read_text())
     assert columns_read(name) is not None
     assert columns_read(name) == declared_columns(resolve_reward(name)) == columns_read(f"{path}:{function}")
+    assert least_score(name) == declared_least(resolve_reward(name)) == least_score(f"{path}:{function}")
 
 
 def test_a_reward_that_declares_nothing_or_is_of_a_module_reads_nobody_knows_what() -> None:

@@ -322,6 +322,14 @@ def test_a_kl_in_the_reward_is_refused_where_rewards_are_compared_with_a_bound(a
     build_config(GRPOConfig, {"algorithm": {**algorithm, "advantage": "grpo"}})
 
 
+def test_a_negative_score_of_failures_is_refused_where_rewards_must_not_be_negative() -> None:
+    config = {"algorithm": {"advantage": "maxrl"}, "reward": {"failure_score": -1.0}}
+    with pytest.raises(ConfigError, match=r"reward\.failure_score = -1 with .*'maxrl'.*set it to 0"):
+        build_config(GRPOConfig, config)
+    build_config(GRPOConfig, {**config, "algorithm": {"advantage": "grpo"}})
+    build_config(GRPOConfig, {**config, "reward": {"failure_score": 0.0}})
+
+
 def test_a_generator_has_the_policys_ranks_or_its_own() -> None:
     assert build_config(GRPOConfig, {"placement": {"layout": "split", "ranks": 3}}).placement.generators == 1
     assert build_config(GRPOConfig, {"placement": {"ranks": 3}}).placement.generators == 3

@@ -76,6 +76,20 @@ def test_metrics_of_completions() -> None:
     }
 
 
+def test_a_failed_grading_has_its_score_in_each_part_that_is_learned() -> None:
+    """Estimators that read parts gave it the advantage 0, whatever the failure's score."""
+    parts = {"code": 1.0, "format": 0.5, "seconds": 7.0}
+    grades = [Grade(1.5, parts, logged=frozenset({"seconds"})), Grade(-1.0, error="ran over 5 s", timed_out=True)]
+    grades += [Grade(1.0, {"code": 1.0}), Grade(1.5, parts, logged=frozenset({"seconds"}))]
+    graded = scored(None).with_grades(grades, rollouts().dense(fields.REWARDS))
+    assert graded.batch.dense(fields.PART + "code").tolist() == [1.0, -1.0, 1.0, 1.0]
+    assert graded.batch.dense(fields.PART + "format")[[0, 1, 3]].tolist() == [0.5, -1.0, 0.5]
+    assert graded.batch.dense(fields.PART + "format")[2].isnan(), "the reward left this part out itself"
+    assert graded.batch.dense("logged/seconds")[1].isnan()
+    assert graded.grades is not None
+    assert graded.grades[1].parts == {"code": -1.0, "format": -1.0}, "a replay learns from what is written"
+
+
 def test_a_part_of_the_reward_that_no_completion_has_is_no_metric() -> None:
     """A filter may drop the groups that have it."""
     grades = [Grade(score, {"a": score} if score == 1.0 else {}) for score in (1.0, 1.0, 0.5, 0.5)]

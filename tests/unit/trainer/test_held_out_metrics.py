@@ -127,6 +127,12 @@ def test_answers_are_read_as_the_reward_reads_them(name: str, text: str, answer:
         assert grader.read_answers([text], [Grade(1.0)]) == [answer]
 
 
+def test_an_answer_is_read_up_to_the_text_that_ended_it() -> None:
+    text = r"the answer is 3, no: \boxed{x"
+    with Grader(RewardConfig(name="math")) as grader:
+        assert grader.read_answers([text, "4", text], [Grade(1.0)] * 3, ["}", " 5", ""]) == ["x", "4", "3"]
+
+
 def test_a_reward_says_what_it_read() -> None:
     with Grader(RewardConfig(name="my.py:score")) as grader:
         assert grader.read_answers(["x"], [Grade(1.0, extra={"answer": " 42 "})]) == ["42"]

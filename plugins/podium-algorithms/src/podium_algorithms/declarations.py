@@ -194,6 +194,7 @@ GRPO_TURNS: Final = Declaration(
 MAXRL: Final = Declaration(
     needs_groups=True,
     judges_rewards=True,
+    refuses_negative=True,
     defaults={"normalize_advantage": True},
     source="Tajwar et al. 2026, MaxRL, arXiv:2602.02710",
     reads=(),

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.rewards.columns import reads
-from podium.rewards.number_parsing import boxed_text
+from podium.rewards.number_parsing import boxed_text, close_box
 
 __all__ = ["CHOICE", "FORMAT", "LENGTH", "REPETITION"]
 __all__ += ["check_choice", "check_format", "limit_length", "limit_repetition"]
@@ -36,7 +36,7 @@ def check_format(pattern: str = _THOUGHTS) -> Score:
     except re.error as error:
         raise ConfigError(f"check_format({pattern!r}): this is no regular expression: {error}") from None
 
-    @reads()
+    @reads(least=0.0)
     def match(completion: str, stop_text: str = "") -> float:
         return float(compiled.fullmatch(completion + stop_text) is not None)
 
@@ -48,9 +48,9 @@ def limit_length(most: int | str | None = None, least: int = 0, over: int | None
     tokens.
 
     Args:
-        most: A number of tokens, or the name of a column of the data that has it for each prompt. Without it, the
-            reward falls from 0 to -1 over all of ``sampling.max_new_tokens``.
-        least: Shorter completions lose in the same way.
+        most: A number of tokens, or the name of a column of the data that has it for each prompt. Without it and
+            ``least``, the reward falls from 0 to -1 over all of ``sampling.max_new_tokens``.
+        least: Shorter completions lose in the same way; without ``most``, they alone.
         over: Tokens over which the reward falls; by default as many as ``most`` (or ``least``, if that is more).
 
     Raises:
@@ -61,19 +61,27 @@ def limit_length(most: int | str | None = None, least: int = 0, over: int | None
             f"limit_length(most={most}, least={least}, over={over}): expected 0 <= least <= most, over >= 1"
         )
 
-    def fall(count: int, limit: int) -> float:
-        beyond = max(count - limit, least - count, 0)
-        return -min(1.0, beyond / (over or max(limit, least, 1)))
+    def fall(count: int, limit: int | None) -> float:
+        beyond = max(0 if limit is None else count - limit, least - count, 0)
+        return -min(1.0, beyond / (over or max(limit or 0, least, 1)))
+
+    if most is None and least:
+
+        @reads(least=-1.0)
+        def measure_least(completion: str, completion_ids: Sequence[int]) -> float:
+            return fall(len(completion_ids), None)
+
+        return measure_least
 
     if most is None:
 
-        @reads()
+        @reads(least=-1.0)
         def measure(completion: str, completion_ids: Sequence[int], max_new_tokens: int) -> float:
             return fall(len(completion_ids), 0) if over else -min(1.0, len(completion_ids) / max_new_tokens)
 
         return measure
 
-    @reads(*((most,) if isinstance(most, str) else ()))
+    @reads(*((most,) if isinstance(most, str) else ()), least=-1.0)
     def compare(completion: str, row: Mapping[str, Any], completion_ids: Sequence[int]) -> float:
         limit = row[most] if isinstance(most, str) else most
         return fall(len(completion_ids), int(limit))
@@ -95,7 +103,7 @@ def limit_repetition(words: int = 3, most: float = 1.0) -> Score:
     if words < 1 or most <= 0:
         raise ConfigError(f"limit_repetition(words={words}, most={most}): expected numbers above 0")
 
-    @reads()
+    @reads(least=-most)
     def measure(completion: str) -> float:
         texts = _WORD.findall(completion.lower())
         runs = [tuple(texts[start : start + words]) for start in range(len(texts) - words + 1)]
@@ -117,9 +125,9 @@ def check_choice(letters: str = "ABCDEFGHIJ") -> Score:
     if not letters or not (letters.isascii() and letters.isalpha() and letters.isupper()):
         raise ConfigError(f"check_choice({letters!r}): expected capital letters, such as ABCD")
 
-    @reads("answer")
-    def choose(completion: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        right, choice = _read_answer(row, letters), _read_choice(completion)
+    @reads("answer", least=0.0)
+    def choose(completion: str, row: Mapping[str, Any], stop_text: str = "") -> Mapping[str, Any]:
+        right, choice = _read_answer(row, letters), _read_choice(close_box(completion, stop_text))
         choice = choice if choice is not None and choice in letters else None
         return {"score": float(choice == right), **({"answer": choice} if choice else {})}
 

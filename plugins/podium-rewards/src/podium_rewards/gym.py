@@ -9,6 +9,7 @@ from typing import Any, Final
 from podium.errors import ConfigError
 from podium.extras import install_command
 from podium.rewards.columns import reads
+from podium.rewards.stop_texts import close_match
 
 try:
     import reasoning_gym as gym
@@ -29,15 +30,16 @@ def _dataset(task: str, options: str) -> Any:
 
 
 @reads("metadata")
-def reasoning_gym(completion: str, row: Mapping[str, Any]) -> float:
+def reasoning_gym(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
     """Return the task's own score for the last ``<answer>…</answer>``, or for the whole text if it has none.
 
+    The text that ended the completion may be the closing tag.
     The row comes from ``reasoning_gym:TASK``: its "metadata" names the task, its "task_options" are the task's options.
     """
     metadata = row.get("metadata")
     if not isinstance(metadata, Mapping) or "source_dataset" not in metadata:
         raise ValueError("the row is not of a reasoning_gym task (no metadata.source_dataset); use another reward")
-    tagged = _TAGGED.findall(completion)
+    tagged = _TAGGED.findall(close_match(_TAGGED, completion, stop_text))
     answer = (tagged[-1] if tagged else completion).strip()
     options = json.dumps(row.get("task_options") or {}, sort_keys=True)
     return float(_dataset(metadata["source_dataset"], options).score_answer(answer, dict(row)))

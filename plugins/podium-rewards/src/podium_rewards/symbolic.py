@@ -1,6 +1,7 @@
 """Mathematical equality of final answers by math-verify, to which ``1/2``, ``0.5`` and ``\\frac{1}{2}`` are equal."""
 
 import logging
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -9,6 +10,7 @@ from podium.errors import ConfigError
 from podium.extras import install_command
 from podium.rewards.columns import reads
 from podium.rewards.number_parsing import MARK
+from podium.rewards.stop_texts import close_match
 from podium.rewards.text import answer_of
 
 try:
@@ -22,6 +24,12 @@ except ImportError as error:
 __all__ = ["mathematics"]
 
 _LATEX_MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
+
+_FORMULA: Final = re.compile(
+    r"\\boxed\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+    r"|\$+[^$]+\$+|\\\((?:(?!\\\().)*?\\\)|\\\[(?:(?!\\\[).)*?\\\]",
+    re.DOTALL,
+)
 
 _NO_LIMIT: Final = cast(int, None)  # math-verify takes None for no limit, though it annotates an int
 
@@ -40,8 +48,8 @@ def _gold(answer: str) -> tuple[Any, ...]:
     return tuple(math_verify.parse(answer, parsing_timeout=_NO_LIMIT))
 
 
-@reads("answer")
-def mathematics(completion: str, row: Mapping[str, Any]) -> float:
+@reads("answer", least=0.0)
+def mathematics(completion: str, row: Mapping[str, Any], stop_text: str = "") -> float:
     """Return 1 if the completion's last formula equals the answer, else 0. Boxed formulas come before others.
 
     The answer may be plain (``1/2``), LaTeX, boxed, or end in ``#### 72``. The comparison may take 0.1 s and more, and
@@ -50,5 +58,5 @@ def mathematics(completion: str, row: Mapping[str, Any]) -> float:
     gold = _gold(answer_of(row))
     if not gold:
         raise ValueError(f"math-verify finds no mathematics in the answer {answer_of(row)[:80]!r}; repair the row")
-    parsed = math_verify.parse(completion, parsing_timeout=_NO_LIMIT)
+    parsed = math_verify.parse(close_match(_FORMULA, completion, stop_text), parsing_timeout=_NO_LIMIT)
     return float(math_verify.verify(list(gold), parsed, timeout_seconds=None))

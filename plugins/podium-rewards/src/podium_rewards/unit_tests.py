@@ -50,7 +50,7 @@ def check_code(**options: Any) -> CodeReward:
     return CodeReward(**options)
 
 
-@reads()  # which column has the tests, it finds in each row
+@reads(least=0.0)  # which column has the tests, it finds in each row
 class CodeReward:
     """Code by unit tests: 1 if all tests of the row pass, else 0.
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
-from podium.algorithms import check_functions
+from podium.algorithms import ADVANTAGES, check_functions
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
 from podium.extras import explain_packages
@@ -21,7 +21,7 @@ from podium.models import ModelConfig
 from podium.models.weight_files import read_stored_tensors
 from podium.rewards import RewardConfig, Rewards
 from podium.rewards.call_forms import read_form
-from podium.rewards.resolve import check_weights, columns_read, list_rewards, load_nearby, name_of
+from podium.rewards.resolve import check_weights, columns_read, least_score, list_rewards, load_nearby, name_of
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
 from podium.rollout.engines.config import AUTO, NATIVE, find_engines
@@ -91,6 +91,7 @@ def check_settings(config: PPOConfig | SFTConfig, reward: Rewards | None = None)
     paths["reward.path"] = config.reward.path
     if isinstance(config, PPOConfig):
         check_functions(config.algorithm)
+        _check_penalties(config, reward)
         check_engine(config.engine, config.algorithm.record_reasons)
         config.check_roles(load=True)
         paths["critic.path"] = config.critic.path
@@ -195,6 +196,30 @@ def _list_readers(config: InferenceConfig) -> Iterator[tuple[str, str]]:
             yield f"batch.prompts.skip_solved = {choice.skip_solved:g}", "leave skip_solved out"
         if choice.curriculum != "none":
             yield f"batch.prompts.curriculum = {choice.curriculum!r}", "leave curriculum out"
+
+
+def _check_penalties(config: PPOConfig, reward: Rewards | None) -> None:
+    """Check that no penalty among the rewards makes their sum negative, if the advantage estimator takes no such sum.
+
+    Raises:
+        ConfigError: One does, by the lowest scores that the rewards declare.
+    """
+    rewards, advantage = list_rewards(config.reward, reward), config.algorithm.advantage
+    if not ADVANTAGES.declaration(advantage).refuses_negative or config.environment.name or config.replays:
+        return
+    weights = config.reward.weights or (1.0,) * len(rewards)
+    leasts = [least_score(function) for function in rewards]
+    if any(least is None for least in leasts) or min(weights) < 0:
+        return  # the estimator itself refuses what is negative
+    sums = {
+        name_of(name): weight * (least or 0.0) for name, weight, least in zip(rewards, weights, leasts, strict=True)
+    }
+    if sum(sums.values()) < 0:
+        penalties = ", ".join(name for name, least in sums.items() if least < 0)
+        raise ConfigError(
+            f"reward.name has {penalties}, which lowers the reward to {sum(sums.values()):g}, and algorithm.advantage "
+            f"= {advantage!r} takes no rewards below 0: leave {penalties} out, or set algorithm.advantage to grpo"
+        )
 
 
 def find_columns(examples: Iterable[Example], config: RewardConfig) -> frozenset[str] | None:

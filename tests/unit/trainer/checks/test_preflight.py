@@ -56,6 +56,32 @@ def test_names_are_those_of_functions_classes_and_bound_classes(tmp_path: Path) 
     assert names_of_given(None, "exact", None, Mine) == {"trainer": f"a class {here}Mine"}
 
 
+@pytest.mark.parametrize(
+    ("name", "weights", "penalties"),
+    [
+        (["exact", "overlong"], [], "overlong"),
+        (["exact", "length", "repetition"], [1.0, 0.5, 0.1], "length, repetition"),
+        ("overlong", [], "overlong"),
+        (["exact", "overlong"], [1.0, 0.0], ""),
+        (["exact", "overlong"], [1.0, -0.5], ""),
+        (["exact", "fraction"], [], ""),
+    ],
+)
+def test_penalties_are_refused_where_rewards_must_not_be_negative(
+    name: Any, weights: list[float], penalties: str, tmp_path: Path
+) -> None:
+    values: dict[str, Any] = {"reward": {"name": name, "weights": weights}}
+    check_settings(tiny(GRPOConfig, tmp_path, **values))
+    config = tiny(GRPOConfig, tmp_path, **values, algorithm={"advantage": "maxrl"})
+    if not penalties:
+        check_settings(config)
+        return
+    with pytest.raises(ConfigError, match=rf"reward\.name has {penalties}, .*'maxrl' takes no rewards below 0: leave"):
+        check_settings(config)
+    if not weights:
+        check_settings(config, [longer, "overlong"])  # nobody knows how low its own scores are
+
+
 ONE_POOL = {"pools": {"all": {"roles": ["policy", "generator"]}}}
 APART = {"pools": {"train": {"roles": ["policy"]}, "serve": {"roles": ["generator"]}}}
 OWN_SCHEDULE = """

@@ -1,0 +1,17 @@
+"""Texts that end a completion, which are cut off it, where a reward reads them as the end of something."""
+
+import re
+
+
+def close_match(pattern: re.Pattern[str], completion: str, stop_text: str) -> str:
+    """Return a completion with as much of the text that ended it as closes a match of ``pattern``. A stop text that
+    closes none stays out.
+
+    >>> close_match(re.compile("<a>.*?</a>"), "is <a>4", "</a> Next")
+    'is <a>4</a>'
+    """
+    if not stop_text:
+        return completion
+    matches = pattern.finditer(completion + stop_text)
+    ends = [match.end() for match in matches if match.start() < len(completion) < match.end()]
+    return (completion + stop_text)[: ends[0]] if ends else completion
