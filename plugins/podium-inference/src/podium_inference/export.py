@@ -12,9 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from podium.config import parse_overrides
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoint_folders import StoredCheckpoints, TrainerState, files_of
+from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import check_path
 from podium.runs.named_files import as_given
@@ -50,11 +52,13 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
     What transformers and vLLM load is written, or, where adapters were trained and ``merge`` is False, what peft loads.
 
     Raises:
-        ConfigError: ``to`` holds other files, or only the merged model is there and ``merge`` is False.
+        ConfigError: ``to`` holds other files, or only the merged model is there and ``merge`` is False. Or the model is
+            copied, and the overrides of ``found`` have no effect.
         CheckpointError: The checkpoint is damaged, or the directory cannot be written.
     """
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
         raise ConfigError(f"{to} is there already and is not empty: choose an empty or a new directory")
+    _refuse_for_copy(found)
     files = RunFiles(check_path(to, "the directory of a model").parent)
     files.make_folder()
     aside = files.renew_folder(temporary := f".{to.name}.tmp")
@@ -76,6 +80,18 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
         raise CheckpointError(f"cannot write {to / _find_unwritten(error, aside)}: {reason}") from error
     finally:
         files.remove(temporary)
+
+
+def _refuse_for_copy(found: StoredModel) -> None:
+    """Refuse settings that replace those of the run, where files are copied and no model is made by settings."""
+    typed = [key for key, _ in flatten(dict(parse_overrides(InferenceConfig, found.overrides)))]
+    if not typed or (found.checkpoint is not None and not _is_model(files_of(found.checkpoint).check(_POLICY))):
+        return
+    origin = found.checkpoint or found.run / "model"
+    raise ConfigError(
+        f"--{typed[0]} has no effect: the model of {origin} is complete, and its files are copied as they are; leave "
+        "it out. The library that loads the copy takes another dtype, and its chat_template.jinja is the template"
+    )
 
 
 def _find_unwritten(error: Exception, aside: Path) -> Path:
