@@ -193,6 +193,24 @@ def test_a_setting_is_refused_where_the_model_is_copied_and_used_where_it_is_mad
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == written
 
 
+def test_models_of_a_run_name_its_stop_tokens_and_the_card_its_stop_texts(tmp_path: Path) -> None:
+    sampling = {"stop_token_ids": [5, "77"]}
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 1}, sampling=sampling, eval={"items": 0}, save={"every": 1}))
+    for number, name in enumerate((str(run), f"{run}@1")):
+        assert main(["export", name, "--to", str(tmp_path / str(number))]) == 0
+        card = (tmp_path / str(number) / "README.md").read_text()
+        assert "| `sampling.stop_token_ids` | `[5, '77']` |" in card
+        assert 'ended with these texts, too: `"77"`. No file of a model ends completions with a text: ' in card
+    policy = find_policy(tmp_path, 1)
+    for folder in (run / "model", policy, tmp_path / "0", tmp_path / "1"):
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert 5 in settings["eos_token_id"]
+        assert "stop_strings" not in settings, "transformers would then refuse to generate without a tokenizer"
+    ids = AutoModelForCausalLM.from_pretrained(tmp_path / "0").generate(torch.tensor([[4]]), max_new_tokens=2)
+    assert ids.shape[0] == 1
+    assert main(["eval", str(run), "--backend", "inline", "--eval.items", "2"]) == 0
+
+
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {**MODEL, "lora": {"rank": 2}}
     train(tiny(GRPOConfig, tmp_path, model=model, save={"every": 1, "keep": 0}, eval={"items": 0}))

@@ -72,6 +72,11 @@ class StoredModel:
         build_config(InferenceConfig, self._sections)
 
     @property
+    def stops(self) -> tuple[int | str, ...]:
+        """The tokens and texts of ``sampling.stop_token_ids``, as the run has them. Raises ConfigError."""
+        return build_config(InferenceConfig, self._sections).sampling.stop_token_ids
+
+    @property
     def adapted(self) -> bool:
         """Whether adapters were trained."""
         return bool(self.values.get("model", {}).get("lora"))

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -41,8 +41,13 @@ _OF_RESUME: Final = ("resume", "manifest.json")  # of a checkpoint, from which a
 _logger = logging.getLogger(__name__)
 _TOLD: Final = (
     *("algorithm.advantage", "algorithm.loss", "algorithm.kl_coef", "optim.lr", "batch.prompts", "batch.examples"),
-    *("sampling.n", "sampling.max_new_tokens", "model.lora.rank", "environment.name", "reward.name"),
+    *("sampling.n", "sampling.max_new_tokens", "sampling.stop_token_ids", "model.lora.rank"),
+    *("environment.name", "reward.name"),
     *("run.schedule", "run.seed"),
+)
+_HOW_TO_STOP: Final = (
+    "No file of a model ends completions with a text: give them to `generate` of transformers as `stop_strings`, with "
+    "the tokenizer as `tokenizer`, and to vLLM as `stop`."
 )
 
 
@@ -69,7 +74,7 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
             raise ConfigError(f"{found.run} has no checkpoint with its adapters: --merge exports the merged model")
         else:
             _copy_model(RunFiles(found.run, "model"), aside)
-        _add_ends(files, temporary)
+        _add_ends(files, temporary, found.stops)
         (aside / _CARD).write_text(_card(found, adapters=found.adapted and not merge), encoding="utf-8")
         files.rename(temporary, to.name)
     except Exception as error:
@@ -172,12 +177,14 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
         (to / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
-def _add_ends(files: RunFiles, folder: str) -> None:
-    """Let other libraries end a completion as the run did: with the chat template's end of a turn."""
+def _add_ends(files: RunFiles, folder: str, stops: Sequence[int | str] = ()) -> None:
+    """Let other libraries end a completion as the run did: with the chat template's end of a turn, and with the tokens
+    of ``stops``. Its texts cannot be written: a model whose generation_config.json has some needs a tokenizer in each
+    call of ``generate``."""
     from transformers.utils import GENERATION_CONFIG_NAME
 
     from podium.models.tokenizers import load_tokenizer
-    from podium.models.vocabulary import add_ends
+    from podium.models.vocabulary import add_ends, resolve_stops
     from podium.rollout.tasks import end_of_turn
     from podium.rollout.tasks.config import DataConfig
 
@@ -188,7 +195,8 @@ def _add_ends(files: RunFiles, folder: str) -> None:
     with suppress(ConfigError):  # a template that the run did not use may be none that works
         end = end_of_turn(tokenizer, DataConfig())
     settings = files.read(folder, GENERATION_CONFIG_NAME)
-    files.write(add_ends(settings, (tokenizer.eos_token_id, end)), folder, GENERATION_CONFIG_NAME)
+    ends = (tokenizer.eos_token_id, end, *resolve_stops(stops, tokenizer)[0])
+    files.write(add_ends(settings, ends), folder, GENERATION_CONFIG_NAME)
 
 
 def _card(found: StoredModel, *, adapters: bool) -> str:
@@ -212,9 +220,17 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
         lines += ["", *_results(judge, first, last)]
     lines += ["", "| setting | value |", "|---|---|"]
     for path in ("data.train", *_TOLD, *objects):
-        if (value := settings.get(path)) not in (None, ""):
-            lines.append(f"| `{path}` | `{value}` |")
+        if (value := settings.get(path)) not in (None, "", []):
+            lines.append(f"| `{path}` | `{_escape(value)}` |")
+    if texts := [stop for stop in found.stops if isinstance(stop, str)]:
+        listing = ", ".join(f"`{json.dumps(text, ensure_ascii=False)}`" for text in texts)
+        lines += ["", f"Completions of the run ended with these texts, too: {listing}. {_HOW_TO_STOP}"]
     return "\n".join(lines) + "\n"
+
+
+def _escape(value: object) -> str:
+    """The text of a setting in a table of Markdown, where | ends a cell."""
+    return str(value).replace("|", "\\|")
 
 
 def _results(judge: Metric, first: Evaluation | None, last: Evaluation) -> Iterator[str]:
