@@ -170,6 +170,47 @@ def test_adapters_keep_the_scale_with_which_they_were_trained(
     assert main([*exported, "--model.lora.alpha", str(alpha)]) == 0
 
 
+def test_a_setting_is_refused_where_the_model_is_copied_and_used_where_it_is_made(
+    finished_grpo: Path, finished_lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, adapted = (str(folder / "runs" / "run") for folder in (finished_grpo, finished_lora))
+    dtype, template = ["--model.dtype", "bfloat16"], ["--data.chat_template", "none"]
+    for name, words in (
+        (f"{plain}@1", template),
+        (f"{plain}@1", dtype),
+        (plain, dtype),
+        (adapted, ["--merge", *dtype]),
+    ):
+        assert main(["export", name, "--to", str(tmp_path / "out"), *words]) == 2
+        refusal = capsys.readouterr().err
+        assert f"{words[-2]} has no effect: the model of " in refusal
+        assert not (tmp_path / "out").exists()
+    latest = ["export", f"{adapted}@latest", "--merge", "--to", str(tmp_path / "out")]
+    assert main([*latest, *dtype]) == 2
+    assert "and its model.dtype, which is bfloat16 here" in capsys.readouterr().err
+    (tmp_path / "other.jinja").write_text(written := "{% for message in messages %}{{ message.content }};{% endfor %}")
+    assert main([*latest, "--data.chat_template", str(tmp_path / "other.jinja")]) == 0
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == written
+
+
+def test_models_of_a_run_name_its_stop_tokens_and_the_card_its_stop_texts(tmp_path: Path) -> None:
+    sampling = {"stop_token_ids": [5, "77"]}
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 1}, sampling=sampling, eval={"items": 0}, save={"every": 1}))
+    for number, name in enumerate((str(run), f"{run}@1")):
+        assert main(["export", name, "--to", str(tmp_path / str(number))]) == 0
+        card = (tmp_path / str(number) / "README.md").read_text()
+        assert "| `sampling.stop_token_ids` | `[5, '77']` |" in card
+        assert 'ended with these texts, too: `"77"`. No file of a model ends completions with a text: ' in card
+    policy = find_policy(tmp_path, 1)
+    for folder in (run / "model", policy, tmp_path / "0", tmp_path / "1"):
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert 5 in settings["eos_token_id"]
+        assert "stop_strings" not in settings, "transformers would then refuse to generate without a tokenizer"
+    exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
+    assert exported.generate(torch.tensor([[4]]), max_new_tokens=2).shape[0] == 1
+    assert main(["eval", str(run), "--backend", "inline", "--eval.items", "2"]) == 0
+
+
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {**MODEL, "lora": {"rank": 2}}
     train(tiny(GRPOConfig, tmp_path, model=model, save={"every": 1, "keep": 0}, eval={"items": 0}))

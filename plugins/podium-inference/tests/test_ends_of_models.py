@@ -55,3 +55,14 @@ def test_an_exported_model_ends_as_its_template_does(template: str | None, tmp_p
     ids = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ids == ([tokenizer.eos_token_id, end] if template == CHATML else tokenizer.eos_token_id)
+
+
+def test_an_exported_model_ends_with_the_stop_tokens_of_the_run(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer(ALPHABET)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
+    tokenizer.save_pretrained(str(tmp_path))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    _add_ends(RunFiles(tmp_path.parent), tmp_path.name, (5, "<|im_end|>", "</answer>"))
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert settings == {"eos_token_id": [tokenizer.eos_token_id, 5, end]}, "a text is no token"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from podium.errors import ConfigError
 from podium.exceptions import read_text
@@ -63,6 +63,17 @@ def generation_ends(model: ModelConfig) -> list[int]:
     except Exception as error:
         raise ConfigError(f"{model.path}: its generation_config.json cannot be read: {read_text(error)}") from error
     return ids
+
+
+def resolve_stops(
+    stops: Iterable[int | str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the tokens and the texts of ``sampling.stop_token_ids``. A text that is an added token of its own, such as
+    <|im_end|>, becomes that token."""
+    added: dict[str, int] = cast("Any", tokenizer).get_added_vocab()  # transformers leaves this type open
+    ids = [added.get(stop, stop) if isinstance(stop, str) else stop for stop in stops]
+    numbers = tuple(stop for stop in ids if isinstance(stop, int))
+    return numbers, tuple(dict.fromkeys(stop for stop in ids if isinstance(stop, str)))
 
 
 def add_ends(settings: bytes, ends: Iterable[int | None]) -> bytes:

@@ -17,7 +17,8 @@ from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import CONFIG, RunRecord, is_run
 
-_MAKES_MODEL: Final = ("model", "data.chat_template")  # what a checkpoint is exported with
+MAKES_MODEL: Final = ("model", "data.chat_template")
+"""The section and the key that a checkpoint is exported with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class StoredModel:
                 user has not allowed.
         """
         values, missing = find_current_values(self._sections, self.run)
-        if gone := [line for key, line in missing.items() if is_needed(key, _MAKES_MODEL)]:
+        if gone := [line for key, line in missing.items() if is_needed(key, MAKES_MODEL)]:
             raise ConfigError("\n".join([*gone, f"podium export {self.run} --KEY PLACE uses a file at another place"]))
         config = build_config(InferenceConfig, values)
         check_code(self.run, config, [key for key, _ in parse_overrides(InferenceConfig, self.overrides)], ["model"])
@@ -64,11 +65,16 @@ class StoredModel:
     def remarks(self) -> list[str]:
         """Remarks on the files of the model that have moved or changed since the run began."""
         values, _ = find_current_values(self._sections, self.run)
-        return remarks(build_config(InferenceConfig, values), self.run, _MAKES_MODEL)
+        return remarks(build_config(InferenceConfig, values), self.run, MAKES_MODEL)
 
     def check(self) -> None:
         """Check the settings, but not the files. Raises ConfigError."""
         build_config(InferenceConfig, self._sections)
+
+    @property
+    def stops(self) -> tuple[int | str, ...]:
+        """The tokens and texts of ``sampling.stop_token_ids``, as the run has them. Raises ConfigError."""
+        return build_config(InferenceConfig, self._sections).sampling.stop_token_ids
 
     @property
     def adapted(self) -> bool:

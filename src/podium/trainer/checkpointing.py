@@ -58,7 +58,7 @@ class ModelExtras:
 
     Attributes:
         template: The chat template if it is not the tokenizer's own.
-        ends: The tokens with which the model has learned to end.
+        ends: The tokens with which the model has learned to end, and those that ended completions of the run.
     """
 
     template: str | None = None

@@ -229,7 +229,8 @@ def open_run(
     ahead = 1 + config.run.max_staleness if declaration_of(schedule).side_by_side else 1
     threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
     tokenizer: Any = kept.data.tokenizer
-    extras = ModelExtras(kept.data.template, (tokenizer.eos_token_id, end_of_turn(tokenizer, config.data)))
+    ends = (tokenizer.eos_token_id, end_of_turn(tokenizer, config.data), *kept.data.sampling.stop_token_ids)
+    extras = ModelExtras(kept.data.template, ends)
     saver = Saver(directory.checkpoints, config.save, extras, beside=kept.cluster.capabilities.concurrent)
     stack.callback(saver.close)
     stack.callback(kept.grader.drop)

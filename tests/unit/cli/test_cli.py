@@ -201,6 +201,7 @@ def test_debug_shows_where_it_was_raised(capsys: pytest.CaptureFixture[str], yam
         (["train", "sft", "--dry_run"], "there is no option --dry_run; did you mean --dry-run?"),
         (["sample", "a", "--prompts", "x"], "there is no option --prompts; did you mean --prompt?"),
         (["export", "a", "--to", "b", "--optim.lr", "1"], "--optim.lr is no setting of podium export, which reads"),
+        (["export", "a", "--to", "b", "--sampling.n", "4"], "which reads model.* and data.chat_template"),
         (["export", "a", "--to", "b", "--format", "gguf"], "--format is no setting of podium export"),
         (["train", "sft", "--run.resume", "absent"], "no run at absent: it has no config.yaml"),
         (["train", "grpo"], "data.train is not set"),

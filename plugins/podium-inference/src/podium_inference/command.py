@@ -28,6 +28,14 @@ from podium.runs.run_reader import RunRecord, flatten, is_run
 from podium.spelling import write_count
 from podium.telemetry import subscribe
 from podium.telemetry.formatting import visible
+from podium_inference.unread_settings import (
+    ListUnread,
+    list_unread_by_best,
+    list_unread_by_eval,
+    list_unread_by_sample,
+    list_unread_by_service,
+    refuse_unread,
+)
 
 if TYPE_CHECKING:
     from podium.runs.evaluation import Evaluation
@@ -61,7 +69,7 @@ def run_eval(arguments: Sequence[str]) -> int:
         explained(lambda: _describe_finished(evaluations, status.activity)),
         contextlib.ExitStack() as results,
         status,
-        open_config(options.model, options.config, overrides, needs=_SCORES) as config,
+        open_config(options.model, options.config, overrides, list_unread_by_eval, needs=_SCORES) as config,
         connect(backend) as cluster,
     ):
         from podium_inference.evaluation import evaluate_model
@@ -111,7 +119,7 @@ def _run_suite(options: argparse.Namespace, overrides: Sequence[str], backend: B
     with (
         explained(lambda: "the suite has given no results, and nothing is kept"),
         StatusSink(f"loading {options.model}"),
-        open_config(options.model, options.config, overrides) as config,
+        open_config(options.model, options.config, overrides, list_unread_by_service) as config,
         connect(backend) as cluster,
     ):
         results = suite.run(config, cluster, name)
@@ -165,7 +173,7 @@ def run_sample(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(explained(lambda: f"{write_count(answered, 'prompt was', 'prompts were')} completed"))
         with StatusSink(f"loading {options.model}"):
-            config = stack.enter_context(open_config(options.model, options.config, overrides))
+            config = stack.enter_context(open_config(options.model, options.config, overrides, list_unread_by_sample))
             from podium_inference.evaluation import open_sampler
 
             sample = stack.enter_context(open_sampler(config, stack.enter_context(connect(backend))))
@@ -190,7 +198,7 @@ def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: 
         raise ConfigError(f"--best {path}: this file exists; give another, or remove it")
     from podium_inference.best_of_n import BestOfN, draw_best
 
-    count = BestOfN()
+    count, needs = BestOfN(), ("data.train", *_SCORES)
     with (
         explained(
             lambda: (
@@ -198,7 +206,7 @@ def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: 
             )
         ),
         StatusSink(f"loading {options.model}"),
-        open_config(options.model, options.config, overrides, needs=("data.train", *_SCORES)) as config,
+        open_config(options.model, options.config, overrides, list_unread_by_best, needs=needs) as config,
         connect(backend) as cluster,
     ):
         rows = draw_best(config, cluster, count)
@@ -224,14 +232,20 @@ def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: 
 
 @contextlib.contextmanager
 def open_config(
-    model: str, path: str | None, overrides: Sequence[str], needs: Sequence[str] = _WRITES_PROMPTS
+    model: str,
+    path: str | None,
+    overrides: Sequence[str],
+    list_unread: ListUnread,
+    *,
+    needs: Sequence[str] = _WRITES_PROMPTS,
 ) -> Iterator[InferenceConfig]:
     """Yield the configuration to use ``model`` with. A checkpoint's model is written beside its run during the block.
 
     Lines on stderr say which files have moved or changed since the run began.
 
     Raises:
-        ConfigError: As :func:`inference_config`.
+        ConfigError: As :func:`inference_config`. Or one of ``overrides`` is of those that ``list_unread`` returns,
+            which the command does not read.
         CheckpointError: The checkpoint is damaged.
     """
     _refuse_early(model, path, overrides)
@@ -239,6 +253,7 @@ def open_config(
     from podium_inference.export import open_model
 
     config = inference_config(model, path, overrides, needs)
+    refuse_unread(overrides, list_unread(config))
     source = find_model(model)
     if source is not None:
         for remark in remarks(config, source.run, _with_train(needs, bool(config.data.eval))):

@@ -7,14 +7,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from podium.config import parse_overrides
 from podium.errors import CheckpointError, ConfigError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoint_folders import StoredCheckpoints, TrainerState, files_of
+from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import check_path
 from podium.runs.named_files import as_given
@@ -39,8 +41,13 @@ _OF_RESUME: Final = ("resume", "manifest.json")  # of a checkpoint, from which a
 _logger = logging.getLogger(__name__)
 _TOLD: Final = (
     *("algorithm.advantage", "algorithm.loss", "algorithm.kl_coef", "optim.lr", "batch.prompts", "batch.examples"),
-    *("sampling.n", "sampling.max_new_tokens", "model.lora.rank", "environment.name", "reward.name"),
+    *("sampling.n", "sampling.max_new_tokens", "sampling.stop_token_ids", "model.lora.rank"),
+    *("environment.name", "reward.name"),
     *("run.schedule", "run.seed"),
+)
+_HOW_TO_STOP: Final = (
+    "No file of a model ends completions with a text: give them to `generate` of transformers as `stop_strings`, with "
+    "the tokenizer as `tokenizer`, and to vLLM as `stop`."
 )
 
 
@@ -50,11 +57,13 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
     What transformers and vLLM load is written, or, where adapters were trained and ``merge`` is False, what peft loads.
 
     Raises:
-        ConfigError: ``to`` holds other files, or only the merged model is there and ``merge`` is False.
+        ConfigError: ``to`` holds other files, or only the merged model is there and ``merge`` is False. Or the model is
+            copied, and the overrides of ``found`` have no effect.
         CheckpointError: The checkpoint is damaged, or the directory cannot be written.
     """
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
         raise ConfigError(f"{to} is there already and is not empty: choose an empty or a new directory")
+    _refuse_for_copy(found)
     files = RunFiles(check_path(to, "the directory of a model").parent)
     files.make_folder()
     aside = files.renew_folder(temporary := f".{to.name}.tmp")
@@ -65,7 +74,7 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
             raise ConfigError(f"{found.run} has no checkpoint with its adapters: --merge exports the merged model")
         else:
             _copy_model(RunFiles(found.run, "model"), aside)
-        _add_ends(files, temporary)
+        _add_ends(files, temporary, found.stops)
         (aside / _CARD).write_text(_card(found, adapters=found.adapted and not merge), encoding="utf-8")
         files.rename(temporary, to.name)
     except Exception as error:
@@ -76,6 +85,18 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
         raise CheckpointError(f"cannot write {to / _find_unwritten(error, aside)}: {reason}") from error
     finally:
         files.remove(temporary)
+
+
+def _refuse_for_copy(found: StoredModel) -> None:
+    """Refuse settings that replace those of the run, where files are copied and no model is made by settings."""
+    typed = [key for key, _ in flatten(dict(parse_overrides(InferenceConfig, found.overrides)))]
+    if not typed or (found.checkpoint is not None and not _is_model(files_of(found.checkpoint).check(_POLICY))):
+        return
+    origin = found.checkpoint or found.run / "model"
+    raise ConfigError(
+        f"--{typed[0]} has no effect: the model of {origin} is complete, and its files are copied as they are; leave "
+        "it out. The library that loads the copy takes another dtype, and its chat_template.jinja is the template"
+    )
 
 
 def _find_unwritten(error: Exception, aside: Path) -> Path:
@@ -156,12 +177,14 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
         (to / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
-def _add_ends(files: RunFiles, folder: str) -> None:
-    """Let other libraries end a completion as the run did: with the chat template's end of a turn."""
+def _add_ends(files: RunFiles, folder: str, stops: Sequence[int | str] = ()) -> None:
+    """Let other libraries end a completion as the run did: with the chat template's end of a turn, and with the tokens
+    of ``stops``. Its texts cannot be written: a model whose generation_config.json has some needs a tokenizer in each
+    call of ``generate``."""
     from transformers.utils import GENERATION_CONFIG_NAME
 
     from podium.models.tokenizers import load_tokenizer
-    from podium.models.vocabulary import add_ends
+    from podium.models.vocabulary import add_ends, resolve_stops
     from podium.rollout.tasks import end_of_turn
     from podium.rollout.tasks.config import DataConfig
 
@@ -172,7 +195,8 @@ def _add_ends(files: RunFiles, folder: str) -> None:
     with suppress(ConfigError):  # a template that the run did not use may be none that works
         end = end_of_turn(tokenizer, DataConfig())
     settings = files.read(folder, GENERATION_CONFIG_NAME)
-    files.write(add_ends(settings, (tokenizer.eos_token_id, end)), folder, GENERATION_CONFIG_NAME)
+    ends = (tokenizer.eos_token_id, end, *resolve_stops(stops, tokenizer)[0])
+    files.write(add_ends(settings, ends), folder, GENERATION_CONFIG_NAME)
 
 
 def _card(found: StoredModel, *, adapters: bool) -> str:
@@ -196,9 +220,17 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
         lines += ["", *_results(judge, first, last)]
     lines += ["", "| setting | value |", "|---|---|"]
     for path in ("data.train", *_TOLD, *objects):
-        if (value := settings.get(path)) not in (None, ""):
-            lines.append(f"| `{path}` | `{value}` |")
+        if (value := settings.get(path)) not in (None, "", []):
+            lines.append(f"| `{path}` | `{_escape(value)}` |")
+    if texts := [stop for stop in found.stops if isinstance(stop, str)]:
+        listing = ", ".join(f"`{json.dumps(text, ensure_ascii=False)}`" for text in texts)
+        lines += ["", f"Completions of the run ended with these texts, too: {listing}. {_HOW_TO_STOP}"]
     return "\n".join(lines) + "\n"
+
+
+def _escape(value: object) -> str:
+    """The text of a setting in a table of Markdown, where | ends a cell."""
+    return str(value).replace("|", "\\|")
 
 
 def _results(judge: Metric, first: Evaluation | None, last: Evaluation) -> Iterator[str]:

@@ -37,7 +37,7 @@ def run_export(arguments: Sequence[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options, overrides = parser.parse_known_args(arguments)
     check_options(parser, arguments, overrides)
-    _check_sections(overrides)
+    _check_settings(overrides)
     if not (options.to or options.push):
         raise ConfigError("say where the model goes: --to DIR, --push NAME, or both")
     if options.push:
@@ -68,12 +68,15 @@ def run_export(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_sections(overrides: Sequence[str]) -> None:
-    """Refuse settings that no model has, which would have no effect. Raises ConfigError."""
-    sections = [field.name for field in dataclasses.fields(InferenceConfig)]
-    for key, _ in parse_overrides(InferenceConfig, overrides):
-        if key.partition(".")[0] not in sections:
-            raise ConfigError(f"--{key} is no setting of podium export, which reads the sections {', '.join(sections)}")
+def _check_settings(overrides: Sequence[str]) -> None:
+    """Refuse settings that no model is written with, which would have no effect. Raises ConfigError."""
+    from podium.runs.named_files import is_needed
+    from podium.runs.run_reader import flatten
+    from podium.runs.stored_models import MAKES_MODEL
+
+    for key, _ in flatten(dict(parse_overrides(InferenceConfig, overrides))):
+        if not is_needed(key, MAKES_MODEL):
+            raise ConfigError(f"--{key} is no setting of podium export, which reads model.* and data.chat_template")
 
 
 def _check_name(name: str) -> None:

@@ -72,7 +72,7 @@ def load_stored(folder: Path, config: ModelConfig) -> nn.Module:
     if adapters and not torch.equal(base[BASE], base_checksum(model)):
         raise CheckpointError(
             f"the checkpoint {folder} holds adapters of another base than model.path={config.path!r} has now: give the "
-            "model that the run began with"
+            f"model that the run began with, and its model.dtype, which is {config.dtype} here"
         )
     return model
 

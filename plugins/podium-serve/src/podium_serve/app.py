@@ -52,7 +52,7 @@ from podium_serve.messages import Messages
 from podium_serve.metrics import App, Metrics
 from podium_serve.pieces import Delta, Progress
 from podium_serve.routes import PATHS, find_dialect, make_routes
-from podium_serve.streaming import read_answer, stream_answers, stream_texts
+from podium_serve.streaming import count_reasoning, read_answer, stream_answers, stream_texts
 from podium_serve.texts import (
     detokenize,
     encode,
@@ -176,7 +176,9 @@ class _Api:
             return [*writer.add(piece, await self._logprobs(asked_for, question, piece))]
         counts = self._usage([question], [piece.sampled])
         cached = counts["prompt_tokens_details"]["cached_tokens"]
-        return [*writer.end(piece, Usage(counts["prompt_tokens"], cached, counts["completion_tokens"]))]
+        reasoning = count_reasoning(self.service, question, piece)
+        usage = Usage(counts["prompt_tokens"], cached, counts["completion_tokens"], reasoning)
+        return [*writer.end(piece, usage)]
 
     async def count(self, request: Request) -> Response:
         """Answer how many tokens the prompt of a message has."""

@@ -15,6 +15,7 @@ from podium.processes import close_memory
 from podium.runtime.connecting import backend_class
 from podium.trainer.preload import PRELOAD
 from podium_inference.command import connect, model_parser, open_config
+from podium_inference.unread_settings import list_unread_by_service
 from podium_serve import check_serving, served
 
 __all__ = ["run_serve"]
@@ -52,7 +53,7 @@ def run_serve(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         with StatusSink(f"loading {name}"):
             backend_class(backend.name, backend.options).prepare(PRELOAD)  # while this process imports
-            config = stack.enter_context(open_config(options.model, options.config, overrides))
+            config = stack.enter_context(open_config(options.model, options.config, overrides, list_unread_by_service))
             cluster = stack.enter_context(connect(backend))
             where = {"model": name, "token": token, "host": options.host, "port": options.port}
             model = stack.enter_context(served(config, cluster, **where))

@@ -26,12 +26,13 @@ Event = dict[str, Any]
 
 
 class Usage(NamedTuple):
-    """Tokens of a request: those of its prompt, those of them that were not computed again, and those that were
-    drawn."""
+    """Tokens of a request: those of its prompt, those of them that were not computed again, those that were drawn, and
+    those of them up to the end of the reasoning."""
 
     prompt: int
     cached: int
     completion: int
+    reasoning: int
 
 
 class Writer(Protocol):

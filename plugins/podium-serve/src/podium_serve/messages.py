@@ -69,10 +69,13 @@ _CLIENT_TOOLS: Final[Mapping[str, tuple[str, Mapping[str, str], Sequence[str]]]]
 }
 """Tools that the client runs and whose parameters the API knows, without their date: what is told of each to the model,
 its parameters, and those that are required."""
-_TOOL: Final = frozenset(
-    {"type", "name", "description", "input_schema", "cache_control", "strict", "input_examples"}
-    | {"eager_input_streaming", "defer_loading", "allowed_callers"}
-)
+_OF_ANY_TOOL: Final = frozenset({"type", "name", "cache_control", "strict", "input_examples", "eager_input_streaming"})
+_TOOL: Final = _OF_ANY_TOOL | {"description", "input_schema"}
+_CLIENT_TOOL: Final = _OF_ANY_TOOL | {"max_characters"}  # by which the client cuts a file that is viewed
+_NEUTRAL_OF_TOOLS: Final[Mapping[str, Sequence[Any]]] = {
+    "defer_loading": (False,),
+    "allowed_callers": ([], ["direct"]),
+}
 _THINKING: Final = frozenset({"type", "budget_tokens", "display"})
 _MESSAGE: Final = frozenset(
     {"role", "content", "id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container"}
@@ -260,18 +263,34 @@ def _read_document(block: Mapping[str, Any], where: str) -> str:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = tool.get("type", "custom") if isinstance(tool, Mapping) else None
     if isinstance(tool, Mapping) and (known := _CLIENT_TOOLS.get(str(kind).rpartition("_")[0])):
+        fields = check_fields(tool, _CLIENT_TOOL, _NEUTRAL_OF_TOOLS, where)
         about, parameters, required = known
         schema = {"type": "object", "properties": {name: {"type": of} for name, of in parameters.items()}}
         schema["required"] = [*required]
-        function = {"name": tool.get("name"), "description": about, "parameters": schema}
-        return {"type": "function", "function": function}
+        function = {"name": fields.get("name"), "description": about, "parameters": schema}
+        return {"type": "function", "function": function | _hints(fields, about, where)}
     if kind not in ("custom", None) or not isinstance(tool, Mapping):
         raise refuse(f"{where}.type", kind, "this service knows tools with an input_schema; leave the tool out")
-    fields = check_fields(tool, _TOOL, {}, where)
+    fields = check_fields(tool, _TOOL, _NEUTRAL_OF_TOOLS, where)
     function = {"name": fields.get("name"), "parameters": fields.get("input_schema", {})}
     if "description" in fields:
         function["description"] = fields["description"]
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function | _hints(fields, fields.get("description"), where)}
+
+
+def _hints(fields: Mapping[str, Any], about: Any, where: str) -> dict[str, Any]:
+    """What the model reads of a tool's ``strict`` and ``input_examples``: the field that the other APIs have, and
+    examples behind the description ``about``."""
+    strict = fields.get("strict", False)
+    if not isinstance(strict, bool):
+        raise refuse(f"{where}.strict", strict, "expected true or false")
+    hints: dict[str, Any] = {"strict": True} if strict else {}
+    if examples := as_list(fields.get("input_examples", []), f"{where}.input_examples"):
+        if not isinstance(about, str | None):
+            raise refuse(f"{where}.description", about, "expected a text")
+        lines = ["Examples of its input:", *(json.dumps(example, ensure_ascii=False) for example in examples)]
+        hints["description"] = "\n\n".join(filter(None, (about, "\n".join(lines))))
+    return hints
 
 
 def _tool_choice(choice: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ What may be the beginning of a tool call, of a stop text or of a character is he
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -21,7 +22,7 @@ from podium_serve.pieces import Delta, Progress
 if TYPE_CHECKING:
     from podium_agents.service.service import Asked, Service
 
-__all__ = ["read_answer", "stream_answers", "stream_texts"]
+__all__ = ["count_reasoning", "read_answer", "stream_answers", "stream_texts"]
 
 _PAUSE_S: Final = 0.02  # between two looks at the text of a stream
 _SLOW_S: Final = 0.05  # of work on a piece of a stream; the next one then comes later
@@ -119,6 +120,16 @@ def read_answer(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
     """What ids say so far, without the end that may be the beginning of a character."""
     reply = service.form.parse(asked.prompt, ids, asked.tools, special=asked.special)
     return Delta(reply.content.rstrip(_BEGUN), (reply.reasoning or "").rstrip(_BEGUN))
+
+
+def count_reasoning(service: Service, asked: Asked, answer: Answer) -> int:
+    """Return the number of tokens of an answer up to the last one of its reasoning; 0 for an answer without."""
+    size, ids = len(answer.message.get("reasoning_content") or ""), answer.sampled.ids
+
+    def is_complete(count: int) -> bool:
+        return len(read_answer(service, asked, ids[:count]).reasoning) >= size
+
+    return bisect_left(range(len(ids)), True, key=is_complete) if size else 0
 
 
 def _read_text(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:

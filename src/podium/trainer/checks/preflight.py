@@ -480,13 +480,11 @@ def with_stop_tokens(
     token with which the chat template ends a turn. Texts become ``RequestParams.stop``; one that is a token of its own,
     such as <|im_end|>, becomes that token.
     """
-    texts = [stop for stop in sampling.stop_token_ids if isinstance(stop, str)]
-    if texts:
+    from podium.models.vocabulary import generation_ends, resolve_stops
+
+    if any(isinstance(stop, str) for stop in sampling.stop_token_ids):
         untyped: Any = tokenizer  # transformers leaves these types open
-        added: dict[str, int] = untyped.get_added_vocab()
-        ids = [added.get(stop, stop) if isinstance(stop, str) else stop for stop in sampling.stop_token_ids]
-        numbers = tuple(stop for stop in ids if isinstance(stop, int))
-        stops = tuple(dict.fromkeys(stop for stop in ids if isinstance(stop, str)))
+        numbers, stops = resolve_stops(sampling.stop_token_ids, tokenizer)
         special = [token.content for token in untyped.added_tokens_decoder.values() if token.special]
         for stop in stops:
             if name := next((name for name in special if name in stop), None):
@@ -498,7 +496,6 @@ def with_stop_tokens(
     if sampling.stop_token_ids:
         check_vocabulary(model, tokenizer, sampling.stop_token_ids)
         return sampling
-    from podium.models.vocabulary import generation_ends
     from podium.rollout.tasks import end_of_turn
 
     stop_ids: list[int] = []

@@ -9,10 +9,11 @@ import httpx2
 import pytest
 
 from podium.rollout.sampling import SamplingParams
+from podium_agents.service.request_bodies import Refusal
 from podium_serve.messages import Messages
 from podium_serve.responses import Responses
 from tests.unit.rollout.service.scripted import TOKEN
-from tests.unit.rollout.service.test_dialects import CALL, END, THINKS, THOUGHT, openai_client, serve
+from tests.unit.rollout.service.test_dialects import CALL, END, FUNCTION, THINKS, THOUGHT, openai_client, serve
 
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 BASH = {
@@ -394,3 +395,52 @@ def test_what_would_change_the_answer_is_refused_by_its_name(path: str, change: 
         refused = post(url, path, {**(CLAUDE if path == "messages" else CODEX), **change})
         assert refused.status_code == 400
         assert says in refused.json()["error"]["message"]
+
+
+def test_examples_of_a_tool_are_written_for_the_model() -> None:
+    tools: list[Any] = [
+        {**BASH, "strict": True, "input_examples": [{"command": "ls"}, {"command": "pwd"}]},
+        {
+            "name": "Bare",
+            "input_examples": [{}],
+            "strict": False,
+            "defer_loading": False,
+            "allowed_callers": ["direct"],
+        },
+        {"type": "bash_20250124", "name": "bash", "input_examples": [{"command": "ls"}], "allowed_callers": []},
+    ]
+    request = Messages().chat({**CLAUDE, "tools": tools})
+    first, second, third = (tool["function"] for tool in request["tools"])
+    examples = 'Examples of its input:\n{"command": "ls"}'
+    assert first["description"] == f'Run a command.\n\n{examples}\n{{"command": "pwd"}}'
+    assert first["strict"] is True
+    assert second == {"name": "Bare", "parameters": {}, "description": "Examples of its input:\n{}"}
+    assert third["description"].endswith(f"start the shell anew.\n\n{examples}")
+
+
+@pytest.mark.parametrize("base", [BASH, {"type": "bash_20250124", "name": "bash"}])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("defer_loading", True), ("allowed_callers", ["code_execution_20250825"]), ("strict", "yes")),
+        *(("input_examples", {}), ("unknown", 1)),
+    ],
+)
+def test_what_nothing_reads_of_a_tool_is_refused(base: dict[str, Any], name: str, value: Any) -> None:
+    with pytest.raises(Refusal, match=rf"tools\.0\.{name}"):
+        Messages().chat({**CLAUDE, "tools": [{**base, name: value}]})
+
+
+@pytest.mark.parametrize("said", [f"{THOUGHT}So.{END}", f"So.{END}", f"{THOUGHT}{CALL}{END}"])
+def test_a_response_counts_the_tokens_of_its_reasoning(said: str) -> None:
+    with serve(said, said, template=THINKS) as (url, _, _):
+        body = {"model": "tiny", "input": "Hm?", "tools": [FUNCTION]}
+        answer = post(url, "responses", body).json()
+        streamed = post(url, "responses", {**body, "stream": True}).text
+        usage = answer["usage"]
+        thinks = said.startswith(THOUGHT)
+        assert (answer["output"][0]["type"] == "reasoning") == thinks
+        count = usage["output_tokens_details"]["reasoning_tokens"]
+        expected = len(said.partition("</think>")[0]) if thinks else 0  # a token is a character
+        assert count == expected < usage["output_tokens"]
+        assert f'"reasoning_tokens": {count}' in streamed
