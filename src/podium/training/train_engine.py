@@ -14,7 +14,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +80,17 @@ class StepResult(Applied):
     metrics: Mapping[str, float]
 
 
+def _prepare_nothing() -> AbstractContextManager[Callable[[MicroBatch], None]]:
+    return nullcontext(lambda micro: None)
+
+
 @dataclass(frozen=True)
 class _Minibatch:
     batch: Batch
     compute: Callable[[MicroBatch], TokenLoss]
     columns: Sequence[str]
     weight: float
+    within: Callable[[], AbstractContextManager[Callable[[MicroBatch], None]]]
 
 
 class TrainEngine:
@@ -242,6 +247,7 @@ class TrainEngine:
         columns: Sequence[str] = (),
         weight: float = 1.0,
         flat: bool = False,
+        within: Callable[[], AbstractContextManager[Callable[[MicroBatch], None]]] = _prepare_nothing,
     ) -> Accumulated:
         """Add the gradient of this rank's rows of a global minibatch to those that wait for :meth:`apply`.
 
@@ -254,6 +260,8 @@ class TrainEngine:
             weight: A factor of the loss.
             flat: Whether all gradients are known to be 0. They are then added without passes over the model, and
                 without metrics.
+            within: Makes the context of the passes over the minibatch, also of those that :meth:`apply` makes again.
+                It yields a function that takes each micro-batch before ``compute`` does.
 
         Raises:
             DataError: The loss reports other metrics in one micro-batch than in another.
@@ -261,7 +269,7 @@ class TrainEngine:
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates: give it optim to train")
-        minibatch, parts = _Minibatch(batch, compute, columns, weight), list[tuple[Tensor, PartialMetrics]]()
+        minibatch, parts = _Minibatch(batch, compute, columns, weight, within), list[tuple[Tensor, PartialMetrics]]()
         try:
             if not self._count(batch.jagged(fields.LOSS_WEIGHTS).values):
                 self.waiting_count += 1
@@ -351,12 +359,13 @@ class TrainEngine:
         parts: list[tuple[Tensor, PartialMetrics]] = []
         try:
             micros = self._micro_batches(minibatch.batch, (*minibatch.columns, fields.LOSS_WEIGHTS), noisy=self._noisy)
-            with Counting("micro-batches", len(micros)) as count:
+            with minibatch.within() as prepare, Counting("micro-batches", len(micros)) as count:
                 for micro in count.over(micros):
                     with autocast(self.device, self.precision):
                         if len(micro.index) == 0:
                             zero_of(self.model, micro).backward()
                             continue
+                        prepare(micro)
                         token_loss, weights = minibatch.compute(micro), micro.columns[fields.LOSS_WEIGHTS]
                         loss = (weights * token_loss.loss_N).sum()
                         if minibatch.weight != 1.0:
