@@ -109,6 +109,7 @@ class TrainEngine:
         shares_prompts: Whether rows with the same prompt have it once in a forward pass.
         micro_batch_tokens: The most tokens of a forward pass, padding included.
         loss_scale: The factor of the loss in the backward pass.
+        schedule_shift: By how many optimizer steps the schedule of the learning rate is further than ``step_count``.
         waiting_count: Number of minibatches whose gradients wait for :meth:`apply`.
 
     Raises:
@@ -153,6 +154,7 @@ class TrainEngine:
         self._weights = Offload(lambda: (*self.model.parameters(), *self.model.buffers()))
         self._state = Offload(self._optimizer_state, self.parallel.gradients)
         self.step_count = 0
+        self.schedule_shift = 0
         self.skipped_count = 0
         self.waiting_count = 0
         self._has_gradients = False  # of what waits for a step
@@ -310,7 +312,7 @@ class TrainEngine:
         if self.optim is None or self.optimizer is None or not self.waiting_count:
             raise PodiumError("no gradient waits for an optimizer step: accumulate one first")
         rate, head_rate = (
-            optim.learning_rate(self.step_count) if learning_rate is None else learning_rate
+            optim.learning_rate(self.step_count, self.schedule_shift) if learning_rate is None else learning_rate
             for optim in (self.optim, self.head_optim)
         )
         norm, skipped = 0.0, False

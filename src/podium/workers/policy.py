@@ -93,6 +93,8 @@ class Policy(Learner):
             begins = {"first_step": 0} if isinstance(optim, EndingOptim) else {}  # the head never waits
             self.head_optim = replace(optim, lr=value_lr, **begins)
         super().__init__(model, optim, parallel, algorithm)
+        critic = self.algorithm.critic
+        self.late_steps = critic.critic_warmup if critic.critic_trunk == "separate" else 0
 
     @cached_property
     def _weights(self) -> WholeWeights:
