@@ -493,6 +493,7 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
         settings = transformers.AutoConfig.for_model(kind, **fields)
     except Exception as error:
         raise ConfigError(f"model.config does not fit {kind!r}: {_reason(error)}") from error
+    _check_kept(settings, {name: value for name, value in fields.items() if name in config.config})
     for name in ("vocab_size", "hidden_size", "num_attention_heads"):  # transformers gives every kind these names
         if isinstance(size := getattr(settings.get_text_config(), name, None), int) and size < 1:
             raise ConfigError(f"model.config.{name} = {size}: expected at least 1")
@@ -503,6 +504,45 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
             f"model.config.num_key_value_heads = {shared}{origin}: expected a divisor of num_attention_heads = {heads}"
         )
     return settings
+
+
+def _check_kept(settings: PretrainedConfig, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field in place of which transformers has put another value. null means its default."""
+    for name, value in fields.items():
+        if not _is_kept(settings, {name: value}):
+            written = settings.to_dict()
+            related = ", ".join(f"{other} = {written[other]!r}" for other in written if name in other and name != other)
+            raise ConfigError(
+                f"model.config.{name} = {value!r}: transformers makes it {written.get(name)!r} for "
+                f"{settings.model_type!r}{related and f', with {related}'}; change the fields that decide it, or leave "
+                f"{name} out"
+            )
+
+
+def _is_kept(kept: Any, value: Any) -> bool:
+    """Whether ``kept`` says what ``value`` does, or more, however transformers spells it."""
+    if isinstance(value, Mapping):
+        if isinstance(kept, transformers.PretrainedConfig):
+            written = kept.to_dict()  # not all fields can be read as attributes where layers differ
+            return all(
+                _is_kept(written[name] if name in written else getattr(kept, name, None), part)
+                or _is_kept(vars(kept).get(name), part)
+                for name, part in value.items()
+            )
+        if not isinstance(kept, Mapping):
+            return False
+        parts = {str(name): part for name, part in kept.items()}
+        if all(str(name) in parts and _is_kept(parts[str(name)], part) for name, part in value.items()):
+            return True
+        return any(_is_kept(part, value) for part in parts.values())  # that of the layers to which it applies
+    if isinstance(value, list | tuple) and isinstance(kept, list | tuple):
+        if len(value) != len(kept) or all(map(_is_kept, kept, value)):
+            return len(value) == len(kept)
+        rename = getattr(transformers.configuration_utils, "remap_legacy_layer_types", list)
+        return all(isinstance(part, str) for part in value) and rename(value) == list(kept)  # types of layers
+    if isinstance(kept, torch.dtype):
+        return str(kept) == f"torch.{value}"
+    return value is None or kept == value
 
 
 @contextmanager

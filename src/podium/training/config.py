@@ -73,15 +73,20 @@ class OptimConfig:
         """The optimizer step with which the warm-up begins. Steps before it have its learning rate."""
         return 0
 
-    def learning_rate(self, step: int) -> float:
+    def learning_rate(self, step: int, shift: int = 0) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 0.
+
+        Args:
+            shift: By how many optimizer steps a run of these settings would be further. The rate falls as there; its
+                warm-up is not made again.
 
         Raises:
             ConfigError: The rate falls, and nobody says where it ends.
         """
         end = self.begin + self.warmup_steps + 1 if self.lr_schedule == "constant" else self._require_end()
-        done = max(0, step - self.begin)
-        return compute_learning_rate(self.lr, self.lr_schedule, done, self.warmup_steps, end - self.begin)
+        done = max(0, step + shift - self.begin)
+        warmed = step if not self.begin else max(done, step - self.begin)
+        return compute_learning_rate(self.lr, self.lr_schedule, done, self.warmup_steps, end - self.begin, warmed)
 
     def _require_end(self) -> int:
         if self.end is None:

@@ -5,7 +5,12 @@ from typing import Literal
 
 
 def compute_learning_rate(
-    peak: float, schedule: Literal["constant", "linear", "cosine"], step: int, warmup: int, end: int
+    peak: float,
+    schedule: Literal["constant", "linear", "cosine"],
+    step: int,
+    warmup: int,
+    end: int,
+    warmed: int | None = None,
 ) -> float:
     """Return the learning rate of optimizer step ``step``, counted from 0.
 
@@ -14,10 +19,12 @@ def compute_learning_rate(
         schedule: The course of the learning rate after the warm-up.
         warmup: Steps over which the learning rate rises linearly to ``peak``.
         end: The step at which a learning rate that falls is 0. It is larger than ``warmup``.
+        warmed: The steps of the warm-up so far, if they are not ``step``.
     """
-    if step < warmup:
-        return peak * (step + 1) / warmup
+    warmed = step if warmed is None else warmed
+    if warmed < warmup:
+        return peak * (warmed + 1) / warmup
     if schedule == "constant":
         return peak
-    done = min(1.0, (step - warmup) / (end - warmup))
+    done = min(1.0, max(0, step - warmup) / (end - warmup))
     return peak * (1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))

@@ -9,6 +9,7 @@ is infinite. The weight of a token is one in a million where a step has a millio
 would be 0.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,6 +24,8 @@ _FIRST: Final = 2.0**16
 _LARGEST: Final = 2.0**24
 _GROW_EVERY: Final = 50  # steps; a scale that proves too large costs one more pass over the minibatch
 _LOWER_BY: Final = 4.0
+_NORM_CLASS: Final = re.compile(r"Norm(Gated|\d+d)?$")  # CohereLayerNorm and BatchNorm1d; not NormedEmbedding
+_NORM_NAME: Final = re.compile(r"norm\d*$")  # q_norm, layernorm and norm1
 
 
 class Optimizer(torch.optim.AdamW):
@@ -35,10 +38,11 @@ class Optimizer(torch.optim.AdamW):
 
     def __init__(self, model: nn.Module, config: OptimConfig, sums: Mapping[nn.Parameter, Tensor]) -> None:
         head = {name: p for name, p in model.named_parameters() if is_of_value_head(name)}
+        matrices = find_matrices(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         body = [parameter for parameter in trained if all(parameter is not part for part in head.values())]
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in part if (p.dim() >= 2) == decays], "weight_decay": decay, "is_head": is_head}
+            {"params": [p for p in part if (p in matrices) == decays], "weight_decay": decay, "is_head": is_head}
             for is_head, part in ((False, body), (True, list(head.values())))
             for decays, decay in ((True, config.weight_decay), (False, 0.0))
         ]
@@ -91,6 +95,29 @@ class Optimizer(torch.optim.AdamW):
                 maximize=False,
             )
             target.copy_(exact if "master" in state else round_stochastically(exact, step * len(low) + index))
+
+
+def find_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of ``model`` that decay: all but norms, biases and vectors.
+
+    Some of these have several dimensions, such as the biases of experts, norms with a row for each head, and vectors in
+    a shape that broadcasts. A norm or a bias is known by its name or by the class of the module that has it.
+    """
+    matrices = set[nn.Parameter]()
+    for path, module in model.named_modules():
+        is_norm = not isinstance(module, nn.Linear | nn.Embedding) and (
+            _NORM_CLASS.search(type(module).__name__) or _NORM_NAME.search(path.rpartition(".")[2])
+        )
+        for name, parameter in module.named_parameters(recurse=False):
+            is_bias = name == "bias" or name.endswith("_bias")
+            if not is_norm and not is_bias and not _is_vector(parameter):
+                matrices.add(parameter)
+    return matrices
+
+
+def _is_vector(parameter: Tensor) -> bool:
+    """Whether a parameter has one dimension, or several without meaning. A linear layer with one output is a matrix."""
+    return parameter.dim() < 2 or (parameter.dim() > 2 and sum(size > 1 for size in parameter.shape) < 2)
 
 
 def round_stochastically(values: Tensor, seed: int) -> Tensor:

@@ -14,7 +14,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +80,17 @@ class StepResult(Applied):
     metrics: Mapping[str, float]
 
 
+def _prepare_nothing() -> AbstractContextManager[Callable[[MicroBatch], None]]:
+    return nullcontext(lambda micro: None)
+
+
 @dataclass(frozen=True)
 class _Minibatch:
     batch: Batch
     compute: Callable[[MicroBatch], TokenLoss]
     columns: Sequence[str]
     weight: float
+    within: Callable[[], AbstractContextManager[Callable[[MicroBatch], None]]]
 
 
 class TrainEngine:
@@ -104,6 +109,7 @@ class TrainEngine:
         shares_prompts: Whether rows with the same prompt have it once in a forward pass.
         micro_batch_tokens: The most tokens of a forward pass, padding included.
         loss_scale: The factor of the loss in the backward pass.
+        schedule_shift: By how many optimizer steps the schedule of the learning rate is further than ``step_count``.
         waiting_count: Number of minibatches whose gradients wait for :meth:`apply`.
 
     Raises:
@@ -148,6 +154,7 @@ class TrainEngine:
         self._weights = Offload(lambda: (*self.model.parameters(), *self.model.buffers()))
         self._state = Offload(self._optimizer_state, self.parallel.gradients)
         self.step_count = 0
+        self.schedule_shift = 0
         self.skipped_count = 0
         self.waiting_count = 0
         self._has_gradients = False  # of what waits for a step
@@ -242,6 +249,7 @@ class TrainEngine:
         columns: Sequence[str] = (),
         weight: float = 1.0,
         flat: bool = False,
+        within: Callable[[], AbstractContextManager[Callable[[MicroBatch], None]]] = _prepare_nothing,
     ) -> Accumulated:
         """Add the gradient of this rank's rows of a global minibatch to those that wait for :meth:`apply`.
 
@@ -254,6 +262,8 @@ class TrainEngine:
             weight: A factor of the loss.
             flat: Whether all gradients are known to be 0. They are then added without passes over the model, and
                 without metrics.
+            within: Makes the context of the passes over the minibatch, also of those that :meth:`apply` makes again.
+                It yields a function that takes each micro-batch before ``compute`` does.
 
         Raises:
             DataError: The loss reports other metrics in one micro-batch than in another.
@@ -261,7 +271,7 @@ class TrainEngine:
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates: give it optim to train")
-        minibatch, parts = _Minibatch(batch, compute, columns, weight), list[tuple[Tensor, PartialMetrics]]()
+        minibatch, parts = _Minibatch(batch, compute, columns, weight, within), list[tuple[Tensor, PartialMetrics]]()
         try:
             if not self._count(batch.jagged(fields.LOSS_WEIGHTS).values):
                 self.waiting_count += 1
@@ -302,7 +312,7 @@ class TrainEngine:
         if self.optim is None or self.optimizer is None or not self.waiting_count:
             raise PodiumError("no gradient waits for an optimizer step: accumulate one first")
         rate, head_rate = (
-            optim.learning_rate(self.step_count) if learning_rate is None else learning_rate
+            optim.learning_rate(self.step_count, self.schedule_shift) if learning_rate is None else learning_rate
             for optim in (self.optim, self.head_optim)
         )
         norm, skipped = 0.0, False
@@ -351,12 +361,13 @@ class TrainEngine:
         parts: list[tuple[Tensor, PartialMetrics]] = []
         try:
             micros = self._micro_batches(minibatch.batch, (*minibatch.columns, fields.LOSS_WEIGHTS), noisy=self._noisy)
-            with Counting("micro-batches", len(micros)) as count:
+            with minibatch.within() as prepare, Counting("micro-batches", len(micros)) as count:
                 for micro in count.over(micros):
                     with autocast(self.device, self.precision):
                         if len(micro.index) == 0:
                             zero_of(self.model, micro).backward()
                             continue
+                        prepare(micro)
                         token_loss, weights = minibatch.compute(micro), micro.columns[fields.LOSS_WEIGHTS]
                         loss = (weights * token_loss.loss_N).sum()
                         if minibatch.weight != 1.0:

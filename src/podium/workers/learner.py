@@ -44,8 +44,8 @@ LEFT_OUT = "left_out"
 """Column bool ``[B]``: rows without a part in the loss and in its normalization."""
 
 _COUNT = "counted"  # metadata of a batch: the number of tokens or rows over which its metrics are means
-_MODEL, _RANDOM, _LOSS_SCALE = "model.", "random.", "loss_scale"
-_OPTIONAL = (_RANDOM, _LOSS_SCALE)  # a rank or a precision of another run may be new
+_MODEL, _RANDOM, _LOSS_SCALE, _SCHEDULE = "model.", "random.", "loss_scale", "schedule"
+_OPTIONAL = (_RANDOM, _LOSS_SCALE, _SCHEDULE)  # a rank or a precision of another run may be new
 _FILE_BYTES = 1 << 30  # a copy is let go of file by file
 
 
@@ -86,6 +86,8 @@ class Learner(Worker):
 
     head_optim: OptimConfig | None = None
     """The optimizer of a value head, if not that of the model."""
+    late_steps: int = 0
+    """Steps of a run before the first in which this worker makes optimizer steps."""
 
     def __init__(
         self,
@@ -282,12 +284,26 @@ class Learner(Worker):
                 f"the checkpoint {path} holds adapters of another base than model.path={self.config.path!r} has now: "
                 "give the run the model that it began with"
             )
-        self.engine.step_count, self.engine.skipped_count = (int(count) for count in wanted["counts"])
-        if _LOSS_SCALE in wanted:
-            self.engine.loss_scale.restore(wanted[_LOSS_SCALE])
+        self._restore_counts(wanted)
         for name, device in self._random_names().items():
             if name in wanted:
                 set_random_state(device, wanted[name])
+
+    def _restore_counts(self, state: Mapping[str, Tensor]) -> None:
+        self.engine.step_count, self.engine.skipped_count = (int(count) for count in state["counts"])
+        self.engine.schedule_shift = self._place_schedule(*state[_SCHEDULE].tolist()) if _SCHEDULE in state else 0
+        if _LOSS_SCALE in state:
+            self.engine.loss_scale.restore(state[_LOSS_SCALE])
+
+    def _place_schedule(self, shift: int, updates: int, late: int) -> int:
+        """Return the ``schedule_shift`` of a run that goes on with these settings, where it had ``shift``, and made
+        ``updates`` optimizer steps in each of its steps but the first ``late``."""
+        count = self.engine.step_count
+        position = count + shift
+        if position and (updates, late) != (self.algorithm.updates, self.late_steps):
+            steps = (position + late * updates) / updates
+            position = max(0, round((steps - self.late_steps) * self.algorithm.updates))
+        return position - count
 
     def weighted(self, batch: Batch) -> Batch:
         """Return ``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
@@ -355,6 +371,8 @@ class Learner(Worker):
                 self._base = base_checksum(self.model)
             state[BASE] = self._base.clone()
         state["counts"] = torch.tensor([self.engine.step_count, self.engine.skipped_count])
+        plan = self.engine.schedule_shift, self.algorithm.updates, self.late_steps
+        state[_SCHEDULE] = torch.tensor(plan)
         if self.engine.loss_scale.is_used:
             state[_LOSS_SCALE] = self.engine.loss_scale.state
         return state | {name: random_state(device) for name, device in self._random_names().items()}

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, cast
 
 import torch
@@ -93,6 +93,8 @@ class Policy(Learner):
             begins = {"first_step": 0} if isinstance(optim, EndingOptim) else {}  # the head never waits
             self.head_optim = replace(optim, lr=value_lr, **begins)
         super().__init__(model, optim, parallel, algorithm)
+        critic = self.algorithm.critic
+        self.late_steps = critic.critic_warmup if critic.critic_trunk == "separate" else 0
 
     @cached_property
     def _weights(self) -> WholeWeights:
@@ -291,7 +293,6 @@ class Policy(Learner):
             raise DataError(f"algorithm.options.router_replay needs the column {fields.EXPERTS!r}; the batch has none")
 
         def compute(micro: MicroBatch) -> TokenLoss:
-            replay(micro)
             top_ids = {name: micro.columns[name].chunk(2, -1)[1].long() for name in _TOP_COLUMNS if name in columns}
             ids_KJ = torch.cat([*top_ids.values()], -1) if top_ids else None
             with nullcontext(list[Route]()) if shares_LE is None else record_routes(self.model) as routes:
@@ -315,8 +316,10 @@ class Policy(Learner):
 
         added_columns = (*columns, *figures, *(VALUE_COLUMNS if judges else ()))
         full_batch = batch.with_columns(figures)
-        with _replay_experts(self.model, batch) as replay:
-            minibatch = self.engine.accumulate(full_batch, compute, columns=added_columns, weight=weight, flat=flat)
+        replay = partial(_replay_experts, self.model, batch)
+        minibatch = self.engine.accumulate(
+            full_batch, compute, columns=added_columns, weight=weight, flat=flat, within=replay
+        )
         self._scored = kept_N
         named = {metrics.LOSS: minibatch.loss, **self.count_means(batch, minibatch.metrics), **sampled}
         return named if moments is None else self._split_losses(named, batch, moments, weight)

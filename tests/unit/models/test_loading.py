@@ -15,13 +15,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.errors import CheckpointError, ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model
-from podium.models.loading import load_scorer, position_limit, save_pretrained, vocabulary_size
+from podium.models.loading import (
+    _architecture as read_architecture,
+    load_scorer,
+    position_limit,
+    save_pretrained,
+    vocabulary_size,
+)
 from podium.models.tokenizers import load_tokenizer
 from podium.models.whole_weights import WholeWeights, full_weights
 from podium_dryrun.memory import model_size
 from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY
 
 IDS = torch.tensor([[4, 9, 15, 7, 7, 12]])
+
+
+UNTIED = {**SHAPE, "tie_word_embeddings": False}
+EXPERTS = {name: value for name, value in UNTIED.items() if name != "head_dim"}
+EXPERTS |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -51,11 +62,35 @@ def test_from_scratch_takes_vocabulary_and_special_tokens_from_the_tokenizer() -
         ({**SHAPE, "hiden_size": 8}, r"model\.config\.hiden_size.*did you mean hidden_size"),
         ({**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 3}, r"num_key_value_heads = 3: expected a divisor"),
         ({"model_type": "qwen3", "num_attention_heads": 2}, r"num_key_value_heads = 32, the default of 'qwen3': exp"),
+        (
+            {**SHAPE, "sliding_window": 7},
+            r"sliding_window = 7: transformers makes it None for 'qwen3', with use_sliding_window = False; change the",
+        ),
+        (
+            {**EXPERTS, "model_type": "qwen2_moe", "sliding_window": 7},
+            "sliding_window = 7: transformers makes it 0 for",
+        ),
     ],
 )
 def test_wrong_architectures_name_the_key_and_the_nearest(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_model(replace(TINY, config=config))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
+        {"rope_scaling": {"type": "linear", "factor": 4}, "num_key_value_heads": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+        {"torch_dtype": "bfloat16", "eos_token_id": [2, 3], "id2label": {0: "a", 1: "b"}},
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"model_type": "gpt2", "n_embd": 16},
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+    ],
+)
+def test_fields_that_transformers_spells_in_another_way_are_taken(fields: dict[str, Any]) -> None:
+    read_architecture(replace(TINY, config={"model_type": "qwen3", "num_hidden_layers": 2, **fields}))
 
 
 def test_wrong_settings_fail_where_they_are_built(tmp_path: Path) -> None:
@@ -107,11 +142,6 @@ def test_weights_may_be_read_by_whom_the_umask_lets_read_them(tmp_path: Path, um
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == dict.fromkeys(
         ("config.json", "generation_config.json", "model.safetensors"), mode
     )
-
-
-UNTIED = {**SHAPE, "tie_word_embeddings": False}
-EXPERTS = {name: value for name, value in UNTIED.items() if name != "head_dim"}
-EXPERTS |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from podium.errors import ConfigError
 from podium.models import load_model
 from podium.training import OptimConfig, ParallelConfig, TrainEngine
 from podium.training.config import EndingOptim
+from podium.training.optimizer import find_matrices
 from podium.workers import Policy
 from tests.unit.workers.tiny import TINY
 
@@ -55,3 +58,43 @@ def test_weight_decay_spares_norms() -> None:
     for name, parameter in model.named_parameters():
         factor = 0.95 if parameter.dim() >= 2 else 1.0
         assert torch.allclose(parameter, before[name] * factor), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "others"),
+    [
+        ("llama", {}, ""),
+        ("qwen2", {}, ""),
+        ("gpt2", {}, ""),
+        ("gemma3_text", {}, ""),
+        ("cohere", {"use_qk_norm": True}, "q_norm.weight k_norm.weight"),
+        ("gpt_oss", {}, "experts.gate_up_proj_bias experts.down_proj_bias"),
+        ("recurrent_gemma", {}, "rg_lru.input_gate_bias rg_lru.recurrent_gate_bias"),
+        ("kimi_linear", {}, "forget_gate.A_log"),
+        ("qwen3_next", {}, ""),
+        ("inkling_text", {}, ""),  # its embedding is an InklingNormedEmbedding
+        ("roberta-prelayernorm", {"is_decoder": True}, ""),
+    ],
+)
+def test_norms_biases_and_vectors_do_not_decay_whatever_their_dimensions(
+    kind: str, fields: dict[str, Any], others: str
+) -> None:
+    settings = transformers.AutoConfig.for_model(kind, num_hidden_layers=4, **fields)
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(settings)
+    matrices = find_matrices(model)
+    spared = {
+        ".".join(name.split(".")[-2:]) for name, p in model.named_parameters() if p.dim() > 1 and p not in matrices
+    }
+    assert spared == set(others.split())
+    assert all(parameter.dim() > 1 for parameter in matrices)
+
+
+def test_a_linear_layer_in_a_norm_and_a_linear_layer_with_one_output_decay() -> None:
+    norm = torch.nn.LayerNorm([2, 8])
+    norm.scale = torch.nn.Linear(8, 8)  # as where a norm depends on another input
+    modules = {"norm": norm, "head": torch.nn.Linear(8, 1), "k_norm": torch.nn.Linear(8, 8)}
+    modules["pre_norm1"] = torch.nn.ParameterDict({"weight": torch.ones(2, 8)})
+    model = torch.nn.ModuleDict(modules)
+    names = [name for name, parameter in model.named_parameters() if parameter in find_matrices(model)]
+    assert names == ["norm.scale.weight", "head.weight", "k_norm.weight"]

@@ -121,7 +121,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     tokens = batch.jagged("tokens")
     odd = batch.with_columns({"experts": tokens.like(torch.zeros(len(tokens.values), 3, dtype=torch.int16))})
     with pytest.raises(DataError, match="experts has 3 columns; the model has 2 routers"):
-        Policy(MIXTURE, algorithm=algorithm).accumulate(odd)
+        Policy(MIXTURE, OptimConfig(), algorithm=algorithm).accumulate(odd)
     for changes in ({}, {"minibatches": 2, "loss": "dppo_tv"}, {"epochs": 2, "correction": "bypass"}):
         with pytest.raises(ConfigError, match="router_replay = 'old': the policy computes no log-probabilities before"):
             check_functions(AlgorithmConfig(options={"router_replay": "old"}, **changes))
@@ -160,3 +160,22 @@ def test_routers_that_do_not_choose_by_one_topk_are_refused() -> None:
     with refusal, replay_routes(model, torch.zeros(6, 2, dtype=torch.int16)) as choose:
         choose(micro)
         model(input_ids=micro.input_ids)
+
+
+def test_a_pass_that_an_overflow_makes_again_replays_its_own_minibatch() -> None:
+    batch = with_experts(recorded()).drop("old_logprobs")
+    minibatches = batch, batch.take(list(range(len(batch)))[::-1])  # other tokens at other places
+    results: list[tuple[Tensor, Tensor]] = []
+    for scale in (2.0**8, 2.0**40):
+        algorithm = AlgorithmConfig(options={"router_replay": "rollout"})
+        policy = Policy(MIXTURE, OptimConfig(lr=0.0, grad_clip=0.0), ParallelConfig(precision="float16"), algorithm)
+        policy.engine.loss_scale.value = scale
+        for minibatch in minibatches:
+            policy.accumulate(minibatch)
+        assert policy.step()["policy/skipped_steps"] == 0.0
+        assert policy.engine.loss_scale.value < 2.0**40
+        gradients = torch.cat([part.flatten() for part in policy.engine.parallel.gradients()])
+        results.append((gradients, policy.update_logprobs(minibatches[-1]).jagged("old_logprobs").values))
+    (expected, old), (gradients, old_again) = results
+    assert float((gradients - expected).norm() / expected.norm()) < 0.01
+    assert torch.equal(old_again, old)

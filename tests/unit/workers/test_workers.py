@@ -391,6 +391,59 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path
     assert [resumed.update(batch) for _ in range(3)] == expected
 
 
+def make_ending(updates: int, critic_warmup: int = 0, warmup_steps: int = 0, trunk: str = "separate") -> Policy:
+    """The policy of a run of 10 steps."""
+    late = critic_warmup if trunk == "separate" else 0
+    first = (critic_warmup - late) * updates
+    optim = EndingOptim(
+        lr=1.0,
+        lr_schedule="linear",
+        total_steps=(10 - late) * updates,
+        first_step=first,
+        warmup_steps=warmup_steps,
+    )
+    options = {"critic_warmup": critic_warmup, "critic_trunk": trunk}
+    return Policy(TINY, optim, algorithm=AlgorithmConfig(advantage="gae", minibatches=updates, options=options))
+
+
+def read_rates(policy: Policy, count: int = 2) -> list[float]:
+    engine = policy.engine
+    assert engine.optim is not None
+    return [engine.optim.learning_rate(engine.step_count + index, engine.schedule_shift) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("before", "made", "after", "expected"),
+    [  # after 4 of 10 steps, by updates a step, steps without one, and steps of the warm-up
+        ((4, 0, 0), 16, (1, 0, 0), [0.6, 0.5]),
+        ((1, 0, 0), 4, (4, 0, 0), [0.6, 0.575]),
+        ((2, 0, 0), 6, (2, 0, 0), [0.7, 0.65]),  # max_kl has left out two optimizer steps
+        ((4, 0, 0), 12, (1, 0, 0), [0.7, 0.6]),  # and here four
+        ((4, 0, 6), 16, (1, 0, 6), [1.0, 1.0]),  # a warm-up that is over is not made again
+        ((1, 0, 0), 4, (4, 0, 8), [5 / 8, 6 / 8]),  # and one that is not goes on
+        ((4, 2, 0), 8, (1, 2, 0), [0.75, 0.625]),
+        ((1, 2, 0), 2, (1, 3, 0), [6 / 7, 5 / 7]),
+        ((2, 5, 0), 0, (1, 5, 0), [1.0, 0.8]),  # the policy has not begun
+        ((2, 2, 0, "shared"), 8, (1, 2, 0, "shared"), [0.75, 0.625]),
+    ],
+)
+def test_a_schedule_goes_on_at_its_step_with_another_number_of_updates(
+    tmp_path: Path, before: tuple[Any, ...], made: int, after: tuple[Any, ...], expected: list[float]
+) -> None:
+    policy = make_ending(*before)
+    policy.engine.step_count = made
+    policy.save(str(tmp_path / "first"))
+    resumed = make_ending(*after)
+    resumed.load(str(tmp_path / "first"))
+    assert read_rates(resumed) == pytest.approx(expected)
+    assert resumed.engine.step_count == made
+    resumed.engine.step_count += 1
+    resumed.save(str(tmp_path / "second"))
+    again = make_ending(*after)
+    again.load(str(tmp_path / "second"))
+    assert read_rates(again, 1) == pytest.approx(expected[1:])
+
+
 class Former(Policy):
     """Its checkpoints hold the base of adapters too, as they once did."""
 
@@ -403,7 +456,7 @@ def test_a_checkpoint_of_adapters_holds_a_checksum_of_their_base(tmp_path: Path)
     policy.update(batch)
     policy.save(str(tmp_path / "policy"))
     names = {name for file in (tmp_path / "policy" / "resume").glob("*.safetensors") for name in load_file(file)}
-    assert {name for name in names if "lora" not in name} == {"base", "counts", "random.0.cpu"}
+    assert {name for name in names if "lora" not in name} == {"base", "counts", "random.0.cpu", "schedule"}
     former = Former(ADAPTED, OPTIM)
     former.update(batch)
     former.save(str(tmp_path / "former"))
