@@ -109,7 +109,10 @@ def inputs_for(name: str, seed: int, by_token: bool) -> AdvantageInputs:
         with pytest.raises(DataError):
             estimate(name, advantage_inputs(seed, by_token=True))
         pytest.skip(OUTCOMES[name])
-    return advantage_inputs(seed, by_token=by_token)
+    inputs = advantage_inputs(seed, by_token=by_token)
+    if inputs.token_rewards_N is not None and ADVANTAGES.declaration(name).refuses_negative:
+        return replace(inputs, token_rewards_N=inputs.token_rewards_N.abs())
+    return inputs
 
 
 @pytest.mark.parametrize("seed", SEEDS)

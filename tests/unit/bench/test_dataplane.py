@@ -39,7 +39,7 @@ def test_a_hop_has_four_figures_and_leaves_nothing_behind() -> None:
         for readonly in (False, True):
             figures = dataplane.podium_hop(producer, consumer, 1 << 20, readonly=readonly)
             assert set(figures) == set(ways.FIGURES)
-            assert 0 < figures["inside"] < figures["hop"] + figures["touch"]
+            assert min(figures.values()) > 0
 
 
 def test_rows_of_both_backends_are_compared_with_the_same_samples_of_the_others() -> None:
