@@ -86,7 +86,7 @@ class ChatEncoder:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """The settings that the token ids depend on."""
+        """The settings on which the token ids, and the rows that get some, depend."""
         config = self.config
         options = sorted(self._options.items())
         return (
@@ -96,6 +96,7 @@ class ChatEncoder:
             config.system_prompt,
             config.max_prompt_tokens,
             config.overlong,
+            config.bad_rows,
         )
 
     @property
@@ -472,7 +473,7 @@ class ChatEncoder:
 
     def _check_variables(self, example: Example, texts: Texts) -> None:
         """Check that the row has no column that the template would write if it got it. Raises DataError."""
-        for name in self._variables:
+        for name in self.variables:
             if not (value := example.row.get(name)) or name in example.fields:
                 continue
             with suppress(ConfigError):
@@ -488,7 +489,7 @@ class ChatEncoder:
             )
 
     @cached_property
-    def _variables(self) -> list[str]:
+    def variables(self) -> list[str]:
         """The variables that the template reads and nobody sets, of which a row may have columns."""
         names = {name for template in (self._template, self._tool_template) for name in list_variables(template)}
         return sorted(names - {"messages", "tools"} - {*self._options} - {*self._tokenizer.special_tokens_map})

@@ -10,9 +10,10 @@ import json
 import logging
 import secrets
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, overload
 
@@ -49,12 +50,17 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FORM: Final = 8  # of the files of token ids; another one makes all earlier files unused
+_FORM: Final = 9  # of the files of token ids and of what is checked; another one makes all earlier files unused
 _FROM: Final = 2000  # examples; fewer are encoded in less time than a tokenizer is compared
 _CODING: Final = ("utf-8", "surrogatepass")
 _CHUNK: Final = 256  # examples that are written and encoded together
 _LONGEST_ANSWER: Final = 4_000_000  # characters, about a million tokens
 _EXAMINED: Final = 100  # texts with unknown characters that are looked at closely
+_MEDIUM: Final = {"bytes": b"", "path": ""}  # stands for one, which may be large and of any type
+_READ_ALWAYS: Final = frozenset({"tools"})  # columns of a row that may be read to encode it
+_READ_OF_ANSWERS: Final = frozenset({"answer", "completion"})
+_UNREAD: Final = frozenset({"place", "row", "answer", "preference", "source"})  # as they are, of an example
+_read_parts: Final = attrgetter(*(field.name for field in fields(Example) if field.name not in _UNREAD))
 
 
 class TokenRows(Sequence[list[int]]):
@@ -203,7 +209,7 @@ def encode_prompts(
         DataError: A prompt is empty, or every prompt is too long or unknown to the tokenizer.
     """
     encoder = ChatEncoder(tokenizer, config)
-    stored = _read_or_encode(encoder, tokenizer, examples, BadRows(config.bad_rows), map(_content, examples))
+    stored = _read_or_encode(encoder, tokenizer, examples, BadRows(config.bad_rows))
     _check_unknown(encoder, examples, stored)
     unwritten = json.loads(bytes(stored["unwritten"].tolist()))
     emit_notes(note_unwritten(*unwritten), note_texts(examples, encoder, answers=False))
@@ -251,10 +257,7 @@ def encode_pairs(
                 f"{write_share(empty, len(examples), 'answer', 'is', 'are')} empty{effect if noun != 'answers' else ''}"
             )
         )
-    content = (
-        (_content(e), e.row.get("answer", e.answer), e.turns, e.whole, find_mark(e.row, e.fields)) for e in examples
-    )
-    stored = _read_or_encode(encoder, tokenizer, examples, BadRows(config.bad_rows, noun), content, end)
+    stored = _read_or_encode(encoder, tokenizer, examples, BadRows(config.bad_rows, noun), end)
     _check_unknown(encoder, examples, stored, answers=False)
     _check_unknown(encoder, examples, stored, answers=True)
     dropped, cut = stored["counts"].tolist()
@@ -285,13 +288,13 @@ def _read_or_encode(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     bad: BadRows,
-    contents: Iterable[object],
     end: int | None = None,
 ) -> dict[str, Tensor]:
     """Return what :class:`_Encoding` makes of examples, or what is kept of it on the disk, and tell of the rows that
-    are left out. ``contents`` are what it depends on of each example."""
+    are left out."""
     count = len(examples) if encoder.is_lasting else 0
     kind, make = "prompts" if end is None else "pairs", _Encoding(encoder, examples, bad, end).run
+    contents = map(_Reader(encoder, answers=end is not None).content, examples)
     stored = _read_or_compute(make, kind, tokenizer, encoder.settings, contents, count)
     if len(stored["bad"]):
         if not bad:  # it comes from the disk
@@ -430,9 +433,39 @@ def _says_something(example: Example) -> bool:
     return missing or bool(example.answer) or any(message_text(t) or t.get("tool_calls") for t in example.turns)
 
 
-def _content(example: Example) -> tuple[Any, ...]:
-    """What the text of a prompt, and whether it is used, depend on, beside the configuration."""
-    return example.prompt, example.row.get("tools"), example.is_text, find_media(example.row, example.fields)
+class _Reader:
+    """Reads of examples what their encoding and its checks may read alone. These get no more, and all of it but the
+    place decides which file of token ids is read, so that no file hides what a check would refuse.
+
+    Args:
+        encoder: Says which columns the chat template would read.
+        answers: Whether answers are encoded, too.
+    """
+
+    def __init__(self, encoder: ChatEncoder, *, answers: bool) -> None:
+        self._names = _READ_ALWAYS | {*encoder.variables} | (_READ_OF_ANSWERS if answers else frozenset[str]())
+        self._answers = answers
+
+    def example(self, example: Example) -> Example:
+        """An example without what is not read."""
+        answer = example.answer if self._answers else None
+        return replace(example, row=self._read_row(example), answer=answer, preference=None, source="")
+
+    def content(self, example: Example) -> tuple[Any, ...]:
+        """All that is read of an example, but its place."""
+        return self._read_row(example), example.answer if self._answers else None, _read_parts(example)
+
+    def _read_row(self, example: Example) -> Mapping[str, Any]:
+        row, read, names = example.row, example.fields, self._names
+        if self._answers and (mark := find_mark(row, read)) is not None:
+            names = names | {mark}
+        columns = {name: value for name, value in row.items() if name in names}
+        if (medium := find_media(row, read)) is not None and medium not in columns:
+            return {medium: _MEDIUM, **columns}
+        return columns
+
+
+_PromptIds = tuple[Example, "str | Messages", list[int]]
 
 
 class _Encoding:
@@ -447,6 +480,7 @@ class _Encoding:
 
     def __init__(self, encoder: ChatEncoder, examples: Sequence[Example], bad: BadRows, end: int | None) -> None:
         self._encoder, self._examples, self._bad, self._end = encoder, examples, bad, end
+        self._reader = _Reader(encoder, answers=end is not None)
         self._kept: list[int] = []
         self._taken_out: set[int] = set()
         self._dropped = self._cut = 0
@@ -462,9 +496,9 @@ class _Encoding:
         if end is not None:
             encoder.turns[:] = [0] * 5
         for chunk in self._chunks():
-            answered = [(self._examples[index], prompt, ids) for index, prompt, ids in chunk]
-            rows = ((ids, ()) for _, _, ids in chunk) if end is None else encoder.answered(answered, end)
-            for (index, _, _), row in zip(chunk, rows, strict=True):
+            prompts = [prompt for _, prompt in chunk]
+            rows = ((ids, ()) for _, _, ids in prompts) if end is None else encoder.answered(prompts, end)
+            for (index, _), row in zip(chunk, rows, strict=True):
                 if isinstance(row, tuple):
                     values.extend(row[0])
                     learned.extend(row[1])
@@ -482,29 +516,31 @@ class _Encoding:
         answers = {} if end is None else {"learned": _tensor(learned, torch.int8), "turns": torch.tensor(encoder.turns)}
         return made | answers
 
-    def _chunks(self) -> Iterator[list[tuple[int, str | Messages, list[int]]]]:
-        """Yield, in chunks, the index of an example, its prompt, which may have been cut, and the prompt's ids."""
+    def _chunks(self) -> Iterator[list[tuple[int, _PromptIds]]]:
+        """Yield, in chunks, the index of an example with the example, its prompt, which may have been cut, and the ids
+        of the prompt."""
         encoder, examples, most = self._encoder, self._examples, self._encoder.config.max_prompt_tokens
         shortest: float = float("inf")
         for start in range(0, len(examples), _CHUNK):
             emit(Waiting(f"tokenizing {write_count(len(examples), 'example')}", start, len(examples)))
             places = range(start, min(start + _CHUNK, len(examples)))
-            chunk: list[tuple[int, str | Messages, list[int]]] = []
-            for index, tokens in zip(places, self._encode([examples[number] for number in places]), strict=True):
+            chunk: list[tuple[int, _PromptIds]] = []
+            reduced = [self._reader.example(examples[number]) for number in places]
+            for index, example, tokens in zip(places, reduced, self._encode(reduced), strict=True):
                 if isinstance(tokens, Exception):
                     self._take_out(index, tokens)
                     continue
-                prompt: str | Messages = examples[index].prompt
+                prompt: str | Messages = example.prompt
                 shortest = min(shortest, len(tokens) if tokens is not None else shortest)
                 if tokens is None or len(tokens) > most:
-                    shorter = encoder.cut(examples[index], tokens) if encoder.config.overlong == "cut" else None
+                    shorter = encoder.cut(example, tokens) if encoder.config.overlong == "cut" else None
                     if shorter is None:
                         self._dropped += 1
                         continue
                     self._cut += 1
                     prompt, tokens = shorter
                 self._kept.append(index)
-                chunk.append((index, prompt, tokens))
+                chunk.append((index, (example, prompt, tokens)))
             yield chunk
             self._bad.check(places.stop)
         self._bad.settle(len(examples))

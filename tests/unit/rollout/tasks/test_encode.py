@@ -18,6 +18,7 @@ from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, EncodedPairs, Example, encode_pairs, encode_prompts
 from podium.rollout.tasks.chat_encoder import ChatEncoder
+from podium.rollout.tasks.examples import map_columns
 from podium.rollout.tasks.text_encoder import TextEncoder
 from podium.telemetry import Event, Note, subscribe
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
@@ -338,6 +339,45 @@ def test_token_ids_are_kept_until_something_changes_that_they_depend_on(
     monkeypatch.setattr("podium.rollout.tasks.encode.save_file", None)  # what is there is read, and nothing is encoded
     monkeypatch.setattr(ChatEncoder, "prompts", None)
     assert list(encode_prompts(examples, tokenizer, DataConfig()).kept) == [0, 1]
+
+
+def test_what_is_kept_hides_no_row_that_a_check_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of these rows were ignored once the same rows without them had been encoded."""
+    monkeypatch.setattr("podium.rollout.tasks.encode._FROM", 1)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    tokenizer, config = byte_tokenizer("{{ documents }}" + CHATML), DataConfig()
+
+    def rows(**columns: Any) -> list[Example]:
+        return [
+            map_columns(f"row {n}", {"prompt": f"the fox {n}", "answer": "jumps", **columns}, config) for n in (1, 2)
+        ]
+
+    for encode in (encode_prompts, encode_pairs):
+        assert len(encode(rows(), tokenizer, config).token_ids) == 2
+        refused = [
+            ({"documents": "Rome"}, "has a variable of this name"),
+            ({"image": {"bytes": b"x"}}, "holds an image"),
+        ]
+        if encode is encode_pairs:
+            refused += [({"completion": "sleeps"}, "column 'completion'"), ({"train": False}, "not all of the row")]
+        for columns, message in refused:
+            with pytest.raises(DataError, match=message):
+                encode(rows(**columns), tokenizer, config)
+        count = len([*(tmp_path / "podium" / "tokens").iterdir()])
+        assert len(encode(rows(source="the web"), tokenizer, config).token_ids) == 2
+        assert len([*(tmp_path / "podium" / "tokens").iterdir()]) == count, "nothing reads this column"
+
+
+def test_rows_that_were_left_out_are_refused_where_bad_rows_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("podium.rollout.tasks.encode._FROM", 1)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    examples = [example("the fox"), Example("a dog", None, {"prompt": "a dog"})]
+    assert len(encode_pairs(examples, byte_tokenizer(), DataConfig(bad_rows="drop"))) == 1
+    for _ in range(2):
+        with pytest.raises(DataError, match="there is no answer to learn"):
+            encode_pairs(examples, byte_tokenizer(), DataConfig())
 
 
 def test_a_template_that_writes_the_time_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
