@@ -36,10 +36,7 @@ from podium_preferences.objective import PreferenceInputs, differentiate
 SEEDS = range(3)
 ROWS = [field.name for field in fields(AdvantageInputs) if field.name.endswith("_B")]
 TOKENS = [field.name for field in fields(AdvantageInputs) if field.name.endswith("_N")]
-OUTCOMES = {
-    "gdpo": "it refuses rewards of tokens, which are no part of any name",
-    "maxrl": "it refuses rewards below 0, and these rewards of tokens have both signs",
-}
+OUTCOMES = {"gdpo": "it refuses rewards of tokens, which are no part of any name"}
 
 # -- advantages ----------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class RewardEncoder(ChatEncoder):
         if self.template is None:
             return
         turns = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
-        columns = () if in_session else [name for name in self._variables if example.row.get(name)]
+        columns = () if in_session else [name for name in self.variables if example.row.get(name)]
         tools = list_scored_tools(example)
         if not tools and not columns and all(map(_is_plain, turns)):
             roles = tuple(str(message["role"]) for message in turns)
