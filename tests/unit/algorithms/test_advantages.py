@@ -18,7 +18,7 @@ from podium.algorithms import (
 )
 from podium.errors import DataError
 from tests.unit.algorithms import oracles
-from tests.unit.algorithms.test_invariances import OUTCOMES, advantage_inputs
+from tests.unit.algorithms.test_invariances import OUTCOMES, inputs_for
 
 SEEDS = range(6)
 
@@ -64,7 +64,7 @@ def test_dr_grpo_is_grpo_without_the_deviation_unless_the_user_divides() -> None
 
 @pytest.mark.parametrize("advantage", [*ADVANTAGES])
 def test_an_estimator_normalizes_as_it_declares_and_so_where_another_function_calls_it(advantage: str) -> None:
-    inputs = advantage_inputs(0, by_token=advantage not in OUTCOMES)
+    inputs = inputs_for(advantage, 0, advantage not in OUTCOMES)
     config = AlgorithmConfig(advantage=advantage)
     expected = compute_advantages(inputs, config).advantages_N
     assert torch.equal(compute_advantages(inputs, config.resolve()).advantages_N, expected)
