@@ -359,7 +359,10 @@ def test_what_is_kept_hides_no_row_that_a_check_refuses(tmp_path: Path, monkeypa
             ({"image": {"bytes": b"x"}}, "holds an image"),
         ]
         if encode is encode_pairs:
-            refused += [({"completion": "sleeps"}, "column 'completion'"), ({"train": False}, "a part of the row is not learned")]
+            refused += [
+                ({"completion": "sleeps"}, "column 'completion'"),
+                ({"train": False}, "a part of the row is not learned"),
+            ]
         for columns, message in refused:
             with pytest.raises(DataError, match=message):
                 encode(rows(**columns), tokenizer, config)
