@@ -38,9 +38,9 @@ def check_run(run: Path, steps: int) -> None:
     """Check that only groups whose rewards differ were trained, and that the ledger has each prompt once."""
     states, rows, trained = read_ledger(run / "ledger.jsonl"), metrics_rows(run), 0
     for step, row in enumerate(rows, 1):
-        groups: dict[str, set[float]] = {}
+        groups: dict[int, set[float]] = {}  # two rows of the data may have the same prompt
         for completion in pq.read_table(run / "completions" / f"step-{step:06d}.parquet").to_pylist():
-            groups.setdefault(completion["prompt"], set()).add(completion["reward"])
+            groups.setdefault(completion["group"], set()).add(completion["reward"])
         assert all(len(rewards) > 1 for rewards in groups.values()), "a group without a signal was trained"
         assert len(groups) + row[metrics.FILTER_MISSING] == 3
         assert row[metrics.FILTER_REFILLS] <= 4
