@@ -64,13 +64,13 @@ def results(run: Path, columns: Sequence[str] = (), spared: Sequence[str] = ()) 
 
 def check_same(folder: Path, cls: type[Any], key: str, names: Sequence[str], **sections: Mapping[str, Any]) -> None:
     """Train once with each name for ``key``, and compare all that was computed."""
-    found = []
+    outcomes = []
     for number, name in enumerate(names):
         (folder / str(number)).mkdir()
         section, _, field = key.partition(".")
         values = {**sections, section: {**sections.get(section, {}), field: name}}
-        found.append(results(train(tiny(cls, folder / str(number), **values))))
-    assert found[0] == found[1]
+        outcomes.append(results(train(tiny(cls, folder / str(number), **values))))
+    assert outcomes[0] == outcomes[1]
 
 
 class Gathering(PPOTrainer):
@@ -91,7 +91,7 @@ class Gathering(PPOTrainer):
 def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
     """With weights that stay as they are, time does not decide what is drawn, in whichever order steps are drawn. It
     decides after which token of a completion the asynchronous generator takes weights of another version."""
-    found, spared = [], ("version", "token_versions") if name == "asynchronous" else ()
+    outcomes, spared = [], ("version", "token_versions") if name == "asynchronous" else ()
     for number, spec in enumerate((name, copy_of(SCHEDULES[name], tmp_path))):
         (tmp_path / str(number)).mkdir()
         config = tiny(
@@ -100,9 +100,9 @@ def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
         )  # fmt: skip
         trainer = Gathering(config, cluster=preloaded, show=False)
         trainer.fit()
-        found.append({"drawn in parts": trainer.drawn, **results(trainer.run.directory.path, spared=spared)})
-    assert found[0] == found[1]
-    assert found[1]["drawn in parts"] == ({1, 2, 3, 4} if name == "asynchronous" else set())
+        outcomes.append({"drawn in parts": trainer.drawn, **results(trainer.run.directory.path, spared=spared)})
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[1]["drawn in parts"] == ({1, 2, 3, 4} if name == "asynchronous" else set())
 
 
 @pytest.mark.parametrize("name", mark_others(ADVANTAGES, {"gae", "maxrl"}.__contains__))
@@ -165,12 +165,12 @@ def test_an_environment(tmp_path: Path, packages: Path) -> None:
     """Calls of sessions share forward passes by chance, so the tokens and the rewards are compared."""
     path = copy_of(f"{worlds.__name__}:twice", packages)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    found = []
+    outcomes = []
     for number, name in enumerate(("named_twice", path)):
         (tmp_path / str(number)).mkdir()
         config = tiny(
             GRPOConfig, tmp_path / str(number), environment={"name": name},
             data={"chat_template": str(tmp_path / "chat.jinja")}, algorithm={"advantage": "grpo_turns"},
         )  # fmt: skip
-        found.append(results(train(config), ("session", "prompt", "tokens", "reward", "turn_rewards")))
-    assert found[0] == found[1]
+        outcomes.append(results(train(config), ("session", "prompt", "tokens", "reward", "turn_rewards")))
+    assert outcomes[0] == outcomes[1]

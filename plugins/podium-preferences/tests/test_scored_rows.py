@@ -106,11 +106,11 @@ def test_rows_with_tools_are_written_by_the_template_for_tools(tmp_path: Path) -
     policy, scored = encode(tmp_path, [row], named)
     assert texts_of(scored) == [f"{text}\n" for text in texts_of(policy)]
     assert texts_of(scored)[0].startswith("FOR TOOLS")
-    own = tmp_path / "own.jinja"
-    own.write_text(TOOLS)
+    template = tmp_path / "own.jinja"
+    template.write_text(TOOLS)
     with pytest.raises(ConfigError, match=r"own\.jinja': there are rows with tools, which a reward model reads by the"):
-        encode(tmp_path, [row], named, chat_template=str(own))
-    encode(tmp_path, [{"prompt": SUM, **PAIR}], named, chat_template=str(own))
+        encode(tmp_path, [row], named, chat_template=str(template))
+    encode(tmp_path, [{"prompt": SUM, **PAIR}], named, chat_template=str(template))
 
 
 def test_pairs_that_the_template_writes_alike_teach_a_reward_model_nothing(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ class AlgorithmConfig:
     """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
     many nats on average. null never ends the run."""
     epochs: Annotated[int, Field(ge=1, le=10**6)] | Mapping[str, Any] = 1
-    """Training goes this many times over the completions of a step. {count: 4, max_kl: 0.02} ends the
-    policy's updates of a step after the first one that measured a KL(old || new) above max_kl nats a token."""
+    """Training goes this many times over the completions of a step. {count: 4, max_kl: 0.02} ends the policy's updates
+    of a step after the first one that measured a KL(old || new) above max_kl nats a token."""
     minibatches: int = Field(default=1, ge=1, le=10**6)
     """Each epoch has this many optimizer steps."""
 

@@ -141,7 +141,7 @@ def _summarize_error(error: PodiumError | OSError) -> str:
 
 
 def _try_stdout() -> bool:
-    """Whether stdout takes a byte."""
+    """Write a line end to stdout and return whether that works. Otherwise stdout becomes /dev/null."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError:

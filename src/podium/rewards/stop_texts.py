@@ -1,11 +1,12 @@
-"""Texts that end a completion, which are cut off it, where a reward reads them as the end of something."""
+"""Stop texts, which a completion is graded without, put back where they close what a reward reads."""
 
 import re
 
 
 def close_match(pattern: re.Pattern[str], completion: str, stop_text: str) -> str:
-    """Return a completion with as much of the text that ended it as closes a match of ``pattern``. A stop text that
-    closes none stays out.
+    """Return a completion with the part of its stop text that closes a match of ``pattern``.
+
+    A stop text that closes no match is left out.
 
     >>> close_match(re.compile("<a>.*?</a>"), "is <a>4", "</a> Next")
     'is <a>4</a>'

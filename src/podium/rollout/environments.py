@@ -21,8 +21,10 @@ __all__ = [
     "SessionPackage",
     "find_environments",
     "find_rollout_worker",
+    "load_environment",
+    "load_rollout_worker",
+    "load_sessions",
 ]
-__all__ += ["load_environment", "load_rollout_worker", "load_sessions"]
 
 BUDGETS: Final[Mapping[str, str]] = {
     "turn_limit": "answers",

@@ -77,8 +77,8 @@ class OptimConfig:
         """Return the learning rate of optimizer step ``step``, counted from 0.
 
         Args:
-            shift: By how many optimizer steps a run of these settings would be further. The rate falls as there; its
-                warm-up is not made again.
+            shift: Optimizer steps to add for the place in the schedule, after a resume with another number of updates
+                a step. The warm-up counts the steps that were made.
 
         Raises:
             ConfigError: The rate falls, and nobody says where it ends.

@@ -173,8 +173,8 @@ def test_a_filter_of_single_completions_is_refused(by: str) -> None:
     message = rf"batch\.prompts\.filter = '{by}' with sampling\.n = 1: .*set batch\.prompts\.filter to none, or"
     with pytest.raises(ConfigError, match=message):
         build_config(PPOConfig, {"batch": {"prompts": {"filter": by}}})
-    own = {"algorithm": {"advantage": f"{__name__}:list_flat"}, "sampling": {"n": 1}}
-    config = build_config(GRPOConfig, {**own, "batch": {"prompts": {"filter": by}}})
+    sections = {"algorithm": {"advantage": f"{__name__}:list_flat"}, "sampling": {"n": 1}}
+    config = build_config(GRPOConfig, {**sections, "batch": {"prompts": {"filter": by}}})
     with pytest.raises(ConfigError, match=message):
         config.check_roles(load=True)
     assert build_config(PPOConfig, {"batch": {"prompts": {"filter": "none"}}}).prompt_choice.filter == "none"

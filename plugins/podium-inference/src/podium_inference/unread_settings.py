@@ -68,7 +68,7 @@ def _list_entries(config: InferenceConfig) -> str:
 def list_unread_by_sample(_config: InferenceConfig) -> dict[str, str]:
     """What ``podium sample`` does not read without ``--best``: rows, and what scores completions."""
     rows = "prompts are those of --prompt, or the lines of stdin; those of data.train are for --best FILE"
-    reason = "completions are only printed; podium eval and podium sample --best score some"
+    reason = "completions are only printed; podium eval and podium sample --best score completions"
     return _name_all("data", _ROWS, rows) | _without_scores(reason)
 
 

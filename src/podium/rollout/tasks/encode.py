@@ -57,9 +57,9 @@ _CHUNK: Final = 256  # examples that are written and encoded together
 _LONGEST_ANSWER: Final = 4_000_000  # characters, about a million tokens
 _EXAMINED: Final = 100  # texts with unknown characters that are looked at closely
 _MEDIUM: Final = {"bytes": b"", "path": ""}  # stands for one, which may be large and of any type
-_READ_ALWAYS: Final = frozenset({"tools"})  # columns of a row that may be read to encode it
-_READ_OF_ANSWERS: Final = frozenset({"answer", "completion"})
-_UNREAD: Final = frozenset({"place", "row", "answer", "preference", "source"})  # as they are, of an example
+_READ_ALWAYS: Final = frozenset({"tools"})  # columns of a row that its encoding and the checks may read
+_READ_OF_ANSWERS: Final = frozenset({"answer", "completion"})  # further ones, where answers are encoded
+_UNREAD: Final = frozenset({"place", "row", "answer", "preference", "source"})  # fields that are not read in full
 _read_parts: Final = attrgetter(*(field.name for field in fields(Example) if field.name not in _UNREAD))
 
 
@@ -294,7 +294,7 @@ def _read_or_encode(
     are left out."""
     count = len(examples) if encoder.is_lasting else 0
     kind, make = "prompts" if end is None else "pairs", _Encoding(encoder, examples, bad, end).run
-    contents = map(_Reader(encoder, answers=end is not None).content, examples)
+    contents = map(_ExampleReducer(encoder, answers=end is not None).content, examples)
     stored = _read_or_compute(make, kind, tokenizer, encoder.settings, contents, count)
     if len(stored["bad"]):
         if not bad:  # it comes from the disk
@@ -433,9 +433,11 @@ def _says_something(example: Example) -> bool:
     return missing or bool(example.answer) or any(message_text(t) or t.get("tool_calls") for t in example.turns)
 
 
-class _Reader:
-    """Reads of examples what their encoding and its checks may read alone. These get no more, and all of it but the
-    place decides which file of token ids is read, so that no file hides what a check would refuse.
+class _ExampleReducer:
+    """Reduces examples to what their encoding and its checks may read.
+
+    They get nothing else of an example. All of it but the place decides which file of token ids is used. So no file
+    hides what a check would refuse.
 
     Args:
         encoder: Says which columns the chat template would read.
@@ -447,12 +449,12 @@ class _Reader:
         self._answers = answers
 
     def example(self, example: Example) -> Example:
-        """An example without what is not read."""
+        """A copy of an example with what is read."""
         answer = example.answer if self._answers else None
         return replace(example, row=self._read_row(example), answer=answer, preference=None, source="")
 
     def content(self, example: Example) -> tuple[Any, ...]:
-        """All that is read of an example, but its place."""
+        """What is read of an example, without its place."""
         return self._read_row(example), example.answer if self._answers else None, _read_parts(example)
 
     def _read_row(self, example: Example) -> Mapping[str, Any]:
@@ -480,7 +482,7 @@ class _Encoding:
 
     def __init__(self, encoder: ChatEncoder, examples: Sequence[Example], bad: BadRows, end: int | None) -> None:
         self._encoder, self._examples, self._bad, self._end = encoder, examples, bad, end
-        self._reader = _Reader(encoder, answers=end is not None)
+        self._reducer = _ExampleReducer(encoder, answers=end is not None)
         self._kept: list[int] = []
         self._taken_out: set[int] = set()
         self._dropped = self._cut = 0
@@ -525,7 +527,7 @@ class _Encoding:
             emit(Waiting(f"tokenizing {write_count(len(examples), 'example')}", start, len(examples)))
             places = range(start, min(start + _CHUNK, len(examples)))
             chunk: list[tuple[int, _PromptIds]] = []
-            reduced = [self._reader.example(examples[number]) for number in places]
+            reduced = [self._reducer.example(examples[number]) for number in places]
             for index, example, tokens in zip(places, reduced, self._encode(reduced), strict=True):
                 if isinstance(tokens, Exception):
                     self._take_out(index, tokens)

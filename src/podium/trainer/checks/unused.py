@@ -158,7 +158,7 @@ def _list_dropped(config: PPOConfig) -> Iterator[str]:
     if choice.filter != "none" and config.learns_flat and not config.replays:
         yield (
             f"batch.prompts.filter = {choice.filter!r} drops prompts whose completions are all equally good, and "
-            f"{config.learns_flat} learns from them too: none trains them"
+            f"{config.learns_flat} learns from them too: set it to none to train them"
         )
 
 
