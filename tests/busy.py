@@ -1,8 +1,8 @@
 """The everyday tests again and again, beside processes that compute: ``make test-busy``.
 
-A test that a clock decides fails here. Each run is kept in runs/test-busy.json with the commit that it ran on, so that
-the command continues the count where it was interrupted. A run that fails ends the command, and the count begins anew
-behind it.
+A test that a clock decides fails here. Each run is kept in tests/busy_runs.json with the commit that it ran on, so that
+the command continues the count where it was interrupted, on another machine too if the file is committed. A run that
+fails ends the command, and the count begins anew behind it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final
 __all__ = ["BusyRecord", "RunResult", "compute_beside", "main", "read_result", "run_tests"]
 
 ROOT: Final = Path(__file__).parents[1]
-RECORD: Final = ROOT / "runs" / "test-busy.json"
+RECORD: Final = ROOT / "tests" / "busy_runs.json"
 RunResult = dict[str, Any]
 """``commit``; ``passed``; ``summary``, the last line of pytest; ``failures``, a line a test; ``seconds``."""
 
@@ -93,12 +93,13 @@ def run_tests(command: Sequence[str]) -> tuple[int, str]:
 
 
 def read_commit() -> str:
-    """Return the commit of the files here, with ``+`` where some of them differ from it."""
+    """Return the commit of the files here, with ``+`` where some of them but the record differ from it."""
 
     def read(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    return read("rev-parse", "--short", "HEAD") + ("+" if read("status", "--porcelain") else "")
+    changed = read("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(ROOT)}")
+    return read("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def fill_row(record: BusyRecord, runs: int, run: Callable[[], RunResult]) -> Iterator[RunResult]:

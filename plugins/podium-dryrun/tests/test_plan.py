@@ -205,6 +205,26 @@ def test_the_cache_is_at_most_what_the_engine_may_hold(tmp_path: Path) -> None:
     assert memory_gib(capped, size, ("generator",))["key/value cache"] == 0.5
 
 
+def test_a_cache_in_which_the_longest_completion_does_not_fit_is_refused_as_the_engine_refuses_it(
+    tmp_path: Path,
+) -> None:
+    """The engine decodes in at least 16 lanes of a multiple of 32 positions."""
+    model = model_size(tiny(GRPOConfig, tmp_path).model)
+    lanes = 16 * 64 * model.layers * 2 * model.key_value_width * 4 / 2**30
+
+    def describe(gib: float, lengths: list[int] | None, **engine: Any) -> str:
+        config = tiny(
+            GRPOConfig, tmp_path, engine={"cache_gib": gib, **engine}, sampling={"max_new_tokens": 24}, eval={"items": 0}
+        )
+        return describe_memory(config, "local", {}, lengths)
+
+    assert "key/value cache" in describe(lanes, [5, 40])
+    with pytest.raises(ConfigError, match=r"engine.cache_gib = .* too little for the longest prompt of the training data"):
+        describe(lanes, [5, 41])
+    assert "key/value cache" in describe(lanes, None), "nobody knows how long a session will be"
+    assert "key/value cache" in describe(lanes, [5, 41], name="transformers"), "it does not read the setting"
+
+
 def test_the_estimate_follows_the_batch_that_the_data_can_have(tmp_path: Path) -> None:
     """The step has 16 rows of 4 prompts; the longest row has 30 tokens of the prompt, and 6 that are sampled. Nothing
     follows the last one, which is no input. Rows share their prompts."""

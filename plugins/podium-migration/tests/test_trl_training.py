@@ -239,6 +239,24 @@ def test_values_of_trl_without_a_counterpart_are_listed(settings: str, line: str
     assert f"# - {line}" in written
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("warmup_steps: null", "warmup_steps=None"),
+        ("num_iterations: two", "num_iterations='two'"),
+        ("per_device_train_batch_size: [4]", "per_device_train_batch_size=[4]"),
+        ("save_strategy: steps\nsave_steps: often", "save_steps='often'"),
+    ],
+)
+def test_a_value_of_a_kind_that_the_conversion_does_not_take_is_named(
+    settings: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.yaml"
+    source.write_text(f"num_generations: 8\n{settings}\n")
+    assert main(["config", "--from", "trl", str(source)]) == 2
+    assert f"{named} cannot be converted (" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_loss_of_fine_tuning_that_podium_lacks_is_listed(tmp_path: Path) -> None:
     _, _, written = convert(tmp_path, "a.yaml", "packing: true\nloss_type: dft\n")
     assert "# - loss_type=dft: the loss is the mean of -log p" in written

@@ -26,6 +26,7 @@ _GROW_EVERY: Final = 50  # steps; a scale that proves too large costs one more p
 _LOWER_BY: Final = 4.0
 _NORM_CLASS: Final = re.compile(r"Norm(Gated|\d+d)?$")  # CohereLayerNorm and BatchNorm1d; not NormedEmbedding
 _NORM_NAME: Final = re.compile(r"norm\d*$")  # q_norm, layernorm and norm1
+_STATE_SPACE: Final = ("A_log", "D")  # of Gu and Dao 2023, "Mamba", arXiv:2312.00752, whose authors let neither decay
 
 
 class Optimizer(torch.optim.AdamW):
@@ -98,10 +99,11 @@ class Optimizer(torch.optim.AdamW):
 
 
 def find_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of ``model`` that decay: all but norms, biases and vectors.
+    """Return the parameters of ``model`` that decay: all but norms, biases, vectors and the dynamics of a state space.
 
     Some of these have several dimensions, such as the biases of experts, norms with a row for each head, and vectors in
-    a shape that broadcasts. A norm or a bias is known by its name or by the class of the module that has it.
+    a shape that broadcasts. A norm or a bias is known by its name or by the class of the module that has it; what says
+    how fast a state of Mamba fades, and how much of the input passes it, by the names that all its implementations use.
     """
     matrices = set[nn.Parameter]()
     for path, module in model.named_modules():
@@ -110,7 +112,7 @@ def find_matrices(model: nn.Module) -> set[nn.Parameter]:
         )
         for name, parameter in module.named_parameters(recurse=False):
             is_bias = name == "bias" or name.endswith("_bias")
-            if not is_norm and not is_bias and not _is_vector(parameter):
+            if not is_norm and not is_bias and name not in _STATE_SPACE and not _is_vector(parameter):
                 matrices.add(parameter)
     return matrices
 

@@ -71,12 +71,15 @@ def test_weight_decay_spares_norms() -> None:
         ("gpt_oss", {}, "experts.gate_up_proj_bias experts.down_proj_bias"),
         ("recurrent_gemma", {}, "rg_lru.input_gate_bias rg_lru.recurrent_gate_bias"),
         ("kimi_linear", {}, "forget_gate.A_log"),
+        ("mamba", {}, "mixer.A_log"),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, "mamba.A_log"),
+        ("zamba", {}, "mamba.A_log mamba.D"),
         ("qwen3_next", {}, ""),
         ("inkling_text", {}, ""),  # its embedding is an InklingNormedEmbedding
         ("roberta-prelayernorm", {"is_decoder": True}, ""),
     ],
 )
-def test_norms_biases_and_vectors_do_not_decay_whatever_their_dimensions(
+def test_norms_biases_vectors_and_state_spaces_do_not_decay_whatever_their_dimensions(
     kind: str, fields: dict[str, Any], others: str
 ) -> None:
     settings = transformers.AutoConfig.for_model(kind, num_hidden_layers=4, **fields)

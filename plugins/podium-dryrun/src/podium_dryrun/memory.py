@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from podium.errors import ConfigError
 from podium.exceptions import describe_error
 from podium.models import ModelConfig
 from podium.models.weight_files import find_replaced_heads
@@ -64,7 +65,8 @@ def describe_memory(
     training data, or of each example with its answer; without them, of sessions, they count as the longest allowed.
 
     Raises:
-        ConfigError: The model's configuration cannot be read.
+        ConfigError: The model's configuration cannot be read, or ``engine.cache_gib`` is too little for the longest
+            completion.
     """
     config = resolve_resume(config)
     nodes = backend_class(backend, options).expected_nodes(options or {})
@@ -78,6 +80,8 @@ def describe_memory(
     scorer = _nbytes(config.reward.path) if "reward" in config.roles else 0
     teacher = model_size(config.teacher_model) if isinstance(config, PPOConfig) and "teacher" in config.roles else None
     amounts = Amounts.of(config, lengths)
+    if lengths and isinstance(config, PPOConfig) and not config.replays:
+        _check_cache(config, size, amounts, accelerated)
     passes = {"policy": _count_pass(config, config.model, amounts, accelerated)}
     if critic_model is not None:
         passes["critic"] = _count_pass(config, critic_model, amounts, accelerated, scores=False)
@@ -453,16 +457,38 @@ def _cache(
 ) -> dict[str, float]:
     """The generator's keys and values. The native engine has lanes in multiples of 16, of a multiple of 32 positions,
     and in float32 on a CPU."""
-    native = _is_native(config, size)
-    width = _EXACT if native and not accelerated else _BYTES[dtype]
-    lanes, length = amounts.sequences, amounts.length
-    if native:
-        from podium_native.cache import LENGTH_QUANTUM, round_up  # needs torch
-
-        lanes, length = round_up(lanes), round_up(length, LENGTH_QUANTUM)
-    cache = lanes * length * size.layers * 2 * size.key_value_width * width
+    if _is_native(config, size):
+        cache = _count_lanes(size, amounts.sequences, amounts.length, _EXACT if not accelerated else _BYTES[dtype])
+    else:
+        cache = amounts.sequences * amounts.length * size.layers * 2 * size.key_value_width * _BYTES[dtype]
     most = config.engine.cache_gib
     return {"key/value cache": cache if most is None else min(cache, most * _GIB)}
+
+
+def _count_lanes(size: ModelSize, sequences: int, length: int, width: int) -> int:
+    """The bytes of the native engine's lanes for so many sequences of this length, with numbers of ``width`` bytes."""
+    from podium_native.cache import LENGTH_QUANTUM, round_up  # needs torch
+
+    return round_up(sequences) * round_up(length, LENGTH_QUANTUM) * size.layers * 2 * size.key_value_width * width
+
+
+def _check_cache(config: PPOConfig, size: ModelSize, amounts: Amounts, accelerated: bool) -> None:
+    """Check that the native engine, which would refuse a prompt, can decode the longest one of the training data.
+
+    Raises:
+        ConfigError: Its least number of lanes does not fit into ``engine.cache_gib``.
+    """
+    gib = config.engine.cache_gib
+    if gib is None or not _is_native(config, size):
+        return
+    dtype = config.resolved_engine.dtype or _BFLOAT16
+    least = _count_lanes(size, 1, amounts.length, _EXACT if not accelerated else _BYTES[dtype]) / _GIB
+    if least > gib:
+        raise ConfigError(
+            f"engine.cache_gib = {gib:g} is too little for the longest prompt of the training data: the engine needs "
+            f"{_amount(least)} for completions of {amounts.length:,} tokens, the prompt included; raise "
+            "engine.cache_gib, or lower sampling.max_new_tokens or data.max_prompt_tokens"
+        )
 
 
 def _packed(config: PPOConfig | SFTConfig, size: ModelSize) -> dict[str, float]:

@@ -2,12 +2,13 @@
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from podium.config import keys_of, load_config
 from podium.errors import ConfigError, PodiumError
+from podium.exceptions import describe_error
 from podium.runs.recipes import find_recipe, list_recipes
 from podium.spelling import write_count
 from podium_migration.sources import Settings
@@ -15,14 +16,25 @@ from podium_migration.tables import Equivalent, Table, read_tables
 
 __all__ = ["Conversion", "convert_settings"]
 
+_UNFIT: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What Python raises where a value is of another kind than a computation needs."""
+
 
 def convert_settings(settings: Settings, convert: Callable[[Settings], "Conversion"]) -> "Conversion":
     """Convert settings by ``convert``, and list those that change nothing of the result among what is lost.
 
     Such a setting has a counterpart that the conversion does not reach: it belongs to a choice that the run does not
     make, or no function converts it. A conversion without it has the same result.
+
+    Raises:
+        ConfigError: A setting has a value of a kind that its conversion does not take, such as null for a number.
     """
-    conversion = convert(settings)
+    try:
+        conversion = convert(settings)
+    except PodiumError:
+        raise
+    except _UNFIT as error:
+        raise ConfigError(_explain_unfit(settings, convert, error)) from error
     for name in settings.values:
         if (answer := conversion.find_expected(name)) and _equals_without(conversion, name, convert):
             remark = f", {answer.remark}" if answer.remark else ""
@@ -32,12 +44,31 @@ def convert_settings(settings: Settings, convert: Callable[[Settings], "Conversi
 
 def _equals_without(conversion: "Conversion", name: str, convert: Callable[[Settings], "Conversion"]) -> bool:
     settings = conversion.settings
-    others = {other: value for other, value in settings.values.items() if other != name}
     try:
-        without = convert(settings._replace(values=others))
-    except (ArithmeticError, LookupError, TypeError, ValueError, PodiumError):
+        without = convert(_leave_out(settings, name))
+    except (*_UNFIT, PodiumError):
         return False  # other settings mean nothing without it
     return (without.values, without.notes) == (conversion.values, conversion.notes)
+
+
+def _explain_unfit(settings: Settings, convert: Callable[[Settings], "Conversion"], error: Exception) -> str:
+    """Name the settings without each of which the conversion succeeds."""
+    unfit = list[str]()
+    for name in settings.values:
+        try:
+            convert(_leave_out(settings, name))
+        except (*_UNFIT, PodiumError):
+            continue
+        unfit.append(f"{name}={settings.values[name]!r}")
+    subject = " or ".join(unfit) or "a value of several settings"
+    return (
+        f"{subject} cannot be converted ({describe_error(error)}): take it out of the file, or give another value "
+        "behind the file, as NAME=VALUE"
+    )
+
+
+def _leave_out(settings: Settings, name: str) -> Settings:
+    return settings._replace(values={other: value for other, value in settings.values.items() if other != name})
 
 
 class Conversion:

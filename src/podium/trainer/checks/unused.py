@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any, Final, cast
 
 from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig
+from podium.rollout.engines.config import REPLAY, EngineConfig
 from podium.rollout.tasks import DataConfig
 from podium.rollout.tasks.rows import means_files
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
@@ -25,7 +26,7 @@ def find_unused_settings(config: InferenceConfig) -> list[str]:
     sessions of an environment, on completions, or by a loss or an estimator of Podium's or a package's that does
     without it."""
     unused = [*_list_of_training(config)] if isinstance(config, PPOConfig | SFTConfig) else []
-    unused += _list_of_data(config)
+    unused += [*_list_of_data(config), *_list_of_engine(config.engine)]
     if isinstance(config, SFTConfig):
         return [*unused, *_list_of_sessions(config)]
     if config.environment.options and not config.environment.name:
@@ -69,6 +70,18 @@ def _list_of_data(config: InferenceConfig) -> Iterator[str]:
     for name in () if of_script else ("train_split", "eval_split"):
         if (value := getattr(data, name)) != getattr(plain, name):
             yield f"data.{name} = {value!r} has no effect with files: datasets have splits"
+
+
+def _list_of_engine(engine: EngineConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that an engine of Podium's own does not read."""
+    reasons = {
+        "transformers": ("which keeps no cache between batches: engine.max_sequences bounds a batch", ("cache_gib",)),
+        REPLAY: ("which generates nothing", ("cache_gib", "max_sequences", "dtype")),
+    }
+    reason, names = reasons.get(engine.name, ("", ()))
+    for name in names:
+        if (value := getattr(engine, name)) != getattr(EngineConfig(), name):
+            yield f"engine.{name} = {value!r} has no effect with engine.name = {engine.name!r}, {reason}"
 
 
 def _list_of_sessions(config: SFTConfig) -> Iterator[str]:

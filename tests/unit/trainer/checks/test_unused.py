@@ -124,6 +124,12 @@ def test_a_run_that_never_trains_its_policy_says_so(steps: int, told: bool) -> N
     assert "".join(sentences).startswith("the policy is not trained" if told else "")
 
 
+def test_a_replay_reads_nothing_of_the_engine_but_its_run() -> None:
+    engine = {"name": "replay", "options": {"run": "runs/a"}, "max_sequences": 4, "dtype": "float32"}
+    sentences = find_unused_settings(build_config(GRPOConfig, {"engine": engine, "eval": {"items": 0}}))
+    assert [sentence.split(" ")[0] for sentence in sentences] == ["engine.max_sequences", "engine.dtype"]
+
+
 FILES = {"train": "rows.csv"}
 
 
@@ -136,6 +142,9 @@ FILES = {"train": "rows.csv"}
         ({"data": {"train": "owner/name", "eval_split": "validation"}}, ""),
         ({"data": {"train": "runs/.data/0.parquet", "train_split": "validation"}}, ""),
         ({"environment": {"options": {"level": 3}}}, "environment.options has no effect"),
+        ({"engine": {"name": "transformers", "cache_gib": 2.0}}, "engine.cache_gib = 2.0 has no effect with engine.name"),
+        ({"engine": {"name": "transformers", "max_sequences": 4}}, ""),
+        ({"engine": {"cache_gib": 2.0}}, ""),
         ({"data": FILES}, ""),
         ({"eval": {"items": 0, "every": 5}}, "eval.every = 5 has no effect with eval.items = 0"),
         ({"eval": {"items": 0}, "save": {"keep_best": 1}}, "save.keep_best = 1 has no effect with eval.items = 0"),
