@@ -28,7 +28,7 @@ COUNTED: dict[str, Any] = {
     "sampling.max_new_tokens": 200,
     "sampling.n": 32,
     "sampling.top_k": 9,
-    "engine.cache_gib": 0.0001,
+    "engine.cache_gib": 0.001,
     "engine.max_sequences": 1,
     "batch.prompts": 64,
     "parallel.micro_batch_tokens": 32,

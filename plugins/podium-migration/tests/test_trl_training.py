@@ -243,7 +243,7 @@ def test_values_of_trl_without_a_counterpart_are_listed(settings: str, line: str
     ("settings", "named"),
     [
         ("warmup_steps: null", "warmup_steps=None"),
-        ("num_iterations: two", "num_iterations='two'"),
+        ("gradient_accumulation_steps: two", "gradient_accumulation_steps='two'"),
         ("per_device_train_batch_size: [4]", "per_device_train_batch_size=[4]"),
         ("save_strategy: steps\nsave_steps: often", "save_steps='often'"),
     ],
