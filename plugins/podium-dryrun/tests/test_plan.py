@@ -214,12 +214,18 @@ def test_a_cache_in_which_the_longest_completion_does_not_fit_is_refused_as_the_
 
     def describe(gib: float, lengths: list[int] | None, **engine: Any) -> str:
         config = tiny(
-            GRPOConfig, tmp_path, engine={"cache_gib": gib, **engine}, sampling={"max_new_tokens": 24}, eval={"items": 0}
+            GRPOConfig,
+            tmp_path,
+            engine={"cache_gib": gib, **engine},
+            sampling={"max_new_tokens": 24},
+            eval={"items": 0},
         )
         return describe_memory(config, "local", {}, lengths)
 
     assert "key/value cache" in describe(lanes, [5, 40])
-    with pytest.raises(ConfigError, match=r"engine.cache_gib = .* too little for the longest prompt of the training data"):
+    with pytest.raises(
+        ConfigError, match=r"engine.cache_gib = .* too little for the longest prompt of the training data"
+    ):
         describe(lanes, [5, 41])
     assert "key/value cache" in describe(lanes, None), "nobody knows how long a session will be"
     assert "key/value cache" in describe(lanes, [5, 41], name="transformers"), "it does not read the setting"

@@ -73,7 +73,11 @@ def test_weight_decay_spares_norms() -> None:
         ("kimi_linear", {}, "forget_gate.A_log"),
         ("mamba", {}, "mixer.A_log"),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, "mamba.A_log"),
-        ("zamba", {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}, "mamba.A_log mamba.D mamba.dt_proj_bias"),
+        (
+            "zamba",
+            {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+            "mamba.A_log mamba.D mamba.dt_proj_bias",
+        ),
         ("qwen3_next", {}, ""),
         ("inkling_text", {}, ""),  # its embedding is an InklingNormedEmbedding
         ("roberta-prelayernorm", {"is_decoder": True}, ""),

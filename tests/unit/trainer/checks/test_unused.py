@@ -142,7 +142,10 @@ FILES = {"train": "rows.csv"}
         ({"data": {"train": "owner/name", "eval_split": "validation"}}, ""),
         ({"data": {"train": "runs/.data/0.parquet", "train_split": "validation"}}, ""),
         ({"environment": {"options": {"level": 3}}}, "environment.options has no effect"),
-        ({"engine": {"name": "transformers", "cache_gib": 2.0}}, "engine.cache_gib = 2.0 has no effect with engine.name"),
+        (
+            {"engine": {"name": "transformers", "cache_gib": 2.0}},
+            "engine.cache_gib = 2.0 has no effect with engine.name",
+        ),
         ({"engine": {"name": "transformers", "max_sequences": 4}}, ""),
         ({"engine": {"cache_gib": 2.0}}, ""),
         ({"data": FILES}, ""),
