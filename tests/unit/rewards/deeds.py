@@ -80,17 +80,23 @@ def everywhere(data: bytes) -> None:
 
 
 def daemonize(tag: str) -> None:
-    """Start a process in a session of its own, without a parent that lives."""
+    """Start a process in a session of its own, without a parent that lives. Returns once ``tag`` is in its command
+    line."""
+    started, starts = os.pipe()  # the system closes it as the daemon begins its program
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             null = os.open(os.devnull, os.O_RDWR)
             for fd in (0, 1, 2):
                 os.dup2(null, fd)
-            os.closerange(3, 1024)
+            os.closerange(3, starts)
+            os.closerange(starts + 1, 1024)
             os.execv(sys.executable, [*SLEEPER, tag])
         os._exit(0)
+    os.close(starts)
     os.wait()
+    os.read(started, 1)
+    os.close(started)
 
 
 def own_pid(completion: str, row: Row) -> float:
