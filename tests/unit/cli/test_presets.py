@@ -116,3 +116,9 @@ def test_a_mapping_of_the_user_replaces_that_of_the_preset() -> None:
     words = ["--batch.prompts", "{count: 8, filter: none}"]
     prompts: Any = load_config(GRPOConfig, None, read_preset("dapo").overrides({}, words)).batch.prompts
     assert prompts == {"count": 8, "filter": "none"}
+
+
+def test_a_mapping_of_the_user_takes_the_place_of_the_presets_entries() -> None:
+    preset = replace(read_preset("grpo"), settings={"algorithm.options.dual_clip": 3.0, "algorithm.clip_high": 0.3})
+    algorithm = load_config(GRPOConfig, None, preset.overrides({}, ["--algorithm.options={weight_cap: 4}"])).algorithm
+    assert (dict(algorithm.options), algorithm.clip_high) == ({"weight_cap": 4}, 0.3)

@@ -58,6 +58,8 @@ class Preset:
                 number = value if equals else "".join(user_words[at + 1 : at + 2])
                 if name == f"--{key}" and number.isdecimal():
                     user_words[at] = f"{name}.count{equals}{value}"
+        typed = tuple(f"{word[2:].partition('=')[0]}." for word in user_words if word.startswith("--"))
+        settings = {key: value for key, value in settings.items() if not key.startswith(typed)}
         pairs = [
             (f"--{key}", value if isinstance(value, str) else json.dumps(value)) for key, value in settings.items()
         ]
