@@ -46,10 +46,11 @@ class MyTrainer(PPOTrainer):
 class WithMetric(PPOTrainer):
     """Returns one more metric."""
 
+    name: ClassVar[str] = "mine"
     value: ClassVar[Any] = None
 
     def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
-        return {**super().learn(scored), "mine": self.value}
+        return {**super().learn(scored), self.name: self.value}
 
 
 class Nested(PPOTrainer):
@@ -174,6 +175,20 @@ def test_a_metric_of_ones_own_that_is_no_number_is_refused(
 ) -> None:
     monkeypatch.setattr(WithMetric, "value", value)
     with pytest.raises(DataError, match=r"step 1: the metric 'mine' is .*: expected a number"):
+        train(tmp_path, cls=WithMetric)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("time", "a field of each row"), ("progress/epoch", "a metric that the run measures"), ("time/step", "a metric")],
+)
+def test_a_metric_of_ones_own_that_would_be_dropped_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    monkeypatch.setattr(WithMetric, "name", name)
+    monkeypatch.setattr(WithMetric, "value", 1.0)
+    message = rf"step 1: the metric '{name}', .* has the name of {what}.* such as 'mine/{name}'"
+    with pytest.raises(DataError, match=message):
         train(tmp_path, cls=WithMetric)
 
 

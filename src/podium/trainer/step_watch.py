@@ -1,6 +1,6 @@
 """Watches the steps of a run for signs that nothing is learned, or something else than was intended."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from podium.algorithms import ADVANTAGES, LOSSES
@@ -9,6 +9,7 @@ from podium.errors import DataError, PodiumError, RewardError
 from podium.runs.config import PPOConfig
 from podium.spelling import write_count
 from podium.telemetry import Note, emit, metrics as names
+from podium.telemetry.sinks.jsonl import STEP_FIELDS
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import explain_flat
 
@@ -32,6 +33,18 @@ def check_numbers(metrics: Mapping[str, Any], step: int) -> None:
                 f"step {step}: the metric {name!r} is {value!r} ({type(value).__name__}), which a stage or a worker of "
                 "your own returned: expected a number"
             ) from None
+
+
+def check_names(metrics: Mapping[str, Any], added: Collection[str], step: int) -> None:
+    """Raise DataError if a metric of a step would be dropped, because it has the name of one of the metrics that are
+    ``added``, or of another field of the row in metrics.jsonl."""
+    for name in metrics:
+        if name in STEP_FIELDS or name in added:
+            what = "a field of each row of metrics.jsonl" if name in STEP_FIELDS else "a metric that the run measures"
+            raise DataError(
+                f"step {step}: the metric {name!r}, which a stage, a loss or a worker of your own returned, has the "
+                f"name of {what}, and would be dropped: give it another one, such as 'mine/{name}'"
+            )
 
 
 class StepWatch:

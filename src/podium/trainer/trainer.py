@@ -77,7 +77,7 @@ from podium.trainer.run_setup import (
     read_held_out,
 )
 from podium.trainer.schedules.steps import Evaluated, Rollout, StageClock, StepCalls, Steps, name_stage
-from podium.trainer.step_watch import check_numbers
+from podium.trainer.step_watch import check_names, check_numbers
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 E = TypeVar("E")
@@ -402,6 +402,7 @@ class Trainer(ABC, Generic[C, E, R]):
             names.TOKENS_TOTAL: self.clock.totals_tokens.get("step", 0.0),
             names.EPOCH: self._examples_taken / len(self.run.data.stream),
         }
+        check_names(metrics, {*times, *progress}, step)
         emit(StepFinished(step, {**metrics, **times, **progress}))
 
     @property

@@ -15,7 +15,8 @@ from bench.sessions import make_service
 from podium.errors import ConfigError
 from podium.rollout.environments import EnvironmentConfig, SessionLimits
 from podium.telemetry import Note, subscribe
-from podium_agents import Client, ContextFull, Outcome, Reply, Toolbox, converse, tool
+from podium_agents import Client, ContextFull, Outcome, Reply, Step, Toolbox, converse, tool
+from podium_agents.environments import resolve
 from podium_agents.environments.processes import SessionProcesses
 from podium_agents.environments.resolve import resolve_environment
 from podium_agents.environments.runner import Episode, live
@@ -426,6 +427,34 @@ def test_what_an_environment_raises_when_it_is_made_is_said_with_the_statement(n
         ConfigError, match=rf"environment.name = .*:{name}': .*test_runner\.py:\d+: OSError: no license"
     ):
         resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}"))
+
+
+class Endless:
+    """A game that never says that it is over, and pays at each turn."""
+
+    def reset(self, task: Task) -> str:
+        """Begin."""
+        return "Which number?"
+
+    def step(self, answer: str) -> Step:
+        """Ask again."""
+        return Step(say="And now?", reward=0.5)
+
+
+class Bounded(Endless):
+    """The same with as many turns as it says."""
+
+    max_turns = 3
+
+
+def test_a_game_that_is_not_over_ends_where_it_says_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_MOST_TURNS", 4)
+    endings = dict[str, Episode]()
+    for name in ("Endless", "Bounded"):
+        (endings[name],) = lived(resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}")).play)
+    assert "Endless is not over after 4 answers: return Step(done=True)" in endings["Endless"].failure
+    (trajectory,) = endings["Bounded"].trajectories
+    assert (endings["Bounded"].failure, dict(trajectory.turn_rewards)) == ("", {0: 0.5, 1: 0.5, 2: 0.5})
 
 
 async def raises(task: Task, client: Client) -> float:

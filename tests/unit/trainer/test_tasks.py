@@ -115,6 +115,13 @@ def test_tasks_are_made_with_the_options_that_they_have_parameters_for(name: str
     assert [task.text for task in tasks] == ["test 0", "test 1"]
 
 
+def test_a_run_trains_on_as_many_tasks_of_an_environment_as_the_data_say() -> None:
+    data, environment = DataConfig(train="", train_items=2), EnvironmentConfig(name=f"{__name__}:Games")
+    assert [task.text for task in load_tasks(data, environment, "train")] == ["train 0", "train 1"]
+    assert len(load_tasks(data, environment, "test")) == 5
+    assert len(load_tasks(data, environment, "test", limit=3)) == 3
+
+
 @pytest.mark.parametrize(
     "row", [{"image": "cat.png"}, {"frames": [{"bytes": "", "path": "a.mp4"}]}, {"prompt": "What is in <image>?"}]
 )

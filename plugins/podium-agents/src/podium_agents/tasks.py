@@ -57,6 +57,7 @@ def load_tasks(
             f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "
             "data.train"
         )
+    limit = data.train_items if limit is None and split == "train" else limit
     rows = [dict(row) for row in tasks(side)][:limit]
     if not rows:
         raise ConfigError(f"environment.name = {environment.name!r} has no tasks for {split!r}")

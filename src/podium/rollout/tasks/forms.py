@@ -167,7 +167,7 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
 
     Raises:
         LookupError: There is no such column or field.
-        ValueError: The template is malformed, names an object or a list, or all columns that it names are empty.
+        ValueError: The template is malformed, names an object, a list or bytes, or all columns that it names are empty.
     """
     filled = _Template(row)
     text = filled.vformat(_NEW_LINE.sub("\n", template), (), {})
@@ -195,6 +195,8 @@ class _Template(string.Formatter):
         if isinstance(value, Mapping | list):
             kind = "a list" if isinstance(value, list) else "an object"
             raise ValueError(f"{str(value)[:40]!r} is {kind}, of which a part is named as in {{choices.0}}")
+        if isinstance(value, bytes):
+            raise ValueError(f"{value[:40]!r} are bytes: write the column as text")
         text = str(super().format_field(value, format_spec))
         self.has_value = self.has_value or bool(text.strip())
         return text

@@ -6,10 +6,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from podium.telemetry.events import EvalFinished, Event, PhaseStarted, StepFinished
 from podium.telemetry.sinks.base import Sink
+
+STEP_FIELDS: Final = frozenset({"kind", "phase", "step", "time", "nonfinite"})
+"""The fields of a step's row that are no metrics."""
 
 
 class JsonlSink(Sink):

@@ -100,6 +100,13 @@ def test_a_template_writes_the_answer_too_and_reads_fields_of_columns(tmp_path: 
             load(path, prompt_column="q", answer_column=column)
 
 
+def test_bytes_are_no_text_of_a_template(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"q": [b"1+1"], "answer": ["2"]}), path)
+    with pytest.raises(DataError, match=r"row 1: data\.prompt_column = .* cannot be filled: b'1\+1' are bytes: write"):
+        load(path, prompt_column="{q} =")
+
+
 def test_a_text_in_any_column_is_learned_whole_if_there_is_no_prompt(tmp_path: Path) -> None:
     path = write_jsonl(
         tmp_path / "a.jsonl", [{"system": "Add.", "chat": "USER: 1+1 ASSISTANT: 2", "turns": ["a", "b"]}]

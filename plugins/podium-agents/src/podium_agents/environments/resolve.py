@@ -25,7 +25,7 @@ __all__ = ["Play", "ResolvedEnvironment", "converse", "longest_session_s", "reso
 Play = Callable[[Task, "Client"], Awaitable[Reward]]
 _KEY = "environment.name"
 _PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-_MOST_TURNS = 100  # of an environment that never says that it is over
+_MOST_TURNS = 100  # of an environment that does not say how many it has
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,9 @@ async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Rewar
 
     world = await in_thread(make)
     box = _toolbox(getattr(world, "tools", None) or ())
-    most, parts = int(getattr(world, "max_turns", _MOST_TURNS)), dict[str, float]()
+    most, parts = getattr(world, "max_turns", None), dict[str, float]()
     conversation: list[Mapping[str, Any]] = [*to_messages(await _call(world.reset, task))]
-    for _ in range(most):
+    for _ in range(_MOST_TURNS if most is None else int(most)):
         reply = await converse(client, conversation, box or ())
         step = await _call(world.step, reply.text)
         if not isinstance(step, Step):
@@ -156,6 +156,13 @@ async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Rewar
         if step.done or not step.say:
             break
         conversation = [*reply.messages, *to_messages(step.say)]
+    else:
+        if most is None:
+            name = type(world).__name__
+            raise RuntimeError(
+                f"{name} is not over after {_MOST_TURNS} answers: return Step(done=True) where a session ends, or set "
+                f"{name}.max_turns to the most answers of a session, after which it ends with the rewards that it has"
+            )
     return Outcome(score=0.0, parts=parts)
 
 
