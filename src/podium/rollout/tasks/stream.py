@@ -10,6 +10,7 @@ from podium.rollout.tasks.config import DataConfig
 
 T = TypeVar("T")
 _TAKEN: Final = "taken_"  # and the number of the source
+_SINCE: Final = "since_"  # likewise
 
 
 class PromptStream(Generic[T]):
@@ -19,7 +20,8 @@ class PromptStream(Generic[T]):
     Every example comes once an epoch. The examples of one :meth:`take` may belong to two epochs.
 
     Of weighted sources, each has epochs of its own. The next example is of the source that is furthest behind its
-    share, so that after any number of examples a source has its share of them, to within a few examples.
+    share, so that after any number of examples a source has its share of them, to within a few examples. After
+    :meth:`restore` with other weights this holds of the examples from there on.
 
     Args:
         examples: The examples.
@@ -97,8 +99,11 @@ class PromptStream(Generic[T]):
         epoch, position = (number // size, number % size)
         if number and not position:
             epoch, position = epoch - 1, size
-        state = {"epoch": epoch, "position": position}
-        state |= {f"{_TAKEN}{source}": count for source, count in enumerate(taken)} if len(taken) > 1 else {}
+        state: dict[str, Any] = {"epoch": epoch, "position": position}
+        if len(taken) > 1:
+            state |= {f"{_TAKEN}{source}": count for source, count in enumerate(taken)}
+            state |= {f"{_SINCE}{source}": count for source, count in enumerate(self._since) if count}
+            state["shares"] = self._written_shares
         return {"seed": self._seed, "items": size, "digest": self._digest, **state}
 
     def advance(self, state: Mapping[str, Any], number: int) -> Mapping[str, Any]:
@@ -139,10 +144,21 @@ class PromptStream(Generic[T]):
                 f"the checkpoint was at example {position} of other sources: go on with the data.train that the run "
                 "began with"
             )
-        self._go_to(seed, [state[f"{_TAKEN}{source}"] for source in range(len(counts))] or [number])
+        taken = [state[f"{_TAKEN}{source}"] for source in range(len(counts))]
+        is_reweighted = state.get("shares", self._written_shares) != self._written_shares
+        since = taken if is_reweighted else [state.get(f"{_SINCE}{source}", 0) for source in range(len(counts))]
+        if not all(isinstance(before, int) and 0 <= before <= most for before, most in zip(since, taken, strict=True)):
+            raise CheckpointError(f"the checkpoint has no valid shares of sources, {dict(state)!r:.200}")
+        self._go_to(seed, taken or [number], since)
 
-    def _go_to(self, seed: int, taken: Sequence[int]) -> None:
+    @property
+    def _written_shares(self) -> str:
+        """The shares of the sources, as a text by which other weights are known in a checkpoint."""
+        return " ".join(repr(weight / sum(self._weights)) for weight in self._weights)
+
+    def _go_to(self, seed: int, taken: Sequence[int], since: Sequence[int] = ()) -> None:
         self._seed, self._taken = seed, [*taken]
+        self._since = [*since] or [0] * len(self._taken)  # by source, what was taken before it had its weight
         self._orders: list[list[int]] = [[] for _ in taken]
         self._epochs = [-1] * len(self._taken)
 
@@ -163,6 +179,7 @@ class PromptStream(Generic[T]):
         """Return the number of the source that is furthest behind its share of the examples."""
         if len(self._taken) == 1:
             return 0
-        share = (self.number + 1) / sum(self._weights)
-        behind = [share * weight - taken for weight, taken in zip(self._weights, self._taken, strict=True)]
+        counts = [taken - before for taken, before in zip(self._taken, self._since, strict=True)]
+        share = (sum(counts) + 1) / sum(self._weights)
+        behind = [share * weight - count for weight, count in zip(self._weights, counts, strict=True)]
         return max(range(len(behind)), key=behind.__getitem__)

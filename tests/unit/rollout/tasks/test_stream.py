@@ -98,6 +98,31 @@ def test_a_restored_mixture_goes_on_as_if_nothing_had_happened(before: int) -> N
     assert resumed.take(100) == expected
 
 
+def test_a_mixture_that_is_restored_with_other_weights_has_them_from_there_on() -> None:
+    stopped = mixture(a=3, b=1, c=0.5)
+    stopped.take(900)
+    resumed = mixture(a=1, b=1, c=2)
+    resumed.restore(json.loads(json.dumps(stopped.state())))
+    counts = [Counter(example[0] for example in resumed.take(8)) for _ in range(3)]
+    assert counts == [{"a": 2, "b": 2, "c": 4}] * 3
+    again = mixture(a=2, b=2, c=4)  # the same shares
+    again.restore(json.loads(json.dumps(resumed.state())))
+    assert again.take(100) == resumed.take(100), "a second resume knows since when these weights count"
+    damaged = {**resumed.state(), "since_0": 10**6}
+    with pytest.raises(CheckpointError, match="no valid shares of sources"):
+        again.restore(damaged)
+
+
+def test_a_checkpoint_that_does_not_know_its_weights_goes_on_as_before() -> None:
+    stopped, expected = mixture(a=3, b=1, c=0.5), mixture(a=3, b=1, c=0.5).take(120)[20:]
+    stopped.take(20)
+    state = stopped.state()
+    del state["shares"]
+    resumed = mixture(a=3, b=1, c=0.5)
+    resumed.restore(state)
+    assert resumed.take(100) == expected
+
+
 def test_a_mixture_goes_on_with_its_own_sources_only() -> None:
     stopped = mixture(a=3, b=1, c=0.5)
     stopped.take(8)
