@@ -6,8 +6,9 @@ import os
 import shlex
 import sys
 import textwrap
+import typing
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint
 from itertools import groupby
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from podium.algorithms import ADVANTAGES, LOSSES
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.cli.presets import Preset, list_presets, read_preset
-from podium.config import find_override, keys_of, load_config, read_values
+from podium.config import find_override, keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
 from podium.extras import explain_packages
 from podium.functions import find_installed, load_installed, nearest
+from podium.key_types import arms_of, locate_key
 from podium.lazy import without_collector
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
@@ -44,6 +46,7 @@ def run_train(arguments: Sequence[str]) -> int:
     if options.keys:
         _print_keys(find_recipe(options.recipe).config)
         return 0
+    typed = overrides
     if options.replay is not None:
         _check_replay(options)
         options.config = str(Path(options.replay) / CONFIG)
@@ -62,7 +65,7 @@ def run_train(arguments: Sequence[str]) -> int:
         make_trainer = partial(_make_trainer, config, options.recipe, backend)
         show_dry_run(config, backend.name, backend.options, make_trainer, measure=options.measure)
         return 0
-    trainer = _open_view(config, options.recipe, backend)
+    trainer = _open_view(config, options.recipe, backend, describe_repeats(type(config), typed))
     summary = trainer.fit()
     if not summary.finished:
         backend_arguments = [] if backend.name == BACKEND else ["--backend", backend.name]
@@ -128,8 +131,25 @@ def _check_preset(preset: Preset, options: argparse.Namespace) -> None:
         )
 
 
-def _open_view(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "Trainer[Any, Any, Any]":
-    """Say at once what will run, and make the trainer, whose imports take seconds.
+def describe_repeats(cls: type, words: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each key of ``cls`` that takes a list and that the ``words`` of a command give several
+    values, each of which replaces the one before it."""
+    values: dict[str, list[Any]] = {}
+    for key, value in parse_overrides(cls, words):
+        values.setdefault(key, []).append(value)
+    for key, (*earlier, last) in values.items():
+        arms = arms_of(locate_key(cls, key.split("."))[1].annotation)
+        if any(value != last for value in earlier) and any(typing.get_origin(arm) is tuple for arm in arms):
+            yield (
+                f"--{key} is given {len(earlier) + 1} times, and the last one alone counts; several values are one "
+                f"list: --{key} '[A, B]'"
+            )
+
+
+def _open_view(
+    config: PPOConfig | SFTConfig, recipe: str, backend: Backend, notes: Iterable[str]
+) -> "Trainer[Any, Any, Any]":
+    """Say at once what will run, with ``notes``, and make the trainer, whose imports take seconds.
 
     The backend's processes begin their imports before this process does, so that both import at the same time.
     """
@@ -137,7 +157,8 @@ def _open_view(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> 
     from podium.telemetry.sinks.console import ConsoleSink  # imports rich, for which those processes need not wait
 
     with ConsoleSink():
-        emit(Note(_headline(config, recipe)))
+        for sentence in (_headline(config, recipe), *notes):
+            emit(Note(sentence))
         emit(Waiting("importing torch and transformers"))
         flush()
         with without_collector():

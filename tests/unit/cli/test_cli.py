@@ -20,7 +20,7 @@ import podium.cli
 from podium.cli import main
 from podium.cli.connecting import parse_with_backend
 from podium.cli.spinner import StatusSink
-from podium.cli.train import _replay_overrides
+from podium.cli.train import _replay_overrides, describe_repeats
 from podium.config import load_config
 from podium.errors import ConfigError
 from podium.runs.run_writer import RunDirectory
@@ -222,6 +222,17 @@ def test_mistakes_before_anything_is_started(
     assert status == 2
     assert message in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_values_of_a_list_that_are_given_one_by_one_are_told() -> None:
+    words = (
+        "--data.train a.jsonl --reward.name=exact --data.train b.jsonl --optim.lr 1 --optim.lr 2 --reward.name exact"
+    )
+    (said,) = describe_repeats(GRPOConfig, words.split())
+    assert said == (
+        "--data.train is given 2 times, and the last one alone counts; several values are one list: "
+        "--data.train '[A, B]'"
+    )
 
 
 @pytest.mark.parametrize(
