@@ -160,6 +160,21 @@ def test_a_session_whose_score_is_the_sum_of_several_rewards_has_no_verdict() ->
     assert verdicts([once, never], RewardConfig(correct_at=2.0)) == [False, False, False, True]
 
 
+def test_agents_without_a_reward_share_that_of_the_sessions_answer() -> None:
+    """The reward knows the answer to the task, which a helper does not say."""
+
+    def score(completion: str) -> float | None:
+        return {"c": 0.25, "a": None}.get(completion, 9.0)
+
+    for last, expected in ((None, [0.25, 0.25]), (0.5, [0.25, 0.25, 0.5])):
+        earned = [Earned(value, {}, 0.0, False) for value in (None, None, None, last)]
+        columns = {fields.TRAJECTORY: torch.arange(4), fields.SESSION: torch.tensor([0, 0, 1, 1]), fields.GRADE: earned}
+        with Grader(reward=score, in_script=True) as grader:
+            graded = grade_sessions(scored(None, rollouts().with_columns(columns)), grader, RewardConfig())
+        assert graded.rewards_B.tolist() == expected
+        assert graded.left_out is not None and len(graded.left_out.batch) == 4 - len(expected)
+
+
 def test_the_versions_of_each_prompt_and_the_oldest_of_all() -> None:
     ranges = torch.tensor([[3, 4], [2, 2], [5, 5], [5, 7]])
     found = scored(None, rollouts().with_columns({fields.VERSION_RANGE: ranges}))

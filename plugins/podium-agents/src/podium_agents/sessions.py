@@ -384,7 +384,8 @@ def grade_sessions(
 ) -> ScoredBatch:
     """Return ``scored`` with the grades of the environment, or with the reward's grades for rows that have none.
 
-    A trajectory is graded once. Its rows share the grade, whose score includes the rewards of turns; the column
+    A session is graded once, by the last answer of its first agent without a score, and the others without one share
+    this grade. The rows of a trajectory have one grade, whose score includes the rewards of turns; the column
     ``rewards`` does not, because these stand in ``token_rewards``. A session that filled the context is not correct.
     A score to which both the reward and turns contribute is the sum of several rewards, and so no verdict by itself.
     Trajectories that the reward leaves out are ``left_out``.
@@ -397,10 +398,13 @@ def grade_sessions(
     numbers = scored.batch.dense(fields.TRAJECTORY).tolist()
     earned_by_row: list[Earned] = scored.batch.python(fields.GRADE)
     missing = [row for row in scored.firsts if earned_by_row[row].score is None]
+    sessions = scored.batch.dense(fields.SESSION).tolist() if fields.SESSION in scored.batch else numbers
     answer_grades: dict[int, Grade] = {}
     if missing:
-        answers = scored.with_rows(missing).grades_of(grader, reward_model)
-        answer_grades = dict(zip([numbers[row] for row in missing], answers, strict=True))
+        graded = [*{sessions[row]: row for row in reversed(missing)}.values()][::-1]  # the first of each session
+        answers = scored.with_rows(graded).grades_of(grader, reward_model)
+        by_session = dict(zip([sessions[row] for row in graded], answers, strict=True))
+        answer_grades = {numbers[row]: by_session[sessions[row]] for row in missing}
     row_grades = [
         answer_grades.get(number) or Grade(score=earned.score or 0.0)
         for number, earned in zip(numbers, earned_by_row, strict=True)
