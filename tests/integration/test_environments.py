@@ -362,6 +362,25 @@ def test_no_agent_takes_the_place_of_one_that_the_reward_leaves_out(
     assert {entry["correct"] for entry in rows} == {0.0, None} and {entry["n"] for entry in rows} == {1}
 
 
+def test_a_reward_of_sessions_gets_the_text_that_ended_the_last_answer(tmp_path: Path) -> None:
+    """And the tokens of this answer alone."""
+
+    def score(completion: str, completion_ids: list[int], stop_text: str) -> dict[str, Any]:
+        return {"score": float(len(completion)), "end": stop_text or "none", "size": str(len(completion_ids))}
+
+    sampling = {"max_new_tokens": 8, "stop_token_ids": ["7", "33"]}
+    run = train(config_of("unscored", tmp_path, run={"steps": 1}, sampling=sampling), reward=score)
+    ends = set[str]()
+    for file in [*run.glob("completions/*.parquet"), *run.glob("evaluations/*.parquet")]:
+        table = pq.read_table(file).to_pydict()
+        names = ("completion", "stop_text", "tokens", "logged_end", "logged_size", "finish_reason")
+        for text, stop, tokens, end, size, reason in zip(*(table[name] for name in names), strict=True):
+            assert end == (stop or "none") and (reason == "stop" or not stop)
+            assert len(text) <= int(size) < len(tokens), "the first answer has tokens, too"
+            ends.add(stop)
+    assert ends >= {"", "7"}
+
+
 def test_a_session_is_cut_off_if_the_last_answer_of_its_agent_is(tmp_path: Path) -> None:
     """That answer is in the first of two rows, and ends by a text. What is said elsewhere is mostly cut off."""
     run = train(config_of("aside", tmp_path, run={"steps": 1}))

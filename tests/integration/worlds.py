@@ -177,6 +177,13 @@ async def helped(task: Task, client: Client) -> Outcome:
     return Outcome(agents={"other": 1.0})
 
 
+async def unscored(task: Task, client: Client) -> None:
+    """Leaves the second of two answers to the reward."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
+    reply = await client.chat(said)
+    await client.chat([*said, reply.message, {"role": "user", "content": "="}])
+
+
 async def aside(task: Task, client: Client) -> float:
     """The last answer, which a text ends, follows the first, and between them is another conversation. Another agent is
     cut off."""

@@ -40,6 +40,7 @@ _GRADED: Final = "graded_rewards"  # as the column rewards, float32 [B]: those t
 _JUDGED: Final = "is_judged"  # bool [B], of sessions: see ScoredBatch.judged
 
 _GRADED_TOKENS: Final = 1 << 19  # tokens of the rows whose texts are fetched at once: enough for all graders
+_IDS: Final = frozenset({"completion_ids", "prompt_ids"})  # tokens that a reward may ask for
 _NO_VERSION: Final = -1
 
 
@@ -155,21 +156,31 @@ class ScoredBatch:
     def _extras(self, rows: range, asked: Collection[str]) -> list[dict[str, Any]]:
         """What the reward asks for beside text and row, for each of these rows."""
         extras: list[dict[str, Any]] = [{} for _ in rows]
-        if "completion_ids" in asked:
-            batch = self.batch.select(fields.TOKENS, fields.LOSS_MASK).slice(rows.start, rows.stop).fetch()
-            for extra, ids in zip(extras, sampled_tokens(batch).unbind(), strict=True):
-                extra["completion_ids"] = ids.tolist()
+        if not _IDS.isdisjoint(asked):
+            for extra, ids in zip(extras, self._read_ids(rows), strict=True):
+                extra |= {name: ids[name] for name in _IDS.intersection(asked)}
         if "stop_text" in asked and fields.STOP_TEXT in self.batch:
             for extra, text in zip(extras, self.batch.python(fields.STOP_TEXT)[rows.start : rows.stop], strict=True):
                 extra["stop_text"] = text
-        for extra, group in zip(extras, self.groups[rows.start : rows.stop], strict=True):
-            if "prompt_ids" in asked:
-                extra["prompt_ids"] = self.prompts[group].token_ids.tolist()
+        for extra in extras:
             if "trainer_state" in asked:
                 extra["trainer_state"] = self.step - 1 if self.steps_before is None else self.steps_before
             if "max_new_tokens" in asked and self.max_new_tokens is not None:
                 extra["max_new_tokens"] = self.max_new_tokens
         return extras
+
+    def _read_ids(self, rows: range) -> Iterator[dict[str, list[int]]]:
+        """Yield the ids of the completion of each row, and those of its prompt. In sessions the completion is the last
+        answer of the row, and its prompt is what the model read before it."""
+        names = [name for name in (fields.TOKENS, fields.LOSS_MASK, fields.TURN) if name in self.batch]
+        batch = self.batch.select(*names).slice(rows.start, rows.stop).fetch()
+        if fields.TURN not in batch:
+            for group, ids in zip(self.groups[rows.start : rows.stop], sampled_tokens(batch).unbind(), strict=True):
+                yield {"completion_ids": ids.tolist(), "prompt_ids": self.prompts[group].token_ids.tolist()}
+            return
+        for ids, turns in zip(batch.jagged(fields.TOKENS).unbind(), batch.jagged(fields.TURN).unbind(), strict=True):
+            places = (turns == turns.max()).nonzero().flatten()
+            yield {"completion_ids": ids[places].tolist(), "prompt_ids": ids[: int(places[0])].tolist()}
 
     def with_data(self, names: Sequence[str]) -> ScoredBatch:
         """Return a copy with these columns of the data."""

@@ -175,6 +175,24 @@ def test_agents_without_a_reward_share_that_of_the_sessions_answer() -> None:
         assert graded.left_out is not None and len(graded.left_out.batch) == 4 - len(expected)
 
 
+def test_a_reward_of_a_session_gets_the_tokens_of_its_last_answer() -> None:
+    """A trajectory has two rows, of which the first has the first and the last answer."""
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def score(completion: str, completion_ids: list[int], prompt_ids: list[int]) -> float:
+        seen.append((prompt_ids, completion_ids))
+        return float(len(completion_ids))
+
+    batch = rollouts()  # tokens 5 6, 5 7 8, 1 2 3 4 and 1 2 9 9 9
+    turns = batch.jagged(fields.TOKENS).like(torch.tensor([-1, 0, -1, 1, 1, 0, -1, -1, 2, -1, -1, 1, 1, 1]))
+    earned = [Earned(None, {}, 0.0, False)] * 4
+    columns = {fields.TRAJECTORY: torch.tensor([0, 0, 1, 1]), fields.GRADE: earned, fields.TURN: turns}
+    with Grader(reward=score, in_script=True) as grader:
+        graded = grade_sessions(scored(None, batch.with_columns(columns)), grader, RewardConfig())
+    assert seen == [([5], [7, 8]), ([1, 2, 3], [4])]
+    assert graded.rewards_B.tolist() == [2.0, 2.0, 1.0, 1.0]
+
+
 def test_the_versions_of_each_prompt_and_the_oldest_of_all() -> None:
     ranges = torch.tensor([[3, 4], [2, 2], [5, 5], [5, 7]])
     found = scored(None, rollouts().with_columns({fields.VERSION_RANGE: ranges}))

@@ -133,8 +133,8 @@ class Rollout(Worker):
             B rows of the sessions that did not fail, those of one agent side by side: ``tokens``, ``loss_mask``,
             ``rollout_logprobs``, ``versions``, ``version_range``, ``turn``, ``token_rewards``, ``trajectory``,
             ``session``, ``group``, ``agent``, ``finish_reason``, ``grade`` (a Python column of
-            :class:`.contract.Earned`), and ``text``, the last answer; with top-k or top-p also ``kept_sizes`` and
-            ``kept_ids``, else ``mask_numbers`` and ``mask_bits``.
+            :class:`.contract.Earned`), and ``text``, the last answer, with stop texts also ``stop_text``; with top-k or
+            top-p also ``kept_sizes`` and ``kept_ids``, else ``mask_numbers`` and ``mask_bits``.
         """
         key, numbers = str(tasks.meta["key"]), tasks.dense(fields.SESSION).tolist()
         if self._stop_hearing is None and not active():
@@ -305,6 +305,7 @@ def _as_batch(
         return tokens.like(torch.tensor(flat, dtype=dtype))
 
     turns = [_turns(row, trajectory.turn_rewards) for _, trajectory, _, _, row in rows]
+    stops = getattr(sampling, "stop", ())
     batch = Batch(
         {
             fields.TOKENS: tokens,
@@ -331,6 +332,7 @@ def _as_batch(
                 for episode, trajectory, _, _, _ in rows
             ],
             fields.TEXT: text_column([_last_text(row) for _, row, _, _, _ in rows]),
+            **({fields.STOP_TEXT: [row.session.calls[-1].stop_text for _, row, _, _, _ in rows]} if stops else {}),
         },
         {"temperature": sampling.temperature},
     )

@@ -379,6 +379,20 @@ def _join_reports(reports: Sequence[Mapping[str, Any]], limits: Mapping[str, int
     return SessionReport(total["sessions"], failures, details, figures)
 
 
+def _find_last_answers(scored: ScoredBatch, firsts: Sequence[int], grader: Grader) -> list[int]:
+    """Return the row of each trajectory that has its last answer, if the reward reads tokens, and else its first row:
+    the text of the last answer is in each of them."""
+    if fields.TURN not in scored.batch or {"completion_ids", "prompt_ids"}.isdisjoint(grader.extras):
+        return [*firsts]
+    numbers = scored.batch.dense(fields.TRAJECTORY).tolist()
+    turns = [int(row.max()) for row in scored.batch.select(fields.TURN).fetch().jagged(fields.TURN).unbind()]
+    lasts: dict[int, int] = {}
+    for row, number in enumerate(numbers):
+        if turns[row] > turns[lasts.setdefault(number, row)]:
+            lasts[number] = row
+    return [lasts[numbers[first]] for first in firsts]
+
+
 def grade_sessions(
     scored: ScoredBatch, grader: Grader, reward: RewardConfig, reward_model: Handle[RewardModel] | None = None
 ) -> ScoredBatch:
@@ -402,7 +416,7 @@ def grade_sessions(
     answer_grades: dict[int, Grade] = {}
     if missing:
         graded = [*{sessions[row]: row for row in reversed(missing)}.values()][::-1]  # the first of each session
-        answers = scored.with_rows(graded).grades_of(grader, reward_model)
+        answers = scored.with_rows(_find_last_answers(scored, graded, grader)).grades_of(grader, reward_model)
         by_session = dict(zip([sessions[row] for row in graded], answers, strict=True))
         answer_grades = {numbers[row]: by_session[sessions[row]] for row in missing}
     row_grades = [

@@ -480,7 +480,9 @@ class Service:
             continues=asked.continues, departure=asked.departure,
         )  # fmt: skip
         before = asked.session.unrecognized
-        calls = [record(answer.sampled, (*asked.messages, answer.message)) for answer in answers]
+        calls = [
+            record(answer.sampled, (*asked.messages, answer.message), stop_text=answer.stop or "") for answer in answers
+        ]
         self.unrecognized += asked.session.unrecognized - before
         self.sessions.keep(asked.session)
         return [replace(answer, call=call) for answer, call in zip(answers, calls, strict=True)]

@@ -132,6 +132,7 @@ class RecordedCall:
         conversation: A key for each message of the prompt, and one for the answer; () for a call that sent ids.
         messages: Those messages, as the model read and wrote them: a client may leave out the reasoning later.
         tools: The key of the tools and the template's variables that its prompt was written with.
+        stop_text: The text that ended its answer, which does not have it; "" for none.
     """
 
     number: int
@@ -140,6 +141,7 @@ class RecordedCall:
     conversation: tuple[Key, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: Key = ""
+    stop_text: str = ""
 
 
 class Recognized(NamedTuple):
@@ -287,6 +289,7 @@ class Session:
         options: Mapping[str, Any] | None = None,
         continues: RecordedCall | None = None,
         departure: Departure | None = None,
+        stop_text: str = "",
     ) -> RecordedCall:
         """Record a call that has its answer, and return it.
 
@@ -299,6 +302,7 @@ class Session:
             continues: The call whose conversation this one goes on with, as :meth:`find` gave it. If ``prompt`` does
                 not begin with the ids of that call, it is counted in ``splits``.
             departure: As in :class:`Recognized`. It is counted in ``unrecognized`` if the call begins a row.
+            stop_text: As in :class:`RecordedCall`.
 
         Raises:
             RecursionError: A message is nested too deeply to be compared. Nothing is recorded then.
@@ -325,7 +329,7 @@ class Session:
         row.sample(number, drawn)
         self.budget.record(len(drawn.ids), len(conversation[-1].get("tool_calls") or ()) if conversation else 0)
         self.full = False
-        self.calls.append(RecordedCall(number, row_number, len(row.ids), keys, conversation, tools_of))
+        self.calls.append(RecordedCall(number, row_number, len(row.ids), keys, conversation, tools_of, stop_text))
         if keys:
             self._calls_of.setdefault(reduce(_hash_next, keys, 0), []).append(self.calls[-1])
         texts = sum(_MESSAGE_BYTES + 3 * len(key) for key in keys) + len(tools_of)
