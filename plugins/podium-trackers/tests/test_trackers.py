@@ -24,6 +24,7 @@ from podium.telemetry import (
     EvalFinished,
     Event,
     PhaseStarted,
+    Recovered,
     RunSummarized,
     Sample,
     StepFinished,
@@ -88,6 +89,18 @@ def test_a_second_phase_goes_on_where_the_first_ended() -> None:
         emit(EvalFinished(0, 500, {"accuracy": 0.4, "reward_mean": 0.5}))
         emit(StepFinished(1, {"reward/mean": 0.3}))
     assert [step for step, _ in sink.rows] == [1, 2, 2, 3]
+
+
+def test_a_phase_that_loses_a_worker_before_its_first_checkpoint_keeps_its_steps() -> None:
+    with Recorded() as sink:
+        for phase in ("sft", "grpo"):
+            emit(PhaseStarted(phase, 2))
+            emit(StepFinished(1, {"loss": 1.0}))
+            emit(Recovered("the run resumes: rank 0 of policy was lost"))
+            emit(PhaseStarted(phase, 2))
+            for step in (1, 2):
+                emit(StepFinished(step, {"loss": 0.5}))
+    assert [step for step, _ in sink.rows] == [1, 1, 2, 3, 3, 4]
 
 
 def test_a_resumed_phase_keeps_its_steps() -> None:

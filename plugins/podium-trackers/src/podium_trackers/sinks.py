@@ -16,6 +16,7 @@ from podium.telemetry.events import (
     EvalFinished,
     Event,
     PhaseStarted,
+    Recovered,
     RunSummarized,
     Sample,
     StepFinished,
@@ -30,7 +31,7 @@ _SUMMARY: Final = "summary/"
 
 class TrackerSink(Tracker):
     """Scalars over steps, samples, and at the end a summary. A second phase continues the count of the first, because
-    trackers have a single axis.
+    trackers have a single axis. A phase that has lost a worker and begins again keeps its steps.
     """
 
     package = ""
@@ -39,6 +40,7 @@ class TrackerSink(Tracker):
         super().__init__()
         self._offset = 0
         self._last = 0
+        self._begins_again = False
         self._drawn: dict[int, tuple[Sample, ...]] = {}  # ahead of the steps that are trained; W&B takes steps in order
 
     @classmethod
@@ -70,9 +72,12 @@ class TrackerSink(Tracker):
 
     def handle(self, event: Event) -> None:
         match event:
+            case Recovered():
+                self._begins_again = True
             case PhaseStarted(first_step=first):
                 # The last step of the phase before; 0 for the first phase, also in a run that is resumed.
-                self._offset = self._last if first == 1 else self._offset
+                self._offset = self._last if first == 1 and not self._begins_again else self._offset
+                self._begins_again = False
                 self.begin(self._offset + first)
             case StepFinished(step=step, metrics=values):
                 self._last = self._offset + step
