@@ -113,11 +113,11 @@ def _check_replay(options: argparse.Namespace) -> None:
 
 
 def _replay_overrides(run: str, overrides: Sequence[str]) -> list[str]:
-    """Return ``overrides``, behind those that make the settings of ``run`` those of a replay of it."""
+    """Return ``overrides`` and those that make the settings of ``run`` those of a replay of it."""
     options = json.dumps({"run": run})
     new = ["--run.name", "", "--run.resume", "", "--run.epochs", "null"]
     new += ["--eval.items", "0", "--eval.stop_at", "null", "--eval.patience", "0"]
-    return [*new, *overrides, "--engine.name", "replay", "--engine.options", options]
+    return [*new, "--engine.options", options, *overrides, "--engine.name", "replay"]
 
 
 def _check_preset(preset: Preset, options: argparse.Namespace) -> None:

@@ -408,6 +408,9 @@ def test_a_replay_of_a_run_with_a_goal_has_none(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("eval: {every: 2, stop_at: 0, patience: 3}")
     config = load_config(GRPOConfig, tmp_path / "run.yaml", _replay_overrides("runs/a", []))
     assert (config.eval.items, config.eval.stop_at, config.eval.patience) == (0, None, 0)
+    assert (config.engine.name, config.engine.replayed_run) == ("replay", "runs/a")
+    with pytest.raises(ConfigError, match=r"engine\.options\.prefill_tokens"):
+        load_config(GRPOConfig, None, _replay_overrides("runs/a", ["--engine.options.prefill_tokens", "64"]))
 
 
 @pytest.mark.parametrize(
