@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -247,6 +248,18 @@ def test_the_gradient_of_a_reward_model_is_exact_for_any_cut_and_any_order(
     gradient = torch.cat([p.grad.flatten() for p in scorer.model.parameters() if p.grad is not None])
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_reward_model_may_read_in_both_directions_since_it_scores_whole_texts() -> None:
+    shape = {**TINY.config, "model_type": "gemma3_text", "use_bidirectional_attention": True}
+    model, batch = replace(TINY, config=shape), recorded().select("tokens")
+    with pytest.raises(ConfigError, match="set use_bidirectional_attention to false"):
+        Policy(model)
+    scorer = Scorer(model)
+    with torch.no_grad():
+        cast(Any, scorer.model).lm_head.weight.normal_()
+    scores_A = scorer.answer_values(batch).dense("answer_values")
+    torch.testing.assert_close(scores_A, scores_of(scorer, batch).detach().double(), atol=1e-5, rtol=0)
 
 
 def last_alone(weights: Jagged) -> Jagged:

@@ -3,7 +3,8 @@
 The rows go through the model together and each alone. Together they must give the output layer the same hidden states
 within rounding, and the gradient of the last row's states with respect to all inputs that are not its own must be
 zero. A leak between rows that small weights hide in rounding shows in this gradient, which is exactly zero where there
-is no path.
+is no path. The gradient of a row's first states with respect to its later inputs shows in the same way whether a model
+reads ahead, as encoders do: it would see the token that it is to predict.
 
 On a large model the trial is several passes of it. Later starts read its verdict from a file (see
 :mod:`.row_isolation_cache`), and compute a row of two tokens, which shows that the weights give finite numbers.
@@ -36,32 +37,57 @@ _SHORTEST: Final = 8  # that share a prompt
 _MOST_IDS: Final = 1000  # a vocabulary begins with text; ids of images and the like come late
 _MIXED: Final = "what it computes for one row depends on the other row or on padding"
 _DIFFERENT: Final = "what it computes for a row is not what the row gives alone"
+_AHEAD: Final = "what it computes for a token depends on later tokens"
+_DIRECTIONS: Final = {"use_bidirectional_attention": True, "is_decoder": False}
+"""The fields of configurations by which a model of a causal architecture reads ahead."""
 
 
 def choose_batching(
-    model: nn.Module, config: ParallelConfig, device: torch.device, precision: torch.dtype
+    model: nn.Module, config: ParallelConfig, device: torch.device, precision: torch.dtype, *, causal: bool = True
 ) -> tuple[Batching, str]:
     """Return how rows share a forward pass of this model, and a sentence if that is not what ``config`` prefers.
 
+    Args:
+        causal: Whether the model must not read ahead, because it predicts each token from those before it.
+
     Raises:
         ConfigError: ``config.batching`` is "packed", and the model mixes packed rows; or the model mixes even rows of
-            one length.
+            one length; or it reads ahead.
     """
     name, note = type(plain_model(model)).__name__, ""
     cache = _open_cache(model, device, precision)
+
+    def find_reason(**rows: bool) -> str:
+        reason = _try(cache, model, device, precision, **rows)
+        if reason == _AHEAD and causal:
+            raise ConfigError(_explain_ahead(model))
+        return "" if reason == _AHEAD else reason
+
     if config.packed(device):
-        reason = _try(cache, model, device, precision, packed=True)
+        reason = find_reason(packed=True)
         if not reason:
             return "packed", ""
         if config.batching == "packed":
             raise ConfigError(f"parallel.batching=packed: {name} cannot take packed rows: {reason}; use auto or padded")
         note = f"{name} gets padded rows, because it cannot take packed ones: {reason}"
-    reason = _try(cache, model, device, precision)
+    reason = find_reason()
     if not reason:
         return "padded", note
-    if other := _try(cache, model, device, precision, equal=True):
+    if other := find_reason(equal=True):
         raise ConfigError(f"{name} cannot take several rows in a forward pass: {other}")
     return "equal", f"{name} gets rows of one length at a time, because it cannot take padded ones: {reason}"
+
+
+def _explain_ahead(model: nn.Module) -> str:
+    """Return the error about a model that reads ahead."""
+    inner = plain_model(model)
+    settings = inner.config.get_text_config()
+    field = next((name for name, ahead in _DIRECTIONS.items() if getattr(settings, name, None) is ahead), None)
+    remedy = "" if field is None else f", or set {field} to {str(not _DIRECTIONS[field]).lower()} in its configuration"
+    return (
+        f"{type(inner).__name__} reads texts in both directions: {_AHEAD}, so that it would see what it is to predict, "
+        f"and its log-probabilities would be those of no text that it writes: choose a causal language model{remedy}"
+    )
 
 
 def may_share_prompts(
@@ -78,7 +104,7 @@ def may_share_prompts(
 
 
 def _open_cache(model: nn.Module, device: torch.device, precision: torch.dtype) -> RowIsolationCache:
-    return RowIsolationCache(model, device, precision, ("", _MIXED, _DIFFERENT), sharded=is_sharded(model))
+    return RowIsolationCache(model, device, precision, ("", _MIXED, _DIFFERENT, _AHEAD), sharded=is_sharded(model))
 
 
 def _try(cache: RowIsolationCache, model: nn.Module, device: torch.device, precision: torch.dtype, **rows: bool) -> str:
@@ -104,7 +130,8 @@ def interference(
     equal: bool = False,
     share: bool = False,
 ) -> str:
-    """Return why rows that share a forward pass change one another; "" if they do not.
+    """Return why rows that share a forward pass change one another; "" if they do not. Rows that do not, of a model
+    that reads ahead, give a sentence of their own.
 
     Random state, gradients and mode of the model stay as they were.
 
@@ -134,7 +161,14 @@ def interference(
         return _MIXED
     if not same_within_rounding(together, torch.cat(alone), precision, next(inner.parameters()).dtype):
         return _DIFFERENT
-    return ""
+    return "" if share or not _reads_ahead(model, rows.slice(0, 1), device, precision) else _AHEAD
+
+
+def _reads_ahead(model: nn.Module, row: Batch, device: torch.device, precision: torch.dtype) -> bool:
+    """Whether the states of a row's first half depend on later inputs."""
+    with _evaluating(model, device, precision):
+        _, later = _pass(model, row, early=True)
+    return bool((later.nan_to_num() != 0).any())
 
 
 @contextmanager
@@ -183,10 +217,13 @@ def _rows(vocabulary: int, lengths: Sequence[int], prompts: Sequence[int], *, sh
     return Batch({fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(mask)})
 
 
-def _pass(model: nn.Module, rows: Batch, *, packed: bool = False, share: bool = False) -> tuple[Tensor, Tensor]:
+def _pass(
+    model: nn.Module, rows: Batch, *, packed: bool = False, share: bool = False, early: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the hidden states ``[K, H]`` of all rows, and the gradient of the last row's at the inputs of others.
 
-    Where gradients are off, the gradient is empty.
+    Where gradients are off, the gradient is empty. With ``early`` the gradient is that of the first half of the last
+    row's states, and the inputs behind this half are others, too.
     """
     (micro,) = cut(rows, 10**9, packed=packed, share=share)
     inner: Any = plain_model(model)
@@ -204,7 +241,8 @@ def _pass(model: nn.Module, rows: Batch, *, packed: bool = False, share: bool = 
         logits = run_model(model, micro).logits
     if not torch.is_grad_enabled():
         return hidden[0], hidden[0].new_zeros(0)
-    last_row = slice(*micro.offsets[-2:].tolist())
+    start, end = micro.offsets[-2:].tolist()
+    last_row = slice(start, (start + end) // 2 if early else end)
     directions = torch.arange(hidden[0][last_row].numel(), device=hidden[0].device).cos().view_as(hidden[0][last_row])
     # FSDP2 gathers the parameters of the backward pass when the gradient reaches what the whole model returned.
     value = (hidden[0][last_row].float() * directions).sum() + 0 * logits.sum()

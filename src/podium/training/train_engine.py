@@ -102,6 +102,7 @@ class TrainEngine:
         world_size: Number of ranks in the default process group. All of them make an engine and call it together.
         dropout: Whether the model's own dropout and router noise act in :meth:`step`. Dropout of adapters always does.
         head_optim: In place of ``optim`` for the learning rate of the model's value head.
+        causal: Whether the model must not read ahead: see :func:`.choose_batching`.
 
     Attributes:
         batching: How rows share a forward pass.
@@ -126,6 +127,7 @@ class TrainEngine:
         world_size: int = 1,
         dropout: bool = False,
         head_optim: OptimConfig | None = None,
+        causal: bool = True,
     ) -> None:
         self.device = device
         self.dropout = dropout
@@ -134,7 +136,7 @@ class TrainEngine:
         if parallel.choice.output == "float32":
             widen_output(model)
         self.loss_scale = LossScale(self.precision)
-        self.batching, self.note = choose_batching(model, parallel, device, self.precision)
+        self.batching, self.note = choose_batching(model, parallel, device, self.precision, causal=causal)
         self.shares_prompts = may_share_prompts(model, parallel, self.batching, device, self.precision)
         self.micro_batch_tokens = choose_micro_batch_tokens(
             model, parallel, device, self.precision, trains=optim is not None, world_size=world_size

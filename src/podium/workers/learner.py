@@ -88,6 +88,8 @@ class Learner(Worker):
     """The optimizer of a value head, if not that of the model."""
     late_steps: int = 0
     """Steps of a run before the first in which this worker makes optimizer steps."""
+    is_causal: bool = True
+    """Whether the model must not read ahead, because something is computed for each token from those before it."""
 
     def __init__(
         self,
@@ -112,6 +114,7 @@ class Learner(Worker):
             device=self.device,
             world_size=self.ctx.world_size,
             dropout=not self.algorithm.reinforces if model.dropout is None else model.dropout,
+            causal=self.is_causal,
         )
         torch.manual_seed(self.ctx.seed)  # dropout draws from what torch seeds by chance
         self._copied: tuple[StateCopy, ModelCopy | None] | None = None

@@ -18,7 +18,7 @@ from podium.rollout.engines.transformers import TransformersEngine
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry import Note, subscribe
 from podium.trainer import PPOConfig, PPOTrainer
-from podium.training import OptimConfig, ParallelConfig, TrainEngine
+from podium.training import OptimConfig, ParallelConfig, TrainEngine, row_isolation
 from podium.training.micro_batches import cut, plan
 from podium.training.row_isolation import choose_batching, interference
 from podium.training.scoring import score_tokens
@@ -120,6 +120,41 @@ def test_rows_of_one_length_go_together_where_padding_changes_a_row() -> None:
     got = engine.evaluate(batch, compute, ("logprobs",))["logprobs"].values
     alone = torch.cat([oracle_logprobs(model, row) for row in batch.jagged("tokens").unbind()])
     assert torch.allclose(got, alone * batch.jagged("loss_mask").values, atol=1e-5)
+
+
+_ENCODER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "remedy"),
+    [
+        ("bert", {**_ENCODER, "num_attention_heads": 2}, "set is_decoder to true"),
+        ("roberta", {**_ENCODER, "num_attention_heads": 2, "max_position_embeddings": 64}, "set is_decoder to true"),
+        ("xlm", {"emb_dim": 32, "n_layers": 1, "n_heads": 2, "vocab_size": 48}, "choose a causal language model"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "set use_bidirectional_attention to false"),
+    ],
+)
+def test_a_model_that_reads_ahead_is_refused(family: str, settings: dict[str, Any], remedy: str) -> None:
+    model = make(family, **settings)
+    with pytest.raises(ConfigError, match=f"reads texts in both directions.*{remedy}"):
+        TrainEngine(model, optim=OptimConfig(), parallel=ParallelConfig(), device=CPU)
+    alone = "padded" if family == "xlm" else "equal"  # XLM masks padding by its id
+    assert TrainEngine(model, optim=None, parallel=ParallelConfig(), device=CPU, causal=False).batching == alone
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [("bert", {**_ENCODER, "num_attention_heads": 2, "is_decoder": True}), ("gemma3_text", {})]
+)
+def test_the_same_model_is_taken_where_it_reads_forwards_alone(family: str, settings: dict[str, Any]) -> None:
+    assert choose_batching(make(family, **settings), ParallelConfig(), CPU, torch.float32) == ("padded", "")
+
+
+def test_packed_rows_are_not_read_ahead_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("podium.training.row_isolation.interference", lambda *args, **rows: row_isolation._AHEAD)
+    model, packed = make("llama"), ParallelConfig(batching="packed")
+    with pytest.raises(ConfigError, match="depends on later tokens"):
+        choose_batching(model, packed, CPU, torch.float32)
+    assert choose_batching(model, packed, CPU, torch.float32, causal=False) == ("packed", "")
 
 
 def test_models_of_few_positions_are_tried_on_shorter_rows() -> None:

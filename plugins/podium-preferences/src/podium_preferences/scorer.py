@@ -44,6 +44,7 @@ class Scorer(ValueModel):
     """
 
     has_bias = False
+    is_causal = False  # a text is scored at its end
 
     def make_model(self) -> nn.Module:
         model = super().make_model()
