@@ -280,6 +280,7 @@ class Policy(Learner):
         shared = judges and self.algorithm.critic.critic_trunk == "shared"
         moments = gather_moments(self.engine, batch) if judges else None
         flat = not judges and _has_no_other_term(algorithm) and fields.ADVANTAGES in batch
+        flat = flat and ENTROPY_COEF not in batch.meta  # a coefficient of 0, too, follows the entropy that is measured
         flat = flat and self.engine.is_flat(batch, fields.ADVANTAGES)
         figures = {} if flat else self._minibatch_figures(batch, columns, algorithm)
         shares_LE = self._expert_shares(batch) if algorithm.router_balance and not flat else None

@@ -127,6 +127,12 @@ def test_a_step_with_another_term_is_not_flat(algorithm: dict[str, Any]) -> None
     assert "policy/entropy" in policy.update(without_advantages(recorded().drop("loss_weights")))
 
 
+def test_a_step_measures_the_entropy_that_a_coefficient_of_zero_follows() -> None:
+    policy = Policy(TINY, OPTIM, algorithm=AlgorithmConfig(entropy_coef={"target": 0.2}))
+    batch = without_advantages(fresh()).with_meta(entropy_coef=0.0)
+    assert policy.update(batch)["policy/entropy"] > 0
+
+
 def test_a_step_that_draws_random_numbers_is_not_flat() -> None:
     adapted = replace(TINY, lora=LoraConfig(rank=4, alpha=8.0, dropout=0.5))
     assert "policy/entropy" in Policy(adapted, OPTIM).update(without_advantages(fresh()))
