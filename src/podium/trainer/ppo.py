@@ -50,7 +50,7 @@ from podium.trainer.sessions import Sessions
 from podium.trainer.step_watch import StepWatch
 from podium.trainer.trainer import Trainer
 from podium.trainer.training_prompts import check_training, load_training
-from podium.trainer.updates import Answers, join_updates, submit_update
+from podium.trainer.updates import MISMATCH, Answers, join_updates, submit_update
 from podium.workers import Estimator, FollowingReference, Reference, Teacher
 from podium.workers.learner import list_own_columns
 from podium.workers.policy import ENTROPY_COEF, HEAD_ALONE
@@ -468,7 +468,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the step's metrics, and update the coefficients of the KL and of the entropy bonus."""
-        metrics = {**join_updates(updates), **figures}
+        # Without old log-probabilities each optimizer step compares the generator with the policy as it is by then.
+        by_first = () if names.MISMATCH_MEAN in figures else MISMATCH
+        metrics = {**join_updates(updates, by_first=by_first), **figures}
         if self.config.algorithm.needs_reference:
             metrics[KL_COEF] = self.kl.coef
         if self.config.algorithm.epoch_choice.max_kl is not None or self.config.algorithm.critic.critic_warmup:

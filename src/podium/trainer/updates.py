@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
 
 from podium.algorithms import AlgorithmConfig
 from podium.algorithms.metrics import ExplainedVariance, Maximum, TokenMean
+from podium.algorithms.objective import MISMATCH_KL
 from podium.data import Batch, fields
 from podium.errors import ConfigError
 from podium.rollout.tasks import Example, PromptStream
@@ -29,16 +30,24 @@ if TYPE_CHECKING:
 _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
 
 
-def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+MISMATCH: Final = frozenset({names.MISMATCH_MEAN, names.MISMATCH_MAX, MISMATCH_KL})
+"""What an optimizer step reports of the distance between generator and policy."""
+
+
+def join_updates(updates: Sequence[Mapping[str, float]], *, by_first: Collection[str] = ()) -> dict[str, float]:
     """Join the metrics of a step's optimizer steps: the mean of each, which is over all tokens for a
     :class:`TokenMean`, or of a :class:`Maximum` the largest value. The explained variance is that of all tokens.
 
     >>> join_updates([TokenMean.over(30, {"a": 1.0}) | {"b": 1.0}, TokenMean.over(10, {"a": 5.0}) | {"b": 5.0}])
     {'a': 2.0, 'b': 3.0}
+
+    Args:
+        by_first: Metrics with these names are those of the first optimizer step that reports them. The policy had moved
+            before the others.
     """
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update):
-        values = [update[name] for update in updates if name in update]
+        values = [update[name] for update in updates if name in update][: 1 if name in by_first else None]
         if name in _LARGEST or isinstance(values[0], Maximum):
             joined[name] = max(values, key=lambda value: math.inf if math.isnan(value) else value)
         elif len(values) > 1 and all(isinstance(value, ExplainedVariance) for value in values):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from podium.trainer.ppo import join_updates
 from podium.trainer.step_watch import StepWatch
 from podium.training import OptimConfig
 from podium.workers import Critic, Policy
+from tests.integration.training import tiny, train
 from tests.unit.workers.tiny import TINY, recorded
 
 
@@ -59,6 +62,22 @@ def test_metrics_of_tokens_are_the_same_however_a_step_is_cut_into_updates(
     )
     for name in compared:
         assert joined[name] == pytest.approx(in_one[name], rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"correction": "bypass", "epochs": 3}, {"loss": "dppo_tv", "minibatches": 2}, {"loss": "dro", "epochs": 2}],
+    ids=str,
+)
+def test_the_mismatch_is_that_of_the_policy_before_it_moves_also_without_old_logprobs(
+    tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    """Each optimizer step moves the policy far. The generator had the weights from before the first one."""
+    config = tiny(GRPOConfig, tmp_path, algorithm=algorithm, eval={"items": 0}, optim={"lr": 0.03}, run={"steps": 1})
+    rows = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
+    (step,) = (row for row in rows if row["kind"] == "step")
+    assert step["policy/approx_kl"] > 1e-3
+    assert max(step[name] for name in ("mismatch/mean", "mismatch/max", "mismatch/kl")) < 1e-4
 
 
 def test_an_update_without_tokens_does_not_count_unless_there_is_no_other() -> None:
