@@ -146,7 +146,8 @@ class Learner(Worker):
     def note(self) -> str:
         """Return what the run says of this worker, one sentence a line: why rows share a forward pass in another way
         than ``parallel.batching`` prefers, which parts of the model cannot be saved again, settings without an effect,
-        and the size of micro-batches that Podium has chosen for an accelerator."""
+        an auxiliary loss of routers that is not trained, and the size of micro-batches that Podium has chosen for an
+        accelerator."""
         name = type(plain_model(self.engine.model)).__name__
         unused = sized = ""
         if self.config.dropout and not _is_noisy(self.engine.model):
@@ -154,7 +155,19 @@ class Learner(Worker):
         if self.parallel.micro_batch_tokens is None and self.engine.optim and total_memory_bytes(self.device):
             size = self.engine.micro_batch_tokens
             sized = f"parallel.micro_batch_tokens = {size} for the {self.ctx.role or name}, by the memory of its device"
-        return "\n".join(filter(None, (self.engine.note, self.others.lost, unused, sized)))
+        return "\n".join(filter(None, (self.engine.note, self.others.lost, unused, self._note_routers(), sized)))
+
+    def _note_routers(self) -> str:
+        """Say that the auxiliary loss is not trained which the model's configuration asks for; "" if it is, or does
+        not."""
+        settings: Any = plain_model(self.engine.model).config.get_text_config()
+        asks = self.engine.optim is not None and getattr(settings, "output_router_logits", False) is True
+        if not asks or self.algorithm.router_balance:
+            return ""
+        return (
+            "output_router_logits = true in the model's configuration adds no auxiliary loss of its routers here, "
+            "unlike in other libraries: algorithm.options.router_balance does, in reinforcement learning alone"
+        )
 
     @endpoint(collect=nothing())
     def rest(self, weights: bool = True) -> None:
