@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
+from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
+from transformers.utils.hub import cached_file
 
 from podium.errors import ConfigError
 from podium.exceptions import read_text
@@ -18,12 +20,19 @@ if TYPE_CHECKING:
 
 CHARACTERS_PREFIX: Final = "chars:"
 """A tokenizer setting with this prefix has an alphabet instead of a path: ``chars:0123456789+=``."""
+_SAMPLES: Final = (
+    "Hello world, it's 1234567 at 12:30.",
+    "def run(x):\n    return [x + 1, 'y']\n\n\n# 3.14159\n",
+    "<b>A</b>\tB\r\nnaïve café, e\u0301, 你好。世界 Привет नमस्ते 🙂",
+    "I'LL we've don't  two  spaces, CamelCase snake_case $x^2$",
+)
+"""Texts by which two tokenizers are compared. None begins with a space, which families read in two ways."""
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory or hub name, or make one of ``chars:ALPHABET`` by :func:`char_tokenizer`.
 
-    A tokenizer without a padding token gets its end-of-sequence token as one.
+    A tokenizer without a padding token gets its end-of-sequence token as one. Text is encoded as tokenizer.json says.
 
     Raises:
         ConfigError: There is nothing that transformers reads, or nothing but special tokens.
@@ -39,6 +48,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         loaded = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if not {*loaded.get_vocab().values()} - {*loaded.added_tokens_decoder}:  # made without any of its files
             raise ValueError("its files are missing, so that it has only special tokens")
+        loaded = _keep_to_file(loaded, source)
     except Exception as error:
         origin = (
             f"in the directory {source}" if os.path.isdir(source) else f"on the hub at {source!r}, no directory here"
@@ -51,6 +61,44 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _keep_to_file(loaded: Any, source: str) -> Any:
+    """Return a tokenizer that encodes text as tokenizer.json says: ``loaded`` if it does, or the file as it is.
+
+    transformers makes tokenizers of some classes anew from the vocabulary alone. It takes the class from the model's
+    type or from tokenizer_config.json, and the file may split and normalize text in another way than the class does.
+    """
+    usual = transformers.PreTrainedTokenizerFast
+    if type(loaded) is usual or not isinstance(loaded, usual):  # it is the file, or has none
+        return loaded
+    file = cached_file(
+        source,
+        FULL_TOKENIZER_FILE,
+        local_files_only=True,  # those of the hub are in the cache now
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return loaded
+    stored: Any = tokenizers.Tokenizer.from_file(file)
+    stored.no_truncation()
+    stored.no_padding()
+    if all(_encode(loaded, text) == stored.encode(text, add_special_tokens=False).ids for text in _SAMPLES):
+        return loaded
+    names = ("bos_token", "eos_token", "pad_token")  # a class may know them where no file names them
+    tokens = {name: getattr(loaded, name) for name in names}
+    tokens = {name: token for name, token in tokens.items() if token and stored.token_to_id(token) is not None}
+    return usual.from_pretrained(source, **tokens)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int] | None:
+    """The ids of a text; None if the tokenizer has no token for a part of it, nor one for unknown parts."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception:  # noqa: BLE001 - tokenizers raises no other
+        return None
 
 
 def char_tokenizer(alphabet: str, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
