@@ -13,11 +13,12 @@ from tests.unit.rollout.service.scripted import USER, say, scripted
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + END
 WRITES_ALL = (
     "{{ tools | tojson if tools else '' }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.reasoning_content or m.reasoning or '' }}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
-) + END
+    "{{ m.reasoning_content or m.reasoning or '' }}{{ m.content }}"
+) + (CALLS + END)
 
 
 def assistant(**fields: Any) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def test_each_part_of_a_tool_that_the_template_drops_is_refused_by_name(part: st
 def test_tools_that_are_written_with_the_question_alone_pass(writes: str, passes: bool) -> None:
     """A template may leave them out once their results have come. One that never writes them is refused."""
     template = "{% for m in messages %}{% if tools and WRITES %}{{ tools }}{% endif %}<|im_start|>{{ m.role }}\n"
-    template += "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+    template += "{{ m.content }}" + CALLS
     talk = [USER, assistant(tool_calls=[CALL]), {"role": "tool", "content": "1"}]
     service, _, _ = scripted(template=template.replace("WRITES", writes) + END)
     for messages in ([USER], talk):
@@ -97,6 +98,37 @@ def test_tools_that_are_written_with_the_question_alone_pass(writes: str, passes
         else:
             with pytest.raises(Refusal, match="there are tools, and the chat template does not write them"):
                 service.chat(request)
+
+
+XML = (  # as Qwen3-Coder writes calls
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n{% for n, v in "
+    "c.function.arguments | items %}<parameter={{ n }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}"
+)
+MARKED = (  # as DeepSeek does
+    "{% for c in m.tool_calls or [] %}<|calls|>function<|sep|>{{ c.function.name }}\n```json\n"
+    "{{ c.function.arguments | tojson }}\n```{% endfor %}"
+)
+PYTHONIC = (
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}({% for n, v in c.function.arguments | items %}{{ n }}="
+    "{{ v | tojson }}{% endfor %})]{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("calls", [XML, MARKED, PYTHONIC, "{{ m.tool_calls | tojson if m.tool_calls else '' }}"])
+def test_tools_are_refused_where_calls_are_written_in_a_form_that_nobody_reads(calls: str) -> None:
+    """All that the model called would be text of its answer, and no tool would ever run."""
+    tools = "{{ tools | tojson if tools else '' }}"
+    service, _, _ = scripted(template=tools + PLAIN.replace(END, calls + END))
+    with pytest.raises(
+        Refusal, match=r"writes a call of one as .*look.*does not read this form.*data\.chat_template"
+    ) as caught:
+        service.chat(ChatRequest(messages=[USER], tools=[TOOL]))
+    assert caught.value.status == 400
+    service.chat(ChatRequest(messages=[USER], tools=[TOOL], tool_choice="none"))
+    service.chat(ChatRequest(messages=[USER]))
+    service, _, _ = scripted(template=tools + PLAIN)  # the system message says how calls are written, if anything does
+    service.chat(ChatRequest(messages=[USER], tools=[TOOL]))
 
 
 def test_meta_data_of_clients_are_no_matter() -> None:

@@ -151,6 +151,19 @@ class ChatFormat:
         before = (self._recent(said, new, tools) if said else None) or said
         self._encoder.check([*before, *new], list(tools) or None, len(before))
 
+    def check_calls(self) -> None:
+        """Check that calls of tools are read in the form in which the template writes them.
+
+        Raises:
+            ConfigError: They are not, so that none that the model writes would be a call.
+        """
+        if form := self._unread_call:
+            raise ConfigError(
+                f"tools: the chat template writes a call of one as {form[:200]!r}, and Podium does not read this form, "
+                "so that the model's calls would be text: give a template that writes calls as JSON in <tool_call> "
+                "(data.chat_template), or leave tools out and name them in a message"
+            )
+
     def is_vast(self, characters: int, tokens: int) -> bool:
         """As :meth:`.ChatEncoder.is_vast`."""
         return self._encoder.is_vast(characters, tokens)
@@ -296,6 +309,11 @@ class ChatFormat:
     @cached_property
     def _reader(self) -> CallReader:
         """Reads what the model writes, in the form in which the template writes a call of a tool."""
+        return reader_of(self._written_call[1]) if self._written_call[1] else read_hermes
+
+    @cached_property
+    def _written_call(self) -> tuple[str, str]:
+        """What the template writes before a call of a tool, and with it; "" for a template that writes none."""
         for call in (CALL, {**CALL, "content": "So."}):
             try:
                 prefix = self._text([USER], [TOOL], opened=False)
@@ -303,8 +321,20 @@ class ChatFormat:
             except ConfigError:
                 continue
             if "look" in (written := full_text.removeprefix(prefix)):
-                return reader_of(written)
-        return read_hermes
+                return prefix if len(written) < len(full_text) else "", written
+        return "", ""
+
+    @cached_property
+    def _unread_call(self) -> str:
+        """A call as the template writes it, if the reader of the model's answers sees none in it; else ""."""
+        prefix, written = self._written_call
+        if not prefix:  # how calls are written is not known
+            return ""
+        opened = self._text([USER], [TOOL], opened=True)
+        parts = [f"{prefix}{written}".removeprefix(opened), written]
+        parts += [part[part.find("{") : part.rfind("}") + 1] for part in parts]  # without an end that is plain text
+        replies = (self.parse((), self._encoder.encode(part), [TOOL]) for part in parts)
+        return "" if any(_is_same_call(reply.tool_calls) for reply in replies) else written
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -371,6 +401,16 @@ class ChatFormat:
 
     def _text(self, messages: Messages, tools: Tools, *, opened: bool) -> str:
         return self._encoder.text(messages, list(tools) or None, opened=opened)
+
+
+def _is_same_call(calls: Sequence[ToolCall]) -> bool:
+    """Whether these calls are the one of ``CALL``."""
+    function = CALL["tool_calls"][0]["function"]
+    with suppress(ValueError):
+        return [(call.name, json.loads(call.arguments)) for call in calls] == [
+            (function["name"], json.loads(function["arguments"]))
+        ]
+    return False
 
 
 class RecentMessages(NamedTuple):

@@ -271,6 +271,8 @@ class Service:
                 new if recorded is None else recorded.without_said(new),
                 tools,
             )
+            if tools:
+                form.check_calls()
             self._count_marks(form.find_marks(new))
             if recorded is not None and continues is not None and continues.tools == tools_key(tools, options):
                 messages_before = continues.messages
