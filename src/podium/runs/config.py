@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field
 
@@ -143,9 +143,7 @@ class _TrainingConfig(InferenceConfig):
 
     @property
     def resolved_engine(self) -> EngineConfig:
-        precision = self.parallel.choice.compute
-        exact = precision == self.model.dtype == "float32"
-        dtype = precision if exact or precision == "float16" else None
+        dtype = choose_engine_dtype(self.parallel, self.model.dtype)
         return replace(self.engine, dtype=dtype) if dtype and self.engine.dtype is None else self.engine
 
     @property
@@ -509,6 +507,14 @@ class SFTConfig(_TrainingConfig):
                 f"batch.examples = {self.batch.examples} for {self.placement.key_of('policy')} = {ranks}: each rank "
                 "needs at least one"
             )
+
+
+def choose_engine_dtype(parallel: ParallelConfig, model_dtype: str) -> Literal["float32", "float16"] | None:
+    """Return the data type in which completions are drawn where training computes in it; None for the usual one."""
+    precision = parallel.choice.compute
+    if precision == "float16" or precision == model_dtype == "float32":
+        return precision
+    return None
 
 
 def _divisor(rows: int, near: int) -> int:

@@ -19,8 +19,9 @@ from podium.cli.interruption import explained
 from podium.cli.spinner import StatusSink, write_note
 from podium.config import build_config, fill_masked, parse_overrides, read_values, with_overrides
 from podium.errors import ConfigError
+from podium.models.config import ModelConfig
 from podium.rollout.engines.config import REPLAY
-from podium.runs.config import InferenceConfig
+from podium.runs.config import InferenceConfig, choose_engine_dtype
 from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
 from podium.runs.recipes import find_recipe, recipe_of
@@ -28,6 +29,7 @@ from podium.runs.run_reader import RunRecord, flatten, is_run
 from podium.spelling import write_count
 from podium.telemetry import subscribe
 from podium.telemetry.formatting import visible
+from podium.training import ParallelConfig
 from podium_inference.unread_settings import (
     ListUnread,
     list_unread_by_best,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["connect", "inference_config", "model_parser", "open_config", "run_eval", "run_sample"]
 
 _SAMPLES: Final = 3
+_COMPUTES: Final = ("dtype", "attention")  # of the section model: how the weights of a run compute, wherever they are
 _WRITES_PROMPTS: Final = ("data.chat_template",)
 _SCORES: Final = ("data.eval", "data.chat_template", "environment", "reward")
 
@@ -274,7 +277,8 @@ def inference_config(
     """Return the configuration to use ``model`` with: that of its run if it has one, changed by the file ``path``, and
     then by ``overrides``.
 
-    For a checkpoint, ``model.path`` is its directory.
+    For a checkpoint, ``model.path`` is its directory. The model of a run computes in the data types in which the run
+    has drawn its completions, so that its figures are those of the run.
 
     Raises:
         ConfigError: The run has neither a final model nor the checkpoint, the directory is neither run nor model,
@@ -290,7 +294,8 @@ def inference_config(
         values = {name: section for name, section in source.values.items() if name in sections}
         # training samples several completions of a prompt, and these commands sample one
         values.get("sampling", {}).pop("n", None)
-        values["model"] = {"path": str(source.checkpoint or source.run / "model")}
+        stored = {key: value for key, value in values.get("model", {}).items() if key in _COMPUTES}
+        values["model"] = {**stored, "path": str(source.checkpoint or source.run / "model")}
         values |= _evaluation(recipe_of(source.values), values, model)
         if (engine := values.get("engine", {})).get("name") == REPLAY:  # the run sampled nothing itself
             values["engine"] = {key: value for key, value in engine.items() if key not in ("name", "options")}
@@ -303,7 +308,7 @@ def inference_config(
     values = with_overrides(InferenceConfig, values, overrides)
     values.setdefault("model", {}).setdefault("path", model)
     if source is not None:
-        values = fill_masked(values)
+        values = _compute_as_trained(fill_masked(values), source.values.get("parallel", {}))
         values, missing = find_current_values(values, source.run)
         data = values.get("data")
         needs = _with_train(needs, isinstance(data, dict) and bool(data.get("eval")))
@@ -317,6 +322,13 @@ def inference_config(
     if source is not None:
         check_code(source.run, config, typed_keys, None if "reward" in needs else ("engine",))
     return config
+
+
+def _compute_as_trained(values: dict[str, Any], parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the data type in which a run with these settings of ``parallel`` draws completions."""
+    engine, model = values.get("engine") or {}, values["model"]
+    dtype = choose_engine_dtype(build_config(ParallelConfig, parallel), model.get("dtype", ModelConfig.dtype))
+    return {**values, "engine": {**engine, "dtype": dtype}} if dtype and engine.get("dtype") is None else values
 
 
 def _evaluation(recipe: str, values: Mapping[str, Any], model: str) -> dict[str, Any]:
