@@ -32,7 +32,8 @@ _SAMPLES: Final = (
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory or hub name, or make one of ``chars:ALPHABET`` by :func:`char_tokenizer`.
 
-    A tokenizer without a padding token gets its end-of-sequence token as one. Text is encoded as tokenizer.json says.
+    A tokenizer without a padding token gets its end-of-sequence token as one. Text is encoded as tokenizer.json says,
+    and decoded as it was sampled, without transformers' clean-up of spaces.
 
     Raises:
         ConfigError: There is nothing that transformers reads, or nothing but special tokens.
@@ -60,6 +61,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     tokenizer = cast("PreTrainedTokenizerBase", loaded)
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.clean_up_tokenization_spaces = False  # which would take spaces out of answers, as before a comma
     return tokenizer
 
 

@@ -135,3 +135,16 @@ def test_a_class_that_encodes_as_the_file_says_stays(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     assert type(tokenizer) is type(AutoTokenizer.from_pretrained(str(folder)))
     assert type(tokenizer).__name__ == "LlamaTokenizer"
+
+
+def test_answers_keep_the_spaces_that_were_sampled(tmp_path: Path) -> None:
+    """transformers 4 saves each tokenizer of one's own with a clean-up of spaces. Rewards compare what is decoded."""
+    char_tokenizer("abc ,.'n!").save_pretrained(str(tmp_path))
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "clean_up_tokenization_spaces": True}))
+    text = "a , b . ' ' c !"
+    assert AutoTokenizer.from_pretrained(str(tmp_path)).decode(char_tokenizer("abc ,.'n!").encode(text)) != text
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    tokenizer.save_pretrained(str(tmp_path / "again"))
+    assert AutoTokenizer.from_pretrained(str(tmp_path / "again")).decode(tokenizer.encode(text)) == text
