@@ -512,9 +512,9 @@ class SFTConfig(_TrainingConfig):
 def choose_engine_dtype(parallel: ParallelConfig, model_dtype: str) -> Literal["float32", "float16"] | None:
     """Return the data type in which completions are drawn where training computes in it; None for the usual one."""
     precision = parallel.choice.compute
-    if precision == "float16" or precision == model_dtype == "float32":
-        return precision
-    return None
+    if precision == "float32":
+        return precision if model_dtype == precision else None
+    return precision if precision == "float16" else None
 
 
 def _divisor(rows: int, near: int) -> int:
