@@ -103,7 +103,7 @@ def find_matrices(model: nn.Module) -> set[nn.Parameter]:
 
     Some of these have several dimensions, such as the biases of experts, norms with a row for each head, and vectors in
     a shape that broadcasts. A norm or a bias is known by its name or by the class of the module that has it; what says
-    how fast a state of Mamba fades, and how much of the input passes it, by the names that all its implementations use.
+    how fast a state of Mamba fades, and how much of the input passes it, by the names that they have in transformers.
     """
     matrices = set[nn.Parameter]()
     for path, module in model.named_modules():

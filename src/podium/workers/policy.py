@@ -279,8 +279,7 @@ class Policy(Learner):
         judges = loss is None and self.algorithm.has_value_head
         shared = judges and self.algorithm.critic.critic_trunk == "shared"
         moments = gather_moments(self.engine, batch) if judges else None
-        flat = not judges and _has_no_other_term(algorithm) and fields.ADVANTAGES in batch
-        flat = flat and ENTROPY_COEF not in batch.meta  # a coefficient of 0, too, follows the entropy that is measured
+        flat = not judges and _has_no_other_term(algorithm, batch) and fields.ADVANTAGES in batch
         flat = flat and self.engine.is_flat(batch, fields.ADVANTAGES)
         figures = {} if flat else self._minibatch_figures(batch, columns, algorithm)
         shares_LE = self._expert_shares(batch) if algorithm.router_balance and not flat else None
@@ -561,8 +560,10 @@ def _loss_columns(micro: MicroBatch, scores: TokenScores, columns: Sequence[str]
     return {**taken, "tokens": micro.targets, "logprobs": scores.logprobs, "entropy": scores.entropy}
 
 
-def _has_no_other_term(algorithm: AlgorithmConfig) -> bool:
+def _has_no_other_term(algorithm: AlgorithmConfig, batch: Batch) -> bool:
     """Whether the loss is 0, with its gradient, where the advantage is, and nothing else is measured or added."""
+    if ENTROPY_COEF in batch.meta:  # a coefficient that follows the entropy, which is measured where it is 0, too
+        return False
     if algorithm.entropy_coef or algorithm.needs_reference or algorithm.router_balance:
         return False
     return all(LOSSES.declaration(name).scales_advantage for name in algorithm.sampled_losses)

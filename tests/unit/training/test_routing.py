@@ -100,9 +100,9 @@ def test_a_policy_adds_the_auxiliary_loss_of_the_whole_minibatch(lengths: tuple[
 
 def test_a_note_tells_of_an_auxiliary_loss_that_the_configuration_asks_for_and_that_is_not_trained() -> None:
     asking = replace(MIXTURE, config={**MIXTURE.config, "output_router_logits": True})
-    told, balanced = "output_router_logits = true", AlgorithmConfig(options={"router_balance": 0.01})
-    assert Policy(asking, OptimConfig()).note().startswith(told)
-    assert Policy(asking, OptimConfig(), algorithm=AlgorithmConfig(loss="cross_entropy")).note().startswith(told)
+    sentence, balanced = "output_router_logits = true", AlgorithmConfig(options={"router_balance": 0.01})
+    assert Policy(asking, OptimConfig()).note().startswith(sentence)
+    assert Policy(asking, OptimConfig(), algorithm=AlgorithmConfig(loss="cross_entropy")).note().startswith(sentence)
     for silent in (Policy(asking), Policy(MIXTURE, OptimConfig()), Policy(asking, OptimConfig(), algorithm=balanced)):
         assert silent.note() == ""
 

@@ -458,7 +458,7 @@ def _cache(
     """The generator's keys and values. The native engine has lanes in multiples of 16, of a multiple of 32 positions,
     and in float32 on a CPU."""
     if _is_native(config, size):
-        cache = _count_lanes(size, amounts.sequences, amounts.length, _EXACT if not accelerated else _BYTES[dtype])
+        cache = _count_lanes(size, amounts.sequences, amounts.length, _BYTES[dtype] if accelerated else _EXACT)
     else:
         cache = amounts.sequences * amounts.length * size.layers * 2 * size.key_value_width * _BYTES[dtype]
     most = config.engine.cache_gib
@@ -482,7 +482,7 @@ def _check_cache(config: PPOConfig, size: ModelSize, amounts: Amounts, accelerat
     if gib is None or not _is_native(config, size):
         return
     dtype = config.resolved_engine.dtype or _BFLOAT16
-    least = _count_lanes(size, 1, amounts.length, _EXACT if not accelerated else _BYTES[dtype]) / _GIB
+    least = _count_lanes(size, 1, amounts.length, _BYTES[dtype] if accelerated else _EXACT) / _GIB
     if least > gib:
         raise ConfigError(
             f"engine.cache_gib = {gib:g} is too little for the longest prompt of the training data: the engine needs "

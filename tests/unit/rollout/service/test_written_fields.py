@@ -121,7 +121,7 @@ def test_tools_are_refused_where_calls_are_written_in_a_form_that_nobody_reads(c
     tools = "{{ tools | tojson if tools else '' }}"
     service, _, _ = scripted(template=tools + PLAIN.replace(END, calls + END))
     with pytest.raises(
-        Refusal, match=r"writes a call of one as .*look.*does not read this form.*data\.chat_template"
+        Refusal, match=r"writes a call of a tool as .*look.*does not read this form.*data\.chat_template"
     ) as caught:
         service.chat(ChatRequest(messages=[USER], tools=[TOOL]))
     assert caught.value.status == 400

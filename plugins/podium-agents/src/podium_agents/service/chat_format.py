@@ -159,9 +159,9 @@ class ChatFormat:
         """
         if form := self._unread_call:
             raise ConfigError(
-                f"tools: the chat template writes a call of one as {form[:200]!r}, and Podium does not read this form, "
-                "so that the model's calls would be text: give a template that writes calls as JSON in <tool_call> "
-                "(data.chat_template), or leave tools out and name them in a message"
+                f"tools: the chat template writes a call of a tool as {form[:200]!r}, and Podium does not read this "
+                "form, so that the model's calls would be text: give a template that writes calls as JSON in "
+                "<tool_call> (data.chat_template), or leave tools out and name them in a message"
             )
 
     def is_vast(self, characters: int, tokens: int) -> bool:
