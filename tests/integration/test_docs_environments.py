@@ -128,6 +128,7 @@ def test_an_environment_of_the_pages_is_trained_in(
     assert row[metrics.MISMATCH_MAX] < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_pages_run_in_a_directory_with_the_files_of_the_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_link_to_the_runs_that_leads_elsewhere_by_now_leaves_the_run_whole(tmp
     assert [*second.iterdir()] == []
 
 
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_agents_reach_the_model_although_a_proxy_is_set(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ TRL = (
 
 ANSWERS = {(table.project, name): answer for table in read_tables() for name, answer in table.answers.items()}
 CONFIGS = [find_recipe(name).config for name in list_recipes()]
+PATHS_OF = {cls: {key.path for key in keys_of(cls)} for cls in CONFIGS}
 KEYS = {key.path: key for cls in CONFIGS for key in keys_of(cls)}
 
 
@@ -60,7 +61,7 @@ def test_every_value_of_the_tables_is_one_that_its_key_takes() -> None:
         assert not translation.missing or translation.remark, key
         if not translation.missing:
             values = nest(key, translation.value)
-            of_recipes = [collect_mistakes(values, cls) for cls in CONFIGS if key in {k.path for k in keys_of(cls)}]
+            of_recipes = [collect_mistakes(values, cls) for cls in CONFIGS if key in PATHS_OF[cls]]
             wrong = [[line for line in lines if line.startswith(f"{key} = ")] for lines in of_recipes]
             assert [] in wrong or all("expected kl_coef" in line for lines in wrong for line in lines), wrong
 

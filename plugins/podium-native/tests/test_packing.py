@@ -16,6 +16,7 @@ from podium_native.decoder import Decoder
 from podium_native.packing import WIDTHS, pack, unpack
 from podium_native.parameters import Dense
 from podium_native.products import ROW_QUANTUM, add_product, multiply, round_rows
+from tests.everyday import mark_others
 from tests.unit.rollout.engines.conftest import same
 from tests.warm_python import run_python
 
@@ -172,6 +173,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.usefixtures("packs", "threads")
+@pytest.mark.parametrize("threads", mark_others([1, 2], (1).__eq__), ids=["1 thread", "2 threads"], indirect=True)
 def test_a_completion_has_the_same_bits_in_few_rows(
     model: Any, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,8 +29,11 @@ from podium.models.model_files import (
 )
 from podium.models.tokenizers import load_tokenizer
 from podium.workers import Critic, Policy
+from tests.everyday import mark_others
 from tests.unit.training.families import APART, MIXING, make
 from tests.unit.workers.test_workers import ADAPTED, OPTIM, TINY, recorded
+
+FAMILIES = sorted(APART | MIXING)
 
 
 def stored(model: nn.Module, folder: Path, *, ranks: int = 1, file_bytes: int = 1 << 30) -> ModelLayout | None:
@@ -59,8 +63,10 @@ def same(found: nn.Module, expected: nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", sorted(APART | MIXING))
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    mark_others(product(FAMILIES, (False, True)), lambda case: case[1] == bool(FAMILIES.index(case[0]) % 2)),
+)
 def test_transformers_loads_what_was_copied_and_it_is_read_back(tmp_path: Path, family: str, tied: bool) -> None:
     """New models, and models that transformers has loaded, which know the names in their files."""
     model = make(family, tie_word_embeddings=tied)

@@ -255,19 +255,19 @@ class _Section(dict[str, Any]):
 
 def _nest(values: Mapping[str, Any]) -> _Section:
     nested = _Section()
-    for key in sorted(values, key=_order):
+    order = [entry.path for name in list_recipes() for entry in keys_of(find_recipe(name).config)]
+
+    def find_place(key: str) -> int:
+        """The place of a key among all keys. A component's options come where the options are."""
+        return order.index(key if key in order else key.rpartition(".")[0])
+
+    for key in sorted(values, key=find_place):
         *sections, name = key.split(".")
         inner = nested
         for section in sections:
             inner = inner.setdefault(section, _Section())
         inner[name] = values[key]
     return nested
-
-
-def _order(key: str) -> int:
-    """The place of a key among all keys. A component's options come where the options are."""
-    keys = [entry.path for name in list_recipes() for entry in keys_of(find_recipe(name).config)]
-    return keys.index(key) if key in keys else keys.index(key.rpartition(".")[0])
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -104,9 +104,13 @@ def run_in_time(work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="chat template", daemon=True)
     thread.start()
-    thread.join(_PATIENCE_S)
-    if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    ended = False
+    try:
+        ended = bool(wait([outcome], _PATIENCE_S).done)
+    finally:  # also where this thread is itself one that fills templates, and is stopped
+        if not ended:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    if not ended:
         raise Looping(
             f"the chat template has written nothing for {_PATIENCE_S:.0f} s, so it seems to loop: set "
             "data.chat_template to another, or to none for plain text"

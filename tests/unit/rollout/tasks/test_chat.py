@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts, load_examples, templates
 from podium.trainer.checks.preflight import check_answers, with_stop_tokens
 from tests.unit.rollout.tasks.test_encode import CHATML, byte_tokenizer, notes_of
+from tests.waits import wait_until
 
 # Thinking is written for the last answer only, as Qwen3's template does, and switched off in the opening of an answer.
 QWEN = (
@@ -337,6 +339,21 @@ def test_a_template_that_loops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     for encode in (encode_prompts, encode_pairs):
         with pytest.raises(ConfigError, match=r"seems to loop: set data\.chat_template to another"):
             encode([Example("a", "b", {})], tokenizer_of(loop), DataConfig())
+        assert wait_until(lambda: not list_template_threads())
+
+
+def test_a_thread_that_is_given_up_gives_up_the_thread_for_which_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that encodes rows waits for the first text of the template, for as long as it has itself."""
+    monkeypatch.setattr(templates, "_PATIENCE_S", 0.3)
+    zeros = itertools.repeat(0)
+    for _ in range(5):
+        with pytest.raises(ConfigError, match="seems to loop"):
+            templates.run_in_time(lambda: templates.run_in_time(lambda: sum(zero for zero in zeros)))
+        assert wait_until(lambda: not list_template_threads())
+
+
+def list_template_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "chat template"]
 
 
 def test_arguments_of_a_call_that_are_json_text_are_written_as_the_object_that_they_are(tmp_path: Path) -> None:
