@@ -19,7 +19,7 @@ from tests.contract.mutation import PAGE, find_failures, render_page, write_muta
 
 PARTS = 12
 BY_TEST = sorted(MUTANTS, key=lambda name: MUTANTS[name].test)  # those that share a test, and a run without a fault
-EVERY_DAY = ("swaps replies now and then", "sends concurrent requests twice")
+EVERY_DAY = ("swaps replies now and then",)
 
 
 def test_the_page_lists_mutants_faults_and_tests_as_they_are() -> None:

@@ -13,10 +13,11 @@ import pytest
 
 from podium.errors import ConfigError
 from podium_agents import Toolbox, converse, mcp_tools
+from tests.lazy_module import import_when_used
 from tests.unit.rollout.test_runner import lived
 from tests.waits import LONG_S
 
-pytest.importorskip("mcp")
+import_when_used("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 

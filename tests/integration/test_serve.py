@@ -32,8 +32,9 @@ from podium_serve.gateway import Gateway
 from podium_serve.server import listen
 from podium_serve.texts import encode
 from podium_view.owner import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
+from tests.lazy_module import import_when_used
 
-openai = pytest.importorskip("openai")
+openai = import_when_used("openai")
 pytest.importorskip("uvicorn")
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"

@@ -27,10 +27,11 @@ from podium.processes import children_of
 from podium.trainer import InferenceConfig, build_config
 from podium_serve import served
 from tests.integration.processes import listeners_of
+from tests.lazy_module import import_when_used
 from tests.waits import all_end, wait_until
 from tests.warm_python import WarmPopen, run_python
 
-pytest.importorskip("openai")
+import_when_used("openai")
 pytest.importorskip("uvicorn")
 
 PAGE = Path(__file__).parents[2] / "docs" / "serve.md"

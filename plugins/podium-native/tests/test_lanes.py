@@ -71,7 +71,7 @@ def test_lanes_grow_with_what_is_drawn(
 
 @pytest.mark.parametrize(
     ("family", "lanes"),
-    mark_others(product(("llama", "qwen3"), (3, 20, 64)), {("qwen3", 3), ("llama", 20), ("qwen3", 64)}.__contains__),
+    mark_others(product(("llama", "qwen3"), (3, 20, 64)), {("qwen3", 3), ("llama", 20)}.__contains__),
 )
 def test_no_bit_depends_on_when_requests_arrive(
     make_model: MakeModel, prompts: list[list[int]], family: str, lanes: int

@@ -152,7 +152,7 @@ def make_models() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(params=mark_others(["llama", "qwen2", "qwen3"], ["llama", "qwen2"].__contains__))
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     return make_models()[request.param].eval().requires_grad_(False)

@@ -54,6 +54,7 @@ def test_growth_is_the_last_quarter_against_the_first() -> None:
     assert (line["first_quarter"], line["last_quarter"], line["growth"]) == (1, 7, 6)
 
 
+@pytest.mark.exhaustive
 def test_figures_are_lines_of_json_and_the_page_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

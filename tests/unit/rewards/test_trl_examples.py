@@ -14,6 +14,7 @@ import pytest
 
 from podium.errors import RewardError
 from podium.rewards import Grader, RewardConfig
+from tests.everyday import mark_others
 
 
 def count_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -63,7 +64,7 @@ TASKS = [
 ]
 
 
-@pytest.mark.parametrize("in_script", [False, True])
+@pytest.mark.parametrize("in_script", mark_others([False, True], (False).__eq__))
 @pytest.mark.parametrize(
     ("reward", "completions", "rows", "scores"),
     [

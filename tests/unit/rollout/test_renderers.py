@@ -61,8 +61,8 @@ def test_it_is_taken_where_it_writes_what_the_template_writes() -> None:
 
 
 def test_what_was_sampled_is_trained_as_it_was_sampled() -> None:
-    turns, _, found = asyncio.run(simulate(qwen3(), 1700, 1, by_renderer))
-    assert turns >= 1700
+    turns, _, found = asyncio.run(simulate(qwen3(), 600, 1, by_renderer))
+    assert turns >= 600
     assert found == []
 
 

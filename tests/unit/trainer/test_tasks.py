@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.tasks import DataConfig, Example
 from podium_agents.tasks import load_tasks, make_tasks
 from tests.unit.rollout.tasks.test_encode import notes_of
+from tests.warm_python import run_python
 
 KEYS = {"nest": {5: "five", "a": 1, None: 0, (1, 2): "pair"}}
 
@@ -64,8 +63,8 @@ def test_rows_that_differ_have_other_digests() -> None:
 
 def test_a_digest_is_the_same_in_another_process() -> None:
     code = "from tests.unit.trainer.test_tasks import *; print(digest(x={'a', 'b'}, y=Board(1), **KEYS))"
-    # In a new interpreter, whose hashes of strings are others.
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    # In a process whose hashes of strings are others.
+    said = run_python("-c", code).stdout
     assert said.strip() == digest(x={"a", "b"}, y=Board(1), **KEYS)
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from podium.rollout.sampling import SamplingParams
 from podium_agents.service.service import Service
+from tests.lazy_module import import_when_used
 from tests.unit.rollout.service.scripted import CHATML, TOKEN, scripted
 
-openai: Any = pytest.importorskip("openai")
-anthropic: Any = pytest.importorskip("anthropic")
+openai, anthropic = import_when_used("openai"), import_when_used("anthropic")
 pytest.importorskip("uvicorn")
 
 END = "<|im_end|>"
