@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from podium.cli import main
 from podium.errors import ConfigError
+from podium.models import load_tokenizer
 from podium.models.whole_weights import full_weights
 from podium.runs.paths import resolve_models, resolve_resume
 from podium.runtime import Cluster, endpoint, nothing
@@ -28,6 +29,7 @@ from tests.everyday import mark_others
 from tests.integration.finished_runs import compute_logits, copy_folder, read_logits, write_base
 from tests.integration.hub_server import TOKEN, hub_server
 from tests.integration.training import MODEL, metrics_rows, tiny, train
+from tests.unit.rollout.tasks.test_encode import notes_of
 
 
 def find_policy(folder: Path, step: int) -> Path:
@@ -209,6 +211,22 @@ def test_models_of_a_run_name_its_stop_tokens_and_the_card_its_stop_texts(tmp_pa
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
     assert exported.generate(torch.tensor([[4]]), max_new_tokens=2).shape[0] == 1
     assert main(["eval", str(run), "--backend", "inline", "--eval.items", "2"]) == 0
+
+
+def test_a_run_and_its_export_say_that_others_encode_text_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AutoTokenizer makes Qwen2's class of any tokenizer beside a model of that type."""
+    fields = {name: value for name, value in MODEL["config"].items() if name != "head_dim"}
+    model = {"config": {**fields, "model_type": "qwen2"}}
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, model=model, eval={"items": 0})
+    others = "AutoTokenizer makes a Qwen2Tokenizer of it, which encodes text otherwise"
+    notes = notes_of(lambda: train(config))
+    assert sum(others in note for note in notes) == 1
+    assert main(["export", f"{tmp_path}/runs/run", "--to", str(tmp_path / "out")]) == 0
+    assert others in capsys.readouterr().err
+    saved: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert saved.encode("1+2=3") == load_tokenizer(config.model.tokenizer_source).encode("1+2=3")
 
 
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

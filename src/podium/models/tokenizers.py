@@ -65,6 +65,23 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def explain_other_encoding(folder: str) -> str:
+    """Say how to load the tokenizer that was saved in ``folder`` where AutoTokenizer makes another one of it, which
+    encodes text otherwise than the run did; "" where AutoTokenizer's is the same, or the folder has none."""
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # noqa: BLE001 - whatever a stranger's files hold: nothing then encodes text otherwise
+        return ""
+    if _keep_to_file(loaded, folder) is loaded:
+        return ""
+    return (
+        f"the model in {folder} was trained on text encoded as its tokenizer.json says, and AutoTokenizer makes a "
+        f"{type(loaded).__name__} of it, which encodes text otherwise: load it with "
+        "transformers.PreTrainedTokenizerFast.from_pretrained, and give token ids to libraries that use AutoTokenizer, "
+        "as vLLM does"
+    )
+
+
 def _keep_to_file(loaded: Any, source: str) -> Any:
     """Return a tokenizer that encodes text as tokenizer.json says: ``loaded`` if it does, or the file as it is.
 

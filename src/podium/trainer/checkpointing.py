@@ -16,12 +16,14 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.exceptions import name_class, read_text
 from podium.models.manifest import check_manifest, explain, file_sums, refusal_of, write_manifest
+from podium.models.tokenizers import explain_other_encoding
 from podium.models.vocabulary import add_ends
 from podium.runs.checkpoint_folders import Checkpoints, TrainerState, files_of
 from podium.runs.files import STATE_FILE
 from podium.runs.run_files import RunFiles
 from podium.runs.run_json import write_json
 from podium.runs.sections import SaveConfig
+from podium.telemetry import Note, emit
 from podium.trainer.schedules.steps import name_stage
 
 if TYPE_CHECKING:
@@ -78,11 +80,14 @@ class ModelExtras:
 
 
 def write_model(files: RunFiles, policy: Handle[Policy], extras: ModelExtras) -> Path:
-    """Write the policy's model with ``extras`` into the folder ``model``."""
+    """Write the policy's model with ``extras`` into the folder ``model``, and note if others read its tokenizer
+    otherwise."""
     policy.save_pretrained(str(files.renew_folder(aside := ".model.tmp")))
     extras.add_to(files, aside)
     files.remove("model")
     files.rename(aside, "model")
+    if others := explain_other_encoding(str(files.path / "model")):
+        emit(Note(others))
     return files.path / "model"
 
 

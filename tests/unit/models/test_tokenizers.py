@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from podium.errors import ConfigError
 from podium.models import char_tokenizer, load_tokenizer
+from podium.models.tokenizers import explain_other_encoding
 
 TEXT = "12 +\n3=15"
 
@@ -120,12 +121,19 @@ def test_text_is_encoded_as_the_file_says_and_not_as_a_class_of_transformers_doe
     tokenizer.save_pretrained(str(tmp_path / "model"))  # as an export does, beside config.json
     again = load_tokenizer(str(tmp_path / "model"))
     assert again.encode(text) == stored.encode(text).ids
+    loaded = AutoTokenizer.from_pretrained(str(tmp_path / "model"))
+    others = explain_other_encoding(str(tmp_path / "model"))
+    assert bool(others) == (loaded.encode(text) != stored.encode(text).ids)
+    assert not others or "PreTrainedTokenizerFast.from_pretrained" in others
 
 
 def test_a_character_tokenizer_of_an_exported_qwen_keeps_its_spaces(tmp_path: Path) -> None:
     char_tokenizer("0123456789+= \n").save_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     assert load_tokenizer(str(tmp_path)).encode(TEXT) == char_tokenizer("0123456789+= \n").encode(TEXT)
+    assert "AutoTokenizer makes a Qwen2Tokenizer of it" in explain_other_encoding(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert explain_other_encoding(str(tmp_path)) == explain_other_encoding(str(tmp_path / "none")) == ""
 
 
 def test_a_class_that_encodes_as_the_file_says_stays(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def run_export(arguments: Sequence[str]) -> int:
         raise ConfigError("say where the model goes: --to DIR, --push NAME, or both")
     if options.push:
         _check_name(options.push)
+    from podium.models.tokenizers import explain_other_encoding
     from podium.runs.stored_models import find_model
     from podium_inference.export import export_model
 
@@ -59,6 +60,8 @@ def run_export(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         folder = options.to or str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model")
         export_model(source, Path(folder), merge=options.merge)
+        if others := explain_other_encoding(folder):
+            sys.stderr.write(f"{visible(others)}\n")
         kind = "adapters" if source.adapted and not options.merge else "model"
         origin = source.checkpoint or source.run / "model"
         if options.to:
