@@ -21,6 +21,7 @@ from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig
 from podium.workers import RewardModel
 from podium_preferences import DPOConfig, PreferenceTrainer, RMConfig
 from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
+from tests.unit.rollout.tasks.test_encode import notes_of
 
 
 def write_pairs(folder: Path, rows: int = 200) -> Path:
@@ -125,6 +126,16 @@ def test_an_evaluation_of_labels_does_not_depend_on_how_many_answers_are_scored_
         losses.append((summary.before["loss"], summary.after["loss"]))
     assert losses[0][0] == losses[1][0] == 0.5, "the policy is the reference"
     assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-6)
+
+
+def test_a_step_of_one_prompt_has_no_divergence_which_is_noted_once(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}=", "completion": f"{n % 7}", "label": n % 2 > 0} for n in range(20)]
+    (data := tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for examples, count in ((1, 1), (2, 0)):
+        sections = settings(data, algorithm={"loss": "kto"}, batch={"examples": examples}, save={"model": False})
+        config = tiny(DPOConfig, tmp_path, run={"steps": 2, "name": str(examples)}, **sections)
+        notes = notes_of(PreferenceTrainer(config, cluster="inline", show=False).fit)
+        assert sum("0 is taken (batch.examples = 1)" in note for note in notes) == count
 
 
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])

@@ -130,6 +130,8 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
         report: Whether a report is printed at the end.
     """
 
+    _has_noted = False  # that a step has no answers after other prompts
+
     @property
     def recipe(self) -> str:
         return "rm" if isinstance(self.config, RMConfig) else "dpo"
@@ -141,6 +143,8 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
 
     def learn(self, answers: Answers) -> Mapping[str, float]:
         """Take one optimizer step."""
+        if self.config.algorithm.reads_labels and len(answers.batch) == len(answers.chosen_A):
+            self._note_no_mismatch(answers.step)
         with self.clock.stage("values", answers.step, "learn"):
             inputs = self.values(answers)
         with self.clock.stage("update", answers.step, "learn"):
@@ -152,6 +156,18 @@ class PreferenceTrainer(Trainer[PreferenceRun, EncodedPreference, Answers]):
             **describe(loss, inputs),
             names.TOKENS: float(len(answers.learned.jagged(fields.LOSS_MASK).values)),
         }
+
+    def _note_no_mismatch(self, step: int) -> None:
+        """Note, once in a run, that the loss of labels has nothing to estimate its divergence by."""
+        if not self._has_noted:
+            emit(
+                Note(
+                    f"step {step}: {self.config.algorithm.loss_name} estimates the policy's divergence from the "
+                    "reference by answers after other prompts, and the rows of this step have no two prompts: 0 is "
+                    f"taken (batch.examples = {self.config.batch.examples}); give each step rows of several prompts"
+                )
+            )
+        self._has_noted = True
 
     def update(self, answers: Answers, inputs: PreferenceInputs) -> tuple[PreferenceLoss, Mapping[str, float]]:
         """Take one optimizer step by the values of the answers. Returns the loss, and what the policy reports."""
