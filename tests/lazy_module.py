@@ -1,4 +1,4 @@
-"""Libraries that only the tests of one file need: collecting the tests imports none of them, in no process."""
+"""Libraries that few tests need: a process that collects the tests does not import them."""
 
 from __future__ import annotations
 

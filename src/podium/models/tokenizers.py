@@ -75,7 +75,7 @@ def explain_other_encoding(folder: str) -> str:
     if _keep_to_file(loaded, folder) is loaded:
         return ""
     return (
-        f"the model in {folder} was trained on text encoded as its tokenizer.json says, and AutoTokenizer makes a "
+        "the run encoded text as the model's tokenizer.json says, and AutoTokenizer makes a "
         f"{type(loaded).__name__} of it, which encodes text otherwise: load it with "
         "transformers.PreTrainedTokenizerFast.from_pretrained, and give token ids to libraries that use AutoTokenizer, "
         "as vLLM does"

@@ -62,10 +62,10 @@ def test_rows_that_differ_have_other_digests() -> None:
 
 
 def test_a_digest_is_the_same_in_another_process() -> None:
-    code = "from tests.unit.trainer.test_tasks import *; print(digest(x={'a', 'b'}, y=Board(1), **KEYS))"
-    # In a process whose hashes of strings are others.
-    said = run_python("-c", code).stdout
-    assert said.strip() == digest(x={"a", "b"}, y=Board(1), **KEYS)
+    code = "from tests.unit.trainer.test_tasks import *; print(digest(x={'a', 'b'}, y=Board(1), **KEYS), hash('a'))"
+    other_digest, other_hash = run_python("-c", code).stdout.split()
+    assert int(other_hash) != hash("a"), "the processes have the same hashes of texts, and so the same order in sets"
+    assert other_digest == digest(x={"a", "b"}, y=Board(1), **KEYS)
 
 
 class Odd:
