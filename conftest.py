@@ -46,7 +46,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
-from tests import isolation, scheduling, warm_python
+from tests import everyday, isolation, scheduling, warm_python
 from tests.ray_selection import RaySelection
 
 # What is started by nohup or in the background of a script ignores these, and so does all that the tests start.
@@ -97,6 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names of tests that differ in each process: give ids of their own to {addresses[:3]}")
+    everyday.mark_other_cases(items)
     kept = [item for item in items if config.getoption("--all") or not item.get_closest_marker("exhaustive")]
     if config.getoption("--quick"):
         names = [item.nodeid for item in kept]

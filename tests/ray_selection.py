@@ -29,10 +29,9 @@ ROOT: Final = Path(__file__).parents[1]
 PROOF: Final = ROOT / "tests" / "ray_proof.json"
 SMOKE_TESTS: Final = (
     "tests/integration/test_train_backends.py::test_one_rank_gives_the_same_bits_as_inline[ray]",
-    "tests/integration/test_train_examples.py::test_custom_worker[ray-4]",
     "tests/contract/test_backends.py::TestBackends::test_a_death_is_named_now_and_later_until_restart[ray]",
 )
-"""A training on a cluster of two nodes, a user's own script that starts a cluster, and a process that is killed."""
+"""A training on a cluster of two nodes, and a process that is killed."""
 FOLDERS: Final = ("plugins/podium-ray", "src/podium/runtime", "src/podium/data", "plugins/podium-testing/src")
 
 

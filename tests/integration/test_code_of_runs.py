@@ -96,6 +96,9 @@ FUNCTIONS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.everyday(
+    "a reward in a list", "a function that runs its text", "a schedule", "a file beside the run", "an environment"
+)
 @pytest.mark.parametrize("what", FUNCTIONS)
 def test_a_strangers_run_is_not_resumed_with_its_code(
     what: str, archive: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -382,6 +385,7 @@ def test_names_that_are_given_again_are_remembered_with_their_checksums(
     assert "beside.py has changed since" in read_refusal(capsys)
 
 
+@pytest.mark.everyday("open to all")
 @pytest.mark.parametrize(
     "home",
     mark_others((None, "a file", "relative", "below the run", "open to all"), (None, "open to all").__contains__),

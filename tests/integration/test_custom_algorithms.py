@@ -149,6 +149,7 @@ def config_of(folder: Path, ranks: int = 1, **algorithm: Any) -> GRPOConfig:
     return tiny(GRPOConfig, folder, algorithm=algorithm, **sections)
 
 
+@pytest.mark.everyday("inline-1")
 @pytest.mark.parametrize(("cluster", "ranks"), [("inline", 1), ("local", 2)])
 def test_a_loss_of_ones_own_by_one_key(preloaded: Cluster, folder: Path, cluster: str, ranks: int) -> None:
     config = config_of(folder, ranks, loss=f"{folder}/mine.py:sequence_reinforce", minibatches=2)
@@ -165,6 +166,7 @@ def completions(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.array(column) for name, column in table.items() if not name.startswith("token")}
 
 
+@pytest.mark.everyday("advantages")
 @pytest.mark.parametrize(
     ("trainer", "advantage"),
     [(PPOTrainer, "with_places"), (PlacesInGenerate, "grpo"), (PlacesInAdvantages, "grpo")],

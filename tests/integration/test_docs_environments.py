@@ -89,6 +89,7 @@ def test_the_tools_of_the_page_answer_as_printed(tmp_path: Path) -> None:
     assert done.stdout in (DOCS / "environments.md").read_text()
 
 
+@pytest.mark.everyday("environments.md-review.py:play")
 @pytest.mark.parametrize(
     ("page", "name"),
     [

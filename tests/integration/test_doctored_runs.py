@@ -260,7 +260,7 @@ def test_some_doctored_runs(
     size = next(
         case for case in cases if case.file.endswith("resume/model.json") and case.what == "huge" and case.path[2:]
     )
-    check([*sections, size, *random.Random(0).sample(cases, 3)], finished_grpo, tmp_path, capfd, caplog)
+    check([*sections, size, random.Random(0).choice(cases)], finished_grpo, tmp_path, capfd, caplog)
 
 
 @pytest.mark.exhaustive

@@ -150,6 +150,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 INSIDE, ASKED = "is code in the directory of the run itself", "names code that is not Podium's own"
 
 
+@pytest.mark.everyday(
+    "options0-judge-is code in the directory of the run itself",
+    "options2-judge-names code that is not Podium's own",
+    "options4-modules-names code that is not Podium's own",
+    "options6-notes-is code in the directory of the run itself",
+)
 @pytest.mark.parametrize(
     ("options", "key", "why"),
     [

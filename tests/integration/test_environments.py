@@ -130,6 +130,7 @@ def _turns_are_the_row(table: dict[str, list[Any]]) -> None:
         assert _SPECIAL.sub("", "".join(whole)) == _SPECIAL.sub("", table["conversation"][row])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", [pytest.param("colocated", marks=pytest.mark.exhaustive), "split"])
 def test_backends_and_layouts_train_on_the_same_sessions(
     layout: str, finished_sessions: Path, tmp_path: Path, preloaded: Cluster

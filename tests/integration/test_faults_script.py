@@ -62,6 +62,7 @@ def left_over(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "tmp").iterdir())
 
 
+@pytest.mark.everyday("<&- >&- 2>&-")
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_workers_start_from_a_script_whose_streams_are_closed(tmp_path: Path, closed: str) -> None:
     """The null device takes the place of a closed stream, so that no socket gets its number."""
@@ -91,6 +92,7 @@ def run_with_closed(closed: str, text: str, directory: Path) -> str:
     return words.read_text()
 
 
+@pytest.mark.everyday("<&- >&- 2>&-", "closes the descriptor")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", "closes", "closes the descriptor"])
 def test_files_in_the_place_of_closed_streams_are_the_scripts_alone(tmp_path: Path, closed: str) -> None:
     """The script opens files before it connects, which get the numbers of the streams. Its workers print to their log,
@@ -316,6 +318,7 @@ cluster.close()
 """
 
 
+@pytest.mark.everyday("script", "stdin")
 @pytest.mark.parametrize("how", ["script", "stdin", "-c", "exec in __main__"])
 def test_classes_of_main_travel_by_value_and_need_no_guard(tmp_path: Path, how: str) -> None:
     expected = "[203, 203] [100, 101]\n"
@@ -382,6 +385,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("kind", [FORK_SERVER, DISPATCHER], ids=["fork_server", "dispatcher"])
 def test_a_server_ends_with_its_script_in_the_middle_of_an_import(

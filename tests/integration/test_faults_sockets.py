@@ -46,6 +46,7 @@ def _is_packets(fd: int) -> bool:
         return False
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 @pytest.mark.parametrize("how", [socket.SHUT_RD, socket.SHUT_WR, socket.SHUT_RDWR], ids=["reads", "writes", "both"])
 @pytest.mark.parametrize("which", [CALLS, CONTROL], ids=["calls", "control"])

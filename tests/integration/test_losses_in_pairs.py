@@ -112,6 +112,7 @@ PAIRS = [  # the first victim, the event and the role that it is about, and the 
 EVERYDAY = {PAIRS[0], PAIRS[13]}  # a worker and the process that starts workers; workers of two roles
 
 
+@pytest.mark.everyday("generator-started-generator-policy-sync")
 @pytest.mark.parametrize("schedule", ["sync", pytest.param("asynchronous", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("first", "event", "role", "victim"),
@@ -294,6 +295,7 @@ class FatalSync(Generator):
         return super().receive_weights(version, index, tensors, sums)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", [pytest.param("sync", marks=pytest.mark.exhaustive), "asynchronous"])
 def test_a_generator_that_ends_twice_as_it_gets_its_weights_is_mended(
     preloaded: Cluster, tmp_path: Path, schedule: str
@@ -415,6 +417,7 @@ def check_dropped(run: Path, reason: str) -> None:
     assert not any(prompt.startswith(POISON) for prompt in prompts)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["sync", pytest.param("asynchronous", marks=pytest.mark.exhaustive)])
 def test_a_prompt_that_ends_the_rollout_worker_twice_is_dropped_with_a_reason(
     schedule: str, preloaded: Cluster, tmp_path: Path

@@ -152,6 +152,7 @@ def expected(name: str) -> tuple[float, Tensor]:
     return float((weights * np.concatenate(losses)).sum()), torch.cat(grads)
 
 
+@pytest.mark.everyday("1-36-replicate", "2-36-replicate")
 @pytest.mark.parametrize(("ranks", "budget", "strategy"), CUTS)
 def test_losses_and_gradients_are_those_of_the_formulas(
     cluster: Cluster, ranks: int, budget: int, strategy: Strategy

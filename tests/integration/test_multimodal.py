@@ -78,6 +78,7 @@ def export(name: str, to: Path) -> None:
     export_model(model, to, merge=True)
 
 
+@pytest.mark.everyday("gemma")
 @pytest.mark.parametrize("make", [gemma, qwen])
 def test_what_is_not_trained_comes_back_bit_for_bit(tmp_path: Path, make: Any) -> None:
     torch.manual_seed(0)

@@ -85,6 +85,7 @@ def test_a_run_with_rests_is_the_same_run(tmp_path: Path, dtype: str | None) -> 
     assert f"policy while completions are drawn: {away}" in seen[-8:]
 
 
+@pytest.mark.exhaustive
 def test_a_run_over_processes_with_rests_is_the_same_run(tmp_path: Path, preloaded: Cluster) -> None:
     """The generator in processes of its own is sent what rested, and a checkpoint of what rested is resumed."""
     plain = run(tmp_path, "plain")

@@ -105,6 +105,7 @@ def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
     assert outcomes[1]["drawn in parts"] == ({1, 2, 3, 4} if name == "asynchronous" else set())
 
 
+@pytest.mark.everyday("maxrl")
 @pytest.mark.parametrize("name", mark_others(ADVANTAGES, {"gae", "maxrl"}.__contains__))
 def test_an_advantage_estimator(name: str, tmp_path: Path) -> None:
     cls = PPOConfig if name.startswith("gae") else GRPOConfig
@@ -118,6 +119,7 @@ def test_an_advantage_estimator(name: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.everyday("cross_entropy")
 @pytest.mark.parametrize("name", mark_others(LOSSES, {"clip_cov", "cross_entropy"}.__contains__))
 def test_a_loss(name: str, tmp_path: Path) -> None:
     """With dropout in the model, which is on by itself only where examples are imitated."""

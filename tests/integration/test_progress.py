@@ -105,10 +105,10 @@ def grade(completion: str, row: Mapping[str, Any], *, folder: str) -> float:
 
 RAY = pytest.mark.ray
 PLACES = [
-    ("local", "asynchronous"), pytest.param("ray", "sync", marks=RAY),
+    ("inline", "asynchronous"), pytest.param("ray", "sync", marks=RAY),
     *(pytest.param(*place, marks=pytest.mark.exhaustive) for place in [
-        ("inline", "sync"), ("inline", "one_step_off"), ("inline", "asynchronous"),
-        ("local", "sync"), ("local", "one_step_off"),
+        ("inline", "sync"), ("inline", "one_step_off"),
+        ("local", "sync"), ("local", "one_step_off"), ("local", "asynchronous"),
     ]),
     *(pytest.param("ray", name, marks=[RAY, pytest.mark.exhaustive]) for name in ("one_step_off", "asynchronous")),
 ]  # fmt: skip

@@ -54,6 +54,7 @@ def completions(run: Path, step: int) -> dict[str, list[Any]]:
     return pq.read_table(run / "completions" / f"step-{step:06d}.parquet").to_pydict()
 
 
+@pytest.mark.everyday("pools1")
 @pytest.mark.parametrize("pools", [{}, {"train": {"roles": ["policy", "generator"]}, "judge": {"roles": ["reward"]}}])
 def test_a_run_trains_on_the_models_scores(tmp_path: Path, pools: Mapping[str, Any]) -> None:
     scorer = write_scorer(tmp_path / "scorer")

@@ -39,6 +39,7 @@ def idle(served: Served) -> bool:
     return client.in_flight == 0 and client.engine.idle
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

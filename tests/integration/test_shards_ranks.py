@@ -74,6 +74,7 @@ class WholeCritic(Critic):
         return model
 
 
+@pytest.mark.exhaustive
 def test_shards_read_alone_train_as_whole_models_do(cluster: Cluster, tmp_path: Path) -> None:
     """To the last bit, with rows that do not divide by the ranks, tied weights and a soft cap."""
     load_model(replace(CAPPED, config={**CAPPED.config, "intermediate_size": 63})).save_pretrained(tmp_path)

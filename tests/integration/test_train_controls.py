@@ -44,6 +44,7 @@ def test_only_the_critic_is_trained_while_it_warms_up(tmp_path: Path, advantage:
     assert all(metrics.VALUE_LOSS in row for row in metrics_rows(run))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["linear", "constant"])
 @pytest.mark.parametrize("trunk", ["separate", "shared"])
 def test_the_policy_warms_up_from_its_first_step_and_its_critic_from_the_runs(
@@ -130,6 +131,7 @@ def test_the_reference_follows_the_policy_and_resumes_bit_by_bit(tmp_path: Path,
                    algorithm={**algorithm, "options": {}}, **KEPT))  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "share"),
     [

@@ -384,6 +384,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for_by_the_resumed_run(tm
     assert states[0]["waited"] == states[1]["waited"]
 
 
+@pytest.mark.everyday("0-4-rows1")
 @pytest.mark.parametrize(
     ("every", "steps", "rows"),
     [

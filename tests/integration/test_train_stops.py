@@ -18,6 +18,7 @@ CASES = [
 ]
 
 
+@pytest.mark.everyday("local-generate")
 @pytest.mark.parametrize(("backend", "stage"), CASES)
 def test_a_second_signal_ends_a_run_that_is_stuck(tmp_path: Path, backend: str, stage: str) -> None:
     """In C, where no handler of Python's runs; with ``local`` in a worker, with ``inline`` in the script itself."""

@@ -75,6 +75,7 @@ def check(policy: Any, generator: Any, version: int) -> None:
     assert set(out.jagged("versions").values[out.jagged("loss_mask").values].tolist()) == {version}
 
 
+@pytest.mark.everyday("whole", "fsdp2-lora-delta")
 @pytest.mark.parametrize(
     ("cluster", "model", "parallel", "ranks", "delta"),
     [

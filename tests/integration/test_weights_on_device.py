@@ -106,6 +106,7 @@ def check(policy: Any, generator: Any, version: int) -> None:
     assert set(out.jagged("versions").values[out.jagged("loss_mask").values].tolist()) == {version}
 
 
+@pytest.mark.everyday("lora")
 @pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["plain", "lora"])
 def test_generators_on_the_policys_device_copy_its_weights_there_and_keep_no_handle(
     group: Group, model: ModelConfig
@@ -172,6 +173,7 @@ def test_a_generator_that_dies_during_a_loan_ends_it(group: Group, lost: type[Bo
     check(policy, other, 1)
 
 
+@pytest.mark.everyday("not lent", "not opened")
 @pytest.mark.parametrize(
     ("policy", "generator", "tries", "why"),
     [

@@ -123,6 +123,7 @@ def whole(preloaded: Cluster) -> dict[str, list[float]]:
         return {recipe.__name__: recipe(group) for recipe in RECIPES}
 
 
+@pytest.mark.everyday("2-1000-replicate")
 @pytest.mark.parametrize(
     ("ranks", "budget", "strategy"),
     [
@@ -141,6 +142,7 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
             assert recipe(group) == pytest.approx(whole[recipe.__name__], abs=1e-5), recipe.__name__
 
 
+@pytest.mark.everyday("fsdp2")
 @pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
 def test_gradients_that_are_accumulated_add_up_over_ranks(preloaded: Cluster, strategy: Strategy) -> None:
     """Reinforcement and examples before one step, whose batches lie on the ranks in unlike shares."""
@@ -273,6 +275,7 @@ def test_a_checkpoint_whose_ranks_share_no_disk_is_refused(cluster: Cluster, tmp
         group.policy.save(str(tmp_path / "checkpoint"))
 
 
+@pytest.mark.everyday("fsdp2-lora")
 @pytest.mark.parametrize(
     ("cluster", "strategy", "model"),
     [

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = Path(__file__).with_name("example.py")
 WRONG = """
@@ -67,22 +69,29 @@ made: Scorer = scorer                        # error: reportAssignmentType
 """
 
 
-def pyright(*files: Path) -> list[dict[str, Any]]:
-    """pyright's findings about ``files``, by this repository's settings."""
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *map(str, files)]
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What pyright finds by this repository's settings in the example and in the text WRONG, by names of files."""
+    wrong = tmp_path_factory.mktemp("typing") / "wrong.py"
+    wrong.write_text(WRONG)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, EXAMPLE, wrong]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return json.loads(done.stdout)["generalDiagnostics"]
+    findings: dict[str, list[dict[str, Any]]] = {EXAMPLE.name: [], wrong.name: []}
+    for finding in json.loads(done.stdout)["generalDiagnostics"]:
+        findings[Path(finding["file"]).name].append(finding)
+    return findings
 
 
-def test_an_editor_sees_the_types_that_stand_behind_each_line_of_the_example() -> None:
+def test_an_editor_sees_the_types_that_stand_behind_each_line_of_the_example(
+    findings: dict[str, list[dict[str, Any]]],
+) -> None:
     lines = EXAMPLE.read_text().splitlines()
     expected = {
         at: line.rpartition("  # ")[2] for at, line in enumerate(lines) if line.strip().startswith("reveal_type(")
     }
-    findings = pyright(EXAMPLE)
-    assert not [finding for finding in findings if finding["severity"] == "error"]
+    assert not [finding for finding in findings["example.py"] if finding["severity"] == "error"]
     revealed: dict[int, str] = {}
-    for finding in findings:
+    for finding in findings["example.py"]:
         found = re.search(r'^Type of ".*" is "(.*)"$', finding["message"], re.DOTALL)
         if found is not None:
             revealed[finding["range"]["start"]["line"]] = found[1]
@@ -90,9 +99,9 @@ def test_an_editor_sees_the_types_that_stand_behind_each_line_of_the_example() -
     assert revealed == expected
 
 
-def test_wrong_arguments_and_results_are_reported_where_they_stand(tmp_path: Path) -> None:
-    path = tmp_path / "wrong.py"
-    path.write_text(WRONG)
+def test_wrong_arguments_and_results_are_reported_where_they_stand(
+    findings: dict[str, list[dict[str, Any]]],
+) -> None:
     expected = {
         (at, rule)
         for at, line in enumerate(WRONG.splitlines())
@@ -101,7 +110,7 @@ def test_wrong_arguments_and_results_are_reported_where_they_stand(tmp_path: Pat
     }
     reported = {
         (finding["range"]["start"]["line"], finding.get("rule"))
-        for finding in pyright(path)
+        for finding in findings["wrong.py"]
         if finding["severity"] != "information" and finding.get("rule") != "reportReturnType"  # the empty bodies
     }
     assert reported == expected

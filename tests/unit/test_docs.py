@@ -98,6 +98,7 @@ def test_the_page_on_configuration_prints_what_it_says(tmp_path: Path) -> None:
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_run_of_the_page_on_training_goes_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -186,6 +186,7 @@ print(grade.score)
 """
 
 
+@pytest.mark.everyday("random", "types")
 @pytest.mark.parametrize("name", ["logging", "random", "types", "math"])
 def test_a_file_called_like_a_module_of_python_hides_it_from_no_process(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.py").write_text("from helper import LENGTH\n\ndef score(completion):\n    return LENGTH\n")

@@ -47,6 +47,7 @@ def run(directory: Path, *arguments: str, changes: str = "[]", smoke: str = "smo
     return done.stdout + done.stderr
 
 
+@pytest.mark.everyday("processes1")
 @pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadscope")])
 def test_all_but_the_smoke_test_are_left_out_aloud(tmp_path: Path, processes: tuple[str, ...]) -> None:
     said = run(tmp_path, *processes)

@@ -31,6 +31,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [[], ["-W", "error"]], ids=["plain", "-W error"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_does_what_a_new_interpreter_does(program: str, options: list[str], tmp_path: Path) -> None:

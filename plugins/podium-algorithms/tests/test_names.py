@@ -56,6 +56,7 @@ def without_package(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"podium.{module}.list_entry_points", list_others)
 
 
+@pytest.mark.everyday("functions5-maxrl", "functions16-sapo", "functions20-kpop")
 @pytest.mark.parametrize(
     ("functions", "name"), [(KINDS[kind], name) for kind in KINDS for name in GROUPS[f"podium.{kind}"]]
 )

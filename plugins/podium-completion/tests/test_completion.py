@@ -57,6 +57,7 @@ def completed(shell: str, path: Path, words: list[str]) -> list[str]:
     return sorted(done.stdout.split())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("words", "expected"), CASES, ids=[" ".join(words) for words, _ in CASES])
 def test_words_are_completed(shell: tuple[str, Path], words: list[str], expected: list[str]) -> None:
     assert completed(*shell, words) == expected

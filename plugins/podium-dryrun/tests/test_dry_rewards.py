@@ -48,6 +48,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.everyday("file")
 def test_what_the_run_refuses(place: str, tmp_path: Path) -> None:
     for name, message in REFUSED.items():
         for names in (f"{place}:{name}", (f"{place}:good", f"{place}:{name}")):
@@ -66,6 +67,7 @@ def test_what_the_run_says(place: str, tmp_path: Path) -> None:
     assert "the reward lists takes lists of completions" in said
 
 
+@pytest.mark.everyday("file")
 def test_a_reward_beside_an_environment_is_refused_only_when_it_is_called(place: str, tmp_path: Path) -> None:
     reward = {"name": f"{place}:foreign"}
     notes: list[str] = []

@@ -46,6 +46,7 @@ def list_files(*folders: Path) -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*"))
 
 
+@pytest.mark.everyday("grpo", "sft")
 @pytest.mark.parametrize("recipe", mark_others(RECIPES, lambda recipe: recipe != "ppo"))
 def test_a_step_and_the_run_are_timed_and_nothing_is_left(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -118,6 +118,7 @@ def test_each_column_with_several_numbers_a_token_is_counted() -> None:
     assert {*lines} == WIDE, "count the column in column_widths of podium_dryrun.memory, or beside it"
 
 
+@pytest.mark.everyday("model.dtype-bfloat16", "sampling.n-32", "parallel.micro_batch_tokens-32", "model.lora.rank-4")
 @pytest.mark.parametrize(("key", "value"), COUNTED.items())
 def test_the_estimate_follows_a_setting(tmp_path: Path, key: str, value: Any, plain: str) -> None:
     assert estimate(tmp_path, key, value) != plain

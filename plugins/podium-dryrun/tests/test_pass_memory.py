@@ -111,6 +111,7 @@ def test_bfloat16_halves_the_activations_of_products() -> None:
     assert half.activations < 0.85 * count().activations
 
 
+@pytest.mark.everyday("values1", "values3")
 @pytest.mark.parametrize(
     "values",
     [

@@ -445,6 +445,7 @@ BASES = {  # settings that a recipe needs
 }
 
 
+@pytest.mark.everyday("verl-grpo", "TRL-grpo")
 @pytest.mark.parametrize(("project", "recipe"), BASES)
 def test_no_value_without_a_key_vanishes(project: str, recipe: str) -> None:
     """In each recipe: what Podium lacks, and values for which it needs no setting while others are lacking."""

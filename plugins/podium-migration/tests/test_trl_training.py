@@ -26,6 +26,7 @@ def convert(tmp_path: Path, name: str, text: str, *words: str) -> tuple[Any, dic
     return load_config(find_recipe(recipe).config, target), yaml.safe_load(written), written
 
 
+@pytest.mark.everyday("Qwen/Qwen3-0.6B-targets0", "gpt_neox-targets2")
 @pytest.mark.parametrize(
     ("model", "targets"),
     [

@@ -57,6 +57,7 @@ def check(found: list[Completion], expected: list[Completion]) -> None:
             assert torch.equal(one.kept.ids, other.kept.ids)
 
 
+@pytest.mark.everyday("qwen3", "llama")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
 def test_recorded_steps_draw_what_the_loop_draws(make_model: MakeModel, prompts: list[list[int]], family: str) -> None:
     """Ten requests of unlike lengths in at most four lanes, which fall free and are filled one by one."""

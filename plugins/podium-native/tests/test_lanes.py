@@ -69,6 +69,7 @@ def test_lanes_grow_with_what_is_drawn(
     assert engine._lanes.cache.length == 128
 
 
+@pytest.mark.everyday("llama-20")
 @pytest.mark.parametrize(
     ("family", "lanes"),
     mark_others(product(("llama", "qwen3"), (3, 20, 64)), {("qwen3", 3), ("llama", 20)}.__contains__),

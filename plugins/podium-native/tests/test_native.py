@@ -50,6 +50,7 @@ def test_logprobs_agree_with_a_training_forward(
         assert (completion.kept is not None) == params.filtered
 
 
+@pytest.mark.everyday("llama-plain", "qwen3-top-k", "smollm3-greedy")
 @pytest.mark.parametrize(("family", "sampling"), DAILY)
 def test_same_seeds_give_what_generate_gives(
     make_model: MakeModel, prompts: list[list[int]], family: str, sampling: str
@@ -68,6 +69,7 @@ def test_same_seeds_give_what_generate_gives(
             assert torch.equal(mine.kept.offsets, theirs.kept.offsets)
 
 
+@pytest.mark.everyday("qwen3", "smollm3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_stays_within_its_rounding(make_model: MakeModel, prompts: list[list[int]], family: str) -> None:
     model = make_model(family).to(torch.bfloat16)
@@ -84,6 +86,7 @@ def test_bfloat16_stays_within_its_rounding(make_model: MakeModel, prompts: list
     assert (mine - true).abs().mean() < 1.2 * (trained - true).abs().mean()  # rounds no more than training does
 
 
+@pytest.mark.everyday("qwen3", "llama")
 @pytest.mark.parametrize("family", DENSE)  # an expert's product has as many rows as tokens chose the expert
 def test_a_completion_does_not_depend_on_its_batch(
     make_model: MakeModel, prompts: list[list[int]], family: str
@@ -105,6 +108,7 @@ def test_a_completion_does_not_depend_on_its_batch(
     assert same(permuted, [together[4 * i + j] for i in order for j in range(4)])
 
 
+@pytest.mark.everyday("5", "17")
 @pytest.mark.parametrize("slots", [1, 5, 16, 17])
 def test_finished_slots_are_refilled(make_model: MakeModel, prompts: list[list[int]], slots: int) -> None:
     model = make_model("qwen3")

@@ -62,6 +62,7 @@ def test_a_prompt_does_not_depend_on_those_beside_it(window: int | None) -> None
         assert torch.equal(alone[index][1], longest[1][:, :, :length])
 
 
+@pytest.mark.each_value
 @torch.inference_mode()
 @pytest.mark.parametrize("window", [None, 24, 500])
 @pytest.mark.parametrize("known", [1, 100, 255, 256, 399])
@@ -86,6 +87,7 @@ def test_no_prompt_has_new_tokens_where_others_begin_later() -> None:
             assert torch.equal(mine, right), row
 
 
+@pytest.mark.everyday("14-2-32", "4-2-16", "16-1-8")
 @torch.inference_mode()
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 64), (9, 3, 64), (4, 2, 16), (14, 2, 32), (16, 1, 8)])
 def test_a_lane_does_not_depend_on_the_longest(heads: int, kv_heads: int, dim: int) -> None:

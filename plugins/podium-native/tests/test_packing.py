@@ -61,6 +61,7 @@ def make_dense(shape: tuple[int, int], *, has_bias: bool = False) -> Dense:
     return Dense(torch.randn(columns, terms).t(), torch.randn(columns) if has_bias else None, is_apart=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("shape", "has_bias"), [*((shape, False) for shape in SHAPES), ((896, 1152), True), ((1000, 333), True)]
@@ -172,6 +173,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
+@pytest.mark.everyday("llama-1 thread")
 @pytest.mark.usefixtures("packs", "threads")
 @pytest.mark.parametrize("threads", mark_others([1, 2], (1).__eq__), ids=["1 thread", "2 threads"], indirect=True)
 def test_a_completion_has_the_same_bits_in_few_rows(
@@ -197,6 +199,7 @@ def test_a_completion_has_the_same_bits_in_few_rows(
     assert same(plain.generate(prompts[:3], params, range(3)), together[:3])
 
 
+@pytest.mark.everyday("qwen2")
 @pytest.mark.usefixtures("packs")
 def test_new_weights_are_packed_anew(model: Any, rows: list[int]) -> None:
     """Completions in flight go on with new weights, in as few rows, as a fresh engine would draw the rest."""

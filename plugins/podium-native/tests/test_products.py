@@ -44,6 +44,7 @@ def check_bits(compute: Callable[[slice], Tensor], numbers: list[int]) -> None:
         assert torch.equal(compute(slice(number)), sixteen_at_a_time[:number]), number
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def config_of(name: str, options: dict[str, Any]) -> ScorerConfig:
     return ScorerConfig(options=options) if name == "bradley_terry" else PreferenceConfig(**settings)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("name", "options", "oracle"), CASES, ids=lambda case: getattr(case, "__name__", str(case)[:30])
@@ -179,6 +180,7 @@ def direct_gradient(batch: Batch, config: ScorerConfig, references_A: torch.Tens
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batching", ["padded", "packed"])
 @pytest.mark.parametrize("micro_batch_tokens", [8, 40, 1000])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [5, 0, 3, 6, 2, 7, 1, 4]])
@@ -215,6 +217,7 @@ def scores_of(scorer: Scorer, batch: Batch) -> torch.Tensor:
     return torch.cat([model.model(row[None]).last_hidden_state[:, -1] @ model.lm_head.weight.T for row in rows])[:, 0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batching", ["padded", "packed"])
 @pytest.mark.parametrize("micro_batch_tokens", [8, 1000])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [5, 0, 3, 6, 2, 7, 1, 4]])

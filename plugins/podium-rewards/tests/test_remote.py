@@ -84,6 +84,7 @@ def test_a_service_that_is_busy_is_asked_again() -> None:
     assert len(tries) == 3
 
 
+@pytest.mark.everyday("said4-'good' is no score", "401-status 401: its key is wrong", "said3-gives no answer like")
 @pytest.mark.parametrize(
     ("said", "error"),
     [

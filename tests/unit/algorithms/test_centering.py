@@ -69,6 +69,7 @@ def slopes_of(logits_NV: Tensor, inputs: LossInputs, config: AlgorithmConfig) ->
     return slopes_NV.numpy(), dict(loss.metrics)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("head", [1, 3, IDS])
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("seed", range(3))

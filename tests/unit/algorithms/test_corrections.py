@@ -171,6 +171,7 @@ def test_each_correction_has_a_formula_here() -> None:
     assert all(CORRECTIONS.declaration(name).source for name in CORRECTIONS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_the_formula(name: str, seed: int) -> None:

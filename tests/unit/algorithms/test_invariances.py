@@ -115,6 +115,7 @@ def inputs_for(name: str, seed: int, by_token: bool) -> AdvantageInputs:
     return inputs
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_advantages_are_those_of_rows_in_any_order(name: str, seed: int, by_token: bool) -> None:
@@ -132,6 +133,7 @@ def test_advantages_are_those_of_rows_in_any_order(name: str, seed: int, by_toke
     assert expected.any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_the_numbers_of_groups_do_not_count(name: str, seed: int, by_token: bool) -> None:
@@ -140,6 +142,7 @@ def test_the_numbers_of_groups_do_not_count(name: str, seed: int, by_token: bool
     torch.testing.assert_close(estimate(name, renamed), estimate(name, inputs))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_tokens_that_the_policy_did_not_choose_do_not_count(name: str, seed: int, by_token: bool) -> None:
@@ -163,6 +166,7 @@ def test_tokens_that_the_policy_did_not_choose_do_not_count(name: str, seed: int
     assert not found[~chosen_P].any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("normalize", [None, False, True])
 @pytest.mark.parametrize("name", [*ADVANTAGES])
 def test_batches_without_rows_or_chosen_tokens_give_nothing(name: str, normalize: bool | None) -> None:
@@ -174,6 +178,7 @@ def test_batches_without_rows_or_chosen_tokens_give_nothing(name: str, normalize
     assert not estimate(name, bare, normalize=normalize).any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1.0, 123456.7])
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if ADVANTAGES.declaration(name).needs_groups])
 def test_groups_of_equal_rewards_give_exact_zeros(name: str, reward: float) -> None:
@@ -293,6 +298,7 @@ def evaluate(inputs: LossInputs, config: AlgorithmConfig, weights_N: Tensor) -> 
     return loss.loss_N.detach(), by_logprobs, by_entropy
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_losses_are_those_of_rows_in_any_order(kind: str, name: str, seed: int) -> None:
@@ -306,6 +312,7 @@ def test_losses_are_those_of_rows_in_any_order(kind: str, name: str, seed: int) 
         torch.testing.assert_close(found, torch.cat([parts[row] for row in order]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("seed", "aggregation"), [*enumerate(AGGREGATIONS)])
 @pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_the_cut_into_ranks_and_micro_batches_does_not_count(

@@ -109,6 +109,7 @@ def test_each_loss_of_reinforcement_has_a_formula_here() -> None:
     assert CASES.keys() == {*LOSSES} - {"cross_entropy"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_the_formula(name: str, seed: int) -> None:

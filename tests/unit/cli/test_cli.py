@@ -364,6 +364,7 @@ def test_a_dry_run_prints_settings_and_plan_and_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.everyday("local")
 @pytest.mark.parametrize("backend", ["inline", "local"])
 def test_a_dry_run_asks_the_backend_for_accelerators(
     capsys: pytest.CaptureFixture[str], yaml: Path, monkeypatch: pytest.MonkeyPatch, backend: str

@@ -63,6 +63,16 @@ def same(found: nn.Module, expected: nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.everyday(
+    "gpt2-True",
+    "llama-False",
+    "qwen3_moe-False",
+    "gemma2-True",
+    "mamba2-True",
+    "gpt_oss-True",
+    "jamba-False",
+    "qwen3_next-True",
+)
 @pytest.mark.parametrize(
     ("family", "tied"),
     mark_others(product(FAMILIES, (False, True)), lambda case: case[1] == bool(FAMILIES.index(case[0]) % 2)),

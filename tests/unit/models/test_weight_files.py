@@ -114,6 +114,7 @@ def test_values_of_missing_tensors_that_are_allowed_follow_the_seed(tmp_path: Pa
     assert not torch.equal(load_model(replace(config, seed=1)).state_dict()[UP], first)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("head", ["lm_head", "score", None])
 def test_a_critic_takes_its_own_head_and_makes_one_where_there_is_none(

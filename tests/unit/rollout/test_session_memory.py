@@ -84,6 +84,7 @@ def test_four_times_as_many_sessions_as_fit_compute_what_is_new() -> None:
     assert SESSIONS * longest >= 4 * TOKENS
 
 
+@pytest.mark.exhaustive
 def test_without_admission_each_turn_computes_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "begin", lambda self, name: None)
     engine = make_engine(TOKENS)

@@ -321,6 +321,7 @@ async def simulate(
     return done, splits, found
 
 
+@pytest.mark.everyday("qwen3-170", "llama3-170", "gpt_oss-170")
 @pytest.mark.parametrize("count", [TURNS // 10, pytest.param(TURNS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_what_was_sampled_is_trained_as_it_was_sampled(family: Family, count: int) -> None:

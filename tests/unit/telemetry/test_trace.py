@@ -123,6 +123,7 @@ def test_overlapping_calls_get_a_second_track(tmp_path: Path) -> None:
     assert "generator 0 (+3)" not in names
 
 
+@pytest.mark.exhaustive
 def test_a_long_run_of_pipelined_calls_keeps_its_structure_and_its_memory(tmp_path: Path) -> None:
     sink = TraceSink(tmp_path / "trace.json", chunk=64)
     held: list[int] = []

@@ -42,6 +42,7 @@ def noisy(family: str, **settings: Any) -> ModelConfig:
     return ModelConfig(config={"model_type": family, **NOISY[family]}, tokenizer=TOKENIZER, **settings)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # gpt_bigcode's, when it is imported
 @pytest.mark.parametrize("family", NOISY)

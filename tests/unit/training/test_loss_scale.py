@@ -39,6 +39,7 @@ def gradient(engine: TrainEngine) -> Tensor:
     return torch.cat([part.flatten() for part in engine.parallel.gradients()])
 
 
+@pytest.mark.everyday("model0-1e-06-padded", "model1-1e-06-packed")
 @pytest.mark.parametrize(
     ("model", "weight", "batching"),
     [(TINY, MILLION, "padded"), (TINY, MILLION, "packed"), (ADAPTED, MILLION, "padded"), (TINY, 1e3, "padded")],

@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.everyday("float32-all", "adapters-all", "fsdp2-optimizer")
 @pytest.mark.parametrize(
     ("case", "offload"),
     mark_others(product(CASES, ("optimizer", "all")), lambda case: case[1] == "all" or case[0] == "fsdp2"),

@@ -56,6 +56,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.everyday("False-replicate")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("master", "strategy"),

@@ -139,6 +139,7 @@ def compare(model: nn.Module, *, with_sets: bool | str, entropy_grad: bool, **me
             assert float((ours - theirs).norm()) <= 1e-6 * max(1.0, float(theirs.norm())) * 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("with_sets", [False, True, "masked"], ids=["all", "kept", "masked"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -146,6 +147,7 @@ def test_chunks_score_as_whole_logits(family: str, with_sets: bool | str, entrop
     compare(make(family, **FAMILIES[family]), with_sets=with_sets, entropy_grad=entropy_grad)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("with_sets", [False, True, "masked"], ids=["all", "kept", "masked"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere"])
@@ -156,6 +158,7 @@ def test_what_is_kept_of_small_ones_gives_the_same(
     compare(make(family, **FAMILIES[family]), with_sets=with_sets, entropy_grad=entropy_grad)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("kept", [0, 1 << 20], ids=["again", "kept"])
 @pytest.mark.parametrize("text_ids", [(40, ()), (48, (1, 17)), (18, (0, 16))])
@@ -186,6 +189,7 @@ def test_an_output_layer_with_adapters(with_sets: bool | str, text_ids: tuple[in
     compare(model, with_sets=with_sets, entropy_grad=True, text_ids=text_ids)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("vocabulary", [16, 17, 48, 301])  # the values that are tried have a zero if it is odd
 @pytest.mark.parametrize(
     ("family", "tail"),
@@ -427,6 +431,7 @@ def test_an_output_layer_with_adapters_is_not_widened() -> None:
         widen_output(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_tail", [True, False])
 @pytest.mark.parametrize("kept", [0, 1 << 25])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi"])

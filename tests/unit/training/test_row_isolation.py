@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 TOKENIZER = "chars:" + "".join(chr(code) for code in range(33, 77))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", APART)
 def test_packed_rows_are_proven_apart(family: str, dtype: torch.dtype) -> None:
@@ -44,6 +45,7 @@ def test_packed_rows_are_proven_apart(family: str, dtype: torch.dtype) -> None:
     assert not model.training
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", MIXING)
 def test_packed_rows_that_mix_are_found(family: str, dtype: torch.dtype) -> None:

@@ -49,6 +49,7 @@ def scores(model: torch.nn.Module, batch: Batch, budget: int, *, packed: bool, e
     return TokenScores(logprobs, entropies if entropy else None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("config", [TINY, GEMMA, LLAMA], ids=["qwen3", "gemma2", "llama"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("packed", "budget"), [(False, 1000), (False, 25), (True, 1000), (True, 25)])

@@ -54,6 +54,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in parts.items()}
 
 
+@pytest.mark.everyday("llama", "gemma2", "qwen3_moe", "qwen3_next", "deepseek_v32")
 @pytest.mark.parametrize("family", mark_others(FAMILIES, {*FAMILIES[::2]}.__contains__))
 def test_a_model_read_in_parts_is_the_model(family: str, tmp_path: Path) -> None:
     config = saved(make(family), tmp_path / "model")
@@ -87,6 +88,7 @@ def test_a_stretch_of_a_tensor_is_read_alone(family: str, tmp_path: Path, monkey
             assert torch.equal(target, whole[first:last]), name
 
 
+@pytest.mark.everyday("qwen3", "lfm2")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_5_text", "lfm2"])
 def test_how_rows_share_a_pass_is_found_on_shards(family: str, tmp_path: Path) -> None:
     config = saved(make(family), tmp_path / "model")

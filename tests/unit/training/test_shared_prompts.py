@@ -39,6 +39,7 @@ def scored(model: torch.nn.Module, batch: Batch, budget: int, *, share: bool) ->
     return logprobs, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("budget", [1000, 30])
 @pytest.mark.parametrize("family", APART)
 def test_rows_that_share_prompts_give_what_they_give_alone(family: str, budget: int) -> None:

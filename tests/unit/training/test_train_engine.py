@@ -44,6 +44,7 @@ def flat_gradient(engine: TrainEngine) -> Tensor:
     return torch.cat([part.flatten().float() for part in engine.parallel.gradients()])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["full", "adapted"])
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_gradients_of_several_minibatches_add_up(precision: str, model: ModelConfig) -> None:
@@ -136,6 +137,7 @@ def test_a_step_is_adamw_on_the_weighted_sum() -> None:
         assert result.grad_norm > 0.5  # so that clipping took part
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batching", ["padded", "packed"])
 @pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["plain", "lora"])
 def test_gradient_checkpointing_changes_nothing(model: ModelConfig, batching: str) -> None:

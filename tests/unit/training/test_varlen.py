@@ -58,6 +58,7 @@ def torch_2_12(
     )  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kernel", [torch_2_10, torch_2_11, torch_2_12])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("scaling", [None, 0.3])

@@ -72,6 +72,7 @@ ONLY_ADVANTAGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.everyday("ppo_clip-float32-float32", "ppo_clip-bfloat16-float16", "gspo-float32-float32")
 @pytest.mark.parametrize(
     ("name", "dtype", "precision"),
     mark_others(

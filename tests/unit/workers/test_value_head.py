@@ -76,6 +76,7 @@ def test_values_are_those_of_the_head_over_the_policys_hidden_states(model: Mode
     assert not bootstrap[1::2].any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["shared", "detached"])
 @pytest.mark.parametrize("coef", [0.5, 0.0])
 def test_the_gradient_is_that_of_the_sum_of_both_losses(kind: str, coef: float) -> None:

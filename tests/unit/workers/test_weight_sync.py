@@ -133,6 +133,7 @@ def test_a_generator_among_several_policies_is_refused(cluster: Cluster) -> None
 KINDS = ["colocated", "streamed", "delta"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["native", "transformers"])
 @pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["plain", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,6 +207,7 @@ def test_delta_sends_what_has_changed(make: Any, sent: list[str]) -> None:
             pair.check(version, atol=1e-5 if dtype is None else 0.1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", [{"name": "native"}, {"name": "transformers"}, {"dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize(
     ("shape", "targets"),

@@ -270,6 +270,7 @@ LEAVING = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("algorithm", LEAVING.values(), ids=LEAVING)
 @pytest.mark.parametrize("kind", [Policy, Critic])
 def test_rows_that_are_left_out_have_no_part_in_loss_gradient_or_normalization(
@@ -295,6 +296,7 @@ def test_a_step_whose_rows_are_all_left_out_has_no_gradient_and_no_logprobs() ->
     assert torch.equal(found.isnan(), values_of(batch, "loss_mask"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_ids_that_stand_for_no_text_are_neither_drawn_nor_counted(engine: str, sampling: dict[str, Any]) -> None:
@@ -412,6 +414,7 @@ def read_rates(policy: Policy, count: int = 2) -> list[float]:
     return [engine.optim.learning_rate(engine.step_count + index, engine.schedule_shift) for index in range(count)]
 
 
+@pytest.mark.everyday("before1-4-after1-expected1", "before5-4-after5-expected5", "before8-0-after8-expected8")
 @pytest.mark.parametrize(
     ("before", "made", "after", "expected"),
     [  # after 4 of 10 steps, by updates a step, steps without one, and steps of the warm-up

@@ -187,6 +187,7 @@ def test_a_bias_and_min_p_give_the_distribution_that_they_mean(name: str) -> Non
     assert float(completion.logprobs[0]) == pytest.approx(float(share.log()), abs=1e-5)
 
 
+@pytest.mark.everyday("native")
 @pytest.mark.parametrize("name", ENGINES)
 def test_seeded_results_do_not_depend_on_what_is_drawn_beside_them(name: str) -> None:
     requests = requests_of([prompts_of()[3]])

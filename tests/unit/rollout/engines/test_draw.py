@@ -102,6 +102,7 @@ def test_temperature_zero_takes_the_most_probable_at_its_probability() -> None:
     assert result.kept_ids_BK is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.05), (5, 1.0), (12, 0.6), (1, 1.0), (5000, 0.9999)])
 @pytest.mark.parametrize("vocabulary", [60, 2000])
 def test_kept_set_is_the_smallest_that_reaches_top_p_of_top_k(top_k: int, top_p: float, vocabulary: int) -> None:

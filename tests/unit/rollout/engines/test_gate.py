@@ -72,6 +72,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, hook: Callabl
     monkeypatch.setattr(owner, name, calling)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("slots", mark_others([17, 128], (17).__eq__))

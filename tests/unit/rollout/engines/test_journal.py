@@ -91,6 +91,7 @@ def test_a_disk_that_refuses_ends_the_journal_and_nothing_else(
     assert "if a worker is lost, its completions are generated again from the start" in record.message
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["native", "transformers"])
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
 def test_another_engine_draws_the_same_next_tokens(

@@ -39,6 +39,7 @@ def check(model: Any, prompt: list[int], completion: Completion, temperature: fl
     assert torch.equal(logprobs[at, place], completion.logprobs[at])  # the same bits as what was drawn
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_recorded_tokens_are_those_of_the_distribution(

@@ -41,6 +41,7 @@ def test_logprobs_agree_with_a_training_forward(
         assert (completion.kept is not None) == params.filtered
 
 
+@pytest.mark.everyday("qwen3", "gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "mamba"])
 def test_a_completion_does_not_depend_on_its_batch(
     make_model: MakeModel, prompts: list[list[int]], family: str

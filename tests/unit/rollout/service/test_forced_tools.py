@@ -57,6 +57,7 @@ def family_service(family: Family, rules: SamplingParams | None = None) -> Servi
     return random_service(tokenizer_of(family), ends, rules=rules)
 
 
+@pytest.mark.everyday("qwen2_5", "gpt_oss")
 @pytest.mark.parametrize(
     "family", mark_others(WITH_TOOLS, WITH_TOOLS[::2].__contains__), ids=lambda family: family.name
 )
@@ -97,6 +98,7 @@ def test_with_tools_and_a_schema_the_model_chooses_between_the_two(family: Famil
     assert "tool_calls" not in alone.message
 
 
+@pytest.mark.everyday("gpt_oss")
 @pytest.mark.parametrize(
     "family", mark_others(WITH_TOOLS, WITH_TOOLS[1::3].__contains__), ids=lambda family: family.name
 )

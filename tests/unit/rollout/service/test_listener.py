@@ -431,6 +431,7 @@ _VAST: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.everyday("messages", "arguments", "a tool", "responses", "anthropic", "parts")
 @pytest.mark.parametrize("what", _VAST)
 def test_a_request_of_too_much_is_refused_before_its_prompt_is_written(
     what: str, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,7 @@ async def prompts_of(kind: type[ChatFormat], family: Family, seed: int, turns: i
     return [prompt for prompt, _ in source.log], session.splits, written
 
 
+@pytest.mark.everyday("qwen3-0", "llama3-0", "every third-0", "only late-0")
 @pytest.mark.parametrize("seed", mark_others(range(6), (0).__eq__))
 @pytest.mark.parametrize("family", [*FAMILIES, *COUNTING.values()], ids=[*(f.name for f in FAMILIES), *COUNTING])
 def test_the_last_messages_give_the_prompt_that_the_whole_history_gives(family: Family, seed: int) -> None:

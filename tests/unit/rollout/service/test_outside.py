@@ -165,6 +165,7 @@ REASONS = {
 }
 
 
+@pytest.mark.everyday("not ended", "not rewarded")
 @pytest.mark.parametrize("how", REASONS)
 def test_a_session_without_a_reward_within_its_limits_is_left_out_by_its_reason(how: str) -> None:
     async def act(http: httpx2.AsyncClient) -> None:

@@ -129,6 +129,7 @@ def post(url: str, path: str, body: Any) -> Any:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("shape", CLAUDE_SHAPES)
 def test_a_request_of_claude_code_is_answered(shape: str, trains: bool) -> None:
@@ -237,6 +238,7 @@ CODEX_SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("shape", CODEX_SHAPES)
 def test_a_request_of_codex_is_answered(shape: str, trains: bool) -> None:

@@ -219,6 +219,7 @@ def test_work_on_many_texts_lets_others_run() -> None:
     assert asyncio.run(both())[:6] == ["item", "other"] * 3
 
 
+@pytest.mark.exhaustive
 def test_four_thousand_prompts_do_not_hold_up_another_request() -> None:
     """The other one has its answer while most of the many wait; so had the many all been submitted before."""
     from podium_serve.app import make_app

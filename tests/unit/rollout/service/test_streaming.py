@@ -42,6 +42,7 @@ async def pieces(
     raise AssertionError
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tools", [None, [LOOK]])
 @pytest.mark.parametrize("stop", [[], ["a very long text that ends answers"], ["</s>", "\n\n"]])
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_the_pieces_of_any_answer_are_its_whole(said: str, stop: list[str], tool
     assert "".join(delta.content for delta in deltas) == (answer.message["content"] or "")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("stop", "tools"), [([], None), ([], [LOOK]), (["a very long text that ends answers"], None)])
 @pytest.mark.parametrize(

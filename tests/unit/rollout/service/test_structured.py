@@ -103,6 +103,7 @@ def test_every_finished_answer_is_what_its_schema_says_however_it_is_batched(kin
 RULES: dict[str, Any] = {"characters": {}, "bytes": {"temperature": 0.7}, "pieces": {"top_k": 12}}
 
 
+@pytest.mark.everyday("pieces-rules8")
 @pytest.mark.parametrize(
     ("kind", "rules"), mark_others(itertools.product(KINDS, RULES.values()), lambda case: RULES[case[0]] == case[1])
 )
@@ -135,6 +136,7 @@ def test_the_trainer_agrees_with_the_wire_under_every_schema(kind: str, rules: d
     assert differs >= 2, "a trainer that knows no masks must be seen"
 
 
+@pytest.mark.everyday("bytes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_regex_a_choice_and_a_grammar_over_text_and_ids(kind: str) -> None:
     service = random_service(make_tokenizer(kind))

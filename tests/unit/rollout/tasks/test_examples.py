@@ -667,6 +667,7 @@ def test_a_package_generates_tasks_and_a_missing_one_is_named(tmp_path: Path, mo
 MANY = "".join(f'{{"prompt": "{number}", "answer": "{number}"}}\n' for number in range(5000)).encode()
 
 
+@pytest.mark.everyday("gz-compress")
 @pytest.mark.parametrize(("ending", "pack"), [("bz2", bz2.compress), ("xz", lzma.compress), ("gz", gzip.compress)])
 def test_packed_files_of_several_streams_are_read_whole_or_refused(
     tmp_path: Path, ending: str, pack: Callable[[bytes], bytes]

@@ -264,6 +264,14 @@ def check(
         assert len(turns) > 1 or not any(mask[:first]), "a part of the prompt is learned"
 
 
+@pytest.mark.everyday(
+    "plain-2",
+    "trims-2",
+    "marks one of two ends-2",
+    "system in the first user turn-2",
+    "strips thinking-2",
+    "results in another order-2",
+)
 @pytest.mark.parametrize("rounds", [2, pytest.param(60, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_random_conversations_are_learned_right_or_refused(name: str, rounds: int) -> None:
