@@ -2,49 +2,37 @@
 
 A test of a list of cases names those that run every day: ``@pytest.mark.everyday("llama", "gpt2")``. A test of a
 product of parameters has ``@pytest.mark.each_value``: each value of each parameter runs every day, but not all of
-their combinations. Where a list is longer than its names, ``mark_others`` chooses by the value of a case.
+their combinations. The other cases are ``exhaustive``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-__all__ = ["mark_other_cases", "mark_others", "select_each_value"]
-
-
-def mark_others(cases: Iterable[Any], is_everyday: Callable[[Any], bool]) -> list[Any]:
-    """Return the parameters of a test for ``pytest.mark.parametrize``, those that are not everyday as exhaustive.
-
-    A case that is a tuple has the values of several parameters.
-
-    >>> [param.marks for param in mark_others("ab", "a".__eq__)]
-    [(), (MarkDecorator(mark=Mark(name='exhaustive', args=(), kwargs={})),)]
-    """
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=() if is_everyday(case) else pytest.mark.exhaustive
-        )
-        for case in cases
-    ]
+__all__ = ["mark_other_cases", "select_each_value"]
 
 
 def mark_other_cases(items: Sequence[pytest.Item]) -> None:
     """Mark as exhaustive the cases that do not run every day by the marks ``everyday`` and ``each_value``.
 
     Raises:
-        pytest.UsageError: a test with the mark ``everyday`` has none of the cases that the mark names.
+        pytest.UsageError: the mark ``everyday`` of a test has a name that is none of its cases.
     """
-    for function, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
-        tests = [case for case in cases if hasattr(case, "callspec") and not _has_other_days(case)]
-        if tests and (mark := tests[0].get_closest_marker("everyday")):
+    functions = defaultdict[str, list[Any]](list)  # the cases of one need not follow each other
+    for item in items:
+        if hasattr(item, "callspec") and not _has_other_days(item):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for function, tests in functions.items():
+        if mark := tests[0].get_closest_marker("everyday"):
             others = [test for test in tests if test.callspec.id not in mark.args]
-            if len(others) == len(tests) > 1:
-                raise pytest.UsageError(f"{function} has no case of {mark.args}: it has {_list_ids(tests)}")
-        elif tests and tests[0].get_closest_marker("each_value"):
+            ids = [test.callspec.id for test in tests]
+            if len(tests) > 1 and (absent := [name for name in mark.args if name not in ids]):
+                raise pytest.UsageError(f"{function} has no case {_join(absent)}; its cases are {_join(ids)}")
+        elif tests[0].get_closest_marker("each_value"):
             kept = select_each_value([test.callspec.params for test in tests])
             others = [test for index, test in enumerate(tests) if index not in kept]
         else:
@@ -77,5 +65,5 @@ def _has_other_days(test: pytest.Item) -> bool:
     return any(test.get_closest_marker(mark) for mark in ("exhaustive", "ray"))
 
 
-def _list_ids(tests: Sequence[pytest.Item]) -> list[str]:
-    return [test.nodeid.partition("[")[2].removesuffix("]") for test in tests]
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

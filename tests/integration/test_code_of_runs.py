@@ -27,7 +27,6 @@ from podium.rollout.engines import EngineConfig, find_engines
 from podium.runs.checkpoint_folders import TrainerState
 from podium.runs.named_code import list_code
 from podium.trainer import GRPOConfig, PPOTrainer
-from tests.everyday import mark_others
 from tests.integration.test_environment_plugins import write_package
 from tests.integration.training import MODEL, tiny
 
@@ -388,7 +387,7 @@ def test_names_that_are_given_again_are_remembered_with_their_checksums(
 @pytest.mark.everyday("open to all")
 @pytest.mark.parametrize(
     "home",
-    mark_others((None, "a file", "relative", "below the run", "open to all"), (None, "open to all").__contains__),
+    (None, "a file", "relative", "below the run", "open to all"),
 )
 def test_without_a_place_for_records_the_names_are_asked_for(
     home: str | None, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -33,7 +33,6 @@ from podium_agents.environments import runner
 from podium_dryrun import describe_data
 from podium_inference import evaluate_model
 from podium_view.run import Run
-from tests.everyday import mark_others
 from tests.integration import worlds
 from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
 
@@ -141,11 +140,10 @@ def test_backends_and_layouts_train_on_the_same_sessions(
 
 
 WHERE = (("colocated", "inline"), ("split", "local"), ("colocated", "local"))
-SPLIT_DAILY = mark_others(WHERE, lambda case: case[0] == "split")
-INLINE_DAILY = mark_others(WHERE, lambda case: case[1] == "inline")
 
 
-@pytest.mark.parametrize(("layout", "backend"), SPLIT_DAILY)
+@pytest.mark.everyday("split-local")
+@pytest.mark.parametrize(("layout", "backend"), WHERE)
 def test_an_agent_that_knows_only_an_address_is_trained_by_the_sampling_of_the_run(
     layout: str, backend: str, tmp_path: Path, preloaded: Cluster
 ) -> None:
@@ -277,7 +275,8 @@ def test_a_call_that_is_answered_after_its_session_is_not_trained(tmp_path: Path
     assert [(row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_TURNS]) for row in rows] == [(16, 1), (16, 1)]
 
 
-@pytest.mark.parametrize(("layout", "backend"), INLINE_DAILY)
+@pytest.mark.everyday("colocated-inline")
+@pytest.mark.parametrize(("layout", "backend"), WHERE)
 def test_a_plain_function_may_talk_from_an_event_loop_of_its_own(
     layout: str, backend: str, tmp_path: Path, preloaded: Cluster
 ) -> None:
@@ -316,7 +315,8 @@ def test_a_full_context_ends_a_session_which_is_trained(endless: Path) -> None:
     assert [row[metrics.SESSIONS_FAILED] for row in metrics_rows(endless)] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("layout", "backend"), INLINE_DAILY)
+@pytest.mark.everyday("colocated-inline")
+@pytest.mark.parametrize(("layout", "backend"), WHERE)
 def test_the_context_of_an_engine_may_be_shorter_than_the_models(
     layout: str, backend: str, endless: Path, tmp_path: Path, preloaded: Cluster
 ) -> None:
@@ -610,9 +610,10 @@ def test_a_wrong_environment_is_refused_before_a_worker_starts(
         PPOTrainer(config_of(name, tmp_path, options=options), cluster="inline", show=False).fit()
 
 
+@pytest.mark.everyday("qwen3", "gpt_oss")
 @pytest.mark.parametrize(
     "family",
-    mark_others(("qwen2_5", "qwen3", "llama3", "gemma", "mistral", "gpt_oss"), {"qwen3", "gpt_oss"}.__contains__),
+    ("qwen2_5", "qwen3", "llama3", "gemma", "mistral", "gpt_oss"),
 )
 def test_the_policy_would_have_drawn_what_was_recorded_under_the_template_of(family: str, tmp_path: Path) -> None:
     from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of

@@ -25,7 +25,6 @@ from podium.runtime import Cluster, endpoint, nothing
 from podium.telemetry.held_out import Metric
 from podium.trainer import GRPOConfig, PPOTrainer, load_config
 from podium.workers import Policy
-from tests.everyday import mark_others
 from tests.integration.finished_runs import compute_logits, copy_folder, read_logits, write_base
 from tests.integration.hub_server import TOKEN, hub_server
 from tests.integration.training import MODEL, metrics_rows, tiny, train
@@ -118,7 +117,8 @@ def test_adapters_are_exported_for_peft_or_merged(finished_lora: Path, tmp_path:
         assert not torch.equal(compute_logits(merged), unadapted)
 
 
-@pytest.mark.parametrize("lora", mark_others((False, True), True.__eq__), ids=["plain", "lora"])
+@pytest.mark.everyday("lora")
+@pytest.mark.parametrize("lora", (False, True), ids=["plain", "lora"])
 def test_a_checkpoint_of_two_ranks_that_share_the_model(preloaded: Cluster, tmp_path: Path, lora: bool) -> None:
     class Seen(Policy):
         """It saves its whole weights, and its logits, with each checkpoint."""

@@ -27,7 +27,6 @@ from podium.backends.local.backend import LocalBackend
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, WorkerDied
 from podium.runtime import WorkerGroup, colocate
 from podium.runtime.calls import process_calls
-from tests.everyday import mark_others
 from tests.integration.fault_workers import Faulty, Slow
 from tests.integration.processes import alive, all_gone, parent_of, wait_for
 
@@ -45,9 +44,10 @@ def faulty(local: Cluster) -> Iterator[Handle[Faulty]]:
     local.release(pool)
 
 
+@pytest.mark.everyday("0-sleep", "2-collective")
 @pytest.mark.parametrize(
     ("rank", "siblings"),
-    mark_others(itertools.product((0, 2), ("sleep", "collective")), {(0, "sleep"), (2, "collective")}.__contains__),
+    list(itertools.product((0, 2), ("sleep", "collective"))),
 )
 def test_one_rank_raises_while_the_others_are_busy_for_minutes(
     faulty: Handle[Faulty], rank: int, siblings: str

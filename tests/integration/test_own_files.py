@@ -22,7 +22,6 @@ from podium.rollout.engines.config import find_engines
 from podium.runs.schedules import SCHEDULES
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer, SFTConfig
 from podium.trainer.prompts import Prompt
-from tests.everyday import mark_others
 from tests.integration import worlds
 from tests.integration.training import MODEL, timeless, tiny, train
 from tests.waits import LONG_S
@@ -87,7 +86,8 @@ class Gathering(PPOTrainer):
         return super().draw(prompts, step)
 
 
-@pytest.mark.parametrize("name", mark_others(SCHEDULES, "asynchronous".__eq__))
+@pytest.mark.everyday("asynchronous")
+@pytest.mark.parametrize("name", list(SCHEDULES))
 def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
     """With weights that stay as they are, time does not decide what is drawn, in whichever order steps are drawn. It
     decides after which token of a completion the asynchronous generator takes weights of another version."""
@@ -106,7 +106,7 @@ def test_a_schedule(name: str, tmp_path: Path, preloaded: Cluster) -> None:
 
 
 @pytest.mark.everyday("maxrl")
-@pytest.mark.parametrize("name", mark_others(ADVANTAGES, {"gae", "maxrl"}.__contains__))
+@pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_an_advantage_estimator(name: str, tmp_path: Path) -> None:
     cls = PPOConfig if name.startswith("gae") else GRPOConfig
     sections = NEEDED_SETTINGS.get(name, {})
@@ -120,7 +120,7 @@ def test_an_advantage_estimator(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.everyday("cross_entropy")
-@pytest.mark.parametrize("name", mark_others(LOSSES, {"clip_cov", "cross_entropy"}.__contains__))
+@pytest.mark.parametrize("name", list(LOSSES))
 def test_a_loss(name: str, tmp_path: Path) -> None:
     """With dropout in the model, which is on by itself only where examples are imitated."""
     settings: Any = MODEL["config"]

@@ -21,15 +21,15 @@ from podium.trainer import PPOConfig
 from podium_agents import Client
 from podium_agents.environments.processes import SessionProcesses
 from podium_agents.environments.session_process import DistantClient
-from tests.everyday import mark_others
 from tests.integration.test_environments import WORLDS, config_of, told
 from tests.integration.training import losses, metrics_rows, train
 from tests.waits import all_end, wait_until
 
 
+@pytest.mark.everyday("agent")
 @pytest.mark.parametrize(
     "world",
-    mark_others(("twice", "agent", "debate", "endless", "tools"), "agent".__eq__),
+    ("twice", "agent", "debate", "endless", "tools"),
 )
 def test_the_same_is_trained_as_in_the_workers_process(world: str, tmp_path: Path) -> None:
     # Each session of an agent imports its client anew.

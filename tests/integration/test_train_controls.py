@@ -14,7 +14,6 @@ from podium.errors import CheckpointError, ConfigError
 from podium.models import ModelConfig, load_model
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOConfig
-from tests.everyday import mark_others
 from tests.integration.training import MODEL, metrics_rows, timeless, tiny, train
 
 KEPT: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "keep": 0, "model": False}}
@@ -105,7 +104,8 @@ def test_a_value_head_is_trained_alone_while_it_warms_up_and_after_the_bound(tmp
     )  # a warning of an unknown tensor would be an error
 
 
-@pytest.mark.parametrize("share", mark_others((1.0, 0.25), (0.25).__eq__))
+@pytest.mark.everyday("0.25")
+@pytest.mark.parametrize("share", (1.0, 0.25))
 def test_the_reference_follows_the_policy_and_resumes_bit_by_bit(tmp_path: Path, share: float) -> None:
     options = {"reference_refresh": 2, "reference_mix": share}
     algorithm = {"kl_in": "loss", "kl_coef": 0.5, "options": options, "minibatches": 2}

@@ -23,7 +23,6 @@ from podium.runtime import Cluster, endpoint, nothing
 from podium.telemetry import CheckpointSaved, Event, Note, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.workers import Policy
-from tests.everyday import mark_others
 from tests.integration.training import losses, tiny
 
 STEPS = 4
@@ -199,7 +198,8 @@ def test_a_state_that_cannot_be_copied_ends_the_run_with_the_reason(
         trainer.fit()
 
 
-@pytest.mark.parametrize("end", mark_others(("signal", "error"), "signal".__eq__))
+@pytest.mark.everyday("signal")
+@pytest.mark.parametrize("end", ("signal", "error"))
 def test_a_run_that_ends_early_waits_for_the_checkpoint_that_is_being_written(
     cluster: Cluster, tmp_path: Path, end: str
 ) -> None:

@@ -13,7 +13,6 @@ import yaml
 
 from podium.cli import main
 from podium_dryrun.times import _Times
-from tests.everyday import mark_others
 from tests.integration.training import MODEL, write_copy_task
 
 RECIPES = ("grpo", "ppo", "sft", "dpo", "rm")
@@ -47,7 +46,7 @@ def list_files(*folders: Path) -> list[Path]:
 
 
 @pytest.mark.everyday("grpo", "sft")
-@pytest.mark.parametrize("recipe", mark_others(RECIPES, lambda recipe: recipe != "ppo"))
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_and_the_run_are_timed_and_nothing_is_left(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

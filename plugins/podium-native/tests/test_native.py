@@ -14,7 +14,6 @@ from podium.rollout.engines import EngineConfig, Finished, Request, make_engine
 from podium.rollout.sampling import SamplingParams
 from podium_native import NativeEngine, cache, decoder, engine
 from podium_native.decoder import Decoder
-from tests.everyday import mark_others
 from tests.unit.rollout.engines.conftest import VOCABULARY, MakeModel, compute_trained_logprobs, same
 
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
@@ -26,9 +25,7 @@ SAMPLING = {
     "top-k": {"top_k": 7, "top_p": 0.95},
     "greedy": {"temperature": 0.0},
 }
-DAILY = mark_others(  # every family and every sampling
-    product(FAMILIES, SAMPLING), set(zip(FAMILIES, [*SAMPLING, "plain"], strict=True)).__contains__
-)
+CASES = list(product(FAMILIES, SAMPLING))
 STOPS = tuple(range(10))
 
 
@@ -36,7 +33,8 @@ def _native(model: Any, **changes: Any) -> NativeEngine:
     return NativeEngine(EngineConfig(name="native", **changes), model)
 
 
-@pytest.mark.parametrize(("family", "sampling"), DAILY)
+@pytest.mark.each_value
+@pytest.mark.parametrize(("family", "sampling"), CASES)
 def test_logprobs_agree_with_a_training_forward(
     make_model: MakeModel, prompts: list[list[int]], family: str, sampling: str
 ) -> None:
@@ -50,8 +48,8 @@ def test_logprobs_agree_with_a_training_forward(
         assert (completion.kept is not None) == params.filtered
 
 
-@pytest.mark.everyday("llama-plain", "qwen3-top-k", "smollm3-greedy")
-@pytest.mark.parametrize(("family", "sampling"), DAILY)
+@pytest.mark.each_value
+@pytest.mark.parametrize(("family", "sampling"), CASES)
 def test_same_seeds_give_what_generate_gives(
     make_model: MakeModel, prompts: list[list[int]], family: str, sampling: str
 ) -> None:

@@ -16,7 +16,6 @@ from podium_native.decoder import Decoder
 from podium_native.packing import WIDTHS, pack, unpack
 from podium_native.parameters import Dense
 from podium_native.products import ROW_QUANTUM, add_product, multiply, round_rows
-from tests.everyday import mark_others
 from tests.unit.rollout.engines.conftest import same
 from tests.warm_python import run_python
 
@@ -153,7 +152,7 @@ def make_models() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture(params=mark_others(["llama", "qwen2", "qwen3"], ["llama", "qwen2"].__contains__))
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     return make_models()[request.param].eval().requires_grad_(False)
@@ -175,7 +174,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.everyday("llama-1 thread")
 @pytest.mark.usefixtures("packs", "threads")
-@pytest.mark.parametrize("threads", mark_others([1, 2], (1).__eq__), ids=["1 thread", "2 threads"], indirect=True)
+@pytest.mark.parametrize("threads", [1, 2], ids=["1 thread", "2 threads"], indirect=True)
 def test_a_completion_has_the_same_bits_in_few_rows(
     model: Any, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +219,7 @@ def test_new_weights_are_packed_anew(model: Any, rows: list[int]) -> None:
         assert torch.equal(mine.logprobs, theirs.logprobs)
 
 
+@pytest.mark.everyday("llama", "qwen2")
 @pytest.mark.usefixtures("packs")
 def test_release_gives_the_copies_back(model: Any) -> None:
     engine: Any = make_engine(EngineConfig(name="native"), model)

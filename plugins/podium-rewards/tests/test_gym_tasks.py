@@ -11,7 +11,6 @@ from podium.errors import ConfigError, DataError
 from podium.rewards import Grader, RewardConfig
 from podium.rollout.tasks import DataConfig, Example, load_examples
 from podium.telemetry import Event, Note, subscribe
-from tests.everyday import mark_others
 
 TWO_TERMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
@@ -49,11 +48,10 @@ def test_a_row_is_what_its_scorer_needs() -> None:
     assert first.prompt == first.row["metadata"]["expression"] + " ="
 
 
+@pytest.mark.everyday("propositional_logic")
 @pytest.mark.parametrize(
     "task",
-    mark_others(
-        ("leg_counting", "spell_backward", "gcd", "word_ladder", "propositional_logic"), "propositional_logic".__eq__
-    ),
+    ("leg_counting", "spell_backward", "gcd", "word_ladder", "propositional_logic"),
 )
 def test_other_tasks_load_and_travel_to_graders(task: str) -> None:
     examples = load(DataConfig(train=f"reasoning_gym:{task}", train_items=20))

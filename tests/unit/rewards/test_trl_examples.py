@@ -14,7 +14,6 @@ import pytest
 
 from podium.errors import RewardError
 from podium.rewards import Grader, RewardConfig
-from tests.everyday import mark_others
 
 
 def count_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -64,7 +63,10 @@ TASKS = [
 ]
 
 
-@pytest.mark.parametrize("in_script", mark_others([False, True], (False).__eq__))
+@pytest.mark.everyday(
+    "tokens-False", "characters-False", "format-False", "reference-False", "tasks-False", "awaited-False", "mixed-False"
+)
+@pytest.mark.parametrize("in_script", [False, True])
 @pytest.mark.parametrize(
     ("reward", "completions", "rows", "scores"),
     [

@@ -27,7 +27,6 @@ from podium_agents.service.chat_format import ChatFormat
 from podium_agents.service.request_bodies import ChatRequest
 from podium_agents.service.service import Answer, Service
 from podium_agents.service.session_recording import Sampled, Session
-from tests.everyday import mark_others
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 
 TURNS = 1700  # of each family, 10,200 in all
@@ -332,7 +331,8 @@ def test_what_was_sampled_is_trained_as_it_was_sampled(family: Family, count: in
         assert splits == 0
 
 
-@pytest.mark.parametrize("family", mark_others(FAMILIES, FAMILIES[1].__eq__), ids=lambda family: family.name)
+@pytest.mark.everyday("qwen3")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_test_finds_a_history_that_is_tokenized_again(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken session, which writes what was sampled anew from its text, is found by the same comparison."""
     record = Session.record

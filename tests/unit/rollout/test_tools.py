@@ -20,7 +20,6 @@ import pytest
 from podium.errors import ConfigError
 from podium_agents import Toolbox, ToolError, in_thread, tool
 from podium_agents.environments.calls import session_counts
-from tests.everyday import mark_others
 from tests.waits import LONG_S, all_end
 
 
@@ -175,9 +174,12 @@ LEFT = ("subprocess.Popen(sleep)", "subprocess.Popen(sleep, start_new_session=Tr
 ENDS = ("pass", "os._exit(3)", "time.sleep(600)")
 
 
-@pytest.mark.parametrize(
-    ("left", "ends"), mark_others(itertools.product(LEFT, ENDS), lambda case: case in zip(LEFT, ENDS, strict=True))
+@pytest.mark.everyday(
+    "subprocess.Popen(sleep)-pass",
+    "subprocess.Popen(sleep, start_new_session=True)-os._exit(3)",
+    "daemon()-time.sleep(600)",
 )
+@pytest.mark.parametrize(("left", "ends"), list(itertools.product(LEFT, ENDS)))
 def test_whatever_a_process_has_started_ends_with_its_call(left: str, ends: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = f"""

@@ -15,7 +15,6 @@ from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.sampling import SamplingParams
 from podium_native.decoder import Decoder
-from tests.everyday import mark_others
 
 from .conftest import MakeModel, compute_trained_logprobs
 
@@ -72,10 +71,10 @@ def hooked(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, hook: Callabl
     monkeypatch.setattr(owner, name, calling)
 
 
-@pytest.mark.each_value
+@pytest.mark.everyday("17-llama-plain", "17-qwen3-top-k")
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("slots", mark_others([17, 128], (17).__eq__))
+@pytest.mark.parametrize("slots", [17, 128])
 def test_new_weights_come_in_between_two_tokens(
     make_model: MakeModel,
     prompts: list[list[int]],

@@ -17,7 +17,6 @@ from podium.rollout.sampling import SamplingParams
 from podium_agents.service.grammars import Grammars, token_bytes
 from podium_agents.service.request_bodies import ChatRequest, Refusal
 from podium_agents.service.service import Answer, Service
-from tests.everyday import mark_others
 from tests.unit.rollout.service.engine import random_service
 from tests.unit.rollout.service.scripted import USER
 from tests.unit.rollout.service.spelling import KINDS, make_tokenizer
@@ -78,12 +77,10 @@ def random_schema(dice: random.Random, depth: int = 2) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
+@pytest.mark.everyday("bytes-transformers", "pieces-native")
 @pytest.mark.parametrize(
     ("kind", "name"),
-    mark_others(
-        itertools.product(KINDS, ("native", "transformers")),
-        {("bytes", "transformers"), ("pieces", "native")}.__contains__,
-    ),
+    list(itertools.product(KINDS, ("native", "transformers"))),
 )
 def test_every_finished_answer_is_what_its_schema_says_however_it_is_batched(kind: str, name: str) -> None:
     service, dice = random_service(make_tokenizer(kind), name=name), random.Random(kind)
@@ -104,9 +101,7 @@ RULES: dict[str, Any] = {"characters": {}, "bytes": {"temperature": 0.7}, "piece
 
 
 @pytest.mark.everyday("pieces-rules8")
-@pytest.mark.parametrize(
-    ("kind", "rules"), mark_others(itertools.product(KINDS, RULES.values()), lambda case: RULES[case[0]] == case[1])
-)
+@pytest.mark.parametrize(("kind", "rules"), list(itertools.product(KINDS, RULES.values())))
 def test_the_trainer_agrees_with_the_wire_under_every_schema(kind: str, rules: dict[str, Any]) -> None:
     params = SamplingParams(max_new_tokens=120, stop_token_ids=(), **rules)
     dice, differs = random.Random(kind), 0
@@ -223,16 +218,17 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+@pytest.mark.everyday("counts", "deep")
 @pytest.mark.parametrize(
     "request_fields",
     [
         {"structured_outputs": {"regex": "(a{1000}){1000}"}},
         {"response_format": json_schema(nested(400))},
-        *mark_others((
+        *(
             {"structured_outputs": {"regex": "((a?){100}a{100}){50}"}},
             {"response_format": json_schema({"enum": [f"value {n}" * 4 for n in range(20_000)]})},
             {"response_format": json_schema(MANY)},
-        ), lambda case: False),
+        ),
     ],
     ids=["counts", "deep", "optional", "enum", "properties"],
 )  # fmt: skip
