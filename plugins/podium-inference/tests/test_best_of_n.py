@@ -74,3 +74,10 @@ def test_a_score_is_compared_and_written_as_the_reward_gave_it() -> None:
             {"prompt": "p", "answer": "b", "reward": score}
         ]
         assert count == BestOfN(kept=1)
+
+
+def test_an_answer_ends_with_the_text_that_ended_it() -> None:
+    """The rewards read the texts without it. A model that learned from such rows would never write it."""
+    batch = scored([1.0, 2.0, 3.0, 4.0], ["stop"] * 4, ["<a>1", "<a>2", "<a>3", "d"])
+    batch = replace(batch, batch=batch.batch.with_columns({"stop_text": ["</a>", "</a>", "</a>", ""]}))
+    assert [row["answer"] for row in _choose(batch, config_of(), BestOfN())] == ["<a>2</a>", "d"]

@@ -48,8 +48,10 @@ def draw_best(
     """Draw ``sampling.n`` completions of each training prompt, and yield a row with the best of each.
 
     A row has ``prompt``, ``answer`` and ``reward``, and ``tools`` if the prompt has some: supervised fine-tuning reads
-    it as it is. Completions that were cut off are no answers. With ``reward.correct_at`` only prompts with a correct
-    completion have a row (rejection sampling). ``count`` counts meanwhile.
+    it as it is. An answer that a text of ``sampling.stop_token_ids`` ended has this text at its end, as it was drawn,
+    so that a model that learns from the row writes it, too. Completions that were cut off are no answers. With
+    ``reward.correct_at`` only prompts with a correct completion have a row (rejection sampling). ``count`` counts
+    meanwhile.
 
     Raises:
         ConfigError: The model, the data or the reward cannot be loaded, ``sampling.n`` is 1, or there is an
@@ -91,6 +93,8 @@ def _choose(scored: ScoredBatch, config: InferenceConfig, count: BestOfN) -> Ite
     grades, reasons = scored.grades or (), scored.batch.python(fields.FINISH_REASON)
     scores = [grade.score for grade in grades]  # as the reward gave them, where the column of rewards is in float32
     texts = [text for rows in scored.chunks(1 << 16) for text in scored.texts(rows)]
+    has_stops = fields.STOP_TEXT in scored.batch
+    stops = scored.batch.python(fields.STOP_TEXT) if has_stops else [""] * len(texts)
     rows_by_group: dict[int, list[int]] = {}
     for row, group in enumerate(scored.groups):
         if reasons[row] == "stop":
@@ -105,7 +109,7 @@ def _choose(scored: ScoredBatch, config: InferenceConfig, count: BestOfN) -> Ite
             count.kept += 1
             example = prompt.example
             tools = {"tools": example.row["tools"]} if example.row.get("tools") else {}
-            yield {"prompt": example.prompt, "answer": texts[best], "reward": scores[best], **tools}
+            yield {"prompt": example.prompt, "answer": texts[best] + stops[best], "reward": scores[best], **tools}
 
 
 def _best_of(rows: Sequence[int], scores: Sequence[float]) -> int | None:

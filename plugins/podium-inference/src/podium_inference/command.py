@@ -30,6 +30,7 @@ from podium.spelling import write_count
 from podium.telemetry import subscribe
 from podium.telemetry.formatting import visible
 from podium.training import ParallelConfig
+from podium.training.config import Precision
 from podium_inference.unread_settings import (
     ListUnread,
     list_unread_by_best,
@@ -78,8 +79,16 @@ def run_eval(arguments: Sequence[str]) -> int:
         from podium_inference.evaluation import evaluate_model
 
         results.callback(_write_evaluations, config, evaluations)  # of the sets that are done, if a signal ends it
-        evaluate_model(config, cluster, evaluations=evaluations)
+        evaluate_model(config, cluster, evaluations=evaluations, precision=_read_precision(options.model))
     return 0
+
+
+def _read_precision(model: str) -> Precision | Mapping[str, Any]:
+    """Return the data type in which the run that trained ``model`` scored rows; "auto" where no run did."""
+    from podium.runs.stored_models import find_model
+
+    source = find_model(model)
+    return "auto" if source is None else source.values.get("parallel", {}).get("precision", "auto")
 
 
 def _describe_finished(evaluations: Mapping[str, Evaluation], activity: str) -> str:

@@ -1,8 +1,9 @@
 """Evaluation and sampling of a model without training it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from podium.data import completion_texts
 from podium.errors import ConfigError
@@ -29,6 +30,7 @@ from podium.trainer.evaluate import load_held_out_pairs, score_answers, score_he
 from podium.trainer.prompts import Prompt, completion_seeds, encode_rows, load_held_out, prompt_batch
 from podium.trainer.roles import share_processes
 from podium.trainer.sessions import Sessions
+from podium.training.config import Precision
 from podium_inference.roles import start_generator, start_scorer
 
 __all__ = ["evaluate_model", "open_sampler"]
@@ -40,6 +42,7 @@ def evaluate_model(
     reward: Rewards | None = None,
     *,
     evaluations: dict[str, Evaluation] | None = None,
+    precision: Precision | Mapping[str, Any] = "auto",
 ) -> dict[str, Evaluation]:
     """Score a model, without training it, on ``config.eval.items`` held-out prompts of each evaluation set.
 
@@ -50,6 +53,8 @@ def evaluate_model(
     Args:
         evaluations: Each evaluation is added to this dictionary as soon as its set is done, so that the caller has what
             there is where a later one fails. It is also what is returned.
+        precision: Held-out answers are scored in this data type, as ``parallel.precision`` says it of a run. The data
+            type in which completions are drawn is ``config.engine.dtype``.
 
     Raises:
         ConfigError: The model, the data or the reward cannot be loaded, or ``eval.items`` is 0.
@@ -61,7 +66,7 @@ def evaluate_model(
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     if config.scores_answers:
         pairs = load_held_out_pairs(config, tokenizer)
-        with start_scorer(cluster, config) as policy:
+        with start_scorer(cluster, config, precision) as policy:
             for name, examples in pairs.items():
                 evaluations[name] = score_answers(policy, examples, tokenizer)
         return evaluations

@@ -1,6 +1,6 @@
 """The roles of a run without training, in their worker processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +11,8 @@ from podium.runtime import Cluster, Handle
 from podium.telemetry import Waiting, emit
 from podium.trainer.checks.placement import reserve_places
 from podium.trainer.roles import close_role, inference_arguments, list_classes, start_workers
+from podium.training import ParallelConfig
+from podium.training.config import Precision
 from podium.workers import Generator, Policy, RewardModel
 
 __all__ = ["InferenceRoles", "start_generator", "start_scorer"]
@@ -35,9 +37,15 @@ def start_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[Infer
 
 
 @contextmanager
-def start_scorer(cluster: Cluster, config: InferenceConfig) -> Iterator[Handle[Policy]]:
-    """Start a policy that is not trained, for the loss of held-out examples; end it with the block."""
-    bound = Policy.bind(config.model, algorithm=AlgorithmConfig(loss="cross_entropy"))
+def start_scorer(
+    cluster: Cluster, config: InferenceConfig, precision: Precision | Mapping[str, Any] = "auto"
+) -> Iterator[Handle[Policy]]:
+    """Start a policy that is not trained, for the loss of held-out examples; end it with the block.
+
+    It computes in ``precision``, as ``parallel.precision`` says it of a run.
+    """
+    parallel, algorithm = ParallelConfig(precision=precision), AlgorithmConfig(loss="cross_entropy")
+    bound = Policy.bind(config.model, parallel=parallel, algorithm=algorithm)
     ranks = config.placement.ranks_of("policy") if cluster.capabilities.collectives else 1
     with reserve_places(cluster, ranks, config.placement) as pool, ExitStack() as stack:
         emit(Waiting(f"loading {config.model.path or 'a new model'} for policy", 0, len(pool)))
