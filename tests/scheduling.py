@@ -35,7 +35,7 @@ RECORD: Final = Path(__file__).with_name("seconds.json")
 ROOT: Final = RECORD.parents[1]
 FAST_FOLDERS: Final = ("plugins/", "tests/unit/")
 """Where the tests of `make check` are."""
-QUICK_S: Final = 0.1
+QUICK_S: Final = 0.05
 """What a test of `make check` may take on a quiet machine."""
 LONG_S: Final = 20.0
 """What an everyday test may take on a quiet machine; a longer one is marked ``slow`` or ``exhaustive``."""

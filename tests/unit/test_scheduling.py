@@ -134,7 +134,7 @@ def test_tests_that_are_not_quick_have_records_of_their_own(tmp_path: Path, monk
         )
 
     report("test_long", "call", 4.0)
-    report("test_quick", "call", 0.1)
+    report("test_quick", "call", 0.05)
     report("test_first", "setup", 8.0)
     report("test_marked", "call", 30.0, "slow")
     report("test_train", "call", 5.0, path="tests/integration/test_train_sft.py")
