@@ -58,7 +58,8 @@ real: $(RUNTIME)  ## train a published model of 135 million parameters by GRPO: 
 ##@ Develop
 env: $(STAMP)  ## create or refresh the environment in .venv
 
-# pyright is one process of two minutes: it runs beside the tests, which leave it the time of a core, and what it says comes after their output.
+# pyright is one process of two minutes: it runs beside the tests, which leave it the time of a core, and what it says
+# comes after their output.
 check: .lint-text  ## the one door for a change: format, lint, types, layering, quick tests
 	@log=$$(mktemp); set -m; $(MAKE) .lint-types > "$$log" 2>&1 & types=$$!; set +m; \
 		trap 'kill -- -$$types 2>/dev/null || true; rm -f "$$log"' EXIT; \

@@ -19,9 +19,14 @@ __all__ = ["mark_other_cases", "select_each_value"]
 def mark_other_cases(items: Sequence[pytest.Item]) -> None:
     """Mark as exhaustive the cases that do not run every day by the marks ``everyday`` and ``each_value``.
 
+    Where the command line asks for cases by their ids, or for the tests that failed last (``--lf``), nothing is marked:
+    all of these run.
+
     Raises:
         pytest.UsageError: the mark ``everyday`` of a test has a name that is none of its cases.
     """
+    if items and _asks_for_cases(items[0].config):
+        return
     functions = defaultdict[str, list[Any]](list)  # the cases of one need not follow each other
     for item in items:
         if hasattr(item, "callspec") and not _has_other_days(item):
@@ -30,16 +35,15 @@ def mark_other_cases(items: Sequence[pytest.Item]) -> None:
         if mark := tests[0].get_closest_marker("everyday"):
             others = [test for test in tests if test.callspec.id not in mark.args]
             ids = [test.callspec.id for test in tests]
-            if len(tests) > 1 and (absent := [name for name in mark.args if name not in ids]):
+            if absent := [name for name in mark.args if name not in ids]:
                 raise pytest.UsageError(f"{function} has no case {_join(absent)}; its cases are {_join(ids)}")
         elif tests[0].get_closest_marker("each_value"):
             kept = select_each_value([test.callspec.params for test in tests])
             others = [test for index, test in enumerate(tests) if index not in kept]
         else:
             continue
-        if len(tests) > 1:  # a case that is asked for by its name runs
-            for test in others:
-                test.add_marker(pytest.mark.exhaustive)
+        for test in others:
+            test.add_marker(pytest.mark.exhaustive)
 
 
 def select_each_value(cases: Sequence[Mapping[str, Any]]) -> set[int]:
@@ -58,6 +62,10 @@ def select_each_value(cases: Sequence[Mapping[str, Any]]) -> set[int]:
         selected.add(index)
         missing -= values[index]
     return selected
+
+
+def _asks_for_cases(config: pytest.Config) -> bool:
+    return config.getoption("lf", False) or any("[" in argument for argument in config.args)
 
 
 def _has_other_days(test: pytest.Item) -> bool:

@@ -67,7 +67,22 @@ def test_cases_that_are_not_chosen_are_exhaustive_and_those_of_ray_are_left_to_i
 
 
 def test_a_case_that_is_asked_for_by_its_name_runs(tmp_path: Path) -> None:
-    assert list_tests(collect(tmp_path, "-m", "not exhaustive", "test_grid.py::test_named[a]")) == ["named[a]"]
+    for names in (["named[a]"], ["named[a]", "named[c]"], ["product[1-x]", "product[2-x]", "product[2-z]"]):
+        arguments = [f"test_grid.py::test_{name}" for name in names]
+        assert list_tests(collect(tmp_path, "-m", "not exhaustive", *arguments)) == names
+
+
+def test_cases_that_failed_run_again(tmp_path: Path) -> None:
+    """As the second run of .ci/run asks for them: of a function whose everyday cases passed, or of a few."""
+    failing = TESTS.replace("(letter): pass", "(letter): assert letter == 'b'").replace(
+        "(letter, number): pass", "(letter, number): assert letter == 'y'"
+    )
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_grid.py").write_text(failing)
+    for option in ((), ("--lf",)):
+        command = [sys.executable, "-m", "pytest", "-q", *option]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+        assert "6 failed" in done.stdout, done.stdout
 
 
 def test_a_name_that_no_case_has_is_an_error(tmp_path: Path) -> None:

@@ -83,29 +83,6 @@ def test_no_text_proposes_to_install_podium_by_name() -> None:
     assert len(commands) >= 3
 
 
-@pytest.mark.everyday(
-    "podium-migration-podium.answers-projects",
-    "podium-algorithms-podium.advantages-gpg",
-    "podium-agents-podium.sessions-rollout",
-    "podium-trackers-podium.trackers-wandb",
-    "podium-preferences-podium.recipes-rm",
-    "podium-inference-podium.commands-sample",
-    "podium-ray-podium.backends-ray",
-    "podium-openenv-podium.environments-openenv",
-    "podium-curves-podium.commands-runs compare",
-    "podium-native-podium.engines-native",
-    "podium-rewards-podium.tasks-reasoning_gym",
-    "podium-view-podium.commands-runs",
-    "podium-monarch-podium.backends-monarch",
-    "podium-dryrun-podium.dry_run-show",
-    "podium-serve-podium.services-http",
-    "podium-verifiers-podium.environments-verifiers",
-    "podium-suites-podium.suites-inspect",
-    "podium-changes-podium.commands-changes",
-    "podium-completion-podium.commands-completion",
-    "podium-vllm-podium.engines-vllm",
-    "podium-textarena-podium.environments-textarena",
-)
 @pytest.mark.parametrize(
     ("path", "group", "name"),
     sorted(
