@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import Aborted, Engine, EngineConfig, Failed, Finished, Request, Tokens, make_engine
@@ -79,6 +80,33 @@ def test_what_cannot_be_spread_is_refused(make_model: MakeModel, vllm_calls: lis
     with pytest.raises(ConfigError, match=r"tensor_parallel_size = 3: the model has 4 attention heads and 2 heads"):
         start(make_model("qwen3"), tensor_parallel_size=3)
     assert not vllm_calls
+
+
+def test_routing_biases_go_to_vllm_as_weights_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are buffers of a model that transformers loads, and vLLM starts without any values of its own."""
+    loaded: dict[str, torch.Tensor] = {}
+
+    def collect(function: Any, args: Any = ()) -> None:
+        if function is engine_module._take_weights:
+            loaded.update(args[0])
+
+    vllm = SimpleNamespace(
+        collective_rpc=collect,
+        reset_prefix_cache=lambda **_: True,
+        model_config=SimpleNamespace(max_model_len=64),
+    )
+    monkeypatch.setattr(engine_module, "_make_engine", lambda *_: vllm)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 16, "head_dim": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "first_k_dense_replace": 0}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes, **heads, **experts))
+    biases = model.model.layers[0].mlp.gate.e_score_correction_bias
+    biases.copy_(torch.tensor([3.0, -3.0, 1.0, 0.0]))
+    VllmEngine(CONFIG, model)
+    assert {name: tensor.shape for name, tensor in loaded.items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+    assert torch.equal(loaded["model.layers.0.mlp.gate.e_score_correction_bias"], biases)
 
 
 @pytest.fixture(scope="module")

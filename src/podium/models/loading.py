@@ -111,6 +111,17 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
     return model
 
 
+def widen_kept_tensors(model: nn.Module) -> None:
+    """Give the tensors float32 that models of this type keep in it, such as the routing biases of mixtures of experts.
+
+    transformers does so where it reads a model of bfloat16 from files, and not where it makes one of a configuration.
+    """
+    kept = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.dtype in {torch.bfloat16, torch.float16} and any(re.search(pattern, name) for pattern in kept):
+            tensor.data = tensor.data.float()
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated blocks, found by the names that transformers declares."""
     names = set(getattr(plain_model(model), "_no_split_modules", None) or ())
@@ -463,11 +474,13 @@ def _from_scratch(config: ModelConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         try:
-            return transformers.AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(
                 settings, dtype=parse_dtype(config.dtype), attn_implementation=config.attention_implementation
             )
         except Exception as error:
             raise ConfigError(f"model.config makes no causal language model: {_reason(error)}") from error
+    widen_kept_tensors(model)
+    return model
 
 
 def _architecture(config: ModelConfig) -> PretrainedConfig:

@@ -116,6 +116,23 @@ def test_saved_models_load_with_transformers_in_the_dtype_they_had(tmp_path: Pat
     assert same(again, model)
 
 
+@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])
+def test_a_model_from_scratch_has_the_data_types_that_it_has_once_loaded(tmp_path: Path, kind: str) -> None:
+    """What routes tokens to experts stays float32 in a model of bfloat16."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {
+        "glm4_moe": {"first_k_dense_replace": 0, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+        "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
+    }
+    shape = sizes | experts[kind] | {"num_hidden_layers": 1, "moe_intermediate_size": 16}
+    model = load_model(replace(TINY, config={"model_type": kind, **shape}, dtype="bfloat16"))
+    save_pretrained(model, dict(full_weights(model)), tmp_path, load_tokenizer(TINY.tokenizer))
+    loaded = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert types == {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert set(types.values()) == {torch.bfloat16, torch.float32}
+
+
 @pytest.mark.parametrize("limit", [16, 4096])  # of transformers' text files, and of the weights' file, by safetensors
 def test_a_model_that_cannot_be_written_says_the_remedy(tmp_path: Path, limit: int) -> None:
     model = load_model(TINY)

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from podium.config import section
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError, GenerationError
+from podium.models.whole_weights import full_weights
 from podium.rollout.engines.config import PREFILL_TOKENS, EngineConfig
 from podium.rollout.engines.draw import leave_out
 from podium.rollout.engines.journal import Drawn
@@ -262,7 +263,7 @@ class VllmEngine(ModelEngine):
 
     def loaded(self) -> None:
         super().loaded()
-        weights = [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+        weights = list(full_weights(self.model))  # with what a model keeps in buffers, such as routing biases
         with torch.inference_mode(False), torch.no_grad():
             self._engine.collective_rpc(_begin_weights)
             for part in _parts(weights) if self._spread else [weights]:

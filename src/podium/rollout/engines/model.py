@@ -99,6 +99,8 @@ def _empty_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    from podium.models.loading import widen_kept_tensors
+
     config: Any = getattr(model, "config", None)
     if config is None:
         raise ConfigError(
@@ -109,4 +111,5 @@ def _empty_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     with torch.inference_mode(False), no_init_weights(), torch.device(device):
         twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     twin.tie_weights()
+    widen_kept_tensors(twin)
     return twin.eval().requires_grad_(False)

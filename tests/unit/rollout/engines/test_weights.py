@@ -70,7 +70,8 @@ def test_an_accelerator_generates_in_bfloat16_unless_told_otherwise(make_model: 
         assert next(engine.model.parameters()).dtype == found
 
 
-def test_a_copy_has_the_buffers_of_the_model_too() -> None:
+def test_a_copy_has_the_buffers_of_the_model_too_and_in_their_data_type() -> None:
+    """Routing biases stay float32 where transformers loads a model in bfloat16."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 16, "v_head_dim": 8}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "first_k_dense_replace": 0}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -78,10 +79,11 @@ def test_a_copy_has_the_buffers_of_the_model_too() -> None:
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("deepseek_v3", **sizes, **heads, **experts, **ranks)
     )
-    model.model.layers[0].mlp.gate.e_score_correction_bias.copy_(torch.tensor([3.0, -3.0, 1.0, 0.0]))
+    model.model.layers[0].mlp.gate.e_score_correction_bias.copy_(torch.tensor([3.001, -3.0, 1.0, 0.0]))
     engine: Any = make_engine(EngineConfig(name="transformers", dtype="bfloat16"), model)
     engine.refresh(1)
-    assert engine.model.model.layers[0].mlp.gate.e_score_correction_bias.tolist() == [3.0, -3.0, 1.0, 0.0]
+    assert torch.equal(engine.model.model.layers[0].mlp.gate.e_score_correction_bias, torch.tensor([3.001, -3, 1, 0]))
+    assert engine.model.lm_head.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", NAMES)
