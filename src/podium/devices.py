@@ -80,7 +80,10 @@ def _accelerator() -> str | None:
 
 
 def compute_dtype(device: torch.device, wish: str = "auto") -> torch.dtype:
-    """Return the dtype of matrix products: ``wish``, or for "auto" bfloat16 on accelerators and float32 on the CPU."""
+    """Return the dtype of matrix products: ``wish``, or for "auto" bfloat16 on accelerators and float32 on the CPU.
+
+    With float32 the products of parameters in bfloat16 stay in bfloat16.
+    """
     if wish != "auto":
         return parse_dtype(wish, key="precision")
     return torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -152,7 +152,7 @@ class ParallelConfig:
     padding is faster. With auto, rows with the same prompt share one copy of it in a forward pass, if a test of the
     model shows that this changes nothing."""
     precision: Precision | Mapping[str, Any] = "auto"
-    """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU.
+    """Matrix products are computed in this data type. auto means bfloat16 on accelerators, and model.dtype on the CPU.
     float16 scales the loss, so that small gradients are not lost. {compute: bfloat16, output: float32} computes the
     output layer in float32."""
     offload: Offload = "none"

@@ -52,6 +52,11 @@ def _list_of_training(config: PPOConfig | SFTConfig) -> Iterator[str]:
             "optim.master_weights = false has no effect with model.dtype = 'float32': only parameters in bfloat16 have "
             "copies in float32"
         )
+    if (compute := config.parallel.choice.compute) == "float32" and config.model.dtype != "float32":
+        yield (
+            f"parallel.precision = {compute} has no effect with model.dtype = {config.model.dtype!r}, in which the "
+            "parameters are multiplied: set model.dtype = float32 if products shall be computed in it"
+        )
     if not config.eval.items and not config.engine.replayed_run:  # a replay has no evaluations
         for key, value in {"eval.every": config.eval.every, "save.keep_best": config.save.keep_best}.items():
             if value:

@@ -93,6 +93,15 @@ def test_a_setting_that_needs_another_one_is_told(section: str, values: dict[str
     assert "".join(sentences).startswith(expected)
 
 
+def test_a_precision_that_the_data_type_of_the_model_overrules_is_told() -> None:
+    half = {"model": {"dtype": "bfloat16", "path": "x"}}
+    for precision in ("float32", {"compute": "float32", "output": "float32"}):
+        (sentence,) = find_unused_settings(build_config(GRPOConfig, {**half, "parallel": {"precision": precision}}))
+        assert sentence.startswith("parallel.precision = float32 has no effect with model.dtype = 'bfloat16'")
+    for precision in ("auto", "bfloat16", "float16"):
+        assert not find_unused_settings(build_config(GRPOConfig, {**half, "parallel": {"precision": precision}}))
+
+
 def test_weights_of_zero_are_told_of_what_an_environment_does_not_score() -> None:
     values = {"environment": {"name": "game.py:Game"}, "reward": {"name": ["math", "length"], "weights": [0, 0]}}
     (sentence,) = find_unused_settings(build_config(GRPOConfig, values))
