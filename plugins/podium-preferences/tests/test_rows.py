@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,47 @@ def test_a_pair_is_read_in_each_form_of_the_field(tmp_path: Path, form: str) -> 
     assert texts_of(rows) == expected
     assert rows[0].chosen == (True, False)
     assert rows[0].margin is None
+
+
+PLAIN = {"prompt": SUM, "chosen": "7", "rejected": "8"}
+LONGER = {"prompt": SUM, "response_chosen": "7", "response_rejected": "8"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "others"),
+    [
+        (PLAIN, {"chosen_model": "gpt", "rejected_model": "llama"}),
+        (PLAIN, {"score_chosen": 9.5, "score_rejected": 3.0}),
+        (PLAIN, {"chosen_rationale": "It is right.", "rejected_rationale": "It is wrong."}),
+        (PLAIN, {"chosen_logps": "-1.5", "rejected_logps": "-2.5", "chosen_id": "a", "rejected_id": "b"}),
+        (LONGER, {"model_chosen": "gpt", "model_rejected": "llama"}),
+        (LONGER, {"chosenScore": "9.5", "rejectedScore": "3"}),
+        (LONGER, {"length_chosen": 1, "length_rejected": 1, "chosen_wins": 3, "rejected_wins": 1}),
+        ({"prompt": SUM, "preferred": "7", "dispreferred": "8"}, {"preferred_by": "a", "dispreferred_by": "b"}),
+        ({"prompt": SUM, "chosen_number": 7, "rejected_number": 8}, {}),
+    ],
+)
+def test_the_order_of_columns_does_not_decide_which_are_the_answers(
+    tmp_path: Path, answers: dict[str, Any], others: dict[str, Any]
+) -> None:
+    columns = [*answers.items(), *others.items()]
+    orders = list(itertools.permutations(columns)) if len(columns) < 6 else [columns, columns[::-1]]
+    rows = load(tmp_path, [dict(order) for order in orders])
+    assert [texts_of(rows, row) for row in range(len(rows))] == [PAIR] * len(orders)
+
+
+def test_several_pairs_that_may_be_the_answers_are_refused(tmp_path: Path) -> None:
+    several = {**LONGER, "chosen_rationale": "It is right.", "rejected_rationale": "It is wrong."}
+    message = (
+        r"line 1: there are 2 pairs of columns that may hold the answers: (response_chosen and response_rejected|"
+        r"chosen_rationale and rejected_rationale); .* set data.answer_column to the better answers"
+    )
+    for order in itertools.permutations(several.items()):
+        with pytest.raises(DataError, match=message):
+            load(tmp_path, [dict(order)])
+    assert texts_of(load(tmp_path, [several], answer_column="response_chosen")) == PAIR
+    with pytest.raises(DataError, match=r"line 1: there is no pair of answers"):
+        load(tmp_path, [{"prompt": SUM, "chosen_model": "gpt", "rejected_model": "llama"}])
 
 
 @pytest.mark.parametrize(("label", "expected"), [(True, True), (False, False), (1, True), (0, False), ("True", True)])

@@ -12,7 +12,8 @@ from podium.rewards.number_parsing import boxed_text, close_box, final_number, i
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
-    """Return the row's answer as text: text itself, a number as Python writes it, the text of the last of messages.
+    """Return the row's answer as text: text itself, a number as Python writes it, the text of the last of messages. A
+    list of one text or number counts as this element.
 
     Raises:
         ValueError: The row has no answer, or one of another kind. The message names the remedy.
@@ -21,6 +22,8 @@ def answer_of(row: Mapping[str, Any]) -> str:
     if answer is None:
         raise ValueError("the row has no answer; set data.answer_column to the column that holds it")
     match answer:
+        case [str() | int() | float() as element]:
+            return str(element)
         case [*_, {"role": str(), "content": str(text)}]:
             return text
         case [*_, {"role": str(), "content": [*parts]}] if all(isinstance(part, Mapping) for part in parts):

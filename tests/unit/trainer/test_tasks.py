@@ -121,6 +121,15 @@ def test_a_run_trains_on_as_many_tasks_of_an_environment_as_the_data_say() -> No
     assert len(load_tasks(data, environment, "test", limit=3)) == 3
 
 
+def test_a_session_begins_with_the_system_message_of_its_row(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1", "system": "Be brief.", "answer": ["2"]}) + "\n")
+    environment = EnvironmentConfig(name=f"{__name__}:Odd")
+    (task,) = load_tasks(DataConfig(train=str(file), holdout=0), environment, "train")
+    assert [message["role"] for message in task.example.row["prompt"]] == ["system", "user"]
+    assert task.example.row["answer"] == ["2"]
+
+
 @pytest.mark.parametrize(
     "row", [{"image": "cat.png"}, {"frames": [{"bytes": "", "path": "a.mp4"}]}, {"prompt": "What is in <image>?"}]
 )

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -50,7 +51,9 @@ def load_tasks(
     """
     side: Any = split
     if data.train or (split == "test" and data.eval):
-        return make_tasks(_without_media(load_examples(data.train, data, side, seed, limit), data))
+        examples = _without_media(load_examples(data.train, data, side, seed, limit), data)
+        # A session begins with the row's own system message.
+        return make_tasks([replace(e, row={**e.row, "prompt": e.prompt}) for e in examples])
     tasks = resolve_environment(environment).tasks
     if tasks is None:
         raise ConfigError(

@@ -27,8 +27,9 @@ from podium.rollout.tasks.forms import (
     columns_of_pair,
     has_column,
     is_template,
-    preference_pair,
+    list_preference_pairs,
     read_messages,
+    split_name,
 )
 from podium.spelling import write_count, write_share
 from podium.telemetry import Note, emit
@@ -220,9 +221,15 @@ def _find_pair(place: str, row: Mapping[str, Any], config: DataConfig) -> tuple[
                 "a column such as chosen, with rejected beside it"
             )
         return pair
-    pair = preference_pair(row)
-    if pair is not None:
-        return pair
+    pairs = list_preference_pairs(row)
+    if len(pairs) > 1:
+        names = "; ".join(" and ".join(pair) for pair in pairs)
+        raise DataError(
+            f"{place}: there are {len(pairs)} pairs of columns that may hold the answers: {names}; set "
+            f"data.answer_column to the better answers, such as {pairs[0][0]}"
+        )
+    if pairs:
+        return pairs[0]
     if "label" in row:
         raise DataError(
             f"{place}: column 'label' says whether the answer is a good one, and there is no second answer to compare "
@@ -238,19 +245,19 @@ def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) 
     """Check that no two columns with figures of the answers, such as score_chosen and score_rejected, say that the
     worse answer is better. Returns whether all of them say that both are equally good. Raises DataError."""
     ties: list[bool] = []
-    parts = [_split(name) for name in (better, worse)]
+    parts = [split_name(name) for name in (better, worse)]
     words = [next((word for word in mine if word not in other), "") for mine, other in (parts, parts[::-1])]
     for name, figure in row.items() if all(words) else ():
-        rises = _RANK.fullmatch("_".join(_split(name))) is None
-        if rises and not _FIGURE.fullmatch("_".join(_split(name))):
+        rises = _RANK.fullmatch("_".join(split_name(name))) is None
+        if rises and not _FIGURE.fullmatch("_".join(split_name(name))):
             continue
         other = name
         if isinstance(figure, Mapping):  # scores: {chosen: 9, rejected: 3}
             values = [cast("Mapping[str, Any]", figure).get(word) for word in words]
             name, other = (f"{name}.{word}" for word in words)
-        elif words[0] in _split(name):
-            swapped = [words[1] if word == words[0] else word for word in _split(name)]
-            other = next((column for column in row if _split(column) == swapped), name)
+        elif words[0] in split_name(name):
+            swapped = [words[1] if word == words[0] else word for word in split_name(name)]
+            other = next((column for column in row if split_name(column) == swapped), name)
             values = [figure, row[other]] if other != name else []
         else:
             continue
@@ -264,11 +271,6 @@ def _check_figures(place: str, row: Mapping[str, Any], better: str, worse: str) 
                 "not say which answer is better, or leave such rows out with data.bad_rows drop"
             )
     return bool(ties) and all(ties)
-
-
-def _split(name: str) -> list[str]:
-    """Return the words of a name, as in score_chosen, chosen-score or chosenScore."""
-    return re.split(r"[_-]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 def _read_figure(value: Any) -> float | None:

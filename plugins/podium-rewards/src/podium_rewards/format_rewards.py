@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.rewards.columns import reads
@@ -147,6 +147,8 @@ def _read_choice(completion: str) -> str | None:
 
 def _read_answer(row: Mapping[str, Any], letters: str) -> str:
     answer, choices = row["answer"], row.get("choices")
+    if isinstance(answer, list) and len(cast("list[Any]", answer)) == 1:
+        answer = answer[0]
     if isinstance(choices, Mapping):  # as ARC has them: {"text": [...], "label": [...]}
         choices = choices.get("text")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):

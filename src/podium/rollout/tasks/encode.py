@@ -29,7 +29,7 @@ from podium.rollout.tasks.bad_rows import SHOWN, BadRows, RowError
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import answer_text
-from podium.rollout.tasks.forms import Example
+from podium.rollout.tasks.forms import Example, read_single
 from podium.rollout.tasks.media import find_media, find_sign
 from podium.rollout.tasks.messages import Messages, message_text
 from podium.rollout.tasks.notes import (
@@ -391,7 +391,7 @@ def _check_answer(example: Example) -> None:
         )
     if example.answer is None and not example.turns:
         raise DataError("there is no answer to learn; set data.answer_column, or take the row out")
-    answer = example.row.get("answer", example.answer)
+    answer = read_single(example.row.get("answer", example.answer))
     if not example.turns and answer is not None and answer_text(answer) is None:
         raise DataError(
             f"the answer {str(answer)[:60]!r} ({type(answer).__name__}) is neither text nor messages; set "

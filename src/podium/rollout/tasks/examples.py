@@ -37,11 +37,13 @@ from podium.rollout.tasks.forms import (
     is_missing,
     is_template,
     list_fields,
+    list_preference_pairs,
     list_systems,
-    preference_pair,
     read_column,
     read_messages,
+    read_single,
     read_tools,
+    read_value,
     reads_as_text,
 )
 from podium.rollout.tasks.messages import (
@@ -303,11 +305,12 @@ def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
                 )
             example = _example(answer, None, row, whole=True)
         else:
-            prompt = _with_system(prompt, row, columns)
-            if not isinstance(prompt, str):
-                check_messages(prompt_column, prompt)
+            conversation = _with_system(prompt, row, columns)
+            if not isinstance(conversation, str):
+                check_messages(prompt_column, conversation)
             tools = read_tools(row, prompt_column)
-            example = _pair(columns, prompt, answer, row if tools is None else {**row, "tools": tools})
+            example = _pair(columns, conversation, answer, row if tools is None else {**row, "tools": tools})
+            example = replace(example, row={**example.row, **dict(_keep_values(row, answer_column, prompt))})
         messages = [*(example.prompt if isinstance(example.prompt, list) else ()), *example.turns]
         for text in (example.prompt, example.answer, *map(message_text, messages)):
             if isinstance(text, str) and (at := half_pair(text)) is not None:
@@ -330,8 +333,8 @@ def _read(row: dict[str, Any], part: str, column: str | None) -> Any:
             name = next((field for field in list_fields(column) if not has_column(row, field)), "")
             hint = columns_hint(name, row)
             raise DataError(f"data.{part}_column = {column!r} needs {name!r}; {hint}") from None
-        if pair := preference_pair(row):
-            raise DataError(f"no column {column!r} for the {part}; {explain_preference(*pair)}") from None
+        if pairs := list_preference_pairs(row):
+            raise DataError(f"no column {column!r} for the {part}; {explain_preference(*pairs[0])}") from None
         none = " (null if there is no answer)" if part == "answer" else ""
         hint = columns_hint(column, row)
         for name in CONVERSATIONS if part == "answer" else ():
@@ -359,7 +362,7 @@ def _with_system(prompt: Any, row: Mapping[str, Any], columns: Sequence[str | No
         DataError: The row has another one, too.
     """
     used = [field for column in columns for field in list_fields(column)]
-    systems = {} if (systems := list_systems(row)).keys() & {*used} else systems
+    systems = list_systems(row, used)
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not systems or not is_conversation(messages):
         return prompt
@@ -372,6 +375,18 @@ def _with_system(prompt: Any, row: Mapping[str, Any], columns: Sequence[str | No
             f"{texts[other][:40]!r}: take one of them out"
         )
     return prompt if is_instructed else [{"role": "system", "content": text}, *messages]
+
+
+def _keep_values(row: Mapping[str, Any], answer_column: str | None, prompt: Any) -> Iterator[tuple[str, Any]]:
+    """Yield prompt and answer in the types of the data, where the example has others: a text beside a system message,
+    and a list of one answer. A reward takes them apart by their types, and a text has characters in place of answers.
+    """
+    if isinstance(prompt, str):
+        yield "prompt", prompt
+    if answer_column is not None and not is_template(answer_column, row):
+        value = read_value(row, answer_column)
+        if read_single(value) is not value:
+            yield "answer", value
 
 
 def _pair(columns: tuple[str | None, str | None], prompt: Any, answer: Any, row: dict[str, Any]) -> Example:

@@ -64,6 +64,11 @@ def is_speech(name: str) -> bool:
     return _names(_SPEECH, name)
 
 
+def is_metadata(name: str) -> bool:
+    """Return whether a field of this name says where something comes from, or of what kind it is."""
+    return _names(_METADATA, name)
+
+
 @lru_cache(maxsize=1024)
 def _names(pattern: re.Pattern[str], name: str) -> bool:
     return pattern.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 from podium.errors import DataError
 from podium.plain_values import explain_json
 from podium.rollout.tasks.bad_rows import name_place
+from podium.rollout.tasks.fields import is_metadata, list_texts
 from podium.rollout.tasks.messages import Messages, parse_json
 from podium.rollout.tasks.rows import OPEN, TOKEN_IDS, read_object
 from podium.spelling import suggest_nearest, write_count
@@ -46,6 +47,11 @@ _NEW_LINE: Final = re.compile(
     r"\\n(?!(u|abla|eq?|eg|ot|otin|i|ewline|mid|leq?|geq?|onumber|orm|ewcommand|earrow|warrow|atural|less|gtr)\b)"
 )
 _CHOSEN: Final = (("chosen", "rejected"), ("preferred", "non_preferred"), ("preferred", "dispreferred"))
+_FIGURE: Final = re.compile(
+    r"(.*_)?(reward|grade|utility|elo|point|vote|like|rank|ranking|logp|logprob|probability|perplexity|ppl|confidence|"
+    r"margin|score|rating)s?(_.*)?"
+)
+"""Columns with a figure of an answer, and not the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,8 @@ class Example:
     Attributes:
         prompt: Text, or chat messages.
         answer: The answer as text. None means that there is none.
-        row: All columns of the data, plus "prompt" and "answer". A reward gets this row.
+        row: All columns of the data, plus "prompt" and "answer". A reward gets this row, where a text stays text
+            and a list of answers a list.
         turns: The answer as messages, if the data have it in that form. The last message is the assistant's.
         whole: Whether prompt and turns are one conversation, of which supervised fine-tuning learns every turn of the
             assistant.
@@ -126,8 +133,13 @@ def read_column(row: Mapping[str, Any], name: str) -> Any:
         LookupError: There is no such column or field.
         DataError: The text of a column has a name twice, with different values.
     """
+    return read_single(read_value(row, name))
+
+
+def read_value(row: Mapping[str, Any], name: str) -> Any:
+    """Return what :func:`read_column` reads, and a list of one element as a list."""
     if name in row:
-        return _only(row[name])
+        return row[name]
     first, *path = name.split(".")
     value = row[first]
     for key in path:
@@ -140,9 +152,9 @@ def read_column(row: Mapping[str, Any], name: str) -> Any:
         else:
             raise KeyError(key)
     if path and path[-1] == "ground_truth":  # verl's are sometimes a list of one text, as JSON
-        element = _only(parse_json(value, '["'))
+        element = read_single(parse_json(value, '["'))
         return element if isinstance(element, str) else value
-    return _only(value)
+    return value
 
 
 def is_template(column: str | None, row: Mapping[str, Any]) -> bool:
@@ -242,7 +254,8 @@ def columns_hint(wanted: str, row: Mapping[str, Any]) -> str:
     return f"the columns are {names}{nearest}"
 
 
-def _only(value: Any) -> Any:
+def read_single(value: Any) -> Any:
+    """Return the element of a list of one text, number or truth value; any other value as it is."""
     if isinstance(value, list) and len(cast("list[Any]", value)) == 1 and isinstance(value[0], str | int | float):
         return value[0]
     return value
@@ -319,20 +332,32 @@ def _read_calls(text: Any, where: str) -> list[dict[str, Any]]:
         ) from None
 
 
-def list_systems(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the columns that hold the system message of this row alone, and their texts."""
+def list_systems(row: Mapping[str, Any], fields: Collection[str] = ()) -> dict[str, str]:
+    """Return the columns that hold the system message of this row alone, and their texts; {} where ``fields`` of which
+    the prompt is made are among these columns.
+
+    Raises:
+        DataError: Such a column holds texts in a form that is no system message.
+    """
     values = {name: row[name] for name in _SYSTEM if row.get(name)}
     if instructions := _sibling(row, "instructions"):
         values["responses_create_params.instructions"] = instructions
-    return {name: text for name, value in values.items() if (text := _system_text(value)).strip()}
+    return {} if values.keys() & {*fields} else {name: text for name in values if (text := _system_text(name, values))}
 
 
-def _system_text(value: Any) -> str:
-    """Return the text of a system message: a text, a message, or parts of the type text."""
+def _system_text(name: str, values: Mapping[str, Any]) -> str:
+    """Return the text of a system message: a text, a message, or parts of the type text; "" where there is none."""
+    value = read_single(values[name])
     content = cast("Mapping[str, Any]", value).get("content") if isinstance(value, Mapping) else value
     parts = [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, list) else []
     texts = [part.get("text", part.get("content")) for part in parts]
-    return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
+    text = content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
+    if not text.strip() and any(text.strip() for text in list_texts(value)):
+        raise DataError(
+            f"column {name!r} holds {str(value)[:60]!r} ({type(value).__name__}), which would be left out of the "
+            "prompt: write the system message as text, or rename the column where it means something else"
+        )
+    return text if text.strip() else ""
 
 
 def read_tools(row: Mapping[str, Any], prompt_column: str | None) -> Any:
@@ -404,9 +429,30 @@ def explain_preference(better: str, worse: str) -> str:
     )
 
 
-def preference_pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the columns of the better and the worse answer of a preference row; None for any other row."""
-    return next((pair for name in row if (pair := columns_of_pair(name, row)) is not None), None)
+def list_preference_pairs(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the columns that may hold the better and the worse answer of a preference row, whatever their order.
+
+    chosen and rejected alone come before longer names, such as response_chosen. Columns that say something of answers,
+    such as chosen_model and score_chosen, hold none.
+    """
+    pairs = list(dict.fromkeys(pair for name in row if (pair := columns_of_pair(name, row)) is not None))
+    if plain := [pair for pair in pairs if pair in _CHOSEN]:
+        return plain
+    pairs = [pair for pair in pairs if not _is_of_answers(*pair)]
+    figures = [pair for pair in pairs if any(isinstance(row[name], bool | int | float) for name in pair)]
+    return figures if len(figures) == len(pairs) else [pair for pair in pairs if pair not in figures]
+
+
+def _is_of_answers(better: str, worse: str) -> bool:
+    """Whether columns say where two answers come from, or how good they are."""
+    other = split_name(worse)
+    words = "_".join(word for word in split_name(better) if word in other)
+    return bool(words) and (is_metadata(words) or _FIGURE.fullmatch(words) is not None)
+
+
+def split_name(name: str) -> list[str]:
+    """Return the words of a name, as in score_chosen, chosen-score or chosenScore."""
+    return re.split(r"[_-]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 def columns_of_pair(name: str | None, row: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -436,12 +482,11 @@ def check_meaning(row: Mapping[str, Any], columns: Sequence[str | None]) -> None
     with name_place("column 'history'"):
         listed = parse_json(row.get("history"), "[", strict=True)
     history = cast("list[Any]", listed) if isinstance(listed, list) else []
-    pairs = "instruction" in row and all(isinstance(turn, list) for turn in history)
-    turns = all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in history)
-    if history and (pairs or turns) and "history" not in columns:
+    if any(text.strip() for text in list_texts(history)) and "history" not in columns:
         raise DataError(
             f"column 'history' holds {write_count(len(history), 'earlier turn')}, which would be left out of the "
-            'prompt; write them as messages, [{"role": "user", "content": "…"}, …]'
+            'prompt; write them as messages, [{"role": "user", "content": "…"}, …], or rename the column where it '
+            "means something else"
         )
     options = parse_json(row.get("chat_template_kwargs"), "{")
     options = cast("Mapping[str, Any]", options) if isinstance(options, Mapping) else {str(options): options or None}

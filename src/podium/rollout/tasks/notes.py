@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from podium.rollout.tasks.fields import is_speech, list_texts
+from podium.rollout.tasks.fields import holds_speech, is_speech, list_texts
 from podium.rollout.tasks.forms import (
     CONVERSATIONS,
     NESTED_ANSWERS,
@@ -41,9 +41,12 @@ column has the part's name and is not read as the part."""
 
 _CONTEXTS: Final = re.compile(
     r"(.+_)?(context|passage|document|paragraph|article|story|narrative|evidence|choice|option)s?|"
-    r"input|premise|hypothesis|background|instructions|developer|prefix|suffix|prefill|assistant_prefix"
+    r"input|premise|hypothesis|background|instructions?|developer|prefix|suffix|prefill|assistant_prefix|"
+    r"question|query|problem|system_message|few_?shots?|hints?|persona"
 )
 """Columns that belong to a question or to an answer."""
+_LOOKED_AT: Final = 200  # rows, for columns of texts
+_SHOWN: Final = 8  # names of columns in a note
 _LONGEST_NUMBER: Final = 12  # characters of a number that somebody wrote
 
 
@@ -70,7 +73,7 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
         name
         for e in examples
         if isinstance(e.prompt, list) and "system" in e.prompt[0]["role"]
-        for name, text in [*list_systems(e.row).items()][:1]
+        for name, text in [*list_systems(e.row, e.fields).items()][:1]
         if e.prompt[0].get("content") == text
     )
     yield from (
@@ -126,6 +129,9 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
             f"column {name!r} of {write_count(count, 'row')} is neither in the prompt nor in the answer: "
             "to add it, make data.prompt_column or data.answer_column a template, such as '{context}\\n{question}'"
         )
+    if others := [name for name in names if name not in contexts and _is_unseen(name, examples)]:
+        columns = f"column{'' if len(others) == 1 else 's'} {', '.join(map(repr, others[:_SHOWN]))}"
+        yield f"the model sees nothing of the {columns}, whose texts are for rewards and environments alone"
     for (part, field), count in untaken.items():
         column = getattr(config, f"{part}_column")
         if not field:
@@ -136,7 +142,8 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
         else:
             rows = write_count(count, "row has", "rows have")
             yield f"{rows} no value in {field!r}: the template data.{part}_column leaves its place empty"
-    empty = [e for e in examples if e.answer is None and not e.turns and has_column(e.row, e.columns[1] or "")]
+    prompts = [e for e in examples if e.answer is None and not e.turns and not e.is_text]
+    empty = [e for e in prompts if has_column(e.row, e.columns[1] or "")]
     if empty and not is_template(config.answer_column, empty[0].row):
         yield (
             f"{write_share(len(empty), len(examples), 'row', 'has', 'have')} no answer in {empty[0].columns[1]!r} "
@@ -156,6 +163,16 @@ def _is_left_out(name: str, example: Example) -> bool:
         return False
     shown = f"{whole_text(example.prompt)}\n{example.answer}"
     return any(text.strip() not in shown for text in list_texts(example.row.get(name)))
+
+
+def _is_unseen(name: str, examples: Sequence[Example]) -> bool:
+    """Whether a column holds what somebody wrote in most rows, and no prompt and no answer has it. Columns of which
+    other notes tell are not looked at."""
+    if name in (*CONVERSATIONS, "prompt", "answer", "tools", "functions") or is_speech(name):
+        return False
+    rows = examples[:_LOOKED_AT]
+    count = sum(_is_left_out(name, e) and holds_speech(name, e.row.get(name)) for e in rows)
+    return 2 * count > len(rows)
 
 
 def note_turns(turns: int, rewritten: int, without_end_token: int, partial: int, opened: int) -> Iterator[str]:

@@ -31,14 +31,25 @@ class TextEncoder:
         return {token.content: at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     def encode(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
-        """Return the ids of each text, with the tokenizer's first and last ones where ``special`` is True.
+        """Return the ids of each text, with the tokenizer's first and last ones where ``special`` is True. A text that
+        begins with the first ones, as a chat template wrote it, has them once.
 
         Raises:
             ConfigError: The tokenizer cannot encode a text.
             DataError: A text has a character that is none.
         """
         options = {"add_special_tokens": special, "return_attention_mask": False}
-        return self._encoding(texts, **options).get("input_ids", [])
+        encoded = self._encoding(texts, **options).get("input_ids", [])
+        first = self._first if special else []
+        repeats = 2 * first
+        return [ids[len(first) :] if first and ids[: len(repeats)] == repeats else ids for ids in encoded]
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """The ids that the tokenizer puts before each text."""
+        plain, whole = (self._tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return whole[: next(starts, 0)] if plain else []
 
     def _encoding(self, texts: list[str], **options: Any) -> Any:
         try:

@@ -78,6 +78,23 @@ def test_a_tokenizer_that_begins_and_ends_texts_only_begins_prompts() -> None:
     assert written(tokenizer, encoded.token_ids[0]) == "<s>the fox"
 
 
+@pytest.mark.parametrize("first", ["<s>", "<s> ", "<s>\n", "<s>user: "])
+def test_a_text_that_begins_with_the_first_token_has_it_once(first: str) -> None:
+    """Chat templates of Llama and Gemma write it, and texts that they have written are prompts and rows to learn."""
+    tokenizer = byte_tokenizer(bos=True)
+    text = first + "the fox"
+    encoded = encode_prompts([example(text), example("the fox"), example("<s>")], tokenizer, DataConfig())
+    assert [written(tokenizer, ids) for ids in encoded.token_ids] == [text, "<s>the fox", "<s>"]
+    pairs = encode_pairs(
+        [example(text, "yes"), Example(text, None, {"text": text}, whole=True)], tokenizer, DataConfig()
+    )
+    assert [written(tokenizer, ids) for ids, _ in pairs] == [f"{text}yes</s>", f"{text}</s>"]
+    twice = encode_prompts([example("<s><s>the fox")], byte_tokenizer(), DataConfig())
+    assert written(tokenizer, twice.token_ids[0]) == "<s><s>the fox", (
+        "a tokenizer that adds none takes texts as they are"
+    )
+
+
 def test_a_chat_template_writes_system_prompt_turns_and_the_opening_of_the_answer() -> None:
     tokenizer = byte_tokenizer(CHATML, bos=True)
     config = DataConfig(system_prompt="Be brief.")

@@ -21,6 +21,8 @@ import pyarrow.parquet
 import pytest
 
 from podium.errors import ConfigError, DataError
+from podium.rewards.call_forms import Item
+from podium.rewards.reward_functions import RewardFunctions, call_rewards
 from podium.rollout.tasks import DataConfig, Example, check_data, load_examples
 from podium.runs.config import GRPOConfig
 from podium.runs.named_code import list_code
@@ -66,6 +68,59 @@ def test_columns_are_mapped_and_the_reward_sees_both_names(tmp_path: Path) -> No
     assert example.answer is None
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["7", 7, 0.5, True, ["7"], [7], ["Paris", "paris"], [], [["7"]], {"text": "7"}, [{"text": "7"}], '["7"]', None],
+    ids=str,
+)
+@pytest.mark.parametrize("column", ["answer", "references"])
+def test_the_reward_gets_the_answer_as_the_data_have_it(tmp_path: Path, value: Any, column: str) -> None:
+    """A list of accepted answers stays a list where there is one: ``in`` and ``for`` read characters of a text."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1", column: value}])
+    (example,) = load(path, answer_column=column)
+    assert (example.row[column], type(example.row[column])) == (value, type(value))
+    assert example.row["answer"] == value
+    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], list | dict):
+        assert example.answer == str(value[0]), "this is what is learned and compared"
+
+
+@pytest.mark.parametrize("system", ["Be brief.", "", None])
+def test_a_prompt_of_text_is_text_for_the_reward_beside_a_system_message(tmp_path: Path, system: Any) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1+1", "system": system, "answer": "2"},
+        {"prompt": [{"role": "user", "content": "1+1"}], "system": system, "answer": "2"},
+    ]
+    text, messages = load(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert (text.row["prompt"], type(messages.row["prompt"])) == ("1+1", list)
+    assert isinstance(text.prompt, list) == bool(system)
+
+    def right(completions: list[Any], answer: list[str]) -> list[float]:
+        return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
+
+    functions = RewardFunctions([right], columns=frozenset(text.row))
+    assert [call_rewards(functions, Item("2", example.row)).score for example in (text, messages)] == [1.0, 0.0]
+
+
+def test_texts_that_the_model_does_not_see_are_told(tmp_path: Path, notes: list[str]) -> None:
+    row = {
+        "prompt": "1+1",
+        "answer": "2",
+        "advice": "think of the sum of both numbers",
+        "level": "easy",
+        "id": "a b c d",
+    }
+    assert load(write_jsonl(tmp_path / "a.jsonl", [{**row, "remark": "look at both of the numbers"}, row, row]))
+    assert [note.partition(": ")[2] for note in notes] == [
+        "the model sees nothing of the column 'advice', whose texts are for rewards and environments alone"
+    ]
+    notes.clear()
+    assert load(tmp_path / "a.jsonl", prompt_column="{prompt}\n{advice}")
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1", "instruction": "Translate.", "answer": "2"}])
+    assert load(tmp_path / "a.jsonl")
+    assert len(notes) == 1
+    assert "column 'instruction' of 1 row is neither in the prompt nor in the answer" in notes[0]
+
+
 def test_a_template_writes_the_prompt_from_any_columns(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "1+1", "meta": {"unit": "km"}, "answer": "2"}])
     (example,) = load(path, prompt_column="Q: {q} in {meta[unit]} {{}}\nA: ")
@@ -107,12 +162,13 @@ def test_bytes_are_no_text_of_a_template(tmp_path: Path) -> None:
         load(path, prompt_column="{q} =")
 
 
-def test_a_text_in_any_column_is_learned_whole_if_there_is_no_prompt(tmp_path: Path) -> None:
+def test_a_text_in_any_column_is_learned_whole_if_there_is_no_prompt(tmp_path: Path, notes: list[str]) -> None:
     path = write_jsonl(
         tmp_path / "a.jsonl", [{"system": "Add.", "chat": "USER: 1+1 ASSISTANT: 2", "turns": ["a", "b"]}]
     )
     (example,) = load(path, prompt_column=None, answer_column="{system}\n{chat}")
     assert example.is_text and example.prompt == "Add.\nUSER: 1+1 ASSISTANT: 2"
+    assert not any("no answer" in note for note in notes)
     with pytest.raises(DataError, match=r"line 1: column 'turns' holds .*\(list\); expected text, since data"):
         load(path, prompt_column=None, answer_column="turns")
     with pytest.raises(ConfigError, match=r"data\.prompt_column and data\.answer_column are null"):

@@ -70,6 +70,25 @@ def turns(**fields: Any) -> list[dict[str, Any]]:
             {"instruction": "a", "prompt": "a", "answer": "b", "history": '[["c", "d"]]'},
             "'history' holds 1 earlier turn",
         ),
+        ({"prompt": "a", "answer": "b", "history": [["c", "d"], ["e", "f"]]}, "'history' holds 2 earlier turns"),
+        (
+            {"prompt": "a", "answer": "b", "history": ["c", "d"]},
+            "'history' holds 2 earlier turns, .* or rename the col",
+        ),
+        (
+            {"prompt": "a", "answer": "b", "history": [{"from": "human", "value": "c"}]},
+            "'history' holds 1 earlier turn",
+        ),
+        ({"prompt": "a", "answer": "b", "history": []}, None),
+        ({"prompt": "a", "answer": "b", "history": [[]]}, None),
+        ({"prompt": "a", "answer": "b", "history": [3, 4]}, None),
+        (
+            {"prompt": "a", "answer": "b", "system": {"text": "Be brief."}},
+            "column 'system' holds .*'Be brief.'.* .dict., which would be left out of the prompt: write the system",
+        ),
+        ({"prompt": "a", "answer": "b", "system_prompt": ["Be", "brief."]}, "column 'system_prompt' holds .* .list."),
+        ({"prompt": "a", "answer": "b", "system": {}}, None),
+        ({"prompt": "a", "answer": "b", "system": 3}, None),
         # parts, calls and messages
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}, LAST]},
@@ -263,6 +282,7 @@ def test_a_system_message_is_a_text_a_message_or_parts(tmp_path: Path) -> None:
         {"role": "system", "content": "be kind"},
         parts,
         [{"role": "system", "content": "be kind"}],
+        ["be kind"],
     ):
         for row in (
             {"prompt": "the fox", "answer": "b"},
