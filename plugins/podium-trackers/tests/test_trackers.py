@@ -206,7 +206,6 @@ def test_wandb_offline_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     with WandbSink("podium-test", name="a", config=CONFIG, folder=tmp_path, mode="offline") as sink:
         one_run(tmp_path / "curve.png")
-        emit(StepFinished(3, {"other": 1.0}))  # W&B completes a step when the next one begins
         flush()
         summary = dict(sink._run.summary)
     assert summary["reward/mean"] == 0.75
@@ -220,6 +219,32 @@ def test_wandb_offline_run(tmp_path: Path) -> None:
     row = ["2 + 2?", "4\n<b>", 1.0, "4"]
     assert json.loads(stored.read_text()) == {"columns": ["prompt", "completion", "reward", "expected"], "data": [row]}
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_wandb_keeps_the_steps_that_a_resumed_run_trains_again(tmp_path: Path) -> None:
+    """W&B drops what is recorded at an earlier step than its last one, so that steps are an axis of their own."""
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+    from wandb.sdk.internal.datastore import (  # pyright: ignore[reportMissingImports]
+        DataStore,  # pyright: ignore[reportUnknownVariableType]
+    )
+
+    with WandbSink("podium-test", name="a", folder=tmp_path, mode="offline"):
+        for first, steps in ((1, (1, 2, 3)), (3, (3, 4))):
+            emit(PhaseStarted("grpo", 4, first_step=first))
+            for step in steps:
+                emit(StepFinished(step, {"loss": 10.0 * first + step}))
+        flush()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    store: Any = DataStore()
+    store.open_for_scan(str(file))
+    points: list[tuple[int, float]] = []
+    while (data := store.scan_data()) is not None:
+        record: Any = Record.FromString(data)
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        points += [(row["step"], row["loss"])] if "loss" in row else []
+    store._fp.close()  # DataStore has no method that does
+    assert points == [(1, 11.0), (2, 12.0), (3, 13.0), (3, 33.0), (4, 34.0)]
 
 
 def test_trackio_keeps_the_run_on_this_machine(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from podium.telemetry.sinks import TrackedRun, Tracker
 __all__ = ["TensorBoardSink", "TrackerSink", "TrackioSink", "WandbSink"]
 
 _COLUMNS: Final = ("prompt", "completion", "reward", "expected")
+_STEP: Final = "step"  # the axis of a run of W&B
 _SUMMARY: Final = "summary/"
 
 
@@ -187,8 +188,12 @@ class _RunSink(TrackerSink):
         self._module = self._require(self.package)
         self._run = self._module.init(project=project, name=name, config=mask(config or {}), **options)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record values of any type at `step`, which a resumed run may have recorded before it was killed."""
         self._run.log(dict(values), step=step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.record(step, values)
 
     @abstractmethod
     def table(self, rows: list[dict[str, Any]]) -> Any:
@@ -196,11 +201,11 @@ class _RunSink(TrackerSink):
 
     def log_samples(self, name: str, step: int, samples: tuple[Sample, ...]) -> None:
         rows = [{column: getattr(sample, column) for column in _COLUMNS} for sample in samples]
-        self._run.log({name: self.table(rows)}, step=step)
+        self.record(step, {name: self.table(rows)})
 
     def _log_curve(self, step: int, curve: str) -> None:
         if curve:
-            self._run.log({"curve": self._module.Image(curve)}, step=step)
+            self.record(step, {"curve": self._module.Image(curve)})
 
 
 class WandbSink(_RunSink):
@@ -212,6 +217,12 @@ class WandbSink(_RunSink):
         if folder is not None:
             options["dir"] = str(folder)
         super().__init__(project, **options)
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record `values` with their step as the axis. W&B drops what comes at an earlier step of its own axis."""
+        self._run.log({**values, _STEP: step})
 
     @classmethod
     def of_run(cls, run: TrackedRun) -> Self:
@@ -254,7 +265,7 @@ class TrackioSink(_RunSink):
         numbers = {
             _SUMMARY + name: float(figure) for name, figure in figures.items() if isinstance(figure, int | float)
         }
-        self._run.log({**numbers, "summary": self.table(rows)}, step=step)
+        self.record(step, {**numbers, "summary": self.table(rows)})
         self._log_curve(step, curve)
 
     def finish(self) -> None:
