@@ -45,6 +45,7 @@ _CONTEXTS: Final = re.compile(
     r"question|query|problem|system_message|few_?shots?|hints?|persona"
 )
 """Columns that belong to a question or to an answer."""
+_OF_CSV: Final = re.compile(r"\.(csv|tsv)\b")
 _LOOKED_AT: Final = 200  # rows, for columns of texts
 _SHOWN: Final = 8  # names of columns in a note
 _LONGEST_NUMBER: Final = 12  # characters of a number that somebody wrote
@@ -89,6 +90,13 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
             f"{write_count(opened, 'row has a prompt that ends', 'rows have prompts that end')} with the assistant's "
             "turn, which is the answer: no completion goes on with it"
         )
+    rows = [e.row for e in examples[:_LOOKED_AT] if _OF_CSV.search(e.place)]
+    columns = rows[0].keys() - {"prompt"} if rows else ()
+    if texts := sorted(name for name in columns if all(_is_number(row.get(name)) for row in rows)):
+        yield (
+            f"CSV has texts alone, so that a reward gets the numbers in {', '.join(map(repr, texts[:_SHOWN]))} as "
+            "texts; JSON Lines and Parquet hold numbers"
+        )
     if numbers := [e for e in examples if isinstance(value := e.row.get("answer"), float) and _is_odd(value)]:
         yield (
             f"the answers of {write_count(len(numbers), 'row')} are numbers such as {numbers[0].answer}, and "
@@ -97,6 +105,14 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
     if texts := sum(example.is_text for example in examples):
         rows = write_count(texts, "row is text without a prompt", "rows are texts without prompts")
         yield f"{rows}, of which every token is learned"
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a text is a number as Python reads one."""
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def _is_odd(number: float) -> bool:

@@ -533,6 +533,17 @@ def test_directories_of_save_to_disk_are_read(tmp_path: Path) -> None:
         load(tmp_path / "both", train_split="trian")
 
 
+def test_numbers_of_csv_are_told_to_be_texts(tmp_path: Path, notes: list[str]) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"prompt,answer,level,unit,size\n1+1,2,1,km,\n1+2,3.0,-2,cm,4\n")
+    assert [example.row["answer"] for example in load(path)] == ["2", "3.0"]
+    (note,) = [note for note in notes if "CSV" in note]
+    assert "CSV has texts alone, so that a reward gets the numbers in 'answer', 'level' as texts; JSON Lines" in note
+    notes.clear()
+    load(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1", "answer": "2"}]))
+    assert not notes
+
+
 def test_fields_of_csv_are_the_text_that_is_there(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n\r\n"1, ""2""\nthree",007\r\n' + b"x" * 200_000 + b",NA\r\n")
