@@ -163,6 +163,15 @@ def test_a_label_is_read_beside_an_answer_of_text_or_messages(tmp_path: Path, la
         assert rows[0].chosen == (expected,)
 
 
+@pytest.mark.parametrize("label", [True, False])
+def test_a_label_of_a_conversation_is_that_of_its_last_answer(tmp_path: Path, label: bool) -> None:
+    turns = [user(SUM), model("Hm."), user("So?")]
+    rows = [{"messages": [*turns, model("7")], "label": label}, {"prompt": turns, "completion": "7", "label": label}]
+    of_messages, of_completion = (load(tmp_path, [row], labels=True) for row in rows)
+    assert texts_of(of_messages) == texts_of(of_completion)
+    assert [learned for _, learned in texts_of(of_messages)] == ["7<|im_end|>"]
+
+
 def test_margins_are_read_by_pair(tmp_path: Path) -> None:
     pair = {"prompt": SUM, "chosen": "7", "rejected": "8"}
     rows = load(tmp_path, [{**pair, "margin": 2}, {**pair, "margin": 0.5}])

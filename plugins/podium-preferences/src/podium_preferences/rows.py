@@ -209,7 +209,8 @@ def read_labeled(place: str, row: dict[str, Any], config: DataConfig) -> Example
             f"{place}: there is no answer beside column 'label': expected a column completion, or another that "
             "data.answer_column names"
         )
-    return replace(example, preference=Preference(desirable=bool(label)))
+    # The label is that of one answer: a conversation is learned from its last turn alone.
+    return replace(example, preference=Preference(desirable=bool(label)), whole=example.is_text)
 
 
 def _find_pair(place: str, row: Mapping[str, Any], config: DataConfig) -> tuple[str, str]:

@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Final, Literal, NoReturn, TypeGuard
 
 from podium.errors import ConfigError, DataError
@@ -219,7 +220,7 @@ def _read_examples(
         return _choice(everything, limit) if held_out else everything
     if not everything:
         raise DataError(f"{spec} holds no examples")
-    mine = [e for e in everything if _is_held_out(_text(e.prompt), config.holdout) == held_out]
+    mine = [e for e in everything if _is_held_out(_beginning(e), config.holdout) == held_out]
     if held_out:
         return _choice(mine, limit)
     count = len(everything) - len(mine)
@@ -305,6 +306,7 @@ def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
                 )
             example = _example(answer, None, row, whole=True)
         else:
+            _check_answers(columns, prompt, answer, config)
             conversation = _with_system(prompt, row, columns)
             if not isinstance(conversation, str):
                 check_messages(prompt_column, conversation)
@@ -377,6 +379,18 @@ def _with_system(prompt: Any, row: Mapping[str, Any], columns: Sequence[str | No
     return prompt if is_instructed else [{"role": "system", "content": text}, *messages]
 
 
+def _check_answers(columns: tuple[str | None, str | None], prompt: Any, answer: Any, config: DataConfig) -> None:
+    """Check that a conversation with its answer has no other one beside it that no setting names. Raises DataError."""
+    if columns[1] != _COMPLETION or config.answer_column == _COMPLETION or not _ends_with_answer(prompt):
+        return
+    last, other = message_text(prompt[-1]), answer_text(answer)
+    if other is not None and other != last:
+        raise DataError(
+            f"column {columns[0]!r} ends with the answer {last[:40]!r}, and column 'completion' holds another, "
+            f"{other[:40]!r}: set data.answer_column to completion, or to null for the one in {columns[0]!r}"
+        )
+
+
 def _keep_values(row: Mapping[str, Any], answer_column: str | None, prompt: Any) -> Iterator[tuple[str, Any]]:
     """Yield prompt and answer in the types of the data, where the example has others: a text beside a system message,
     and a list of one answer. A reward takes them apart by their types, and a text has characters in place of answers.
@@ -397,6 +411,13 @@ def _pair(columns: tuple[str | None, str | None], prompt: Any, answer: Any, row:
             "that the model would speak twice: take the last message out of the prompt, or set data.answer_column to "
             "null, which makes that message the answer"
         )
+    last: Any = None
+    if _ends_with_answer(prompt):
+        *prompt, last = prompt
+        if not prompt:
+            raise DataError(f"column {columns[0]!r} holds no message before the assistant's answer")
+        if columns[1] in (None, "answer", *NESTED_ANSWERS):  # what a reward compares with, and nothing to learn
+            return _example(prompt, message_text(last) if answer is None else answer, row, turns=[last], whole=True)
     if is_conversation(answer):
         check_messages(columns[1], answer)
         if answer[-1]["role"] != "assistant":
@@ -406,13 +427,10 @@ def _pair(columns: tuple[str | None, str | None], prompt: Any, answer: Any, row:
             )
         prompt, turns = _without_prompt(columns, prompt, answer)
         return _example(prompt, turns, row, turns=turns)
-    if _ends_with_answer(prompt):
-        *before, last = prompt
-        if not before:
-            raise DataError(f"column {columns[0]!r} holds no message before the assistant's answer")
-        answer = message_text(last) if answer is None else answer
-        return _example(before, answer, row, turns=[last], whole=True)
-    return _example(prompt, answer, row)
+    if last is None or (text := answer_text(answer)) is None:
+        return _example(prompt, answer, row)
+    turn = last if text == message_text(last) else {"role": "assistant", "content": text}
+    return _example(prompt, answer, row, turns=[turn], whole=True)
 
 
 def _without_prompt(
@@ -493,6 +511,15 @@ def _example(prompt: str | Messages, answer: Any, row: dict[str, Any], **fields:
 
 def _text(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+
+
+def _beginning(example: Example) -> str:
+    """Return the prompt of an example as text. Of a conversation that is learned whole it is what precedes the first
+    answer: another row may have this conversation up to an earlier turn, and each turn is learned."""
+    prompt = example.prompt
+    if example.whole and isinstance(prompt, list):
+        prompt = [*takewhile(lambda message: message["role"] != "assistant", prompt)] or prompt
+    return _text(prompt)
 
 
 def _digest(text: str) -> int:

@@ -237,6 +237,20 @@ def test_a_share_of_the_training_file_is_held_out_by_default(tmp_path: Path, not
     assert {str(example.prompt) for example in again} <= prompts[1]
 
 
+def test_a_conversation_is_on_the_side_of_its_beginning(tmp_path: Path) -> None:
+    """Where a file has a row for each turn, an answer of one row is learned in the others as well."""
+    rows: list[dict[str, Any]] = []
+    for n in range(100):
+        turns = [{"role": role, "content": f"{role} {n} {at}"} for at in range(3) for role in ("user", "assistant")]
+        rows += [{"messages": turns[:stop]} for stop in (2, 4, 6)]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    train, test = (load(path, side, holdout=0.2) for side in ("train", "test"))
+    beginnings = [{str(example.prompt[0]) for example in side} for side in (train, test)]
+    assert not beginnings[0] & beginnings[1]
+    assert len(train) + len(test) == 300
+    assert len(test) % 3 == 0 and 30 <= len(test) <= 90
+
+
 def test_a_limit_takes_a_fixed_choice_spread_over_the_held_out_data(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "test.jsonl", ROWS)
     some = load(path, "test", 50, eval=str(path))

@@ -275,6 +275,38 @@ def test_an_answer_that_is_missing_is_told_whether_it_is_null_or_nan(tmp_path: P
     assert notes_of(lambda: load(tmp_path, [{"prompt": "3+4?"}], answer_column=None)) == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "settings", "learned"),
+    [
+        ({"improved": "new"}, {"answer_column": "improved"}, "new"),
+        ({"improved": ["new"]}, {"answer_column": "improved"}, "new"),
+        ({"improved": [{"role": "assistant", "content": "new"}]}, {"answer_column": "improved"}, "new"),
+        ({"final": "new", "why": "since"}, {"answer_column": "{why}: {final}"}, "since: new"),
+        ({"completion": "new"}, {"answer_column": "completion"}, "new"),
+        ({"completion": LAST["content"]}, {}, LAST["content"]),
+        ({"completion": "new"}, {"answer_column": None}, LAST["content"]),
+        ({"answer": "7"}, {}, LAST["content"]),  # what a reward compares with
+        ({"answer": [{"role": "assistant", "content": "7"}]}, {}, LAST["content"]),
+        ({"reward_model": {"ground_truth": "7"}}, {}, LAST["content"]),
+    ],
+)
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_the_answer_that_is_named_is_learned_in_place_of_the_last_turn(
+    tmp_path: Path, fields: dict[str, Any], settings: dict[str, Any], learned: str, column: str
+) -> None:
+    texts = learn(tmp_path, {column: turns(), **fields}, **settings)
+    assert texts == [(False, OPENED), (True, f"{learned}<|im_end|>")]
+
+
+def test_two_answers_and_a_missing_one_are_refused(tmp_path: Path) -> None:
+    message = r"column 'messages' ends with the answer .*, and column 'completion' holds another, 'new': set data\.ans"
+    for completion in ("new", [{"role": "assistant", "content": "new"}]):
+        with pytest.raises(DataError, match=message):
+            learn(tmp_path, {"messages": turns(), "completion": completion})
+    with pytest.raises(DataError, match=r"there is no answer to learn; set data\.answer_column"):
+        learn(tmp_path, {"messages": turns(), "improved": None}, answer_column="improved")
+
+
 def test_a_system_message_is_a_text_a_message_or_parts(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]
     for system in (

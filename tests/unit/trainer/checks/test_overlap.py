@@ -20,6 +20,11 @@ def example(prompt: Any, answer: str | None = None) -> Example:
     return Example(prompt, answer, {"prompt": prompt, "answer": answer})
 
 
+def whole(*texts: str) -> Example:
+    turns = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+    return Example(turns[:-1], texts[-1], {}, turns=turns[-1:], whole=True)
+
+
 def prompts(*examples: Example) -> list[Prompt]:
     return [Prompt(None, row, None) for row in examples]  # type: ignore[arg-type] - the tokens are not read
 
@@ -38,6 +43,13 @@ def pairs(*examples: Example) -> EncodedPairs:
         ([example("b", "2")], pairs(example("a", "1"), example("b", "2")), "1 of the 2 held-out"),
         ([example("b", "2")], prompts(example("b", "3")), ""),
         ([example(CHAT)], prompts(example(CHAT[1:])), ""),
+        ([example([{"role": "user", "content": "b"}], "2")], prompts(example("b", "2")), "1 of the 1 held-out"),
+        # each turn of a conversation is learned
+        ([whole("a", "1", "b", "2")], prompts(whole("a", "1")), "1 of the 1 held-out"),
+        ([whole("a", "1", "b", "2", "c", "3")], prompts(whole("a", "1", "b", "2")), "1 of the 1 held-out"),
+        ([example("a", "1")], prompts(whole("a", "1")), "1 of the 1 held-out"),
+        ([whole("a", "1")], prompts(whole("a", "1", "b", "2")), ""),
+        ([whole("a", "1", "b", "2")], prompts(whole("a", "1", "b", "3")), ""),
         ([], prompts(example("b", "2")), ""),
         ([example("b", "2")], prompts(), ""),
     ],
